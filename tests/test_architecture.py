@@ -70,7 +70,7 @@ LATE_IMPORTS = {
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"_of_step", "attrgetter", "count", "field", "forwarded", "itemgetter", "property", "startswith"}
+PURE |= {"_by_name", "_of_step", "attrgetter", "count", "field", "forwarded", "itemgetter", "property", "startswith"}
 PURE |= {"lazy_names", "staticmethod", "timedelta", "vars"}
 JOBS = ("charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text")  # not capabilities
 
