@@ -23,8 +23,8 @@ from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers import InfiniteSampler
 from trainkit.engine import is_restarted
 from trainkit.engine.folders import checkpoint_dir
-from trainkit.solver.hyper_parameters import check_saved_groups
 from trainkit.solver.lr_scheduler import ScheduledLR
+from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
     if has_rates and not isinstance(trainer.scheduler, ScheduledLR):
         logger.warning("%s cannot take other rates: those of that run stay", type(trainer.scheduler).__name__)
     elif has_rates:
-        check_saved_groups(step["optimizer"]["param_groups"], trainer.optimizer)
+        compare_with_saved(trainer.optimizer.param_groups, step["optimizer"]["param_groups"])
         step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
         rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # -1: it seeks its position
         hooks |= {name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")}

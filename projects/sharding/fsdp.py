@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ def shard_model(
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.batches_of_all_ranks = partial(batches_of_all_ranks, model)  # type: ignore[assignment]
+    model.batches_of_all_ranks = MethodType(batches_of_all_ranks, model)  # type: ignore[assignment]
     model.optimizer_state_to_load = shard_optimizer_state
     if any(tensor.is_meta for tensor in own.values()):
         model.to_empty(device=torch.cuda.current_device() if device_type == "cuda" else device_type)

@@ -23,7 +23,7 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     Raises:
         ConfigError: the rules are wrong, see `ParamRules` and `build_layer_decay`.
     """
-    options, values = cfg.SOLVER.PARAM_GROUPS, {name: value for name, (_, value) in collect_arguments(cfg).items()}
+    options, values = cfg.SOLVER.PARAM_GROUPS, collect_arguments(cfg)
     weight_decay, lr_factor_func = values.get("weight_decay"), None
     try:
         if options.LAYER_DECAY.RATE != 1.0:

@@ -82,7 +82,7 @@ def test_lr_and_weight_decay_of_the_node_win():
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25)]
 
 
-SET = {"MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.5, "WEIGHT_DECAY_NORM": 0.5, "WEIGHT_DECAY_BIAS": 0.5}
+SET = {"MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,11 @@ SET = {"MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.5, "WEIGHT_DECAY_NO
 def test_a_key_of_the_solver_is_passed_on_or_if_it_is_set_an_error(name, momentum, decay):
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     expected = {**momentum, **({"weight_decay": 0.5} if decay else {})}
-    taken = {key for key in SET if key.lower() in expected or (decay and key.startswith("WEIGHT_DECAY"))}
+    taken = {key for key in SET if key.lower() in expected}
     optimizer = build_optimizer(make_cfg({key: SET[key] for key in taken}, NAME=name), model)
     assert {key: optimizer.defaults[key] for key in expected} == expected
     for key in SET.keys() - taken:
-        with pytest.raises(
-            ConfigError, match=rf"SOLVER.{key}: got {SET[key]} .* {name} takes no (momentum|nest|weight)"
-        ):
+        with pytest.raises(ConfigError, match=rf"SOLVER.{key}: got {SET[key]} .* {name} does not take it"):
             build_optimizer(make_cfg({key: SET[key]}, NAME=name), model)
         build_optimizer(make_cfg({key: type(SET[key])(0)}, NAME=name), model)  # which asks for nothing
 
@@ -123,19 +121,11 @@ def test_a_default_of_the_solver_is_never_an_error(name):
     assert optimizer.defaults.get("momentum", 0) == (0.9 if "momentum" in known else 0)
 
 
-def test_a_key_that_code_has_added_to_the_solver_is_passed_on_where_it_is_taken():
-    cfg = make_cfg(NAME="AdamW")
-    cfg.SOLVER.BETAS, cfg.SOLVER.BACKBONE_MULTIPLIER = [0.8, 0.9], 0.1
-    assert build_optimizer(cfg, make_model()).defaults["betas"] == (0.8, 0.9)
-    cfg.SOLVER.OPTIMIZER.NAME = "SGD"
-    assert "betas" not in build_optimizer(cfg, make_model()).defaults
-
-
 def test_a_registered_class_is_built_with_its_arguments():
     optimizer = build_optimizer(make_cfg(NAME="SolverTestSGD", TAPS=[3, 4]), make_model())
     assert type(optimizer) is SolverTestSGD
     assert optimizer.taps == (3, 4)
-    with pytest.raises(ConfigError, match=r"unknown 'TAP'; did you mean 'TAPS'\? SolverTestSGD takes: LR, TAPS, W"):
+    with pytest.raises(ConfigError, match="SolverTestSGD refuses .*'tap'. It takes params, lr, weight_decay, taps"):
         build_optimizer(make_cfg(NAME="SolverTestSGD", TAP=[3, 4]), make_model())
 
 
@@ -152,13 +142,13 @@ def test_a_registered_function_may_take_any_argument():
         ({"NAME": "sgd"}, r"unknown 'sgd'; did you mean 'SGD'\?"),
         ({"NAME": "LBFGS"}, "unknown 'LBFGS'"),
         ({"NAME": "Muon"}, "Muon refuses .*: Muon only supports 2D"),
-        ({"NAME": "Adam", "BETA": [0.9, 0.9]}, r"unknown 'BETA'; did you mean 'BETAS'\? Adam takes: AMSGRAD, BETAS, "),
-        ({"NAME": "Adam", "PARAMS": []}, "unknown 'PARAMS'"),
-        ({"NAME": "Adam", "MOMENTUM": 0.9}, "unknown 'MOMENTUM'"),
-        ({"NAME": "Adam", "BETAS": [2, 0.9]}, r"SOLVER.OPTIMIZER.BETAS=\(2, 0.9\): Invalid beta parameter at index 0"),
+        ({"NAME": "Adam", "BETA": [0.9, 0.9]}, "Adam refuses .*'beta'. It takes params, lr, betas, eps"),
+        ({"NAME": "Adam", "PARAMS": []}, "Adam refuses .*'params'"),
+        ({"NAME": "Adam", "MOMENTUM": 0.9}, "Adam refuses .*'momentum'"),
+        ({"NAME": "Adam", "BETAS": [2, 0.9]}, r"betas=\(2, 0.9\).*Invalid beta parameter at index 0"),
         ({"NAME": "Adam", "LR": "big"}, "SOLVER.OPTIMIZER.LR: got 'big' .*a number"),
-        ({"NAME": "Adam", "EPS": "tiny"}, "SOLVER.OPTIMIZER.EPS='tiny'"),
-        ({"NAME": "Adam", "FUSED": True, "FOREACH": True}, "SOLVER.OPTIMIZER.FUSED=True, .*cannot be `True` together"),
+        ({"NAME": "Adam", "EPS": "tiny"}, "eps='tiny'"),
+        ({"NAME": "Adam", "FUSED": True, "FOREACH": True}, "cannot be `True` together"),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import FLAG, LaterCalls, MetricPath, StepRecord, check_losses, write_metrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
-from trainkit.solver.hyper_parameters import check_saved_groups, describe_changes, hyper_parameters, learning_rates
+from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils.device import first_tensor
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, mean_losses, parse_losses
@@ -152,7 +152,7 @@ class SimpleTrainer(TrainerBase):
             raise
 
     def end_update(self) -> None:
-        self._used_lr = learning_rates(getattr(self, "optimizer", None))  # a subclass may have no attribute optimizer
+        self._used_lr = _learning_rates(getattr(self, "optimizer", None))  # a subclass may have no attribute optimizer
 
     def end_step(self) -> None:
         self._batch = self._losses = None
@@ -160,7 +160,7 @@ class SimpleTrainer(TrainerBase):
     @property
     def used_lr(self) -> list[Any]:
         """The learning rates of this iteration's update by parameter group, also after the schedule's step."""
-        return learning_rates(self.optimizer) if self._used_lr is None else self._used_lr
+        return _learning_rates(self.optimizer) if self._used_lr is None else self._used_lr
 
     def _write_metrics(
         self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
@@ -316,11 +316,16 @@ class SimpleTrainer(TrainerBase):
         Raises:
             ConfigError: it is of another kind of optimizer, or has another number of parameter groups.
         """
-        check_saved_groups(state_dict["optimizer"]["param_groups"], self.optimizer)
-        before = hyper_parameters(self.optimizer)
+        changes = compare_with_saved(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
         state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
         self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
         self.finite.load_state_dict(state_dict.get("non_finite", {}))  # detectron2 has no such entry
         self._used_lr = state_dict.get("used_lr")
-        if changes := describe_changes(before, hyper_parameters(self.optimizer)):
+        if changes:
             logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)
+
+
+def _learning_rates(optimizer: Any) -> list[Any]:
+    """The learning rate of each parameter group; a tensor is copied, since a schedule changes it in place."""
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may have no groups
+    return [rate if type(rate := group.get("lr")) is not Tensor else rate.clone() for group in groups]

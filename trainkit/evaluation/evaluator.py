@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from trainkit.utils.model import unwrap_model
 from trainkit.utils.rng import preserve_rng_state
 
 _LOG_PERIOD_SEC = 5.0
-_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,6 @@ class DatasetEvaluator:
     def process(self, inputs: Any, outputs: Any) -> None:
         """Process one batch, with its tensors on the model's device, and the model's outputs for it."""
 
-    def keep_up(self, inputs: Any) -> None:
-        """Run the model as often as ``process`` does, for a batch that does not count here."""
-
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the results; called on every rank, also on one that processed nothing.
 
@@ -49,33 +45,28 @@ class DatasetEvaluator:
 
 
 class DatasetEvaluators(DatasetEvaluator):
-    """Several evaluators as one, in the given order; those of detectron2 need neither ``bind`` nor ``keep_up``."""
+    """Several evaluators as one, in the given order."""
 
     def __init__(self, evaluators: Sequence[DatasetEvaluator]) -> None:
-        self._evaluators = list(evaluators)
+        self.evaluators = list(evaluators)
 
     def bind(self, model: Any) -> None:
-        for evaluator in self._evaluators:
-            if hasattr(evaluator, "bind"):
+        for evaluator in self.evaluators:
+            if hasattr(evaluator, "bind"):  # detectron2's have no such method
                 evaluator.bind(model)
 
     def reset(self) -> None:
-        for evaluator in self._evaluators:
+        for evaluator in self.evaluators:
             evaluator.reset()
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        for evaluator in self._evaluators:
+        for evaluator in self.evaluators:
             evaluator.process(inputs, outputs)
-
-    def keep_up(self, inputs: Any) -> None:
-        for evaluator in self._evaluators:
-            if hasattr(evaluator, "keep_up"):
-                evaluator.keep_up(inputs)
 
     def evaluate(self) -> dict[str, Any]:
         """Merge the results of all evaluators. Raises ValueError if two evaluators report the same key."""
         merged: dict[str, Any] = {}
-        for evaluator in self._evaluators:
+        for evaluator in self.evaluators:
             results = evaluator.evaluate() or {}
             if twice := merged.keys() & results.keys():
                 raise ValueError(f"{type(evaluator).__name__} and an evaluator before it both report {sorted(twice)}")
@@ -93,24 +84,19 @@ def inference_on_dataset(
 ) -> dict[str, Any]:
     """Run ``model`` over ``data_loader`` in eval mode without gradients, and evaluate its outputs.
 
-    The mode of every submodule and the global random state are restored, also after an error. The caller's
-    ``torch.autocast`` applies. It waits for the device once, at the end.
+    The mode of every submodule and the global random state are restored. The caller's ``torch.autocast`` applies.
 
-    A model whose ranks do each forward pass together has a method ``batches_of_all_ranks(data_loader, is_stopping)``.
-    It yields batches on all ranks equally often, each with False if it is not this rank's own (only ``model`` and
-    ``keep_up`` get it), and raises EvaluationAbandoned on all ranks if some rank is stopping.
+    If all ranks must do each forward pass together, the model has a method ``batches_of_all_ranks(data_loader,
+    evaluators, is_stopping)``: it yields this rank's batches, runs the model itself for those of other ranks, and
+    raises EvaluationAbandoned on all ranks if some rank is stopping.
 
     Args:
         model: an ``nn.Module`` (batches are moved to its device; a data-parallel wrapper is removed), or any function
             of a batch.
         data_loader: needs no length; each rank passes its own part, which may be empty.
         evaluator: None only runs the model.
-        callbacks: called once each: ``on_start`` first, ``before_inference`` and ``after_inference`` around all
-            batches, ``on_end`` last.
+        callbacks: ``on_start``, ``before_inference`` and ``after_inference`` (around all batches), ``on_end``.
         name: the name of the dataset, for the observer (see `observe_inference`) and the log.
-
-    Returns:
-        The result of ``evaluator.evaluate()``; ``{}`` for None.
 
     Raises:
         ValueError: the loader gave no batch on any rank.
@@ -133,25 +119,15 @@ def inference_on_dataset(
         evaluator.reset()
         call("before_inference")
         observer.before_eval(phase, name)
-        is_first_of_group = comm.get_rank() % comm.get_data_group_size() == 0  # it counts the batches of its group
         together = getattr(model, "batches_of_all_ranks", None)
-        batches = (
-            together(data_loader, observer.is_stopping) if together else ((inputs, True) for inputs in data_loader)
-        )
-        for inputs, is_own in _with_progress(batches, data_loader, name):
+        batches = together(data_loader, evaluator, observer.is_stopping) if together else data_loader
+        for inputs in _with_progress(batches, data_loader, name):
             if not together and (is_stopping := observer.is_stopping()):
                 break
             inputs = inputs if device is None else move_to_device(inputs, device)
-            if not is_own:
-                model(inputs)
-                evaluator.keep_up(inputs)
-                continue
             observer.before_eval_step(phase, num_batches, inputs)
             outputs = model(inputs)
-            if is_first_of_group:
-                evaluator.process(inputs, outputs)
-            else:
-                evaluator.keep_up(inputs)
+            evaluator.process(inputs, outputs)
             observer.after_eval_step(phase, num_batches, inputs, outputs)
             num_batches += 1
         by_rank = comm.all_gather((num_batches, is_stopping))
@@ -184,17 +160,16 @@ def inference_context(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def _with_progress(batches: Iterable[_T], data_loader: Any, name: str) -> Iterator[_T]:
+def _with_progress(batches: Iterable[Any], data_loader: Any, name: str) -> Iterator[Any]:
     """The batches, with regular log lines."""
     try:
-        total = len(data_loader)
+        total, of_total = len(data_loader), f" of {len(data_loader)}"
     except TypeError:
-        total = None
-    of_total = "" if total is None else f" of {total}"
+        total, of_total = None, ""
     logger.log(for_details(), "Start inference%s%s", of_total and f"{of_total} batches", name and f" of {name}")
     start = last_line = time.perf_counter()
-    for num_done, batch in enumerate(batches, 1):
-        yield batch
+    for num_done, inputs in enumerate(batches, 1):
+        yield inputs
         now = time.perf_counter()
         if now - last_line >= _LOG_PERIOD_SEC:
             last_line, per_batch = now, (now - start) / num_done

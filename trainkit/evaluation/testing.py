@@ -18,21 +18,15 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     return {"/".join(path): value for path, value in _leaves(results)}
 
 
-def print_csv_format(results: Mapping[str, Any], *, outermost: str = "") -> None:
-    """Log ``results`` as a table with one row per metric.
-
-    Args:
-        results: ``{task: {metric: value}}``, or ``{dataset: {task: {metric: value}}}``, which adds a column.
-        outermost: if there is one more level outside, the title of its column.
-    """
-    first = 1 if outermost else 0
-    with_dataset = any(len(path) > first + 2 for path, _ in _leaves(results))
+def print_csv_format(results: Mapping[str, Any]) -> None:
+    """Log ``{task: {metric: value}}``, or ``{dataset: {task: {metric: value}}}``, as a table with a row per metric."""
+    leaves = [(path, f"{value:.4f}" if isinstance(value, float) else str(value)) for path, value in _leaves(results)]
+    with_dataset = any(len(path) > 2 for path, _ in leaves)
     rows = []
-    for path, value in _leaves(results):
-        *datasets, task, metric = path[first:] if len(path) > first + 1 else ("", *path[first:])
-        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-        rows.append([*path[:first], *["/".join(datasets)] * with_dataset, task, metric, shown])
-    headers = [*[outermost] * first, *["dataset"] * with_dataset, "task", "metric", "value"]
+    for path, value in leaves:
+        *datasets, task, metric = path if len(path) > 1 else ("", *path)
+        rows.append([*["/".join(datasets)] * with_dataset, task, metric, value])
+    headers = [*["dataset"] * with_dataset, "task", "metric", "value"]
     align = ["left"] * (len(headers) - 1) + ["right"]
     table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
     logger.log(for_details(), "Evaluation results:\n%s", table)

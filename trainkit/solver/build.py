@@ -7,12 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fvcore.common.param_scheduler import (
-    CosineParamScheduler,
-    MultiStepParamScheduler,
-    ParamScheduler,
-    StepWithFixedGammaParamScheduler,
-)
+from fvcore.common import param_scheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -45,20 +40,18 @@ OPTIMIZER_BUILDER_REGISTRY = Registry("OPTIMIZER_BUILDER")
 LR_SCHEDULER_BUILDER_REGISTRY = Registry("LR_SCHEDULER_BUILDER")
 """SOLVER.LR_SCHEDULER_BUILDER -> a function ``(cfg, optimizer)`` that returns a scheduler."""
 
-_OF_SOLVER = ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY", "WEIGHT_DECAY_NORM", "WEIGHT_DECAY_BIAS")
-
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Build the optimizer ``SOLVER.OPTIMIZER.NAME`` over parameter groups by the rules of detectron2's keys.
+    """Build the optimizer ``SOLVER.OPTIMIZER.NAME``, which clips by ``SOLVER.CLIP_GRADIENTS`` in ``step()``.
 
     The other keys of ``SOLVER.OPTIMIZER`` are constructor arguments in upper case; None means not given. Arguments that
     are not given there come from ``SOLVER``: ``BASE_LR``, ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` if the
     optimizer takes them, and keys that your code has added. Without ``FUSED`` or ``FOREACH``, the fused implementation
-    is used if it works for all parameters. With ``SOLVER.CLIP_GRADIENTS``, ``step()`` clips.
+    is used if it works for all parameters.
 
     Raises:
-        ConfigError: the optimizer, a builder or an argument is unknown, or the optimizer refuses a value; a key of
-            ``SOLVER`` that the optimizer does not take is set; the model has no trainable parameter.
+        ConfigError: a name or an argument is unknown, or the optimizer refuses a value; one of these keys of ``SOLVER``
+            is set, but the optimizer does not take it; the model has no trainable parameter.
     """
     cfg = prepare_projects(cfg)
     if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many configs written for detectron2 have a name here
@@ -75,36 +68,36 @@ def with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
 
 def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
     """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or only those in ``only``."""
-    factory, arguments = _find_optimizer(cfg), collect_arguments(cfg)
-    values = {name: value for name, (_, value) in arguments.items()}
-    groups = [{**group, "params": [*group["params"]]} for group in _build_groups(cfg, model, values)]
-    if only is not None:
-        groups = [{**group, "params": [param for param in group["params"] if param in only]} for group in groups]
-        groups = [group for group in groups if group["params"]]
+    name, factory, arguments = cfg.SOLVER.OPTIMIZER.NAME, _find_optimizer(cfg), collect_arguments(cfg)
+    groups = [
+        {**group, "params": [param for param in group["params"] if only is None or param in only]}
+        for group in _build_groups(cfg, model, arguments)
+    ]
+    groups = [group for group in groups if group["params"]]
     params = [param for group in groups for param in group["params"]]
     if not params:
         raise ConfigError(f"{type(model).__name__} has no trainable parameters; set requires_grad=True")
+    if _can_be_fused(factory, arguments, params, model):
+        arguments["fused"] = True
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     try:
-        if _can_be_fused(factory, values, params, model):
-            values["fused"] = True
-        optimizer = factory(groups, **values)
+        optimizer = factory(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.values())
-        raise ConfigError(f"{cfg.SOLVER.OPTIMIZER.NAME} refuses {given}: {error}") from error
-    if type(optimizer) is torch.optim.SGD and optimizer.defaults["fused"]:
+        accepted = ", ".join(inspect.signature(factory).parameters)
+        raise ConfigError(f"SOLVER.OPTIMIZER: {name} refuses {given}: {error}. It takes {accepted}") from error
+    if factory is torch.optim.SGD and optimizer.defaults["fused"]:
         optimizer.register_step_pre_hook(partial(start_late_buffers, len(params)))
-    _logger.info("%s of %d parameters in %d groups: %s", type(optimizer).__name__, len(params), len(groups), values)
+    _logger.info("%s of %d parameters in %d groups: %s", name, len(params), len(groups), given)
     return optimizer
 
 
-def _build_groups(cfg: CfgNode, model: nn.Module, values: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    solver = cfg.SOLVER
-    if builder := solver.PARAM_GROUP_BUILDER:
-        groups: Iterable[Any] = look_up(PARAM_GROUP_REGISTRY, builder, "SOLVER.PARAM_GROUP_BUILDER")(cfg, model)
-        return groups
-    decay = values.get("weight_decay")
+def _build_groups(cfg: CfgNode, model: nn.Module, arguments: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    solver, decay = cfg.SOLVER, arguments.get("weight_decay")
+    if solver.PARAM_GROUP_BUILDER:
+        build = look_up(PARAM_GROUP_REGISTRY, solver.PARAM_GROUP_BUILDER, "SOLVER.PARAM_GROUP_BUILDER")
+        return [*build(cfg, model)]
     norm, bias = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) if decay is not None else (None, None)
-    return get_default_optimizer_params(model, values["lr"], decay, norm, solver.BIAS_LR_FACTOR, bias)
+    return get_default_optimizer_params(model, arguments["lr"], decay, norm, solver.BIAS_LR_FACTOR, bias)
 
 
 def _find_optimizer(cfg: CfgNode) -> Callable[..., Optimizer]:
@@ -117,56 +110,39 @@ def _find_optimizer(cfg: CfgNode) -> Callable[..., Optimizer]:
     return known[name]
 
 
-def collect_arguments(cfg: CfgNode) -> dict[str, tuple[str, Any]]:
-    """argument -> (key in the config, value) for the constructor of SOLVER.OPTIMIZER; always includes ``lr``."""
-    solver, defaults = cfg.SOLVER, get_cfg().SOLVER
-    _, *parameters = inspect.signature(_find_optimizer(cfg)).parameters.values()
-    accepted = {p.name.upper(): p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    keys = ["LR", *(key for key in solver if key in accepted and key not in defaults)]  # added by the user's own code
-    for key in _OF_SOLVER:
-        argument = key.removesuffix("_NORM").removesuffix("_BIAS")  # both need the argument weight_decay
+def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
+    """The arguments of the constructor of SOLVER.OPTIMIZER but the parameters; always includes ``lr``."""
+    solver, node, defaults = cfg.SOLVER, cfg.SOLVER.OPTIMIZER, get_cfg().SOLVER
+    parameters = inspect.signature(_find_optimizer(cfg)).parameters.values()
+    known, takes_any = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    arguments = {"lr": solver.BASE_LR}
+    for key in ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY"):
         is_set = bool(solver[key]) and solver[key] != defaults[key]
-        if argument in accepted or (takes_any and (is_set or argument == "WEIGHT_DECAY")):
-            keys.append(argument)
+        if key.lower() in known or (takes_any and (is_set or key == "WEIGHT_DECAY")):
+            arguments[key.lower()] = solver[key]
         elif is_set:
-            accepts = f"{defaults[key]!r}, since {solver.OPTIMIZER.NAME} takes no {argument.lower()}"
-            raise not_accepted(f"SOLVER.{key}", solver[key], accepts)
-    for key in solver.OPTIMIZER.keys() - {"NAME"} - accepted.keys():
-        if not takes_any:
-            raise unknown_name("SOLVER.OPTIMIZER", key, f"{solver.OPTIMIZER.NAME} takes", accepted)
-    arguments: dict[str, tuple[str, Any]] = {}
-    for key in dict.fromkeys([*keys, *(key for key in solver.OPTIMIZER if key != "NAME")]):
-        full_key, value = optimizer_argument(solver, key)
-        if key in ("LR", "WEIGHT_DECAY") and not isinstance(value, int | float):
-            raise not_accepted(full_key, value, "a number")
-        if isinstance(value, list) and key in accepted and isinstance(accepted[key].default, tuple):
-            value = tuple(value)
-        if value is not None:
-            arguments[accepted[key].name if key in accepted else key.lower()] = full_key, value
+            raise not_accepted(f"SOLVER.{key}", solver[key], f"{defaults[key]!r}; {node.NAME} does not take it")
+    given = {key.lower(): value for key, value in node.items() if key != "NAME" and value is not None}
+    arguments |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    for name in arguments.keys() & {"lr", "weight_decay"}:
+        if not isinstance(arguments[name], int | float):
+            raise not_accepted(f"SOLVER.OPTIMIZER.{name.upper()}", arguments[name], "a number")
     return arguments
 
 
-def _can_be_fused(factory: Any, values: Mapping[str, Any], params: list[Tensor], model: nn.Module) -> bool:
-    """Whether the fused implementation works: its first step shows it, on a small tensor of each kind of parameter."""
-    known = inspect.signature(factory).parameters if isinstance(factory, type) else {}
+def _can_be_fused(factory: Any, arguments: Mapping[str, Any], params: list[Tensor], model: nn.Module) -> bool:
+    """Whether torch 2.13 has a fused implementation for all this."""
+    optim, implemented = torch.optim, [torch.optim.Adam, torch.optim.AdamW]
+    if not any(hasattr(param, "device_mesh") for param in params):  # ranks hold parts of them
+        implemented += [optim.SGD, optim.Adagrad] if all(param.is_cpu for param in params) else [optim.SGD]
     small = any(param.is_cpu and param.dtype in (torch.float16, torch.bfloat16) for param in params)
-    if "fused" not in known or {"fused", "foreach"} & values.keys():
-        return False
-    if factory is torch.optim.SGD and small:
-        return False  # torch 2.13 does not update most of their values (pytorch#191763)
-    sparse = {module.weight for module in model.modules() if getattr(module, "sparse", False)}
-    kinds = {(p.device, p.dtype, getattr(p, "device_mesh", None), p in sparse): p for p in params}
-    stand_ins = []
-    for (*_, is_sparse), like in kinds.items():
-        stand_ins.append(like.detach().new_zeros(1, 1).requires_grad_())
-        grad = torch.zeros_like(stand_ins[-1])
-        stand_ins[-1].grad = grad.to_sparse(1) if is_sparse else grad
-    try:
-        factory(stand_ins, **values, fused=True).step()
-    except (RuntimeError, AssertionError):
-        return False
-    return True
+    return (
+        factory in implemented
+        and not {"fused", "foreach", "differentiable"} & arguments.keys()
+        and all(param.is_floating_point() for param in params)
+        and not any(getattr(module, "sparse", False) for module in model.modules())
+        and not (factory is optim.SGD and small)  # there it leaves out most values (pytorch#191763)
+    )
 
 
 def start_late_buffers(num_params: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -180,24 +156,19 @@ def start_late_buffers(num_params: int, optimizer: Optimizer, args: Any, kwargs:
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-    """Build the schedule ``SOLVER.LR_SCHEDULER_NAME`` with its warm-up; after ``MAX_ITER`` the last value stays.
+    """Build the schedule ``SOLVER.LR_SCHEDULER_NAME`` with its warm-up, or by ``SOLVER.LR_SCHEDULER_BUILDER``.
 
     ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
     ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` evenly spaced times. All lengths are in
-    iterations; ``trainkit.config.resolve_lengths`` converts epochs. A default ``WARMUP_ITERS`` is at most 5 % of the
-    run, and default ``STEPS`` beyond ``MAX_ITER`` are cut off. ``SOLVER.LR_SCHEDULER_BUILDER`` names a function that
-    makes another schedule.
-
-    Raises:
-        ConfigError: the name is unknown, or a value is not accepted.
+    iterations. A default ``WARMUP_ITERS`` is at most 5 % of the run; default ``STEPS`` beyond ``MAX_ITER`` are cut off.
     """
     solver = prepare_projects(cfg).SOLVER
-    if builder := solver.LR_SCHEDULER_BUILDER:
-        scheduler: LRScheduler = look_up(LR_SCHEDULER_BUILDER_REGISTRY, builder, "LR_SCHEDULER_BUILDER")(cfg, optimizer)
-        return scheduler
-    if (name := solver.LR_SCHEDULER_NAME) not in _SCHEDULES:
+    if solver.LR_SCHEDULER_BUILDER:
+        build = look_up(LR_SCHEDULER_BUILDER_REGISTRY, solver.LR_SCHEDULER_BUILDER, "SOLVER.LR_SCHEDULER_BUILDER")
+        return build(cfg, optimizer)
+    name, max_iter, warmup = solver.LR_SCHEDULER_NAME, solver.MAX_ITER, solver.WARMUP_ITERS
+    if name not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", name, "accepted", _SCHEDULES)
-    max_iter, warmup = solver.MAX_ITER, solver.WARMUP_ITERS
     if not is_whole(max_iter, 1) or not all(is_whole(length, 0) for length in (warmup, *solver.STEPS)):
         raise not_accepted("SOLVER.MAX_ITER, WARMUP_ITERS and STEPS", (max_iter, warmup, solver.STEPS), "iterations")
     if warmup == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
@@ -215,23 +186,23 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     return scheduler
 
 
-def _multi_step(solver: CfgNode) -> ParamScheduler:
+def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
     steps = [step for step in solver.STEPS if step < solver.MAX_ITER]
     if len(steps) < len(solver.STEPS) and (*solver.STEPS,) != get_cfg().SOLVER.STEPS:
         _logger.warning("SOLVER.STEPS are %s, but the training ends at %d", solver.STEPS, solver.MAX_ITER)
     values = [solver.GAMMA**decays for decays in range(len(steps) + 1)]
-    return MultiStepParamScheduler(values, milestones=steps, num_updates=solver.MAX_ITER)
+    return param_scheduler.MultiStepParamScheduler(values, milestones=steps, num_updates=solver.MAX_ITER)
 
 
-def _cosine(solver: CfgNode) -> ParamScheduler:
+def _cosine(solver: CfgNode) -> param_scheduler.ParamScheduler:
     key, lr = optimizer_argument(solver, "LR")
     if not 0.0 <= solver.BASE_LR_END <= lr or lr == 0:
         raise not_accepted("SOLVER.BASE_LR_END", solver.BASE_LR_END, f"from 0 to {key}, {lr}, which must not be 0")
-    return CosineParamScheduler(1.0, solver.BASE_LR_END / lr)
+    return param_scheduler.CosineParamScheduler(1.0, solver.BASE_LR_END / lr)
 
 
-def _fixed_gamma(solver: CfgNode) -> ParamScheduler:
-    return StepWithFixedGammaParamScheduler(1.0, solver.NUM_DECAYS, solver.GAMMA, solver.MAX_ITER)
+def _fixed_gamma(solver: CfgNode) -> param_scheduler.ParamScheduler:
+    return param_scheduler.StepWithFixedGammaParamScheduler(1.0, solver.NUM_DECAYS, solver.GAMMA, solver.MAX_ITER)
 
 
 _SCHEDULES = {"WarmupMultiStepLR": _multi_step, "WarmupCosineLR": _cosine, "WarmupStepWithFixedGammaLR": _fixed_gamma}

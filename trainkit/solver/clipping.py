@@ -98,10 +98,10 @@ def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
 
 
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
-    """Let an optimizer, or a class, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``; `build_optimizer` calls this.
+    """Let an optimizer, or a class, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``, by its ``gradient_clipper``.
 
-    The rule is its ``gradient_clipper``; if a trainer has called it for this step, ``step()`` does not clip again.
-    With a ``GradScaler`` and a fused optimizer, call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
+    If a trainer has called this clipper for a step, ``step()`` does not clip again. With a ``GradScaler`` and a fused
+    optimizer, call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
 
     Returns:
         The same instance, or a subclass of the class. Unchanged if it clips already or clipping is off.
@@ -116,7 +116,7 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
     class Clipping(optimizer):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            _clip_before_step(self, cast(GradientClipper, build_gradient_clipper(cfg)))
+            maybe_add_gradient_clipping(cfg, self)
 
     Clipping.__name__ = Clipping.__qualname__ = f"{optimizer.__name__}WithGradientClip"
     return Clipping
@@ -124,10 +124,9 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
 
 def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # GradScaler.step sets grad_scale on an optimizer whose fused kernel unscales
-        if not clipper.has_clipped and getattr(optimizer, "grad_scale", None) is not None:
-            raise RuntimeError("gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()")
         if not clipper.has_clipped:
+            if getattr(optimizer, "grad_scale", None) is not None:  # GradScaler.step sets it for a fused kernel
+                raise RuntimeError("gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()")
             clipper(parameter for group in optimizer.param_groups for parameter in group["params"])
         clipper.has_clipped = False
 

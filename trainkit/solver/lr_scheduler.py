@@ -104,15 +104,8 @@ class ScheduledLR(LRScheduler):
         return {"base_lrs": self.base_lrs, "last_epoch": self.last_epoch, "factors": self.factors}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; the learning rates in use are part of the optimizer's state.
-
-        Raises:
-            ValueError: the state is for another number of parameter groups.
-        """
-        base_lrs = list(state_dict["base_lrs"])
-        if len(base_lrs) != len(self.base_lrs):
-            raise ValueError(f"the saved schedule has {len(base_lrs)} parameter groups, not {len(self.base_lrs)}")
-        self.base_lrs, self.last_epoch = base_lrs, state_dict["last_epoch"]
+        """Load a state; the learning rates in use are part of the optimizer's state."""
+        self.base_lrs, self.last_epoch = list(state_dict["base_lrs"]), state_dict["last_epoch"]
         self.factors = list(state_dict.get("factors", []))  # older states have no factors
 
 

@@ -1,10 +1,13 @@
 """Sort the parameters of a model into groups with their hyper-parameters."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from trainkit.config.errors import ConfigError
+from trainkit.utils.tables import format_table
 
 # _NormBase: all batch and instance norms
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
@@ -22,8 +25,8 @@ def get_default_optimizer_params(
 ) -> list[dict[str, Any]]:
     """Put the trainable parameters of a model into as few groups for an optimizer as possible, as in detectron2.
 
-    Frozen parameters are left out; a shared parameter is listed once, under its first name. The same model and
-    arguments give the same groups in the same order, so that a run can resume.
+    A shared parameter is listed once, under its first name. The same model and arguments give the same groups in the
+    same order, so that a run can resume.
 
     Args:
         base_lr, weight_decay: None leaves the value to the optimizer.
@@ -31,19 +34,11 @@ def get_default_optimizer_params(
             (this one wins); None: ``weight_decay``.
         bias_lr_factor: multiplies the learning rate of every parameter named ``bias``.
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``, and gives a further factor.
-        overrides: leaf name (``bias``) or full name of a parameter -> hyper-parameters that replace all others; a full
-            name wins over a leaf name.
-
-    Raises:
-        ValueError: a factor is given without ``base_lr``, or a hyper-parameter of biases is given twice.
+        overrides: leaf name (``bias``) or full name of a parameter (which wins) -> hyper-parameters.
     """
     overrides = overrides or {}
     if base_lr is None and (bias_lr_factor != 1.0 or lr_factor_func is not None):
-        raise ValueError("bias_lr_factor and lr_factor_func multiply base_lr, which is None; give base_lr as well")
-    if bias_lr_factor != 1.0 and "lr" in overrides.get("bias", {}):
-        raise ValueError("bias_lr_factor and overrides['bias']['lr'] both set the lr of biases; give one of them")
-    if weight_decay_bias is not None and "weight_decay" in overrides.get("bias", {}):
-        raise ValueError("weight_decay_bias and overrides['bias']['weight_decay'] are the same; give one of them")
+        raise ValueError("bias_lr_factor and lr_factor_func multiply base_lr, which is None")
     modules = dict(model.named_modules())
     groups = []
     for name, param in model.named_parameters():
@@ -84,3 +79,26 @@ def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, 
         for param in members:
             per_param.setdefault(param, {}).update({**group, "params": [param]})
     return list(per_param.values())
+
+
+def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the values that differ in saved groups of an optimizer, at the start of their schedules; "" if none.
+
+    Raises:
+        ConfigError: the saved groups are of another kind of optimizer, or their number differs.
+    """
+    if len(saved) != len(groups):
+        raise ConfigError(f"the checkpoint has {len(saved)} parameter groups, this run {len(groups)}")
+    rows = []
+    for number, (new, old) in enumerate(zip(map(_values, groups), map(_values, saved), strict=True)):
+        if (only_old := old.keys() - new) and (only_new := new.keys() - old):  # one alone: another version of torch
+            raise ConfigError(f"the optimizer in the checkpoint has {sorted(only_old)}, this one {sorted(only_new)}")
+        rows += [(number, name, new[name], old[name]) for name in new if new[name] != old.get(name, new[name])]
+    headers = ("group", "setting", "of this run", "in the checkpoint")
+    return format_table(rows, headers, max_rows=20) if rows else ""
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    first = {name: group.get(f"initial_{name}", value) for name, value in group.items()}
+    names = [name for name in group if name != "params" and not name.startswith("initial_")]
+    return {name: first[name].tolist() if isinstance(first[name], Tensor) else first[name] for name in names}
