@@ -16,7 +16,6 @@ LAYERS = [
     ["trainkit.evaluation"],
     [
         "trainkit.engine.forwarding",
-        "trainkit.engine.global_batch",
         "trainkit.engine.launch",
         "trainkit.engine.parallel",
     ],

@@ -35,8 +35,9 @@ class RunRecord(HookBase):
         if not comm.is_main_process():
             return {}
         trainer = self.trainer
-        batch = getattr(trainer, "_global_batch", None)
-        return describe_origin(trainer.given_cfg.dump(), device_of(trainer.model), batch and batch.record)
+        notes = [entry for entry in trainer.cfg.HOOKS if isinstance(entry, dict) and entry.get("NAME") == "KeepBatch"]
+        batch = {"world_size": notes[0]["WORLD_SIZE"], "asked": notes[0]["ASKED"]} if notes else None
+        return describe_origin(trainer.given_cfg.dump(), device_of(trainer.model), batch)
 
     def before_train(self) -> None:
         fork = self.trainer.cfg.get("FORK")

@@ -1,6 +1,7 @@
 """Run the command of a past run again, with a replay in place of its ``train()``; its files are not changed."""
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trainkit.projects.replay.command import given_command, recorded_command, run_command
@@ -22,7 +24,6 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.config.imports import import_check
 from trainkit.config.yaml_files import load_yaml
 from trainkit.engine import DefaultTrainer, HookBase, hooks, setup
-from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.stopping import Stop
 from trainkit.utils import comm
@@ -111,15 +112,13 @@ class Session:
     @contextlib.contextmanager
     def _taking_over(self) -> Iterator[None]:
         """Context in which this replay sets up the configs, has no log, and takes the place of the training."""
-        init, batch_init = DefaultTrainer.__init__, GlobalBatch.__init__
+        init = DefaultTrainer.__init__
 
         def build(trainer: DefaultTrainer, cfg: CfgNode) -> None:
             self.set_up(cfg)
+            if self.origin["batch"]:  # the number of ranks at the start of the run, see the project scaling
+                Path(self._folder, "batch.json").write_text(json.dumps(self.origin["batch"]))
             init(trainer, cfg)
-
-        def divide(batch: GlobalBatch, *args: Any) -> None:
-            batch_init(batch, *args)
-            batch.record = self.origin["batch"] or batch.record
 
         def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
             self.set_up(cfg, compare=not any(getattr(args, option.strip("-"), None) for option in OPTIONS))
@@ -137,8 +136,6 @@ class Session:
             for name, (owner, new) in replaced.items():
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, new)
-            stack.callback(setattr, GlobalBatch, "__init__", batch_init)
-            GlobalBatch.__init__ = divide  # type: ignore[method-assign,assignment]
             yield
 
     def _find_start(self, start: Start) -> tuple[Callable[[], Any], Callable[[Iterable[Any]], None] | None]:

@@ -1,24 +1,29 @@
-"""The config key of this project."""
+"""The config keys of this project."""
 
+from trainkit.projects.scaling.batch import keep_batch
 from trainkit.projects.scaling.scaling import scale_lr_to_batch
 
 from trainkit.config import CfgNode
 from trainkit.config.checks import check_conflicts, check_ranges
 
-_KEY = "SOLVER.REFERENCE_BATCH_SIZE"
+_BATCH, _WORLD = "SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE"
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the key with its default."""
+    """Add the keys with their defaults."""
+    cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for; it is scaled for others. 0: not.
     cfg.SOLVER.REFERENCE_BATCH_SIZE = 0  # BASE_LR is for this many samples per iteration, and is scaled. 0: not scaled.
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if the value is not accepted."""
-    check_ranges(cfg, {"[0, inf)": _KEY})
-    check_conflicts(cfg, [(_KEY, "SOLVER.REFERENCE_WORLD_SIZE", "both scale SOLVER.BASE_LR")])
+    """Raises ConfigError if a value is not accepted."""
+    check_ranges(cfg, {"[0, inf)": f"{_BATCH} {_WORLD}"})
+    check_conflicts(cfg, [(_BATCH, _WORLD, "both scale SOLVER.BASE_LR")])
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Scale the learning rates."""
+    """Scale the learning rates, and let a run keep its batch when the number of ranks changes."""
     cfg.update(scale_lr_to_batch(cfg))
+    hooks = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
+    if cfg.SOLVER.REFERENCE_WORLD_SIZE and "KeepBatch" not in hooks:
+        keep_batch(cfg)

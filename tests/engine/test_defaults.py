@@ -440,7 +440,7 @@ def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
     assert trainer.status == "finished"
     files = {path.name for path in tmp_path.iterdir()}
     checkpoints = {"model_0000004.pth", "model_final.pth", "model_best.pth"}
-    others = {"metrics.json", "last_checkpoint", "finished", "batch.json"}
+    others = {"metrics.json", "last_checkpoint", "finished"}
     assert files == others | checkpoints
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 

@@ -128,10 +128,11 @@ def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_th
 @pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_with_one_over_the_same_samples_to_the_same_weights(tmp_path):
     model, notes = ("MODEL.NAME", "TinyMLP"), {"folder": str(tmp_path)}
+    of_two_ranks = (*model, "SOLVER.REFERENCE_WORLD_SIZE", "2")
     folder = tmp_path / "run"
-    code, output = run_two(folder, *model, NoteSamples=notes, KillFirstStart={"iter": 7})
+    code, output = run_two(folder, *of_two_ranks, NoteSamples=notes, KillFirstStart={"iter": 7})
     assert code == -signal.SIGKILL, output
-    weights = train_alone(folder, *model, NoteSamples=notes)
+    weights = train_alone(folder, *of_two_ranks, NoteSamples=notes)
     alone, of_two = samples(tmp_path, 1), samples(tmp_path, 2)
     assert [len(batch) for batch in of_two[6]] == [4, 4]  # one of each rank
     assert list(alone) == [5, 6, 7, 8, 9]
@@ -186,65 +187,6 @@ def test_more_or_fewer_ranks_share_the_same_samples_in_the_same_iteration():
     in_order = [sorted(itertools.chain(*batches)) for batches in whole]
     assert [sorted(itertools.chain(*two[i], *two[i + 1])) for i in (0, 2)] == in_order[1:]
     assert [sorted(itertools.chain(*batches)) for batches in eight] == in_order[1:]
-
-
-def trainer_for(folder, former, *options):
-    """Of one process, in the folder of a run that ``former`` processes have started with 8 samples per iteration."""
-    record = {"world_size": former, "asked": [8, 1, 4]}
-    (folder / "batch.json").write_text(json.dumps(record))
-    (folder / "model_0000004.pth").touch()
-    return DefaultTrainer(tiny_cfg(folder, "SOLVER.REFERENCE_WORLD_SIZE", 4, *options))
-
-
-def batch_of(trainer):
-    solver = trainer.cfg.SOLVER
-    return solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.BASE_LR, solver.MAX_ITER
-
-
-@pytest.mark.parametrize(("former", "expected"), [(4, (2, 4, 0.1, 10)), (2, (2, 2, 0.05, 20)), (1, (2, 1, 0.025, 40))])
-def test_other_ranks_than_at_first_change_neither_the_rates_nor_the_lengths_that_were_scaled_for_those(
-    tmp_path, former, expected
-):
-    trainer = trainer_for(tmp_path, former)
-    assert batch_of(trainer) == expected
-    assert trainer.accumulation_steps == expected[1]
-    assert trainer.iters_per_epoch == 40 // (expected[0] * expected[1])
-
-
-def test_the_first_number_of_ranks_is_kept_until_the_command_asks_for_another_batch(tmp_path):
-    trainer_for(tmp_path, 4, "SOLVER.MAX_ITER", 2, "SOLVER.STEPS", ()).train()
-    assert json.loads((tmp_path / "batch.json").read_text()) == {"world_size": 4, "asked": [8, 1, 4]}
-    trainer = trainer_for(tmp_path, 4, "SOLVER.IMS_PER_BATCH", 16, "SOLVER.STEPS", (), "SOLVER.MAX_ITER", 2)
-    assert batch_of(trainer) == (4, 1, 0.025, 8)  # for one process, as by a new run
-    trainer.train()
-    assert json.loads((tmp_path / "batch.json").read_text()) == {"world_size": 1, "asked": [16, 1, 4]}
-
-
-def test_a_note_without_a_checkpoint_to_go_on_from_is_another_runs(tmp_path):
-    (tmp_path / "batch.json").write_text('{"world_size": 4, "asked": [8, 1, 0]}')
-    assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (8, 1, 0.1, 10)
-    (tmp_path / "model_0000004.pth").touch()
-    assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (2, 4, 0.1, 10)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"world_size":',
-        '{"world_size": 0, "asked": [8, 1, 0]}',
-        '{"world_size": -4, "asked": [8, 1, 0]}',
-        '{"world_size": 1e999, "asked": [8, 1, 0]}',
-        '{"world_size": 4, "asked": 3}',
-        "[" * 100_000,
-        "[4]",
-        "3",
-    ],
-)
-def test_a_damaged_note_of_the_batch_counts_as_none_with_a_warning(tmp_path, caplog, content):
-    (tmp_path / "batch.json").write_text(content)
-    (tmp_path / "model_0000004.pth").touch()
-    assert batch_of(DefaultTrainer(tiny_cfg(tmp_path))) == (8, 1, 0.1, 10)
-    assert "batch.json' is damaged and is ignored" in caplog.text
 
 
 def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluation_does_not(tmp_path, monkeypatch):

@@ -44,7 +44,6 @@ def test_of_many_periodic_checkpoints_the_first_and_the_last_are_named(tmp_path,
     lines, _ = summary(tmp_path, caplog, "SOLVER.CHECKPOINT_PERIOD", period)
     names = lines[-1].split(": ", 1)[1].split(", ")
     assert names == [
-        "batch.json",
         "finished",
         "last_checkpoint",
         "metrics.json",

@@ -61,7 +61,6 @@ _C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
 _C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
 _C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
 _C.SOLVER.ACCUMULATION_FACTORS = []  # [[1000, 4]]: 4 times as many from iteration 1000 on. Without epochs ("3ep").
-_C.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for, see DefaultTrainer.auto_scale_workers.
 _C.SOLVER.BASE_LR = 0.001  # The learning rate after the warm-up, before any factors.
 _C.SOLVER.BASE_LR_END = 0.0  # WarmupCosineLR: the learning rate at the end.
 _C.SOLVER.MOMENTUM = 0.9  # For SGD, LARS, RMSprop, ... An error if you change it and the optimizer does not take it.
@@ -142,7 +141,7 @@ RANGES = {
     "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT "
     "EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD "
     "SOLVER.GAMMA SOLVER.NUM_DECAYS "
-    "SOLVER.REFERENCE_WORLD_SIZE SOLVER.STEPS SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY "
+    "SOLVER.STEPS SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY "
     "SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES",
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",

@@ -33,7 +33,6 @@ from trainkit.engine.build import ModelBuilder, build_parallel, build_step_train
 from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
 from trainkit.engine.forwarding import check_exchange, forwarded
-from trainkit.engine.global_batch import GlobalBatch
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
@@ -104,7 +103,6 @@ class DefaultTrainer(TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _is_resumed = False
-    _global_batch: GlobalBatch | None = None  # None if a subclass does not call __init__
 
     # what the trainer of a step has and a run replaces; whatever else it knows, __getattr__ asks it for
     model = forwarded("_trainer.model")
@@ -122,8 +120,7 @@ class DefaultTrainer(TrainerBase):
         self.given_cfg = cfg
         cfg = prepare_projects(cfg)
         self._check_names(cfg)
-        self._global_batch = batch = GlobalBatch(cfg, checkpoint_dir(cfg))
-        cfg = batch.split(self.auto_scale_workers(cfg, batch.world_size))
+        cfg = self.auto_scale_workers(cfg, comm.get_data_world_size())
 
         def build(cfg: CfgNode) -> nn.Module:
             return wrap_by_projects("wrap_model", cfg, on_device(cfg, self._build("build_model", cfg)))
@@ -238,8 +235,6 @@ class DefaultTrainer(TrainerBase):
         marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer cannot mark a run as finished
         if marks:
             self.checkpointer.forget_finished()
-        if self._global_batch is not None:
-            self._global_batch.save()
         token = _kept_loaders.set({})
         try:
             super().train(start_iter, max_iter)
@@ -441,7 +436,7 @@ class DefaultTrainer(TrainerBase):
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
-        reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+        reference = cfg.SOLVER.get("REFERENCE_WORLD_SIZE")
         return load_plugin(NAMES["scale_workers"]).scale_workers(cfg, num_workers) if reference else cfg
 
     def _build(self, method: str, *args: Any) -> Any:

@@ -34,7 +34,7 @@ CONFIG_KEYS: dict[str, str] = _by_name(
         "sharding.config": "MODEL.FSDP MODEL.TENSOR_PARALLEL",
         "logical_ranks.config": "SOLVER.LOGICAL_RANKS",
         "graph.config": "SOLVER.GRAPH",
-        "scaling.config": "SOLVER.REFERENCE_BATCH_SIZE",
+        "scaling.config": "SOLVER.REFERENCE_BATCH_SIZE SOLVER.REFERENCE_WORLD_SIZE",
         "solver_extras.config": "SOLVER.OPTIMIZERS SOLVER.PARAM_GROUPS SOLVER.SCHEDULES",
     }
 )
@@ -79,6 +79,7 @@ NAMES: Mapping[str, str] = _by_name(
         "compat.log": "_log_api_usage create_small_table log_every_n log_every_n_seconds log_first_n",
         "hooks.epochs": "is_due_epoch",
         "fast_dev.options": "LoadsAgain fast_dev_config",
+        "scaling.batch": "KeepBatch",
         "scaling.scaling": "scale_lr_to_batch scale_workers",
         "predict.predictor": "DefaultPredictor",
         "solver_extras.lars": "LARS",

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 
 import pytest
 import torch
@@ -228,14 +227,13 @@ def test_another_optimizer_is_refused(tmp_path, parent):
         fork(f"{parent}@5", tmp_path, "SOLVER.OPTIMIZER.NAME", "AdamW")
 
 
-def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_path, parent):
-    record = json.loads((parent / "batch.json").read_text())
-    shutil.copytree(parent, tmp_path / "a")
-    (tmp_path / "a/batch.json").write_text(json.dumps(record | {"world_size": 4}))
+def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_path):
+    train(tmp_path / "a", "SOLVER.REFERENCE_WORLD_SIZE", 4)
+    (tmp_path / "a/batch.json").write_text('{"world_size": 2, "asked": [8, 1, 4]}')
 
-    trainer = fork(f"{tmp_path}/a@5", tmp_path / "b")
+    trainer = fork(f"{tmp_path}/a@20", tmp_path / "b", "SOLVER.MAX_ITER", 40)
 
-    assert trainer._global_batch.world_size == 4
+    assert (trainer.cfg.SOLVER.IMS_PER_BATCH, trainer.cfg.SOLVER.ACCUMULATION_STEPS) == (2, 2)
 
 
 # ---------------------------------------------------------------------- where a run comes from

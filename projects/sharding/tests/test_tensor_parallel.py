@@ -1,6 +1,5 @@
 """The trainer of the README, which divides each block among the two ranks of a group."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -245,10 +244,6 @@ def test_other_numbers_of_ranks_go_on(two, alone, folder):
     found, other = two["undivided"]
     assert_close(found, alone)
     assert found["drawn"] != other["drawn"]
-
-
-def test_the_batch_of_a_run_is_that_of_its_groups(four, folder):
-    assert json.loads((folder / "whole4" / "batch.json").read_text())["world_size"] == 2
 
 
 def test_a_model_from_the_meta_device_and_an_evaluation_alone_are_the_same(two):
