@@ -2,23 +2,20 @@
 
 import contextlib
 import logging
-import math
 import os
 import re
 import shlex
 import traceback
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from trainkit.projects.replay.origin import describe_origin, peek_file
+from trainkit.projects.replay.origin import describe_origin
 
 from trainkit.checkpoint.file import write_file
-from trainkit.checkpoint.folder import tagged_file
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import ConfigError
 from trainkit.engine.loop import TrainerBase
@@ -49,7 +46,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
         origin: see `describe_origin`; empty if this rank has not described it.
 
     Returns:
-        The command that repeats the step, with an estimate of its time; "" if there is no step to repeat.
+        The command that repeats the step; "" if there is no step to repeat.
     """
     inside = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     of_trainer = [frame.f_code.co_name for frame in inside if isinstance(frame.f_locals.get("self"), TrainerBase)]
@@ -68,7 +65,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
         path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
         write_file(_contents(trainer, error, commands[0], has_step, origin), path)
         if has_step:
-            commands.insert(0, f"{REPLAY} {shlex.quote(path)} ({_duration(trainer, 2)})")
+            commands.insert(0, f"{REPLAY} {shlex.quote(path)}")
     except Exception as other:
         logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
         with contextlib.suppress(Exception):
@@ -152,17 +149,8 @@ def _storable(value: Any, path: str, notes: list[str]) -> Any:
 
 
 def _replay_of_run(trainer: Any, iteration: int) -> str:
-    """The command that repeats the step from the last checkpoint, with an estimate of its time."""
-    folder, first = trainer.checkpointer.save_dir, 0
-    with contextlib.suppress(Exception):
-        first = peek_file(tagged_file(folder))["trainer"]["iteration"] + 1
+    """The command that repeats the step from the last checkpoint."""
     world_size = 1 if trainer.cfg.SOLVER.get("LOGICAL_RANKS") else comm.get_world_size()
     start = f"torchrun --nproc-per-node {world_size} -m " if world_size > 1 else "python -m "
-    replay, num_steps = REPLAY.replace("python -m ", start), 2 * max(iteration - first, 0) + 3
-    return f"{replay} {shlex.quote(os.path.abspath(folder))} --iter {iteration} ({_duration(trainer, num_steps)})"
-
-
-def _duration(trainer: Any, num_steps: int) -> str:
-    history = trainer.storage.histories().get("time")
-    sec = 0.0 if history is None else num_steps * history.median(1000)
-    return f"about {timedelta(seconds=math.ceil(sec))}, and the time to start the run"
+    folder = os.path.abspath(trainer.checkpointer.save_dir)
+    return f"{REPLAY.replace('python -m ', start)} {shlex.quote(folder)} --iter {iteration}"

@@ -1,6 +1,7 @@
 """The checkpoints of a run, in the order of iterations, and comparisons with them. The files are only read."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.utils.plugins import FORMATS
 
+_OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")  # logged values that no sample changes
 _NOT_REPEATED = ("evaluated", "trainer/settings", "trainer/left_out", "trainer/position/finished_early")
 
 
@@ -96,14 +98,22 @@ def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, fl
     return len(both), next((found for found in both if repr(found[2]) != repr(found[3])), None)
 
 
-def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool]:
-    """Compare the values up to iteration ``end`` with those in a checkpoint: a text, and whether all are equal."""
+def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool | None]:
+    """Compare the values up to iteration ``end`` with those in a checkpoint.
+
+    Returns:
+        A text, and whether all are equal; None if none of them depends on the data.
+    """
     if saved is None:
-        return "nothing to compare with: the run has stored nothing after this step", True
+        return "nothing to compare with: the run has stored nothing after this step", None
     first = min(values, default=end)
-    count, different = compare_values(values, logged_values(saved.state["trainer"]["storage"], first, end + 1))
+    stored = logged_values(saved.state["trainer"]["storage"], first, end + 1)
+    count, different = compare_values(values, stored)
     where = f"in {os.path.basename(saved.path)}, iterations {first} to {max(values, default=end)}"
-    if different is None:
-        return f"{count} of {count} logged values equal those {where}", True
-    iteration, name, here, there = different
-    return f"DIFFERENT: {name} of iteration {iteration} is {here!r} here and {there!r} {where}", False
+    if different is not None:
+        iteration, name, here, there = different
+        return f"DIFFERENT: {name} of iteration {iteration} is {here!r} here and {there!r} {where}", False
+    of_data = {name for iter, row in values.items() for name in row.keys() & stored.get(iter, {}).keys()}
+    is_compared = any(not _OF_SCHEDULE.match(name) for name in of_data)
+    note = "" if is_compared else "; none of them depends on the data"
+    return f"{count} of {count} logged values equal those {where}{note}", is_compared or None

@@ -44,8 +44,8 @@ def given_command(words: Sequence[str]) -> Command:
     return Command(os.path.abspath(rest[0]), "", rest[1:], os.getcwd())
 
 
-def recorded_command(origin: Mapping[str, Any], project: Project, script: str = "") -> Command:
-    """The command in a checkpoint, or another ``script`` with its arguments.
+def recorded_command(origin: Mapping[str, Any], project: Project) -> Command:
+    """The command in a checkpoint.
 
     The folder is the recorded one if it is in the project, or else the current folder.
 
@@ -57,11 +57,9 @@ def recorded_command(origin: Mapping[str, Any], project: Project, script: str = 
     if not is_plain or not isinstance(module, str) or not isinstance(folder, str):
         raise ConfigError("the file does not hold the command of its run; give it (`-- python train.py`)")
     assert isinstance(argv, list)
-    if script:
-        module, argv = "", [os.path.abspath(script), *argv[1:]]
     folder = folder if project.has_folder(folder) else os.getcwd()
     command = Command("" if module else os.path.join(folder, argv[0]), module, argv[1:], folder)
-    reason = "" if script else _reason_against(command, project)
+    reason = _reason_against(command, project)
     for word in argv[1:]:
         files = [file for file in (word, *re.split(r"[=:,;\s'\"\[\](){}]+", word)) if file.endswith(".py")]
         if outside := [file for file in files if _is_outside(os.path.join(folder, file), project)]:

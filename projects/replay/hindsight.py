@@ -61,7 +61,6 @@ class _Range(Session):
     def work(self, trainer: Any) -> tuple[Values, str]:
         if self._end > trainer.max_iter:
             raise ConfigError(f"--range ends with {self._end}; the run ends with {trainer.max_iter}; make it smaller")
-        self._load_start()
         self._go_on(self._at - 1)
         error = self._go_on(self._end - 1, self._make_hook())
         values = logged_values(trainer.storage.state_dict(), self._at, self._end)

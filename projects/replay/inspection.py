@@ -4,12 +4,13 @@ import contextlib
 import hashlib
 import itertools
 import pdb
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from trainkit.projects.replay.contents import CLOCK_READINGS
 
 from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
@@ -47,28 +48,39 @@ class Field(NamedTuple):
     bad_samples: list[str]
 
 
-_Part = tuple[str, str]  # a part of a step, and its digest
+Part = tuple[str, str]  # a part of a step, and its digest
 
 
 class Inspection(HookBase):
     """Inspect the step of iteration ``at``. Register this hook last, train only once with it, then call ``close``.
 
+    A step that a subclass makes by itself (``run_step``) is inspected too: all modules and optimizers that are
+    attributes of the trainer, and the batches that it draws from a `ResumableLoader`.
+
     Attributes:
-        batch: the batch as the model gets it; a list of several micro-batches.
+        batch: the batch as the model gets it; a list of several micro-batches. If the trainer does not know it, the
+            batch that was drawn.
+        drawn: gets the batches that loaders give in this step.
         samples: the names of the samples of each micro-batch; empty if the loader does not know them.
-        losses, gradients: copies of the losses, and of the gradients before clipping.
+        losses, gradients: copies of the losses, and of the gradients before clipping. If the trainer does not know its
+            losses, the values that are logged in this iteration; with several optimizers, the gradients that each uses.
+        parts: the name and the digest of each part of the step, in the order of computation.
     """
 
     def __init__(self, at: int, debug: bool = False) -> None:
-        self.at, self._debug, self._num_passes = at, debug, 1
+        self.at, self._debug, self._num_passes = at, debug, 0
         self._handles: list[Any] = []
-        self._parts_before: list[_Part] = []
-        self._parts_after: list[_Part] = []
-        # one list per forward pass of the model; DDP may do a first pass for its buckets before those of the step
-        self._parts: list[list[_Part]] = []
-        self._outputs: list[list[Output]] = []
+        self._before: dict[str, Tensor] = {}
+        self._depth = 0  # of calls of modules
+        self._parts_before: list[Part] = []
+        self._parts_of_modules: list[Part] = []
+        self._parts_after: list[Part] = []
+        self._outputs: list[Output] = []
+        # for each forward pass of the trainer's model: the numbers of parts and outputs before it
+        self._passes: list[tuple[int, int]] = []
         self._first_bad: tuple[int, list[Tensor]] | None = None  # number of the pass; where the output is finite
         self.batch: Any = None
+        self.drawn: list[Any] = []
         self.samples: list[list[str]] = []
         self.losses: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
@@ -78,74 +90,99 @@ class Inspection(HookBase):
     @property
     def outputs(self) -> list[Output]:
         """An `Output` for each call of a module, in the order in which the calls end."""
-        return [*itertools.chain.from_iterable(self._outputs[-self._num_passes :])]
+        return self._outputs[self._first_pass()[1] :]
 
     @property
-    def parts(self) -> list[_Part]:
-        """The name and the digest of each part of the step, in the order of computation."""
-        of_modules = itertools.chain.from_iterable(self._parts[-self._num_passes :])
-        return [*self._parts_before, *of_modules, *self._parts_after]
+    def parts(self) -> list[Part]:
+        return [*self._parts_before, *self._parts_of_modules[self._first_pass()[0] :], *self._parts_after]
+
+    def _first_pass(self) -> tuple[int, int]:
+        """Where the passes of the step start: DDP may do a first pass for its buckets."""
+        return self._passes[-self._num_passes] if 0 < self._num_passes <= len(self._passes) else (0, 0)
 
     def before_step(self) -> None:
         if self.trainer.iter != self.at:
             return
+        self.drawn.clear()
         step: Any = getattr(self.trainer, "_trainer", None)
         if hasattr(step, "forget_recordings"):
             step.forget_recordings()  # makes an ordinary step, with the same bits: a recording calls no modules
-        model = self._model = unwrap_model(self.trainer.model)
-        self.not_finite_before = non_finite_names(model)
-        self._before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        self._parts_before = [
-            ("model before the step", digest(model.state_dict())),
-            ("optimizer before the step", digest(self.trainer.optimizer.state_dict())),
-        ]
-        for name, module in model.named_modules():
-            enter, leave = partial(self._enter, name or "(model)"), partial(self._leave, name or "(model)")
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(leave))
+        self._models, self._optimizers = _parts_of(self.trainer)
+        self.not_finite_before = [f"{p}{n}" for model, p in self._models.items() for n in non_finite_names(model)]
+        self._before = {name: p.detach().clone() for name, p in self._parameters()}
+        self._parts_before = self._digests_of_models("before the step")
+        for optimizer, prefix in self._optimizers.items():
+            self._parts_before.append((f"{prefix}optimizer before the step", digest(optimizer.state_dict())))
+            if hasattr(optimizer, "register_step_pre_hook"):
+                self._handles.append(optimizer.register_step_pre_hook(lambda optimizer, *_: self._keep_gradients()))
+        for model, prefix in self._models.items():
+            for name, module in model.named_modules():
+                name = f"{prefix}{name}" or "(model)"
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(partial(self._leave, name)))
+
+    def _digests_of_models(self, when: str) -> list[Part]:
+        return [(f"{prefix}model {when}", digest(model.state_dict())) for model, prefix in self._models.items()]
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for model, prefix in self._models.items():
+            yield from ((f"{prefix}{name}", parameter) for name, parameter in model.named_parameters())
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self._model:
-            self._parts.append([])
-            self._outputs.append([])
+        if self._depth == 0:
+            if name == "(model)":
+                self._passes.append((len(self._parts_of_modules), len(self._outputs)))
             if self.batch is None:
-                self.batch, self._num_passes = self.trainer.batch, self.trainer.accumulation_steps
-                self._parts_before.append(("batch", digest(self.batch)))
-                if hasattr(self.trainer.data_loader, "names_of_last"):
-                    self.samples = self.trainer.data_loader.names_of_last(self._num_passes)
+                self._see_batch()
             if self._debug:
                 self._debug = False
                 pdb.set_trace()  # "up" leads to the call of the model, "step" into its forward pass
-        if self._parts:
-            text = f"input of the module {name}, though the modules that were called before it agree"
-            self._parts[-1].append((text, digest((args, kwargs))))
+        self._depth += 1
+        text = f"input of the module {name}, though the modules that were called before it agree"
+        self._parts_of_modules.append((text, digest((args, kwargs))))
+
+    def _see_batch(self) -> None:
+        trainer = self.trainer
+        try:
+            self.batch, self._num_passes = trainer.batch, trainer.accumulation_steps
+        except RuntimeError:  # the trainer makes its steps itself
+            self.batch = self.drawn[-1] if self.drawn else None
+        self._parts_before.append(("batch", digest(self.batch)))
+        if hasattr(trainer.data_loader, "names_of_last") and self.batch is not None:
+            self.samples = trainer.data_loader.names_of_last(self._num_passes or 1)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._parts:
-            return
-        self._parts[-1].append((f"module {name}: equal inputs and different outputs", digest(output)))
+        self._depth -= 1
+        self._parts_of_modules.append((f"module {name}: equal inputs and different outputs", digest(output)))
         values = [*_floating(output)]
         statistics = _describe(values) if values else (None, None, None, None, True)
-        self._outputs[-1].append(Output(name, *statistics))
+        self._outputs.append(Output(name, *statistics))
         if not statistics[-1] and self._first_bad is None:
-            self._first_bad = len(self._outputs), [value.isfinite() for value in values]
+            self._first_bad = len(self._passes), [value.isfinite() for value in values]
+
+    def _keep_gradients(self) -> None:
+        """Those that are not kept yet: the gradients before clipping, if the step calls ``after_backward``."""
+        for name, parameter in self._parameters():
+            if parameter.grad is not None and name not in self.gradients:
+                self.gradients[name] = parameter.grad.detach().clone()
 
     def after_backward(self) -> None:
         if self.trainer.iter == self.at:
-            self.losses = {name: loss.detach().clone() for name, loss in self.trainer.losses.items()}
-            for name, parameter in self._model.named_parameters():
-                if parameter.grad is not None:
-                    self.gradients[name] = parameter.grad.detach().clone()
+            self._keep_gradients()
+            with contextlib.suppress(RuntimeError):  # the trainer makes its steps itself
+                self.losses = {name: loss.detach().clone() for name, loss in self.trainer.losses.items()}
 
     def after_step(self) -> None:
         if self.trainer.iter == self.at:
+            if not self.losses:
+                latest = self.trainer.storage.latest().items()
+                self.losses = {n: torch.tensor(v) for n, (v, i) in latest if i == self.at and n not in CLOCK_READINGS}
             self._measure(has_updated=True)
 
     def close(self) -> None:
         """If the step has failed, measure those of its parts that exist."""
         if self._handles:
-            with contextlib.suppress(RuntimeError):  # there may be no losses yet
-                self.after_backward()  # an earlier hook may have failed in after_backward
+            self.after_backward()  # an earlier hook may have failed in after_backward
             self._measure(has_updated=False)
 
     @torch.no_grad()
@@ -157,8 +194,8 @@ class Inspection(HookBase):
         self._parts_after = [(f"loss {name}", digest(loss)) for name, loss in self.losses.items()]
         self._parts_after += [(f"gradient of {name}", digest(grad)) for name, grad in self.gradients.items()]
         if has_updated:
-            self._parts_after.append(("model after the update", digest(self._model.state_dict())))
-        for name, parameter in self._model.named_parameters():
+            self._parts_after += self._digests_of_models("after the update")
+        for name, parameter in self._parameters():
             grad, before, ratio = self.gradients.get(name), self._before.get(name), None
             if has_updated and before is not None and before.any():
                 ratio = ((parameter - before).norm() / before.norm()).item()
@@ -172,15 +209,15 @@ class Inspection(HookBase):
         Empty if the first dimension of this output is not the sample.
         """
         number, finite = self._first_bad or (0, [])
-        samples = [*reversed(self.samples)][len(self._outputs) - number :][:1]
+        samples = [*reversed(self.samples)][len(self._passes) - number :][:1]
         rows = [value for value in finite if samples and value.dim() and len(value) == len(samples[0])]
         return [name for value in rows for name in _bad_names(value, samples[0])]
 
     def fields(self) -> list[Field]:
         """The tensors of the batch."""
-        batches = [self.batch] if self._num_passes == 1 else self.batch
+        batches = self.batch if self._num_passes > 1 else [] if self.batch is None else [self.batch]
         fields = []
-        for number, batch in enumerate(batches or []):
+        for number, batch in enumerate(batches):
             prefix = f"{number}: " if len(batches) > 1 else ""
             samples = self.samples[number] if number < len(self.samples) else []
             for path, tensor in _leaves(batch):
@@ -193,6 +230,17 @@ class Inspection(HookBase):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 fields.append(Field(name, [*tensor.shape], dtype, low, high, bad))
         return fields
+
+
+def _parts_of(trainer: Any) -> tuple[dict[nn.Module, str], dict[Any, str]]:
+    """The models and the optimizers of a trainer, each with the start of its names: "" for ``trainer.model``."""
+    models, optimizers = {unwrap_model(trainer.model): ""}, {trainer.optimizer: ""}
+    for name, value in trainer.__dict__.items():
+        if isinstance(value, nn.Module) and all(unwrap_model(value) not in {*model.modules()} for model in models):
+            models[unwrap_model(value)] = f"{name}."
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers.setdefault(value, f"{name}.")
+    return models, optimizers
 
 
 def _bad_rows(tensor: Tensor, path: tuple[Any, ...], is_list: bool, samples: list[str]) -> list[str]:
@@ -252,9 +300,9 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def find_difference(first: Inspection, second: Inspection) -> str:
+def find_difference(first: Sequence[Part], second: Sequence[Part]) -> str:
     """The first part in which two executions of a step differ; "" if they are equal."""
-    for left, right in itertools.zip_longest(first.parts, second.parts, fillvalue=("end", "")):
+    for left, right in itertools.zip_longest(first, second, fillvalue=("end", "")):
         if left[0] != right[0]:
             return f"the order of its parts, where one has the {left[0]}, the other the {right[0]}"
         if left != right:

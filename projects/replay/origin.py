@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,9 @@ active_replay: ContextVar[Any] = ContextVar("active_replay", default=None)
 # errors of `peek_file`, or of reading its result, if the file is not a checkpoint of a trainer
 UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 _FACTS = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
+_THREADS = "threads of torch"
+# environment variables that change numbers; the number of threads is a fact of its own
+_ENVIRONMENT = re.compile(r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO")
 
 
 class Saved(NamedTuple):
@@ -83,7 +87,28 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
         "device": _name_of(device),
         "processes": comm.get_world_size(),
         "commit": _commit(os.getcwd()),
+        "machine": _machine(),
     }
+
+
+def _machine() -> dict[str, str]:
+    """What changes the bits of a computation besides code and versions, as text by name."""
+    facts: dict[str, Any] = {
+        _THREADS: torch.get_num_threads(),
+        "threads of torch between operations": torch.get_num_interop_threads(),
+        "instructions of the CPU": torch.backends.cpu.get_cpu_capability(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+    }
+    facts |= {f"variable {name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
+    return {name: str(value) for name, value in facts.items()}
+
+
+def threads_of(origin: Mapping[str, Any]) -> int:
+    """The number of threads of the run; 0 if the checkpoint does not say it."""
+    number = origin.get("machine", {}).get(_THREADS, "")
+    return int(number) if number.isdecimal() and 0 < int(number) < 1025 else 0
 
 
 def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None) -> list[str]:
@@ -92,6 +117,9 @@ def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None)
     pairs = {name: (saved.get(key), own[key]) for key, name in _FACTS.items()}
     for name, version in saved["versions"].items():
         pairs[f"version of {name}"] = version, own["versions"].get(name)
+    if "machine" in saved:  # older files have no such facts
+        for name in {**saved["machine"], **own["machine"]}:
+            pairs[name] = saved["machine"].get(name, "not set"), own["machine"].get(name, "not set")
     lines = [f"{name}: {former} in the run, {now} now" for name, (former, now) in pairs.items() if former != now]
     project = Project()
     for name, digest in saved["files"].items():

@@ -48,7 +48,7 @@ class Project:
 
         Of trainkit's own tools this is only ``train_net.py``: others start commands.
         """
-        real, tools = _real(path), _checkout() / "tools"
+        real, tools = _real(path), checkout() / "tools"
         if real is None or real.suffix != ".py" or not self.relative(path):  # runpy also runs archives, of any name
             return False
         return not real.is_relative_to(tools) or real == tools / "train_net.py"
@@ -90,8 +90,8 @@ class Project:
 
     def _may_import(self, spec: ModuleSpec) -> bool:
         if spec.has_location and spec.origin is not None:
-            projects, real = _checkout() / "projects", _real(spec.origin)
-            is_checkout = (_checkout() / "setup.py").is_file()
+            projects, real = checkout() / "projects", _real(spec.origin)
+            is_checkout = (checkout() / "setup.py").is_file()
             return bool(self.relative(spec.origin)) or (
                 is_checkout and real is not None and real.is_relative_to(projects)
             )
@@ -108,7 +108,7 @@ class Project:
         return not is_installed and _INSTALLED.search(f"/{relative.as_posix()}") is None
 
 
-def _checkout() -> Path:
+def checkout() -> Path:
     """The folder that holds ``trainkit``."""
     return Path(comm.__file__).resolve().parents[2]
 

@@ -36,7 +36,7 @@ def as_text(found: Replay, pattern: str = "") -> str:
     way = f", from {found.start} and {done} iterations after it" if not found.failure else ""
     lines = [f"Iteration {found.iteration} of {found.run}{way}", ""]
     lines += [f"not as in the run: {text}" for text in found.differences] or [
-        "settings, code and versions are as in the run"
+        "settings, code, versions and machine are as in the run"
     ]
     for table in _tables(found, pattern or "*"):
         lines += ["", table]

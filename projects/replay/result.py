@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.projects.replay.inspection import Inspection, find_difference
+from trainkit.projects.replay.checkpoints import Values, compare_values
+from trainkit.projects.replay.inspection import Inspection, Part, find_difference
 
 
 @dataclass
@@ -20,8 +21,9 @@ class Replay:
         error: the error of the step; "" if it did not fail.
         inspection: the `Inspection` of this rank. ``batch``, ``losses``, ``gradients`` (parameter -> gradient before
             clipping), ``activations`` (an entry per call of a module) and ``samples`` (names) are taken from it.
+        values: the values that the replay has logged, up to the step.
         findings: the faults that each rank has found.
-        on_the_way: a comparison of the logged values up to the step with those that the run has stored.
+        on_the_way: a comparison of these values with those that the run has stored.
         failure: whether the step fails as in the capsule; "" without a capsule.
         samples_at_fault: what ``find_samples`` has found on each rank; "" if not requested.
         proof: a comparison of the state with the next checkpoint; "" if not requested.
@@ -35,6 +37,7 @@ class Replay:
     differences: list[str]
     error: str
     inspection: Inspection
+    values: Values = field(default_factory=dict)
     findings: list[dict[str, str]] = field(default_factory=list)
     failure: str = ""
     samples_at_fault: str = ""
@@ -69,9 +72,9 @@ class Replay:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the replay equals the run, and all executions are equal."""
+        """Whether the replay equals the run, and all executions are equal, as far as they were compared."""
         found = (self.failure, self.on_the_way, self.proof, self.verdict)
-        return not any(word in text for text in found for word in ("DIFFERENT", "different on", "transient"))
+        return not any(word in text for text in found for word in ("DIFFERENT", "differs"))
 
     def find(self) -> dict[str, str]:
         """The faults on this rank: name -> text."""
@@ -86,27 +89,45 @@ class Replay:
         return {name: text for name, text in found.items() if text}
 
 
-def judge(
-    first: Inspection, again: Inspection, other: Inspection | None = None, way: str = "", stored_is_equal: bool = True
-) -> str:
-    """Whether the executions of a step agree with each other and with the values that the run has stored.
+@dataclass
+class Elsewhere:
+    """An execution of the step in a new process, from the checkpoint; ``reason`` says why there was none."""
+
+    parts: Sequence[Part] = ()
+    values: Values = field(default_factory=dict)
+    reason: str = ""
+
+
+def judge(first: Inspection, again: Inspection, values: Values, elsewhere: Elsewhere, equals_run: bool | None) -> str:
+    """Whether the executions of a step agree with each other, and with the values that the run has stored.
 
     Args:
-        first: the first execution.
-        again: the second one, from a copy of the same state.
-        other: an execution from the checkpoint; None if there was none.
-        way: where the logged values of two executions from the checkpoint differ first, as text; "" if they are equal.
-        stored_is_equal: whether the logged values equal those that the run has stored.
+        first: the first execution; ``values``: what was logged up to it.
+        again: another one in the same process, from a copy of the state before the step.
+        equals_run: whether the values equal those that the run has stored; None: nothing of the data was compared.
     """
-    if where := find_difference(first, again):
-        return f"transient: performed twice in place, the step differs in {where}"
-    if other is None:
-        return "reproducible: twice in place, every bit is equal"
-    if where := find_difference(first, other):
-        return f"transient: performed twice from the checkpoint, the step differs in {where}{way}"
-    if not stored_is_equal:
-        return "different on this machine: three executions agree, but not with what the run has stored"
-    return "reproducible: twice in place and once more from the checkpoint, every bit is equal"
+    here = find_difference(first.parts, again.parts)
+    there = find_difference(first.parts, elsewhere.parts) if not elsewhere.reason else ""
+    same = f"in this process it differs in {here}" if here else "repeated in this process, every bit is equal"
+    new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
+    if there and (change := compare_values(values, elsewhere.values)[1]):
+        new += f", since iteration {change[0]} ({change[1]})"
+    if elsewhere.reason:
+        new = f"not repeated in a new process: {elsewhere.reason}"
+    if here and there:
+        start = "transient (hardware, a race, a clock, random numbers of another source)"
+    elif here:
+        start = "with a state that no checkpoint holds (a counter, a cache, an iterator), not a fault of the machine"
+        start = start if not elsewhere.reason else "transient, or with a state that no checkpoint holds"
+    elif there:
+        start = "other in each process (the order of a set, an address, the environment), not a fault of the machine"
+    elif equals_run is False:
+        start = "different on this machine: the executions agree, but the run has stored other values"
+    elif equals_run is None:
+        start = "reproducible, but not compared with the run, which has stored no value of the data (--prove compares)"
+    else:
+        start = "reproducible"
+    return f"{start}: {same}; {new}"
 
 
 def compare_failure(capsule: Mapping[str, Any], result: Replay) -> str:

@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from trainkit.projects.replay.command import given_command, recorded_command, run_command
-from trainkit.projects.replay.origin import Saved, active_replay, describe_other_origin
+from trainkit.projects.replay.inspection import Inspection
+from trainkit.projects.replay.origin import Saved, active_replay, describe_other_origin, threads_of
 from trainkit.projects.replay.project import Project
 from trainkit.projects.replay.settings import changes_since
 
@@ -23,20 +25,19 @@ from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.imports import import_check
 from trainkit.config.yaml_files import load_yaml
+from trainkit.data.loader import ResumableLoader
 from trainkit.engine import DefaultTrainer, HookBase, hooks, setup
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.stopping import Stop
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.plugins import OPTIONS
-from trainkit.utils.rng import set_rng_state
 from trainkit.utils.run_folder import release_folder
 
-_SAVES = (hooks.PeriodicCheckpointer, hooks.BestCheckpointer, hooks.PublishWeights)
-_EVALUATES = (hooks.EvalHook, hooks.EarlyStopping)  # and hooks that decide by the results
+Start = Callable[[], Any] | Sequence[str] | None
 
-
-Start = Callable[[], Any] | str | Sequence[str] | None
+_BY_RESULTS = {"EvalHook", "FinalEvalHook", "EarlyStopping", "ReduceOnPlateau"}
+_SAVES = {"PeriodicCheckpointer", "BestCheckpointer", "PublishWeights"}
 
 
 class _Done(SystemExit):
@@ -48,10 +49,11 @@ class Session:
 
     Attributes:
         origin: how the run was started.
-        seed: the seed that the run used, if the replay starts at iteration 0; else None.
+        inspection: that of the present step, which gets the batches that any `ResumableLoader` gives; None: of no step.
         result: what ``work`` has returned; None if the command has not called ``train()``.
     """
 
+    keeps_all_hooks = False  # True: also those that evaluate, which the next checkpoint depends on
     anomaly = False  # True: show warnings, since they name the operation
     _trainer: Any
 
@@ -66,12 +68,12 @@ class Session:
         """
         governing = after or start
         assert governing is not None
-        origin = self.origin = governing.state["trainer"]["origin"]
+        self.origin = governing.state["trainer"]["origin"]
         self._run, self._at, self._start, self._next = run, at, start, after
         self._project = Project(left_out=run if os.path.isdir(run) else os.path.dirname(run))
-        self._processes = origin["processes"]  # number of processes that the replay needs
-        self.seed = origin["seed"] if start is None and origin["seed"] < 2**32 else None
+        self._processes = self.origin["processes"]  # number of processes that the replay needs
         self._notes: list[str] = []
+        self.inspection: Inspection | None = None
         self.result: Any = None
 
     def work(self, trainer: Any) -> Any:
@@ -91,13 +93,16 @@ class Session:
         begin, check = self._find_start(start)
         self._folder = tempfile.mkdtemp(prefix="replay-")
         tokens, disabled = (active_replay.set(self), import_check.set(check)), logging.root.manager.disable
+        threads = torch.get_num_threads()
         logging.disable(logging.ERROR)
         try:
+            torch.set_num_threads(threads_of(self.origin) or threads)
             with self._taking_over(), contextlib.suppress(_Done), warnings.catch_warnings():
                 if not self.anomaly:
                     warnings.simplefilter("ignore")
                 begin()
         finally:
+            torch.set_num_threads(threads)
             logging.disable(disabled)
             active_replay.reset(tokens[0])
             import_check.reset(tokens[1])
@@ -109,45 +114,53 @@ class Session:
             )
         return self.result
 
-    @contextlib.contextmanager
-    def _taking_over(self) -> Iterator[None]:
-        """Context in which this replay sets up the configs, has no log, and takes the place of the training."""
-        init = DefaultTrainer.__init__
-
-        def build(trainer: DefaultTrainer, cfg: CfgNode) -> None:
-            self.set_up(cfg)
-            if self.origin["batch"]:  # the number of ranks at the start of the run, see the project scaling
-                Path(self._folder, "batch.json").write_text(json.dumps(self.origin["batch"]))
-            init(trainer, cfg)
-
-        def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
-            self.set_up(cfg, compare=not any(getattr(args, option.strip("-"), None) for option in OPTIONS))
-            return []
-
-        seed_all_rng, drawn = setup.seed_all_rng, self.seed
-        replaced: dict[str, tuple[Any, Any]] = {
-            "__init__": (DefaultTrainer, build),
-            "train": (DefaultTrainer, lambda trainer, *args, **kwargs: self.train(trainer)),
-            "apply_options": (setup, apply_options),
-            "setup_logger": (setup, lambda *args, **kwargs: None),
-            "seed_all_rng": (setup, lambda seed: seed_all_rng(drawn if seed is None else seed)),
-        }
-        with contextlib.ExitStack() as stack:
-            for name, (owner, new) in replaced.items():
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, new)
-            yield
-
     def _find_start(self, start: Start) -> tuple[Callable[[], Any], Callable[[Iterable[Any]], None] | None]:
         """The call that trains, and the check of all modules of IMPORTS, if the file has the arguments of the call."""
         if callable(start):
             return start, None
-        if start is not None and not isinstance(start, str):
+        if start is not None:
             return partial(run_command, given_command(start)), None
-        command = recorded_command(self.origin, self._project, start or "")
+        command = recorded_command(self.origin, self._project)
         if comm.is_main_process():
             print(f"Running again: {command} (from {command.folder})", file=sys.stderr, flush=True)
         return partial(run_command, command), self._project.check_imports
+
+    @contextlib.contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        """Context in which this replay sets up the configs, has no log, and takes the place of the training."""
+        build, draw, seed = DefaultTrainer.__init__, ResumableLoader.__iter__, setup.seed_all_rng
+        drawn = self.origin["seed"] if self._start is None and self.origin["seed"] < 2**32 else None
+
+        def init(trainer: Any, cfg: CfgNode) -> None:
+            self.set_up(cfg)
+            if self.origin["batch"]:  # the number of ranks at the start of the run, see the project scaling
+                Path(self._folder, "batch.json").write_text(json.dumps(self.origin["batch"]))
+            build(trainer, cfg)
+
+        def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
+            options = [option.strip("-").replace("-", "_") for option in OPTIONS]
+            self.set_up(cfg, compare=not any(getattr(args, option, None) for option in options))
+            return []
+
+        def iterate(loader: Any) -> Iterator[Any]:
+            for batch in draw(loader):
+                if self.inspection is not None:
+                    self.inspection.drawn.append(batch)
+                yield batch
+
+        replaced: list[tuple[Any, str, Any]] = [
+            (DefaultTrainer, "__init__", init),
+            (DefaultTrainer, "train", lambda trainer, *args, **kwargs: self.train(trainer)),
+            (ResumableLoader, "__iter__", iterate),
+            (setup, "apply_options", apply_options),
+            (setup, "setup_logger", lambda *args, **kwargs: None),
+            (setup, "seed_all_rng", lambda number: seed(drawn if number is None else number)),
+        ]
+        with contextlib.ExitStack() as stack:
+            for owner, name, new in replaced:
+                stack.callback(setattr, owner, name, vars(owner)[name])
+                setattr(owner, name, new)
+            yield
 
     def set_up(self, cfg: Any, compare: bool = True) -> None:
         """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already.
@@ -173,6 +186,7 @@ class Session:
             cfg.freeze()
 
     def train(self, trainer: Any) -> None:
+        """Called in the place of ``DefaultTrainer.train``."""
         if not 0 <= self._at < trainer.max_iter:
             raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
         if self._start is None and (parents := self.origin.get("parents")):
@@ -187,14 +201,14 @@ class Session:
                 f"torchrun --nproc-per-node {self._processes} -m trainkit.projects.replay with the same arguments"
             )
         self._trainer = trainer
+        names = {hook: {base.__name__ for base in type(hook).__mro__} for hook in trainer.hooks}
+        needs_results = any("ReduceOnPlateau" in found for found in names.values())
+        others = set() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS
+        left_out = {"PeriodicWriter", *others}
         try:
             self._notes += describe_other_origin(self.origin, device_of(trainer.model))
-            self._beginning = None if self._start is not None else self._collect()
-            self._attributes = [(hook, dict(vars(hook))) for hook in trainer.hooks]
-            self._all_hooks = [hook for hook in trainer.hooks if not isinstance(hook, hooks.PeriodicWriter)]
-            by_results = any(isinstance(hook, hooks.ReduceOnPlateau) for hook in self._all_hooks)
-            left_out = _SAVES if by_results else (*_SAVES, *_EVALUATES)
-            trainer._hooks = [hook for hook in self._all_hooks if not isinstance(hook, left_out)]
+            trainer._hooks = [hook for hook in trainer.hooks if not left_out & names[hook]]
+            self._load_start()
             self.result = self.work(trainer)
         finally:
             # workers end now, not only when Python's garbage collector finds the trainer
@@ -224,11 +238,13 @@ class Session:
             trainer._hooks = [*kept]
         return ""
 
+    def _load_start(self) -> None:
+        if self._start is not None:
+            self._trainer.checkpointer.load(self._start.path, strict=True)
+
     def _collect(self) -> dict[str, Any]:
         """A copy of the state that a checkpoint would hold now."""
-        trainer = self._trainer
-        state = trainer.checkpointer.collect({"iteration": trainer.last_done_iter})
-        return copy_of(state)
+        return copy_of(self._trainer.checkpointer.collect({"iteration": self._trainer.last_done_iter}))
 
     def _load(self, state: dict[str, Any], strict: bool = True) -> None:
         checkpointer = self._trainer.checkpointer
@@ -237,18 +253,6 @@ class Session:
             checkpointer.load(self._run, strict=strict)
         finally:
             del checkpointer._load_file
-
-    def _load_start(self) -> None:
-        trainer = self._trainer
-        for hook, attributes in self._attributes:  # a hook without a state in the checkpoint starts anew
-            vars(hook).clear()
-            vars(hook).update(attributes)
-        if self._start is not None:
-            trainer.checkpointer.load(self._start.path, strict=True)
-        elif trainer.status != "not started":
-            self._load(self._beginning or {})
-            set_rng_state(trainer._rng_state)  # now, as in the first execution: hooks may draw before the first step
-            trainer._rng_state = None
 
 
 def copy_of(state: Any) -> Any:

@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
-from trainkit.projects.replay.__main__ import parse_args
 
 from projects.charlm import sample
 from tests.docs.pages import PAGES, ROOT, blocks, commands, inline_commands, page, shell_lines
@@ -143,9 +142,6 @@ def understand(words):
         case ["python", "-c", code]:
             compile(code, "page", "exec")
             return "tools/predict.py"  # which reads what it makes
-        case ["python", "-m", "trainkit.projects.replay", *args]:
-            parse_args(args or ["RUN"])
-            return words[2]
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module)  # what it imports may not be installed
             return module

@@ -72,7 +72,7 @@ def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_pa
     assert found.bad_samples == from_the_start.bad_samples == ["scan_017.png"]
     assert torch.equal(found.batch["x"].nan_to_num(), from_the_start.batch["x"].nan_to_num())
     assert found.samples_at_fault == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
-    assert found.verdict == "reproducible: twice in place, every bit is equal"
+    assert found.verdict.startswith("reproducible: ")
     assert found.is_equal
 
 
@@ -82,9 +82,7 @@ def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path)
     line = last_line(tmp_path)
 
     assert " ERROR: To repeat the step: " in line
-    time = "(about 0:00:01, and the time to start the run)"
-    assert f"{capsule.REPLAY} {tmp_path}/capsule.rank0.pt {time}" in line
-    assert f", or from the checkpoint: {capsule.REPLAY} {tmp_path} --iter 7 {time}" in line
+    assert f"{capsule.REPLAY} {tmp_path}/capsule.rank0.pt, or from the checkpoint: {capsule.REPLAY} {tmp_path} " in line
 
 
 @pytest.mark.parametrize("kind", [KeyError, torch.OutOfMemoryError])
@@ -145,7 +143,7 @@ def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_
     found = replay(tmp_path / "capsule.rank0.pt", start=Job(tmp_path))
 
     assert found.failure.startswith("DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal")
-    assert f"From the checkpoint: python -m trainkit.projects.replay {tmp_path} --iter 7 (about " in found.failure
+    assert f"From the checkpoint: python -m trainkit.projects.replay {tmp_path} --iter 7" in found.failure
     assert not found.is_equal
     assert found.differences[0].startswith("random state and buffers are those after the forward pass")
 
@@ -168,9 +166,9 @@ def assert_has_no_step(folder, iter, job):
     """The file says how the run was started, and names the way from the checkpoint."""
     state = read_file(folder / "capsule.rank0.pt")
     assert (state["model"], state["capsule"]["batches"]) == ({}, [])
-    with pytest.raises(CheckpointError, match=f"holds no step: .* Give {capsule.REPLAY} .* --iter {iter} "):
+    with pytest.raises(CheckpointError, match=f"holds no step: .* Give {capsule.REPLAY} .* --iter {iter}"):
         replay(folder / "capsule.rank0.pt", start=job)
-    assert f"To repeat the step: python -m trainkit.projects.replay {folder} --iter {iter} (" in last_line(folder)
+    assert f"To repeat the step: python -m trainkit.projects.replay {folder} --iter {iter}" in last_line(folder)
 
 
 @pytest.mark.slow
@@ -339,7 +337,7 @@ def test_what_is_no_capsule_is_refused(tmp_path):
     Job(tmp_path)()
     with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
         replay(tmp_path / "model_final.pth", start=Job(tmp_path))
-    with pytest.raises(ConfigError, match="is no capsule but a run: give --iter; got iter=None"):
+    with pytest.raises(ConfigError, match="is a run: give --iter; got iter=None"):
         replay(tmp_path, start=Job(tmp_path))
     with pytest.raises(ConfigError, match="is a capsule of one step: leave out --iter and --prove; got iter=3"):
         replay(tmp_path / "model_final.pth", 3, Job(tmp_path))

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from trainkit.projects.replay import replay_range
-from trainkit.projects.replay.__main__ import Stretch, stretches
-from trainkit.projects.replay.tests.job import Job, PlantNan, StopAt, digest_of_folder
+from trainkit.projects.replay.tests.job import Job, PlantNan, digest_of_folder
 
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
@@ -35,27 +34,17 @@ def run(tmp_path_factory):
     return job
 
 
-def test_a_range_is_cut_at_the_checkpoints(run):
-    assert stretches(run.folder, 1, 10)[0] == [Stretch(0, 1, 3), Stretch(3, 3, 6), Stretch(6, 6, 9), Stretch(9, 9, 10)]
-    assert stretches(run.folder, 4, 5)[0] == [Stretch(3, 4, 5)]
-    assert 0 < stretches(run.folder, 4, 5)[1] < 1
-    with pytest.raises(ConfigError, match="--range is 5:5; accepted: A:B with 0 <= A < B, B is not included"):
-        stretches(run.folder, 5, 5)
-
-
-def test_each_stretch_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(run, tmp_path):
+def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(run, tmp_path):
     before = digest_of_folder(run.folder)
-    replay_range(run.folder, 0, 10, Norm, tmp_path / "whole", Job(run.folder))
-    parts = []
-    for _, first, end in stretches(run.folder, 1, 10)[0]:
-        text = replay_range(run.folder, first, end, Norm, tmp_path / "part", Job(run.folder))
-        assert text.startswith(f"{3 * (end - first)} of {3 * (end - first)} logged values equal those in model_")
-        parts += rows(tmp_path / "part")
+
+    whole = replay_range(run.folder, 0, 10, Norm, tmp_path / "whole", Job(run.folder))
+    part = replay_range(run.folder, 4, 7, Norm, tmp_path / "part", Job(run.folder))
 
     assert digest_of_folder(run.folder) == before
-    assert parts == rows(tmp_path / "whole")[1:]
-    assert [row["iteration"] for row in parts] == [*range(1, 10)]
-    assert [*parts[0]] == ["iteration", "lr", "norm", "total_loss"]
+    assert whole.startswith("30 of 30 logged values equal those in model_final.pth, iterations 0 to 9")
+    assert part.startswith("9 of 9 logged values equal those in model_0000008.pth, iterations 4 to 6")
+    assert rows(tmp_path / "part") == rows(tmp_path / "whole")[4:7]
+    assert [*rows(tmp_path / "part")[0]] == ["iteration", "lr", "norm", "total_loss"]
 
 
 def test_a_hook_that_changes_the_run_is_found_out(run, tmp_path):
@@ -78,17 +67,6 @@ def test_a_range_that_ends_in_a_failure_is_written_up_to_it(tmp_path):
 
     assert text.startswith("FAILED in iteration 7: FloatingPointError: the loss is not finite in iteration 7")
     assert [row["iteration"] for row in rows(tmp_path) if "norm" in row] == [6]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_each_part(tmp_path):
-    Job(tmp_path / "run", make_hooks=lambda: [StopAt(6)])()
-    Job(tmp_path / "run", "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))(True)
-
-    for _, first, end in stretches(tmp_path / "run", 5, 12)[0]:
-        text = replay_range(tmp_path / "run", first, end, Norm, tmp_path, Job(tmp_path / "run"))
-        assert "logged values equal those in" in text
-        assert "DIFFERENT" not in text
 
 
 @pytest.mark.slow

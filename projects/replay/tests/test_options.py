@@ -8,11 +8,11 @@ import pdb
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.replay import __main__ as tool
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.tests.job import Job, Scans
 
 from tests.engine.job import TinyClassifier, tiny_cfg
-from tools import replay as tool
 from trainkit.checkpoint.file import read_file
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, default_setup
@@ -38,7 +38,7 @@ def test_the_files_that_are_asked_for_hold_the_step(run, tmp_path, capsys):
     files = {name: tmp_path / name for name in ("batch", "state", "trace")}
     options = ["--save-batch", files["batch"], "--save-state", files["state"], "--profile", files["trace"]]
 
-    assert call(run.folder, "--iter", 7, "--script", run.script, "--once", "--json", *options) == 0
+    assert call(run.folder, "--iter", 7, "--once", "--json", *options, "--", run.script) == 0
 
     found = json.loads(capsys.readouterr().out)
     assert found["iteration"] == 7
@@ -106,14 +106,13 @@ def test_the_debugger_stops_once_in_the_forward_pass_of_the_step(run, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["RUN"], "is no capsule but a run: give --iter; got iter=None"),
+        (["RUN"], "is a run: give --iter; got iter=None"),
         (["RUN/model_final.pth", "--iter", 3], "is a capsule of one step: leave out --iter and --prove; got iter=3"),
-        (["RUN", "--iter", 3, "--range", "3:4", "--hook", f"{__file__}:A"], "and no --iter; got --hook"),
+        (["RUN", "--iter", 3, "--range", "3:4", "--hook", f"{__file__}:A"], "and no --iter; got"),
         (["RUN", "--range", "3:4"], "--range takes --hook FILE:CLASS of a file"),
-        (["RUN", "--range", "3:4", "--hook", "missing.py:A"], "got --hook missing.py:A, --jobs 1, --iter None"),
         (["RUN", "--range", "3:4", "--hook", f"{argparse.__file__}:A"], "argparse.py has no 'A'; name a class"),
-        (["RUN", "--range", "3:4", "--hook", f"{__file__}:A", "--jobs", 0], "--jobs 0"),
-        (["RUN", "--range", "3:4", "--hook", f"{__file__}:A", "--out", "RUN/x"], "in the folder of the run, which is"),
+        (["RUN", "--range", "4:4", "--hook", f"{__file__}:A"], "--range is 4:4; accepted: A:B with 0 <= A < B"),
+        (["RUN", "--range", "3:4", "--hook", f"{__file__}:call", "--out", "RUN/x"], "in the folder of the run, which"),
         (["RUN", "--range", "3-4"], "argument --range: invalid iterations value: '3-4'"),
     ],
 )

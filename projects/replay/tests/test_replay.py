@@ -1,12 +1,16 @@
 """Any step of a past run is performed again, from its checkpoints, and equals the run to the last bit."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
 from trainkit.projects.replay import record, replay
 from trainkit.projects.replay.report import as_dict, as_text
+from trainkit.projects.replay.result import Elsewhere, judge
 from trainkit.projects.replay.tests.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
 
 from tests.cuda import needs_cuda
@@ -16,7 +20,8 @@ from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
 from trainkit.engine import GraphTrainer, HookBase
 
-REPRODUCIBLE = "reproducible: twice in place and once more from the checkpoint, every bit is equal"
+SAME = "repeated in this process, every bit is equal"
+REPRODUCIBLE = f"reproducible: {SAME}; not repeated in a new process: no command is given"
 
 
 TOP1 = "classification/top1"
@@ -49,7 +54,7 @@ class Keep(HookBase):
             self.gradients = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("iter", [0, 3, 5, 7, 9])
+@pytest.mark.parametrize("iter", [0, 5, 9])
 def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(tmp_path, iter):
     kept = Keep(iter)
     Job(tmp_path, make_hooks=lambda: [kept])()
@@ -65,7 +70,7 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(t
     assert found.start == ("the beginning" if iter < 4 else "model_0000004.pth")
 
 
-@pytest.mark.parametrize("iter", [4, 8, 9])
+@pytest.mark.parametrize("iter", [4, 8])
 def test_a_step_of_a_run_with_a_graph_is_repeated_with_all_its_modules(tmp_path, monkeypatch, iter):
     monkeypatch.setattr(GraphTrainer, "make_recorder", lambda self: CpuRecorder())
     job = Job(tmp_path, "SOLVER.GRAPH.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
@@ -145,8 +150,8 @@ def failed(job):
     return job
 
 
-@pytest.mark.parametrize(("name", "module"), [("layers.0.weight", "layers.0"), ("layers.4.bias", "layers.4")])
-def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path, name, module):
+def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path):
+    name, module = "layers.4.bias", "layers.4"
     job = failed(Job(tmp_path, make_hooks=lambda: [PlantNan(name, 7)]))
 
     found = replay(tmp_path, 7, job)
@@ -175,7 +180,16 @@ def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_
 def test_a_sample_of_a_batch_that_is_a_list_is_named(tmp_path):
     """Two micro-batches, each a list of samples."""
     lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
-    policy = ("DATASETS.TRAIN", ("tiny_scans",), "SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.MAX_ITER", 3)
+    policy = (
+        "DATASETS.TRAIN",
+        ("tiny_scans",),
+        "SOLVER.NON_FINITE.POLICY",
+        "skip",
+        "SOLVER.MAX_ITER",
+        3,
+        "DATASETS.TEST",
+        (),
+    )
     job = Job(tmp_path, *lists, *policy, "SOLVER.STEPS", ())
     job()
     found = [replay(tmp_path, iter, job) for iter in range(3)]
@@ -244,17 +258,6 @@ def test_a_run_that_was_stopped_and_resumed_in_between_is_proven(tmp_path):
     assert found.proof == proof("model_final.pth")
 
 
-def test_a_hook_that_was_added_when_the_run_was_resumed_starts_anew_in_each_execution(tmp_path):
-    averaged = ("HOOKS", [{"NAME": "EMAHook", "DECAY": 0.5}])
-    Job(tmp_path, make_hooks=lambda: [StopAt(4)])()
-    Job(tmp_path, *averaged)(True)
-
-    found = replay(tmp_path, 6, Job(tmp_path, *averaged), prove=True)
-
-    assert found.start == "model_0000004.pth"
-    assert found.proof == proof("model_final.pth")
-
-
 def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     """Resuming with another MAX_ITER writes another config.yaml."""
     Job(tmp_path, make_hooks=lambda: [StopAt(6)])()
@@ -291,38 +294,116 @@ def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
 
     assert found.on_the_way.startswith("DIFFERENT: total_loss of iteration 5 is ")
     assert found.proof.startswith("DIFFERENT from model_final.pth in model/layers.4.bias: 1 of 2 values")
-    assert found.verdict == "different on this machine: three executions agree, but not with what the run has stored"
+    assert found.verdict.startswith("different on this machine: ")
     assert not found.is_equal
 
 
 # ---------------------------------------------------------------------- verdicts
 
 
-@pytest.mark.parametrize(("call", "where"), [(3, "in place"), (4, "in place"), (7, "from the checkpoint")])
-def test_a_module_that_reads_the_clock_once_makes_a_step_transient_and_is_named(tmp_path, monkeypatch, call, where):
+class Seen:
+    """The parts of one execution."""
+
+    def __init__(self, batch="1", output="2"):
+        self.parts = [("batch", batch), ("module layers.0: equal inputs and different outputs", output)]
+
+
+@pytest.mark.parametrize(
+    ("again", "new", "equals_run", "start"),
+    [
+        (Seen(), Seen(), True, "reproducible: "),
+        (Seen(), Seen(), None, "reproducible, but not compared with the run"),
+        (Seen(), Seen(), False, "different on this machine: "),
+        (Seen(output="3"), Seen(), True, "with a state that no checkpoint holds (a counter"),
+        (Seen(), Seen(output="3"), True, "other in each process (the order of a set"),
+        (Seen(output="3"), Seen(output="4"), True, "transient (hardware, "),
+        (Seen(output="3"), None, True, "transient, or with a state that no checkpoint holds: "),
+    ],
+)
+def test_the_verdict_says_no_more_than_the_executions_show(again, new, equals_run, start):
+    elsewhere = Elsewhere(reason="no command is given") if new is None else Elsewhere(new.parts)
+
+    verdict = judge(Seen(), again, {}, elsewhere, equals_run)
+
+    assert verdict.startswith(start)
+    assert verdict.count("differs in the module layers.0: equal inputs and different outputs") == sum(
+        seen is not None and seen.parts[1][1] != "2" for seen in (again, new)
+    )
+
+
+def test_a_module_that_reads_the_clock_makes_a_step_differ_and_is_named(tmp_path, monkeypatch):
     job = Job(tmp_path, "MODEL.NAME", "ClockClassifier")
     job()
-    # to iteration 6: two calls of the model up to the step (5, 6), then the step again, then both from the checkpoint
-    monkeypatch.setattr(ReadsClock, "at", {3: 2, 4: 3, 7: 5}[call])
+    monkeypatch.setattr(ReadsClock, "at", 3)  # two calls up to the step (5, 6), then the step again
 
     found = replay(tmp_path, 6, job)
 
-    what = "the module layers.3: equal inputs and different outputs"
-    assert found.verdict == f"transient: performed twice {where}, the step differs in {what}"
+    assert found.verdict.startswith("transient, or with a state that no checkpoint holds: in this process it differs")
+    assert "differs in the module layers.3: equal inputs and different outputs" in found.verdict
+    assert not found.is_equal
 
 
-def test_a_fault_on_the_way_is_told_with_its_iteration(tmp_path, monkeypatch):
-    job = Job(tmp_path, "MODEL.NAME", "ClockClassifier")
-    job()
-    monkeypatch.setattr(ReadsClock, "at", 1)
+SCRIPT = """
+from tests.engine.job import TinyClassifier, tiny_cfg
+from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup
+from trainkit.modeling import MODEL_REGISTRY
 
-    found = replay(tmp_path, 7, job)
+@MODEL_REGISTRY.register()
+class Counting(TinyClassifier):
+    calls = 0
 
-    assert found.verdict.startswith(
-        "transient: performed twice from the checkpoint, the step differs in the model before"
+    def forward(self, batch):
+        Counting.calls += 1
+        return {"loss_cls": super().forward(batch)["loss_cls"] * (1 + 0.001 * (Counting.calls == 2))}
+
+@MODEL_REGISTRY.register()
+class InOrderOfASet(TinyClassifier):
+    def forward(self, batch):
+        return {"loss_cls": super().forward(batch)["loss_cls"] * float(next(iter({*map(str, range(1, 1000))})))}
+
+args = default_argument_parser().parse_args()
+cfg = tiny_cfg("run", "DATASETS.TEST", (), *args.opts)
+default_setup(cfg, args)
+trainer = DefaultTrainer(cfg)
+trainer.resume_or_load(False)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "start"),
+    [
+        ("Counting", "with a state that no checkpoint holds (a counter"),
+        pytest.param("InOrderOfASet", "other in each process (the order of a set", marks=pytest.mark.slow),
+        pytest.param("TinyClassifier", f"reproducible: {SAME}; in a new process, every bit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch, model, start):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["train.py", "MODEL.NAME", model]
+    subprocess.run([sys.executable, *words], check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    printed = subprocess.run(
+        [sys.executable, "-m", "trainkit.projects.replay", "run", "--iter", "5"], capture_output=True, text=True
     )
-    assert "since iteration 5 (" in found.verdict
-    assert found.on_the_way.startswith("DIFFERENT: ")
+
+    assert f"\nverdict: {start}" in printed.stdout, printed
+    assert "not as in the run: variable PYTHONHASHSEED: 1 in the run, not set now" in printed.stdout
+
+
+def test_values_that_no_sample_changes_are_no_proof(tmp_path):
+    """With this period only the learning rate is stored."""
+    Job(tmp_path, "LOG.GATHER_PERIOD", 60)()
+
+    found = replay(tmp_path, 6, Job(tmp_path, "INPUT.TRAIN_TRANSFORM", ""))
+    by_bytes = replay(tmp_path, 6, Job(tmp_path), prove=True)
+
+    assert found.on_the_way.startswith("2 of 2 logged values equal those in model_final.pth")
+    assert found.on_the_way.endswith("; none of them depends on the data")
+    assert found.verdict.startswith("reproducible, but not compared with the run, ")
+    assert by_bytes.proof == proof("model_final.pth")
 
 
 # ---------------------------------------------------------------------- what is said first
@@ -338,14 +419,20 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
         origin["files"]["gone.py"] = "1"
         origin["versions"]["torch"] = "2.12.0"
         origin["device"] = "NVIDIA H100"
+        origin["machine"] |= {"threads of torch": "1", "instructions of the CPU": "SSE", "variable OMP_SCHEDULE": "x"}
         write_file(state, tmp_path / name)
 
-    found = replay(tmp_path, 6, Job(tmp_path, "SOLVER.BASE_LR", 0.2), verdict=False)
+    threads = []
+    job = Job(tmp_path, "SOLVER.BASE_LR", 0.2, make_hooks=lambda: threads.append(torch.get_num_threads()) or [])
+    found = replay(tmp_path, 6, job, verdict=False)
 
+    assert threads == [1]  # set for the replay, so it is no difference
     assert found.differences == [
         "setting SOLVER.BASE_LR: 0.1 in the run, which is used; 0.2 in the command now",
         "device: NVIDIA H100 in the run, cpu now",
         f"version of torch: 2.12.0 in the run, {torch.__version__} now",
+        f"instructions of the CPU: SSE in the run, {torch.backends.cpu.get_cpu_capability()} now",
+        "variable OMP_SCHEDULE: x in the run, not set now",
         "code: tests/engine/job.py is another one now",
         "code: gone.py is not there now",
     ]
@@ -353,6 +440,8 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
+    with pytest.raises(ConfigError, match="there is no '.*/nowhere'; accepted: the folder of a run, or a capsule"):
+        replay(tmp_path / "nowhere", 3, run)
     with pytest.raises(CheckpointError, match="no checkpoint that says how its run was started"):
         replay(tmp_path, 3, run)
     with pytest.raises(CheckpointError, match="no checkpoint after iteration 10; leave out --prove"):
@@ -383,6 +472,7 @@ def test_a_checkpoint_says_how_its_run_was_started(run):
     assert origin["processes"] == 1
     assert origin["batch"] == {}
     assert origin["versions"]["torch"] == str(torch.__version__)
+    assert origin["machine"]["threads of torch"] == str(torch.get_num_threads())
     assert {"tests/engine/job.py", "projects/replay/tests/job.py", "trainkit"} <= origin["files"].keys()
     assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
     cfg = tiny_cfg(run.folder.parent / "other")
