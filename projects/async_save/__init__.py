@@ -1,5 +1,5 @@
 """Checkpoints that a thread writes while training continues."""
 
-from trainkit.projects.async_save.format import AsyncFormat
+from trainkit.projects.async_save.format import AsyncFormat, StagedFormat
 
-__all__ = ["AsyncFormat"]
+__all__ = ["AsyncFormat", "StagedFormat"]

@@ -15,10 +15,8 @@ from trainkit.checkpoint.state import Take
 logger = logging.getLogger(__name__)
 
 
-class AsyncFormat(CheckpointFormat):
-    """Copies a state to host memory and writes it in a thread, in another format.
-
-    There is one save at a time: the checkpointer waits for it before the next one, and before it reads the folder.
+class StagedFormat(CheckpointFormat):
+    """Copies a state to host memory, where a device is waited for once, and writes the copy in another format.
 
     Args:
         inner: writes the copy; None: the format of torch.save.
@@ -27,16 +25,12 @@ class AsyncFormat(CheckpointFormat):
     def __init__(self, inner: CheckpointFormat | None = None) -> None:
         self._inner = inner or TorchFormat()
         self.collective = self._inner.collective
-        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._memory: dict[bool, Tensor] = {}  # of the last copy: allocating takes longer than copying
+        self._memory: dict[bool, list[Tensor]] = {}  # of the last copy: allocating takes longer than copying
 
     def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> HostCopy:
         copy = HostCopy(state, self._memory, self._inner)
         self._memory = copy.memory
         return copy
-
-    def submit(self, save: Callable[[], None]) -> "futures.Future[None]":
-        return self._thread.submit(_call, [save])
 
     def write(self, state: HostCopy, path: str) -> None:
         """Write a copy; waits until it is complete."""
@@ -57,6 +51,20 @@ class AsyncFormat(CheckpointFormat):
         self._inner.remove(path)
 
 
+class AsyncFormat(StagedFormat):
+    """Writes the copy in a thread, while training continues.
+
+    There is one save at a time: the checkpointer waits for it before the next one, and before it reads the folder.
+    """
+
+    def __init__(self, inner: CheckpointFormat | None = None) -> None:
+        super().__init__(inner)
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    def submit(self, save: Callable[[], None]) -> "futures.Future[None]":
+        return self._thread.submit(_call, [save])
+
+
 def _call(saves: list[Callable[[], None]]) -> None:
     try:
         saves.pop()()
@@ -67,6 +75,12 @@ def _call(saves: list[Callable[[], None]]) -> None:
         return
     # the error is kept until it is asked for; it must not keep the copy of the model alive, as its traceback would
     raise CheckpointError(text)
+
+
+@FORMAT_REGISTRY.register()
+def staged(model: nn.Module | None) -> CheckpointFormat:
+    """The builder for CHECKPOINT.FORMAT: around the format of the model."""
+    return StagedFormat(make_format("", model))
 
 
 @FORMAT_REGISTRY.register()

@@ -1,7 +1,7 @@
 """The copy of a state in host memory, which a thread writes during training."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,8 +11,11 @@ from trainkit.checkpoint.format import CheckpointFormat, TorchFormat
 from trainkit.checkpoint.state import ordinary
 from trainkit.utils.device import new_event, runs_ahead
 
+BLOCK_SIZE = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
 _ALIGNMENT = 64  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
+_Memory: TypeAlias = Mapping[bool, Sequence[Tensor]]
+_NONE: _Memory = {}
 
 
 class HostCopy:
@@ -26,15 +29,16 @@ class HostCopy:
         format: the format that will write the copy; its ``prepare`` gives the tensors to copy.
 
     Attributes:
-        memory: whether it is pinned -> one block for all tensors; tensors of a device are in the pinned block.
+        memory: whether it is pinned -> blocks for all tensors; tensors of a device are in pinned blocks.
 
     Raises:
         TypeError: the format cannot store a value.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], memory: Mapping[bool, Tensor] = {}, format: CheckpointFormat | None = None
+        self, state: Mapping[str, Any], memory: _Memory | None = None, format: CheckpointFormat | None = None
     ) -> None:
+        memory = memory or {}
         # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[_Address, UntypedStorage] = {}
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
@@ -50,7 +54,7 @@ class HostCopy:
             return tensors[-1][0]
 
         self._state = (format or TorchFormat()).prepare(state, take=take)
-        self.memory: dict[bool, Tensor] = {}
+        self.memory: dict[bool, list[Tensor]] = {}
         copies = self._copy_storages(originals, memory)
         for copy, tensor in tensors:
             copy.set_(copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -65,31 +69,36 @@ class HostCopy:
         return self._state
 
     def _copy_storages(
-        self, originals: Mapping[_Address, UntypedStorage], memory: Mapping[bool, Tensor]
+        self, originals: Mapping[_Address, UntypedStorage], memory: _Memory
     ) -> dict[_Address, UntypedStorage]:
         copies = {}
         for pinned in (False, True):  # pinned: tensors of a device, whose total size stays the same
-            places, end = {}, 0
-            for address in originals:
-                if (address[0].type != "cpu") == pinned:
-                    places[address] = end
-                    end += -(-address[2] // _ALIGNMENT) * _ALIGNMENT
-            if not places:
-                continue
-            block = memory.get(pinned)
-            if block is None or len(block) < end:
-                block = _new_memory(end, pinned)
-            self.memory[pinned], whole = block, block.numpy()
-            for address, place in places.items():
-                _, start, size = address
-                copy = torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=place).untyped_storage()
-                if pinned:
-                    copy.copy_(originals[address], non_blocking=True)
-                else:
-                    # in one thread: on a busy machine copy_, which uses several threads, takes up to 20 times as long
-                    ctypes.memmove(copy.data_ptr(), start, size)
-                copies[address] = copy
+            former = [*memory.get(pinned, ())]
+            for places, size in _blocks([address for address in originals if (address[0].type != "cpu") == pinned]):
+                block = former.pop(0) if former and len(former[0]) >= size else _new_memory(size, pinned)
+                self.memory.setdefault(pinned, []).append(block)
+                for address, place in places.items():
+                    _, start, num_bytes = address
+                    copy = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=num_bytes, offset=place)
+                    copies[address] = copy.untyped_storage()
+                    if pinned:
+                        copies[address].copy_(originals[address], non_blocking=True)
+                    else:
+                        # in one thread: on a busy machine copy_, which uses several, takes up to 20 times as long
+                        ctypes.memmove(copy.data_ptr(), start, num_bytes)
         return copies
+
+
+def _blocks(addresses: Iterable[_Address]) -> list[tuple[dict[_Address, int], int]]:
+    """Where each storage goes in blocks of `BLOCK_SIZE`, and the size of each block; a larger storage has its own."""
+    blocks: list[tuple[dict[_Address, int], int]] = []
+    for address in addresses:
+        if not blocks or blocks[-1][1] + address[2] > BLOCK_SIZE:
+            blocks.append(({}, 0))
+        places, end = blocks[-1]
+        places[address] = end
+        blocks[-1] = places, end + -(-address[2] // _ALIGNMENT) * _ALIGNMENT
+    return blocks
 
 
 def _new_memory(size: int, pinned: bool) -> Tensor:

@@ -121,7 +121,7 @@ def test_compiled_graphs_that_the_next_micro_batch_overwrites_are_refused(mode, 
 
 
 @needs_cuda
-def test_asynchronous_saves_copy_into_one_pinned_block_that_is_kept(tmp_path):
+def test_asynchronous_saves_copy_into_a_pinned_block_that_is_kept(tmp_path):
     blocks = []
 
     def look(trainer):

@@ -3,10 +3,13 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from tests.cuda import needs_cuda
 from tests.fake_cuda import device
 from tests.fake_cuda.test_on_trainers import SETTINGS, train
+from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.format import make_format
 from trainkit.engine.hooks import CallbackHook
 
 LONG = ("SOLVER.MAX_ITER", 60, "SOLVER.CHECKPOINT_PERIOD", 30, "TEST.EVAL_PERIOD", 0, "LOG.PERIOD", 5)
@@ -44,6 +47,18 @@ def test_a_hook_that_reads_the_loss_is_counted(tmp_path):
     found = waits_by_iteration(tmp_path, hook=CallbackHook(after_step=lambda t: t.losses["loss_cls"].item()))
 
     assert all(any(what == "item" for what, _ in waits) for waits in found.values())
+
+
+@needs_cuda
+@pytest.mark.parametrize(("name", "is_one"), [("staged", True), ("", False)])
+def test_a_staged_save_waits_once_for_all_tensors(name, is_one, tmp_path):
+    tensors = {str(i): torch.full((100,), float(i), device="cuda") for i in range(5)}
+    form = make_format(name)
+    device.waits.clear()
+    form.write(form.prepare({"model": tensors}), str(tmp_path / "model.pth"))
+    assert (len(device.waits) == 1) == is_one
+    saved = read_file(tmp_path / "model.pth")["model"]
+    assert all(torch.equal(value, torch.full((100,), float(name))) for name, value in saved.items())
 
 
 @needs_cuda

@@ -60,7 +60,7 @@ NAMES: Mapping[str, str] = _by_name(
         "cluster.requeue": "Requeue",
         "graph.trainer": "GraphTrainer GraphAMPTrainer graph_trainer",
         "logical_ranks.trainer": "LogicalTrainer LogicalAMPTrainer logical_trainer",
-        "async_save.format": "async_save",
+        "async_save.format": "async_save staged",
         "remote.mirror": "Mirror",
         "remote.addresses": "download_address upload_address",
         "remote.store": "CheckpointStore STORE_REGISTRY",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.async_save import host_copy
 from trainkit.projects.async_save.host_copy import HostCopy
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
@@ -130,17 +131,27 @@ def test_what_cannot_be_saved_is_named_at_once_and_nothing_is_written(tmp_path):
 # ---------------------------------------------------------------------------------------- the memory of the copy
 def test_a_copy_takes_the_memory_of_an_earlier_one_where_it_is_large_enough():
     first = HostCopy({"a": torch.zeros(10), "b": torch.zeros(40)})
-    block = first.memory[False]
+    (block,) = first.memory[False]
 
     state = {"x": torch.full((10,), 1.0), "y": [torch.full((10,), 2.0), torch.full((10,), 3.0)]}
     second = HostCopy(state, first.memory)
     copied = [second.state()["x"], *second.state()["y"]]
 
     assert [tensor.unique().item() for tensor in copied] == [1, 2, 3]
-    assert second.memory[False] is block
+    assert second.memory[False][0] is block
     assert [tensor.data_ptr() - block.data_ptr() for tensor in copied] == [0, 64, 128]  # none overlaps another
     assert [tensor.untyped_storage().nbytes() for tensor in copied] == [40, 40, 40]  # a file has no more than that
-    assert HostCopy({"x": torch.zeros(1000)}, first.memory).memory[False] is not block
+    assert HostCopy({"x": torch.zeros(1000)}, first.memory).memory[False][0] is not block
+
+
+def test_a_state_is_in_blocks_of_which_a_large_tensor_has_its_own(monkeypatch):
+    monkeypatch.setattr(host_copy, "BLOCK_SIZE", 256)
+    state = {str(i): torch.full((size,), float(i)) for i, size in enumerate([16, 40, 8, 100, 1])}
+    first = HostCopy(state)
+    second = HostCopy(state, first.memory)
+    assert [len(block) for block in first.memory[False]] == [320, 80, 560, 80]  # a quarter more
+    assert all(map(lambda a, b: a is b, first.memory[False], second.memory[False]))
+    assert all(torch.equal(second.state()[name], value) for name, value in state.items())
 
 
 def test_each_save_writes_the_values_of_its_moment_from_the_same_memory(tmp_path, monkeypatch):
