@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.docs.pages import ROOT, blocks, contents, page, run
 from tests.engine.job import tiny_cfg
@@ -24,6 +25,7 @@ from trainkit.engine import (
     TrainerBase,
     default_argument_parser,
     default_setup,
+    hooks,
 )
 from trainkit.engine.hook_base import HOOK_POINTS
 from trainkit.engine.hooks import HOOK_REGISTRY, CallbackHook
@@ -333,3 +335,30 @@ def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
     assert run(AFTER, "migrate_from_plain_loop.md", **names)["train_with_trainkit"](60, str(tmp_path)) == losses
     clipped = BEFORE.replace("clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_norm_(model.parameters(), 2.0)")
     assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses
+
+
+def rows_of_hooks():
+    """(name, the last column) of the table of hooks."""
+    table = page("docs/hooks.md").partition("## The save point")[0]
+    return re.findall(r"^\| `(\w+)` \| .+? \| (.+) \|$", table, re.MULTILINE)
+
+
+def test_the_page_starts_with_a_table_of_all_hooks():
+    public = {name: getattr(hooks, name) for name in hooks.__all__}
+    classes = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, HookBase)}
+    assert sorted(name for name, _ in rows_of_hooks()) == sorted(classes - {"HookBase"})
+
+
+@pytest.mark.parametrize(("name", "config"), rows_of_hooks())
+def test_the_line_of_a_hook_is_understood(name, config):
+    [line] = re.findall("`(.+)`", config)
+    if config.startswith("in Python"):
+        assert line.startswith(f"{name}(")
+        return
+    [(key, value)] = [*({"HOOKS": [entry]} if "NAME" in (entry := yaml.safe_load(line)) else entry).items()]
+    cfg = get_cfg()
+    cfg.merge_from_list([key, value])
+    if key == "HOOKS":
+        accepted = inspect.signature(getattr(hooks, name)).parameters
+        assert value[0].pop("NAME") == name
+        assert {argument.lower() for argument in value[0]} <= {*accepted}
