@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from trainkit.projects.hooks.publish_weights import publish_weights
 
+from tests.docs.pages import blocks, run
 from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from trainkit.checkpoint import Checkpointer, CheckpointError
@@ -19,6 +20,7 @@ from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
 from trainkit.modeling import MODEL_REGISTRY
 
 EMA = {"NAME": "EMAHook", "DECAY": 0.5}
+(EXAMPLE,) = blocks("projects/predict/README.md", "python")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,14 @@ def trained(tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("trained")
     DefaultTrainer(tiny_cfg(output_dir, "HOOKS", [EMA])).train()
     return output_dir / "model_final.pth"
+
+
+def test_the_example_predicts(trained, tmp_path, monkeypatch):
+    (tmp_path / "output").symlink_to(trained.parent)
+    shutil.copy(trained, trained.with_name("model_best.pth"))
+    monkeypatch.chdir(tmp_path)
+    found = run(EXAMPLE, "README.md", cfg=tiny_cfg(tmp_path), sample=DatasetCatalog.get("tiny_test")[0])
+    assert found["outputs"].shape == (2,)
 
 
 def expected(weights):
