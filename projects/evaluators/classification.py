@@ -54,18 +54,13 @@ class ClassificationEvaluator(DatasetEvaluator):
         labels = labels_of(inputs, self._label_key, scores.device)
         num_classes, largest_k = check_labels(labels, scores), self._topk[-1]
         if largest_k > num_classes:
-            raise ValueError(
-                f"topk has k = {largest_k}, but the model scores only {num_classes} classes; leave that k out"
-            )
+            raise ValueError(f"topk has k = {largest_k}, but the model scores only {num_classes} classes")
         if not self._counts:
             shapes: tuple[tuple[int, ...], ...] = ((num_classes,), (num_classes,), (largest_k,), ())
             self._counts = [torch.zeros(shape, dtype=torch.int64, device=scores.device) for shape in shapes]
         samples, right, hits_at, num_bad_labels = self._counts
         if len(samples) != num_classes:
-            raise ValueError(
-                f"scores have {num_classes} classes, those of the batches before had {len(samples)}; "
-                "a model must score the same classes for each batch"
-            )
+            raise ValueError(f"scores have {num_classes} classes, those of the batches before had {len(samples)}")
         labels = labels.long()
         valid = (labels >= 0) & (labels < num_classes)
         entries = labels.where(valid, 0)
@@ -84,22 +79,27 @@ class ClassificationEvaluator(DatasetEvaluator):
         Raises:
             ValueError: nothing was counted, or a label was out of range; on every rank.
         """
-        parts = [part for part in comm.all_gather([count.cpu() for count in self._counts]) if part]
-        if not parts:
-            raise ValueError(
-                "no batch was processed on any rank, so there is nothing to evaluate; call process() first"
-            )
-        samples, right, hits_at, num_bad_labels = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
-        if num_bad_labels:
-            raise ValueError(
-                f"{int(num_bad_labels)} labels are outside [0, {len(samples)}), the classes that the model scores; "
-                "correct them, or give the model more classes"
-            )
+        samples, right, hits_at = sum_over_ranks(self._counts)
         if not comm.is_main_process():
             return {}
         present = (100.0 * right.double() / samples)[samples > 0].tolist()  # exact up to 2**53 samples
         metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / int(samples.sum()) for k in self._topk}
         return {self._task: {**metrics, "mean_class_accuracy": sum(present) / len(present)}}
+
+
+def sum_over_ranks(counts: Sequence[Tensor]) -> list[Tensor]:
+    """The counts of all ranks but the last one, the number of labels out of range, on the CPU; every rank calls it.
+
+    Raises:
+        ValueError: nothing was counted, or a label was out of range; on every rank.
+    """
+    parts = [part for part in comm.all_gather([count.cpu() for count in counts]) if part]
+    if not parts:
+        raise ValueError("no batch was processed on any rank; call process() before evaluate()")
+    *sums, num_bad_labels = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
+    if num_bad_labels:
+        raise ValueError(f"{int(num_bad_labels)} labels are outside [0, {len(sums[0])}), the classes of the model")
+    return sums
 
 
 def check_topk(topk: Sequence[int]) -> list[int]:
@@ -113,10 +113,7 @@ def check_labels(labels: Tensor, scores: Tensor) -> int:
     """The number of classes C. Raises ValueError if labels are not integers of the shape of scores without C."""
     shape = [len(scores), *scores.shape[2:]]
     if list(labels.shape) != shape or labels.is_floating_point():
-        raise ValueError(
-            f"labels must be integers of shape {shape} for scores {list(scores.shape)}, got "
-            f"{labels.dtype} of shape {list(labels.shape)}"
-        )
+        raise ValueError(f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}")
     return scores.shape[1]
 
 
@@ -132,10 +129,7 @@ def scores_of(outputs: Any, dims: str) -> Tensor:
     if isinstance(outputs, Mapping):
         key = next((key for key in ("logits", "scores") if key in outputs), None)
         if key is None:
-            raise KeyError(
-                f"the model's output has neither 'logits' nor 'scores', only {sorted(map(str, outputs))}; give the "
-                "scores one of these names"
-            )
+            raise KeyError(f"the model's output must have 'logits' or 'scores', got {sorted(map(str, outputs))}")
         scores = outputs[key]
     if not isinstance(scores, Tensor):
         raise TypeError(f"the model must give scores {shape} in eval mode, got {type(scores).__name__}")
@@ -159,16 +153,10 @@ def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
     keys, labels = [key, "labels"] if key == "label" else [key], []  # Hugging Face calls them "labels"
     for sample in samples:
         if not isinstance(sample, Mapping):
-            raise TypeError(
-                f"a batch must be a mapping with the key {key!r} or a list of such samples, "
-                f"got {type(inputs).__name__}" + (f" of {type(sample).__name__}" if sample is not inputs else "")
-            )
+            raise TypeError(f"a batch must be a mapping with the key {key!r} or a list of such, got {inputs!r:.100}")
         found = next((name for name in keys if name in sample), None)
         if found is None:
-            raise KeyError(
-                f"no labels under {key!r} (keys: {sorted(map(str, sample))}); keep the labels in the samples of an "
-                "evaluated data set, or set label_key to their key"
-            )
+            raise KeyError(f"no labels under {key!r} (label_key), only {sorted(map(str, sample))}")
         labels.append(torch.as_tensor(sample[found]))
     together = labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)
     return together.to(device, non_blocking=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trainkit.projects.evaluators.classification import check_labels, labels_of, scores_of
+from trainkit.projects.evaluators.classification import check_labels, labels_of, scores_of, sum_over_ranks
 
 from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.evaluation.observer import for_details
@@ -66,10 +66,7 @@ class LabelledEvaluator(DatasetEvaluator):
             self._counts = [torch.zeros(shape, dtype=torch.int64, device=scores.device) for shape in shapes]
         confusion, hits_at, num_bad_labels = self._counts
         if len(confusion) != num_classes:
-            raise ValueError(
-                f"scores have {num_classes} classes, those of the batches before had {len(confusion)}; "
-                "a model must score the same classes for each batch"
-            )
+            raise ValueError(f"scores have {num_classes} classes, those of the batches before had {len(confusion)}")
         labels = labels.long()
         in_range = (labels >= 0) & (labels < num_classes)
         counted = labels != self._ignore_label if self._ignore_label is not None else torch.ones_like(in_range)
@@ -93,23 +90,9 @@ class LabelledEvaluator(DatasetEvaluator):
         Raises:
             ValueError: nothing was counted, or a label was out of range; on every rank.
         """
-        mine = [count.cpu() for count in self._counts]
-        parts = [part for part in comm.all_gather(mine) if part]
-        if not parts:
-            raise ValueError(
-                "no batch was processed on any rank, so there is nothing to evaluate; call process() first"
-            )
-        confusion, hits_at, num_bad_labels = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
-        if num_bad_labels:
-            ignored = "" if self._ignore_label is None else f" (ignore_label is {self._ignore_label})"
-            raise ValueError(
-                f"{int(num_bad_labels)} labels are outside [0, {len(confusion)}), the classes that the model "
-                f"scores{ignored}; correct them, or give the model more classes"
-            )
+        confusion, hits_at = sum_over_ranks(self._counts)
         if self._ignore_label is not None and not confusion.any():
-            raise ValueError(
-                f"every pixel has the ignore_label {self._ignore_label}, so there is nothing to evaluate; give another"
-            )
+            raise ValueError(f"every pixel has the ignore_label {self._ignore_label}")
         return {self._task: self.compute_metrics(confusion, hits_at)} if comm.is_main_process() else {}
 
     def compute_metrics(self, confusion: Tensor, hits_at: Tensor) -> dict[str, float]:
@@ -119,13 +102,9 @@ class LabelledEvaluator(DatasetEvaluator):
     def _check_classes(self, num_classes: int) -> None:
         names = self._class_names
         if names is not None and len(names) != num_classes:
-            raise ValueError(
-                f"class_names has {len(names)} names, but the model scores {num_classes} classes; give each class one"
-            )
+            raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")
         if self._largest_k > num_classes:
-            raise ValueError(
-                f"topk has k = {self._largest_k}, but the model scores only {num_classes} classes; leave that k out"
-            )
+            raise ValueError(f"topk has k = {self._largest_k}, but the model scores only {num_classes} classes")
 
     def _names(self, confusion: Tensor) -> list[str]:
         return self._class_names or [str(label) for label in range(len(confusion))]

@@ -4,6 +4,7 @@ from trainkit.projects.solver_extras.rules import KEY_MATCHES
 
 from trainkit.config import CfgNode, ConfigError, choose
 from trainkit.config.checks import check_choices, check_ranges
+from trainkit.config.errors import not_accepted
 from trainkit.config.scaling import optimizer_argument
 from trainkit.utils.numbers import is_number
 
@@ -60,34 +61,24 @@ def prepare(cfg: CfgNode) -> None:
 
 def _check_param_groups(solver: CfgNode) -> None:
     options, layer_decay = solver.PARAM_GROUPS, solver.PARAM_GROUPS.LAYER_DECAY
+    keys = [entry.get("KEY") if isinstance(entry, dict) else None for entry in options.CUSTOM_KEYS]
+    if not all(isinstance(key, str) and key for key in keys) or len({*keys}) < len(keys):
+        accepted = "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+        raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", options.CUSTOM_KEYS, accepted)
     given = {key: value for key, value in options.items() if key.endswith("_FACTOR") and value is not None}
-    seen = set()
     for entry in options.CUSTOM_KEYS:
-        key = entry.get("KEY") if isinstance(entry, dict) else None
-        if not isinstance(key, str) or not key or key in seen:
-            raise ConfigError(
-                f"{_GROUPS}.CUSTOM_KEYS has the entry {entry!r}; each one is a node with a KEY that no other has, a "
-                "part of the names of parameters, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
-            )
-        seen.add(key)
-        factors = [name for name in ("LR_FACTOR", "DECAY_FACTOR") if name in entry]
-        given |= {f"CUSTOM_KEYS, {key}, {name}": entry[name] for name in factors}
+        given |= {
+            f"CUSTOM_KEYS, {entry['KEY']}, {key}": entry[key] for key in ("LR_FACTOR", "DECAY_FACTOR") if key in entry
+        }
     for key, factor in given.items():
         if not is_number(factor) or not factor >= 0:
-            raise ConfigError(f"{_GROUPS}.{key} is {factor!r}; accepted: a number of at least 0")
+            raise not_accepted(f"{_GROUPS}.{key}", factor, "a number of at least 0")
     if not 0 < layer_decay.RATE <= 1:
-        raise ConfigError(f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}; it must be above 0, and at most 1 (off)")
+        raise not_accepted(f"{_GROUPS}.LAYER_DECAY.RATE", layer_decay.RATE, "above 0, at most 1 (off)")
     if layer_decay.RATE != 1 and not layer_decay.SCHEME:
-        raise ConfigError(
-            f"{_GROUPS}.LAYER_DECAY.RATE is {layer_decay.RATE}, but SCHEME is empty; set it to the kind of the model, "
-            "such as vit"
-        )
-    others = [*given, *["LAYER_DECAY.RATE"] * (layer_decay.RATE != 1), *["CUSTOM_KEYS"] * bool(seen)]
-    if options.BUILDER and others:
-        named = ", ".join(f"{_GROUPS}.{key}" for key in others)
-        raise ConfigError(f"{_GROUPS}.BUILDER {options.BUILDER!r} makes all groups; leave it out, or {named}")
+        raise not_accepted(f"{_GROUPS}.LAYER_DECAY.SCHEME", "", "with RATE the kind of the model, such as vit")
+    if options.BUILDER and (given or keys or layer_decay.RATE != 1):
+        raise not_accepted(f"{_GROUPS}.BUILDER", options.BUILDER, '"" if other keys are set, since it makes all groups')
     if options.NORM_DECAY_FACTOR and solver.WEIGHT_DECAY and not solver.WEIGHT_DECAY_NORM:
-        raise ConfigError(
-            f"{_GROUPS}.NORM_DECAY_FACTOR is {options.NORM_DECAY_FACTOR}, but it multiplies SOLVER.WEIGHT_DECAY_NORM, "
-            f"which is 0; set that to {solver.WEIGHT_DECAY}, SOLVER.WEIGHT_DECAY, or leave the factor out"
-        )
+        accepted = "a number with SOLVER.WEIGHT_DECAY_NORM, which it multiplies and which is 0"
+        raise not_accepted(f"{_GROUPS}.NORM_DECAY_FACTOR", options.NORM_DECAY_FACTOR, accepted)

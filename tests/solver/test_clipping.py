@@ -9,7 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.two_ranks import on_two_ranks
-from trainkit.config import ConfigError, get_cfg
+from trainkit.config import get_cfg
 from trainkit.solver import GradientClipper, GradientClipType, build_gradient_clipper, maybe_add_gradient_clipping
 
 
@@ -77,7 +77,7 @@ def test_no_gradients_have_norm_0_and_a_norm_that_is_not_finite_is_no_error(clip
     "arguments", [{"clip_type": "nrom"}, {"clip_value": 0.0}, {"clip_value": math.nan}, {"norm_type": -1.0}], ids=str
 )
 def test_a_wrong_rule_is_an_error(arguments):
-    with pytest.raises(ConfigError, match=r"SOLVER.CLIP_GRADIENTS: .*(nrom|0\.0|nan|-1\.0)"):
+    with pytest.raises(ValueError, match=r"nrom|0\.0|nan|-1\.0"):
         build_gradient_clipper(make_cfg(**arguments))
     assert build_gradient_clipper(make_cfg(enabled=False)) is None
 

@@ -11,7 +11,6 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError
 
 _Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
@@ -89,12 +88,9 @@ def _whole(norm: Tensor) -> Tensor:
 
 
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
-    """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off. Raises ConfigError for a wrong value."""
+    """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
-    try:
-        return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
-    except ValueError as error:
-        raise ConfigError(f"SOLVER.CLIP_GRADIENTS: {error}") from error
+    return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
 
 
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:

@@ -26,43 +26,28 @@ def test_settings_that_fit_together_pass(groups):
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("groups", "key"),
     [
-        ({"FLAT_DECAY_FACTOR": -1}, "SOLVER.PARAM_GROUPS.FLAT_DECAY_FACTOR is -1; accepted: a number of at least 0"),
-        ({"BIAS_LR_FACTOR": "2"}, "BIAS_LR_FACTOR is '2'"),
-        ({"BIAS_LR_FACTOR": True}, "BIAS_LR_FACTOR is True"),
-        ({"CUSTOM_KEYS": ["norm"]}, "SOLVER.PARAM_GROUPS.CUSTOM_KEYS has the entry 'norm'; each one is a node with a"),
-        ({"CUSTOM_KEYS": [{"LR_FACTOR": 1.0}]}, "each one is a node with a KEY that no other has"),
-        ({"CUSTOM_KEYS": [{"KEY": "a"}, {"KEY": "a"}]}, "a KEY that no other has"),
-        ({"CUSTOM_KEYS": [{"KEY": ""}]}, "has the entry {'KEY': ''}"),
-        ({"CUSTOM_KEYS": [{"KEY": "a", "LR_FACTOR": "x"}]}, "CUSTOM_KEYS, a, LR_FACTOR is 'x'; accepted: a number"),
-        ({"KEY_MATCH": "best"}, "KEY_MATCH: got 'best' .*; accepted: 'longest', 'shortest', 'exact'"),
-        ({"LAYER_DECAY": {"RATE": 0.0}}, "LAYER_DECAY.RATE is 0.0; it must be above 0"),
-        ({"LAYER_DECAY": {"RATE": 1.5}}, "LAYER_DECAY.RATE is 1.5"),
-        ({"LAYER_DECAY": {"RATE": 0.5}}, "LAYER_DECAY.RATE is 0.5, but SCHEME is empty; set it"),
-        (
-            {"LAYER_DECAY": {"NUM_LAYERS": -1}},
-            r"LAYER_DECAY.NUM_LAYERS: got -1 .*; accepted: a whole number",
-        ),
-        (
-            {"BUILDER": "mine", "BIAS_LR_FACTOR": 2.0},
-            "BUILDER 'mine' makes all groups; leave it out, or SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR$",
-        ),
-        (
-            {"BUILDER": "mine", "CUSTOM_KEYS": [{"KEY": "a"}]},
-            "leave it out, or SOLVER.PARAM_GROUPS.CUSTOM_KEYS$",
-        ),
-        (
-            {"BUILDER": "mine", "LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vit"}},
-            "leave it out, or SOLVER.PARAM_GROUPS.LAYER_DECAY.RATE$",
-        ),
-        (
-            {"NORM_DECAY_FACTOR": 1.0},
-            "NORM_DECAY_FACTOR is 1.0, but it multiplies SOLVER.WEIGHT_DECAY_NORM, which is 0; set that to 0.0001",
-        ),
+        ({"FLAT_DECAY_FACTOR": -1}, "FLAT_DECAY_FACTOR: got -1"),
+        ({"BIAS_LR_FACTOR": "2"}, "BIAS_LR_FACTOR: got '2'"),
+        ({"BIAS_LR_FACTOR": True}, "BIAS_LR_FACTOR: got True"),
+        ({"CUSTOM_KEYS": ["norm"]}, "CUSTOM_KEYS"),
+        ({"CUSTOM_KEYS": [{"LR_FACTOR": 1.0}]}, "CUSTOM_KEYS"),
+        ({"CUSTOM_KEYS": [{"KEY": "a"}, {"KEY": "a"}]}, "CUSTOM_KEYS"),
+        ({"CUSTOM_KEYS": [{"KEY": ""}]}, "CUSTOM_KEYS"),
+        ({"CUSTOM_KEYS": [{"KEY": "a", "LR_FACTOR": "x"}]}, "CUSTOM_KEYS, a, LR_FACTOR: got 'x'"),
+        ({"KEY_MATCH": "best"}, "KEY_MATCH: got 'best'"),
+        ({"LAYER_DECAY": {"RATE": 0.0}}, "LAYER_DECAY.RATE: got 0.0"),
+        ({"LAYER_DECAY": {"RATE": 1.5}}, "LAYER_DECAY.RATE: got 1.5"),
+        ({"LAYER_DECAY": {"RATE": 0.5}}, "LAYER_DECAY.SCHEME: got ''"),
+        ({"LAYER_DECAY": {"NUM_LAYERS": -1}}, "LAYER_DECAY.NUM_LAYERS: got -1"),
+        ({"BUILDER": "mine", "BIAS_LR_FACTOR": 2.0}, "BUILDER: got 'mine'"),
+        ({"BUILDER": "mine", "CUSTOM_KEYS": [{"KEY": "a"}]}, "BUILDER: got 'mine'"),
+        ({"BUILDER": "mine", "LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vit"}}, "BUILDER: got 'mine'"),
+        ({"NORM_DECAY_FACTOR": 1.0}, "NORM_DECAY_FACTOR: got 1.0"),
     ],
     ids=str,
 )
-def test_what_no_run_can_use_is_named_with_the_remedy(groups, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_no_run_can_use_is_named(groups, key):
+    with pytest.raises(ConfigError, match=f"SOLVER.PARAM_GROUPS.{key}.*accepted: "):
         check(groups)
