@@ -69,8 +69,19 @@ LATE_IMPORTS = {
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"_by_name", "_of_step", "attrgetter", "count", "field", "forwarded", "itemgetter", "property", "startswith"}
-PURE |= {"lazy_names", "staticmethod", "timedelta", "vars"}
+PURE |= {
+    "_by_name",
+    "_of_step",
+    "_point",
+    "attrgetter",
+    "count",
+    "field",
+    "forwarded",
+    "itemgetter",
+    "property",
+    "startswith",
+}
+PURE |= {"_point", "lazy_names", "staticmethod", "timedelta", "vars"}
 JOBS = ("charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text")  # not capabilities
 
 

@@ -90,6 +90,7 @@ PUBLIC = {
         "user_errors_exit",
     },
     "trainkit.engine.hooks": {
+        "AccumulationSchedule",
         "AutogradProfiler",
         "BestCheckpointer",
         "BestCheckpoints",

@@ -260,7 +260,7 @@ class CountEvaluated(HookBase):
         self._count, self._last = 0, -1
 
     def after_step(self) -> None:
-        self.trainer.storage.put_scalar("used_lr", self.trainer.used_lr[0], smoothing_hint=False)
+        self.trainer.storage.put_scalar("used_lr", self.trainer.storage.history("lr").latest(), smoothing_hint=False)
         seen = self.trainer.storage.latest().get("loss/total_loss", (0.0, -1))[1]
         if comm.is_main_process() and seen > self._last:
             self._count, self._last = self._count + 1, seen

@@ -144,7 +144,7 @@ def main(args: argparse.Namespace) -> int:
             "on a CPU, memory that runs out may end other programs too; give --max-batch-size, the largest to try"
         )
     solver, trainer_class = cfg.SOLVER, find_trainer(cfg, args.script)
-    solver.ACCUMULATION_STEPS, solver.ACCUMULATION_FACTORS, solver.MAX_BATCHES_PER_EPOCH = 1, [], 0
+    solver.ACCUMULATION_STEPS, solver.MAX_BATCHES_PER_EPOCH = 1, 0
     solver.LOGICAL_RANKS, solver.REFERENCE_WORLD_SIZE, solver.REFERENCE_BATCH_SIZE = 0, 0, 0
     trials: list[Trial] = []
     limit = args.max_batch_size or sys.maxsize

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.config import ConfigError
+from trainkit.utils import comm
+
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+ADVICE = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 
 
 class CudaRecorder:
@@ -64,3 +69,24 @@ def describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
         return (type(data), data) if isinstance(data, _CONSTANTS) else None
     found = [describe(part, tensors) for part in parts]
     return None if None in found else (type(data), *found)
+
+
+def check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
+    """Raises ConfigError if there are several processes, or the update needs the host."""
+    if comm.get_world_size() > 1:
+        raise ConfigError(
+            f"a recorded step cannot exchange gradients, but there are {comm.get_world_size()} processes; use one, "
+            f"MODEL.COMPILE instead, {ADVICE}"
+        )
+    name = type(optimizer).__name__
+    if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"the update by {name} cannot be recorded, since its learning rate would never change; use SGD or Adagrad "
+            "with fused=True (SOLVER.OPTIMIZER.FUSED True), an optimizer that has the argument capturable (Adam, "
+            f"AdamW, RMSprop, ...), {ADVICE}"
+        )
+    if skips and not all(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{name} decides on the host whether to skip an update (for float16 and SOLVER.NON_FINITE.POLICY skip), "
+            f"so it cannot be recorded; use fused=True (SOLVER.OPTIMIZER.FUSED True), bfloat16, {ADVICE}"
+        )

@@ -2,8 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -12,15 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from trainkit.projects.graph.host_reads import HostReads
-from trainkit.projects.graph.recorder import CudaRecorder, describe
+from trainkit.projects.graph.recorder import ADVICE, CudaRecorder, check_recordable, describe
 
-from trainkit.config import CfgNode, ConfigError
+from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
-from trainkit.engine.finite import parameters_of
-from trainkit.engine.metrics import FLAG, StepRecord, pack
-from trainkit.engine.step import SimpleTrainer
-from trainkit.utils import comm
+from trainkit.engine.step import SimpleTrainer, parameters_of
 from trainkit.utils.events import EventStorage
 from trainkit.utils.losses import Losses
 
@@ -30,7 +27,6 @@ WARM_UP_ITERS = 3  # ordinary steps per signature: optimizers create their state
 MAX_RECORDINGS = 8  # each holds the memory of a backward pass, with gradients
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
 _MAX_SIGNATURES = 100  # limit of signatures that are counted
-_WITHOUT = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
 
 
 @dataclass
@@ -41,7 +37,7 @@ class _Recording:
         inputs: the tensors from which the recording reads batches.
         replays: name of a part -> a call that replays this part and the following parts, up to the next name.
         gradients: (parameter, gradient) of each of the optimizer's parameters.
-        losses, extra: the results of the step before the update; ``packed`` has all of them in one tensor.
+        losses, extra: the results of the step before the update; ``packed`` has those called ``names`` in one tensor.
     """
 
     inputs: list[Tensor]
@@ -49,6 +45,7 @@ class _Recording:
     gradients: list[tuple[Tensor, Tensor | None]] = field(init=False)
     losses: Losses = field(init=False)
     extra: dict[str, Tensor] = field(init=False)
+    names: list[str] = field(init=False)
     packed: Tensor = field(init=False)
 
 
@@ -58,8 +55,7 @@ class GraphTrainer(SimpleTrainer):
     On CUDA the first `WARM_UP_ITERS` iterations with inputs of one signature (shapes, types, and all values in a batch
     that are not tensors) are ordinary steps. Then everything from the forward pass to the update is recorded, and later
     iterations replay it. At most `MAX_RECORDINGS` signatures are recorded; others stay ordinary steps. The recording is
-    divided where the host must act: for hooks that override ``after_backward``, and for the check of the losses under
-    "raise" if metrics are not asynchronous.
+    divided where the host must act: for hooks that override ``after_backward``.
 
     A replay repeats work of the device, but no Python. The model's work on the host is not repeated; a number that a
     hook changes in the model keeps its old value; a model that reads a tensor on the host is refused. The learning rate
@@ -89,11 +85,12 @@ class GraphTrainer(SimpleTrainer):
         self._shown: _Recording | None = None  # the recording whose gradients the parameters have now
         self._settings: list[itemgetter[Any]] = []  # they read the settings of a group that a recording contains
         self._in_step = False  # True after a step that has failed
+        self._given: Sequence[Any] = ()  # the micro-batches of this step
         self._reads: HostReads | None = None  # reads on the host in the last ordinary step before a recording
         self._newest: Hashable = None
         self._warned_of: set[str] = set()
         if self._recorder is not None:
-            _check_recordable(self.optimizer, skips=self.finite.skips)
+            check_recordable(self.optimizer, skips=getattr(self, "skips_updates", False))
             self.forget_recordings()
 
     def make_recorder(self) -> CudaRecorder | None:
@@ -115,13 +112,23 @@ class GraphTrainer(SimpleTrainer):
 
     # ------------------------------------------------------------------ the parts of a step
 
-    def compute_gradients(self, batches: Sequence[Any]) -> Losses:
+    def micro_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Those that are recorded or drawn already."""
+        for number, batch in enumerate(self._given, 1):
+            yield batch, number == len(self._given)
+        if not self._given:
+            yield from super().micro_batches()
+
+    def compute_gradients(self) -> Losses:
+        if self._recorder is None:
+            return super().compute_gradients()
+        batches = [batch for batch, _ in super().micro_batches()]  # all of them, as a recording has memory for all
         inputs: list[Tensor] = []
-        self._recording = recording = None if self._recorder is None else self._find_recording(batches, inputs)
+        self._recording = recording = self._find_recording(batches, inputs)
         if recording is None:
             self._shown = None
-            with self._beside(inputs), self._reads or nullcontext():
-                return super().compute_gradients(batches)
+            with self._beside(inputs), self._reads or nullcontext(), self._giving(batches):
+                return super().compute_gradients()
         self._replay(recording, "gradients")
         # checking one is enough, unless hooks act on gradients; a group may have no parameters yet
         shows = all(parameter.grad is gradient for parameter, gradient in recording.gradients[:1])
@@ -132,18 +139,33 @@ class GraphTrainer(SimpleTrainer):
             self._shown = recording
         return recording.losses
 
+    @contextmanager
+    def _giving(self, batches: Sequence[Any]) -> Iterator[None]:
+        self._given = batches
+        try:
+            yield
+        finally:
+            self._given = ()
+
+    def prepare_gradients(self) -> None:
+        if self._recording is None:
+            with self._beside(), self._reads or nullcontext():
+                super().prepare_gradients()
+
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         if self._recording is None:
             with self._beside(), self._reads or nullcontext():
                 return super().judge_gradients(losses)
         if "judgement" in self._recording.replays:
-            self._take_gradients(self._recording)
+            _take_gradients(self._recording)
         self._replay(self._recording, "judgement")
         return {**self._recording.extra}
 
-    def record(self, losses: Losses, data_time: float) -> StepRecord:
-        packed = None if self._recording is None else self._recording.packed
-        return StepRecord({**losses.scalars, **self.judge_gradients(losses)}, data_time, self.iter, packed)
+    def scalars_of(self, losses: Losses) -> dict[str, Tensor]:
+        if self._recording is None:
+            return super().scalars_of(losses)
+        copies = self._recording.packed.clone().unbind()  # the next replay changes the values
+        return dict(zip(self._recording.names, copies, strict=True))
 
     def update(self) -> None:
         if self._recording is not None:
@@ -167,19 +189,6 @@ class GraphTrainer(SimpleTrainer):
             self._fill_rates()
             recording.replays[part]()
 
-    def _take_gradients(self, recording: _Recording) -> None:
-        """Copy gradients that a hook has replaced; gradients changed in place are used as they are."""
-        for parameter, gradient in recording.gradients:
-            if parameter.grad is gradient:
-                continue
-            if parameter.grad is None or gradient is None:
-                raise RuntimeError(
-                    "a hook has removed or added a gradient in after_backward, but the recorded update uses the "
-                    f"gradients of the backward pass; set it to zero instead, or set requires_grad, {_WITHOUT}"
-                )
-            gradient.copy_(parameter.grad)
-            parameter.grad = gradient
-
     # ------------------------------------------------------------------ recordings
 
     def _find_recording(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording | None:
@@ -187,10 +196,10 @@ class GraphTrainer(SimpleTrainer):
         self._compare_constants()
         self._in_step = True
         signature = describe(batches, tensors)
-        recording = self._recordings.get(signature)
-        if recording is not None and tensors:
-            torch._foreach_copy_(recording.inputs, tensors)
         if signature in self._recordings:
+            recording = self._recordings[signature]
+            if recording is not None and tensors:
+                torch._foreach_copy_(recording.inputs, tensors)
             return recording
         if any(tensor.device != self._device for tensor in tensors):
             signature = None  # the model may read the tensor on the host
@@ -218,7 +227,7 @@ class GraphTrainer(SimpleTrainer):
             "reads",
             f"The step of iteration {self.iter} and others like it cannot be recorded as a graph and stay ordinary "
             f"steps: {found}. Neither the model nor the optimizer may read values on the host (item(), cpu(), print, "
-            f"an if on a tensor, indexing by a mask) or make tensors from Python values; change that, {_WITHOUT}",
+            f"an if on a tensor, indexing by a mask) or make tensors from Python values; change that, {ADVICE}",
         )
 
     def _warn_once(self, of: str, message: str) -> None:
@@ -233,23 +242,22 @@ class GraphTrainer(SimpleTrainer):
         batches = copy.deepcopy([*batches], {id(tensor): static for tensor, static in inputs})
 
         def gradients() -> None:
-            losses = super(GraphTrainer, self).compute_gradients(batches).detach()
+            with self._giving(batches):
+                losses = super(GraphTrainer, self).compute_gradients().detach()
+            super(GraphTrainer, self).prepare_gradients()
             values = {name: value.clone() for name, value in losses.values.items()}
             recording.losses = Losses(values, losses.trained, losses.total.clone())
 
         def judgement() -> None:
             extra = super(GraphTrainer, self).judge_gradients(recording.losses)
-            recording.extra = {name: value if name == FLAG else value.clone() for name, value in extra.items()}
-            recording.packed = pack({**recording.losses.scalars, **recording.extra})
+            recording.extra = {name: value.clone() for name, value in extra.items()}
+            scalars = {**recording.losses.scalars, **recording.extra}
+            recording.names, recording.packed = [*scalars], _pack([*scalars.values()])
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
-        for is_cut, part in (
-            (self.acts_after_backward(), {"judgement": judgement}),
-            (self._may_raise_before_update(), {"update": self._update_on_device}),
-        ):
-            if is_cut:
-                stages.append({})
-            stages[-1].update(part)
+        if self.acts_after_backward():
+            stages.append({})
+        stages[-1] |= {"judgement": judgement, "update": self._update_on_device}
         for stage in stages:
             recording.replays[next(iter(stage))] = self._record_stage([*stage.values()])
         gradients_of = [(parameter, parameter.grad) for parameter in parameters_of(self.optimizer, self.model)]
@@ -271,7 +279,7 @@ class GraphTrainer(SimpleTrainer):
             except RuntimeError as error:
                 raise RuntimeError(
                     f"the step of iteration {self.iter} cannot be recorded as a graph: {error.__context__ or error}. "
-                    f"Change that in the model, {_WITHOUT}"
+                    f"Change that in the model, {ADVICE}"
                 ) from error
             put = [*storage.latest()]
         replaced = [name for name, buffer in self.model.named_buffers() if buffers.get(name) is not buffer]
@@ -279,12 +287,9 @@ class GraphTrainer(SimpleTrainer):
             raise RuntimeError(
                 f"the model {f'puts the scalars {put}' if put else f'replaces the buffers {replaced}'} in its forward "
                 "pass, which a replay does not repeat; return scalars with the losses, change buffers in place "
-                f"(copy_), {_WITHOUT}"
+                f"(copy_), {ADVICE}"
             )
         return replay
-
-    def _may_raise_before_update(self) -> bool:
-        return self.non_finite == "raise" and not self.async_write_metrics
 
     # ------------------------------------------------------------------ values that a recording contains
 
@@ -355,42 +360,37 @@ def graph_trainer(
     cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
 ) -> SimpleTrainer:
     """The builder for SOLVER.TRAINER."""
-    return make_step_trainer(cfg, model, data_loader, optimizer, GraphTrainer, GraphAMPTrainer)
+    return make_step_trainer(cfg, model, data_loader, optimizer, outer=(GraphTrainer,))
 
 
-def _check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
-    """Raises ConfigError if there are several processes, or the update needs the host."""
-    if comm.get_world_size() > 1:
-        raise ConfigError(
-            f"a recorded step cannot exchange gradients, but there are {comm.get_world_size()} processes; use one, "
-            f"MODEL.COMPILE instead, {_WITHOUT}"
-        )
-    name = type(optimizer).__name__
-    if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
-        raise ConfigError(
-            f"the update by {name} cannot be recorded, since its learning rate would never change; use SGD or Adagrad "
-            "with fused=True (SOLVER.OPTIMIZER.FUSED True), an optimizer that has the argument capturable (Adam, "
-            f"AdamW, RMSprop, ...), {_WITHOUT}"
-        )
-    if skips and not all(group.get("fused") for group in optimizer.param_groups):
-        raise ConfigError(
-            f"{name} decides on the host whether to skip an update (for float16 and SOLVER.NON_FINITE.POLICY skip), "
-            f"so it cannot be recorded; use fused=True (SOLVER.OPTIMIZER.FUSED True), bfloat16, {_WITHOUT}"
-        )
+def _take_gradients(recording: _Recording) -> None:
+    """Copy gradients that a hook has replaced; gradients changed in place are used as they are."""
+    for parameter, gradient in recording.gradients:
+        if parameter.grad is gradient:
+            continue
+        if parameter.grad is None or gradient is None:
+            raise RuntimeError(
+                "a hook has removed or added a gradient in after_backward, but the recorded update uses the "
+                f"gradients of the backward pass; set it to zero instead, or set requires_grad, {ADVICE}"
+            )
+        gradient.copy_(parameter.grad)
+        parameter.grad = gradient
+
+
+@torch.no_grad()
+def _pack(scalars: Sequence[Tensor]) -> Tensor:
+    return torch.stack([scalar.to(scalars[0].device, torch.float64, non_blocking=True) for scalar in scalars])
 
 
 def _constants_of(trainer: GraphTrainer) -> tuple[list[object], list[object]]:
     """(objects that must stay the same, values that must stay equal)."""
     state = getattr(trainer.optimizer, "state", None)  # replaced when a state is loaded
-    keeps_flags = trainer.non_finite == "raise" and not trainer.finite.scaled
-    flags = trainer.finite.flags if keeps_flags else None  # replaced after a failure
     groups, parameters = trainer.optimizer.param_groups, parameters_of(trainer.optimizer, trainer.model)
     values = [
         trainer.acts_after_backward(),
-        trainer._may_raise_before_update(),
         *map(_REQUIRES_GRAD, parameters),
         *map(Tensor.data_ptr, parameters),
         *map(_TRAINING, trainer._modules),
         *map(itemgetter.__call__, trainer._settings, groups),
     ]
-    return [trainer.model, trainer.optimizer, state, flags, trainer.clip_gradients], values
+    return [trainer.model, trainer.optimizer, state, trainer.clip_gradients], values

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.engine.hooks.lr_scheduler import store_values
 from trainkit.utils import comm
 from trainkit.utils.periods import check_period, exact, is_due
 
@@ -31,22 +30,29 @@ class RuntimeInfo(HookBase):
 
     def __init__(self, period: int = 1) -> None:
         self._period = check_period("period", period, minimum=1)
+        self._used: list[Any] = []
 
     def before_train(self) -> None:
         logger.info("This run: %s", "; ".join(self._describe()))
+
+    def before_step(self) -> None:
+        if is_due(self.trainer, self._period, or_last=True) and hasattr(self.trainer, "optimizer"):
+            groups = self.trainer.optimizer.param_groups  # the schedule changes their rates after the step
+            self._used = [rate.clone() if isinstance(rate := group["lr"], Tensor) else rate for group in groups]
 
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, or_last=True):
             if self.trainer.has_epochs:
                 self.trainer.storage.put_scalar("epoch", self.trainer.epoch, smoothing_hint=False)
-            if hasattr(self.trainer, "used_lr"):
-                self.trainer.storage.put_later(store_values, self._of_optimizer())
+            if hasattr(self.trainer, "optimizer"):
+                for name, value in self._of_optimizer().items():
+                    self.trainer.storage.put_scalar(name, value, smoothing_hint=False)
 
     def _of_optimizer(self) -> dict[str, Any]:
         groups = self.trainer.optimizer.param_groups
         names = [str(group.get("name", i)) for i, group in enumerate(groups)]
         momenta = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]
-        used = zip(names, self.trainer.used_lr, strict=False)  # a hook may add a group after the update
+        used = zip(names, self._used, strict=False)  # a hook may add a group after the update
         found = {f"lr/{name}": lr for name, lr in used if len(groups) > 1}
         if any(momentum is not momenta[0] and momentum != momenta[0] for momentum in momenta):
             found |= {f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)}
@@ -64,8 +70,7 @@ class RuntimeInfo(HookBase):
         yield f"world size {comm.get_world_size()}"
         cfg = getattr(trainer, "cfg", None)
         if cfg is not None:
-            factors = ", times SOLVER.ACCUMULATION_FACTORS" if cfg.SOLVER.ACCUMULATION_FACTORS else ""
-            yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration{factors}"
+            yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration"
             yield "seed " + (str(cfg.SEED) if cfg.SEED >= 0 else "drawn at random")
         model = getattr(trainer, "model", None)
         if isinstance(model, nn.Module):

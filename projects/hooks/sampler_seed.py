@@ -41,7 +41,8 @@ class SamplerSeed(HookBase):
         # not trainer.epoch, which is rounded: the pass that a resumed run continues may end inside this iteration
         self._tell(self.trainer.iter // exact(self.trainer.iters_per_epoch))
 
-    def _begin_pass(self, share: Fraction) -> None:
+    def _begin_pass(self, drawn: int) -> None:
+        share = Fraction(drawn, self.trainer.accumulation_steps)
         passes = (self.trainer.iter + share) / exact(self.trainer.iters_per_epoch)
         self._tell(floor(passes + Fraction(1, 2)))  # round(1.5) == round(2.5) would repeat an order
 

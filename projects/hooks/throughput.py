@@ -12,6 +12,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.utils import comm
+from trainkit.utils.events import get_event_storage
 from trainkit.utils.model import unwrap_model
 from trainkit.utils.periods import check_period, is_due
 
@@ -63,12 +64,11 @@ class Throughput(HookBase):
         self._sec += time.perf_counter() - self._step_begin
         if not hasattr(self.trainer, "batch"):
             raise ConfigError("Throughput counts the samples in trainer.batch; set it in run_step()")
-        batch = self.trainer.batch
-        micro_batches = batch if getattr(self.trainer, "accumulation_steps", 1) > 1 else [batch]
-        self._samples += sum(map(self.count_samples, micro_batches))
+        number = self.trainer.feed.drawn if hasattr(self.trainer, "feed") else 1  # micro-batches, of equal size
+        self._samples += number * self.count_samples(self.trainer.batch)
         if is_due(self.trainer, self._period, or_last=True):
             # after the metrics of this step, which use the same process group
-            self.trainer.storage.publish(partial(self._store, self._samples, self._sec))
+            self.trainer.storage.publish(partial(self._store, self.trainer.iter, self._samples, self._sec))
             self._forget()
 
     @staticmethod
@@ -76,10 +76,10 @@ class Throughput(HookBase):
         """See `trainkit.projects.evaluators.batches.num_samples`, also for errors; a subclass may override this."""
         return num_samples(batch)
 
-    def _store(self, samples: int, sec: float) -> None:
-        [mean], _ = exchange_rows([Row(self.trainer.iter, sec, {"samples": float(samples)})], 1)
+    def _store(self, iter: int, samples: int, sec: float) -> None:
+        [mean], _ = exchange_rows([Row(iter, sec, {"samples": float(samples)})], 1)
         samples_per_sec = mean.values["samples"] / mean.data_time * comm.get_world_size() / comm.get_data_group_size()
-        storage = self.trainer.storage
+        storage = get_event_storage()
         storage.put_scalar("samples_per_sec", samples_per_sec)
         if self._tokens_per_sample is not None:
             storage.put_scalar("tokens_per_sec", samples_per_sec * self._tokens_per_sample)

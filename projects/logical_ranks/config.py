@@ -14,7 +14,6 @@ _CONFLICTS = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", "one process has no buckets"),
-    ("SOLVER.LOGICAL_RANKS", "SOLVER.ACCUMULATION_FACTORS", "the loader needs to know the number of micro-batches"),
 )
 
 

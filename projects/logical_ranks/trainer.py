@@ -59,6 +59,7 @@ class LogicalTrainer(SimpleTrainer):
         self._names: Any = None  # the names of the losses
         self._tree = _Tree(self.model, self._num)
         self.accumulation_steps *= len(self._own)
+        self._steps = self.accumulation_steps
         threads = torch.get_num_threads()
         logger.info("%d logical ranks; other numbers of threads than %d may round differently", self._num, threads)
 
@@ -66,21 +67,23 @@ class LogicalTrainer(SimpleTrainer):
         super().share_run(owner)
         owner.own_keys = owner.rank_keys = ()
 
-    def begin_run(self) -> None:
-        super().begin_run()
+    def start_run(self) -> None:
+        super().start_run()
         if (found := getattr(self.data_loader, "logical_ranks", 0)) != self._num:
             raise ConfigError(f"the training loader has {found} logical ranks, the trainer {self._num}")
 
-    def compute_gradients(self, batches: Sequence[Any]) -> Losses:
-        self.finite.keep_buffers(self.model)
-        found, steps = list[Losses](), len(batches) // len(self._own)
+    def compute_gradients(self) -> Losses:
+        if self.accumulation_steps != self._steps:
+            raise ConfigError("with SOLVER.LOGICAL_RANKS the number of micro-batches cannot change during a run")
+        found, steps = list[Losses](), self._steps // len(self._own)
         self._tree.start()
-        for number, batch in enumerate(batches):
+        for number in range(self.accumulation_steps):
+            batch = self.draw()
             place, step = divmod(number, steps)
             if place and step == 0:
                 self._tree.push()
             self._seed_for(_OF_BATCHES + self._own[place] * steps + step)
-            is_last = number == len(batches) - 1  # DDP exchanges gradients with the last one
+            is_last = number == self.accumulation_steps - 1  # DDP exchanges gradients with the last one
             with nullcontext() if is_last else without_gradient_sync(self.model):
                 losses = self.compute_losses(batch)
                 if is_last:
@@ -88,7 +91,6 @@ class LogicalTrainer(SimpleTrainer):
                 self.backward(losses.total / (self._num * steps))
             found.append(losses := losses.detach())  # frees the graph before the next forward pass
         self._tree.finish()
-        self.prepare_gradients()
         self._seed_for(_AFTER_STEP)
         return self._mean(found)
 

@@ -76,10 +76,10 @@ def compile_model(cfg: CfgNode, model: nn.Module) -> None:
     """
     options, solver, device = cfg.MODEL.COMPILE, cfg.SOLVER, device_of(model)
     records = options.MODE in ("reduce-overhead", "max-autotune") and device is not None and device.type == "cuda"
-    if records and (solver.ACCUMULATION_STEPS > 1 or solver.ACCUMULATION_FACTORS):
+    if records and solver.ACCUMULATION_STEPS > 1:
         raise ConfigError(
             f"MODEL.COMPILE.MODE {options.MODE} keeps gradients in memory that the next micro-batch overwrites, so it "
-            "excludes SOLVER.ACCUMULATION_STEPS and ACCUMULATION_FACTORS; accepted: default, max-autotune-no-cudagraphs"
+            "excludes SOLVER.ACCUMULATION_STEPS; accepted: default, max-autotune-no-cudagraphs"
         )
     try:
         model.compile(backend=options.BACKEND, mode=options.MODE, fullgraph=options.FULLGRAPH, dynamic=options.DYNAMIC)

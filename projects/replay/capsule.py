@@ -97,21 +97,21 @@ def _contents(
     trainer: Any, error: Exception, command: str, has_step: bool, origin: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A checkpoint without the optimizer's state (momentum), plus the batch and the failure."""
-    several, notes = trainer.accumulation_steps > 1, [*_NOTES]
+    notes = [*_NOTES]
     state = trainer.state_dict()
     state["_trainer"]["optimizer"] = {**state["_trainer"]["optimizer"], "state": {}}
     # one process is enough to repeat a capsule
     state["world_size"] = 1
     state["origin"] = origin or describe_origin(trainer.given_cfg.dump(), device_of(trainer.model), None)
     losses = (_of_step(trainer, "losses") if has_step else None) or {}
-    batch = _of_step(trainer, "batch") if has_step else []
-    batches = batch if several or not has_step else [batch]
+    has_step = has_step and trainer.accumulation_steps == 1  # of several micro-batches the others are gone
+    batches = [_of_step(trainer, "batch")] if has_step else []
     names_of_last = getattr(trainer.data_loader, "names_of_last", None)
     failure = {
         "iteration": trainer.iter,
         "rank": comm.get_rank(),
-        "batches": [_storable(batch, f"{i}" if several else "", notes) for i, batch in enumerate(batches)],
-        "samples": names_of_last(len(batches)) if names_of_last is not None and has_step else [],
+        "batches": [_storable(batch, "", notes) for batch in batches],
+        "samples": names_of_last(1) if names_of_last is not None and has_step else [],
         "losses": {name: float(loss) for name, loss in losses.items()},
         "error": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),

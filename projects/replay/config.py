@@ -3,13 +3,8 @@
 from typing import Any
 
 from trainkit.config import CfgNode
-from trainkit.config.checks import check_conflicts
 from trainkit.config.errors import not_accepted
 from trainkit.utils.numbers import is_whole
-
-_CONFLICTS = (
-    ("SOLVER.ACCUMULATION_FACTORS", "DATALOADER.SKIP", "the batches of an iteration are known only when it is reached"),
-)
 
 
 def add_config(cfg: CfgNode) -> None:
@@ -24,7 +19,6 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is not accepted."""
-    check_conflicts(cfg, _CONFLICTS)
     if "FORK" in cfg and cfg.FORK.ITER != -1 and not cfg.FORK.RUN:
         raise not_accepted("FORK.ITER", cfg.FORK.ITER, "-1 without FORK.RUN")
     pairs, mode = cfg.DATALOADER.get("SKIP", []), cfg.DATALOADER.get("SKIP_MODE", "shift")

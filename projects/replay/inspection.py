@@ -79,13 +79,18 @@ class Inspection(HookBase):
         # for each forward pass of the trainer's model: the numbers of parts and outputs before it
         self._passes: list[tuple[int, int]] = []
         self._first_bad: tuple[int, list[Tensor]] | None = None  # number of the pass; where the output is finite
-        self.batch: Any = None
+        self._batches: list[Any] = []
         self.drawn: list[Any] = []
         self.samples: list[list[str]] = []
         self.losses: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.updates: list[Update] = []
         self.not_finite_before: list[str] = []
+
+    @property
+    def batch(self) -> Any:
+        """The batch as the model gets it; a list of several micro-batches."""
+        return self._batches if len(self._batches) > 1 else next(iter(self._batches), None)
 
     @property
     def outputs(self) -> list[Output]:
@@ -132,8 +137,7 @@ class Inspection(HookBase):
         if self._depth == 0:
             if name == "(model)":
                 self._passes.append((len(self._parts_of_modules), len(self._outputs)))
-            if self.batch is None:
-                self._see_batch()
+            self._see_batch()
             if self._debug:
                 self._debug = False
                 pdb.set_trace()  # "up" leads to the call of the model, "step" into its forward pass
@@ -144,12 +148,16 @@ class Inspection(HookBase):
     def _see_batch(self) -> None:
         trainer = self.trainer
         try:
-            self.batch, self._num_passes = trainer.batch, trainer.accumulation_steps
+            batch, drawn = trainer.batch, trainer.feed.drawn
+            is_known = True
         except RuntimeError:  # the trainer makes its steps itself
-            self.batch = self.drawn[-1] if self.drawn else None
-        self._parts_before.append(("batch", digest(self.batch)))
-        if hasattr(trainer.data_loader, "names_of_last") and self.batch is not None:
-            self.samples = trainer.data_loader.names_of_last(self._num_passes or 1)
+            batch, drawn, is_known = self.drawn[-1] if self.drawn else None, 1, False
+        if batch is not None and (not self._batches or self._batches[-1] is not batch):
+            self._batches.append(batch)
+            self._parts_before.append(("batch", digest(batch)))
+        self._num_passes = len(self._batches) if is_known else 0
+        if hasattr(trainer.data_loader, "names_of_last") and self._batches:  # it may be ahead of the micro-batches
+            self.samples = trainer.data_loader.names_of_last(drawn)[: len(self._batches)]
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -215,7 +223,7 @@ class Inspection(HookBase):
 
     def fields(self) -> list[Field]:
         """The tensors of the batch."""
-        batches = self.batch if self._num_passes > 1 else [] if self.batch is None else [self.batch]
+        batches = self._batches
         fields = []
         for number, batch in enumerate(batches):
             prefix = f"{number}: " if len(batches) > 1 else ""

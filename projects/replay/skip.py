@@ -40,7 +40,7 @@ class SkipBatches(HookBase):
                 "DATALOADER.SKIP: the batches of iterations %d to %d are left out, and iteration %d gets the next one"
             )
             logger.info(text, first, end - 1, iter)
-            for _ in range(first, end):
+            for _ in range((end - first) * self.trainer.accumulation_steps):
                 self.trainer.fetch()
             self._left_out = [*self._left_out, [first, end]]
 

@@ -172,7 +172,8 @@ class _Step(Session):
         self._load(before)
         step, found = self._trainer._trainer, []
 
-        def look(batches: list[Any]) -> Any:
+        def look() -> Any:
+            batches = [batch for batch, _ in step.micro_batches()]
             found.append(find_samples(step, batches, result.inspection.samples))
             raise _Looked
 
@@ -236,8 +237,9 @@ class _Capsule(_Step):
 
     def _load(self, state: dict[str, Any], strict: bool = False) -> None:
         super()._load(state, strict)
-        step, batches = self._trainer._trainer, copy_of(self._capsule["batches"])
-        step.feed.accumulation_steps, step.feed.schedule = len(batches), []
+        step = self._trainer._trainer
+        batches = copy_of(self._capsule["batches"])
+        step.accumulation_steps = len(batches)
         step._data_loader_iter_obj = iter(batches)
 
     def _look(self, *own: HookBase, is_special: bool = True) -> tuple[Inspection, str]:

@@ -7,10 +7,7 @@ _RANGES = {
     "(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO",
     "[0, inf)": "DATALOADER.REPEAT_THRESHOLD DATALOADER.OVERFIT_BATCHES SOLVER.MAX_BATCHES_PER_EPOCH",
 }
-_CONFLICTS = (
-    ("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),
-    ("SOLVER.ACCUMULATION_FACTORS", "SOLVER.MAX_BATCHES_PER_EPOCH", "if the factor changes, there are no epochs"),
-)
+_CONFLICTS = (("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),)
 
 
 def add_config(cfg: CfgNode) -> None:

@@ -43,11 +43,9 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     lengths = {key: shorter(solver[key]) for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")}
     if is_default:
         lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
-    factors = [[shorter(start), factor] for start, factor in solver.ACCUMULATION_FACTORS]
     if batches := solver.get("MAX_BATCHES_PER_EPOCH", 0):  # a key of the project samplers
         solver["MAX_BATCHES_PER_EPOCH"] = max(1, shorter(batches))
     solver.update(lengths, IMS_PER_BATCH=batch_size // reference, REFERENCE_WORLD_SIZE=num_workers)
-    solver.update(ACCUMULATION_FACTORS=factors)
     cfg.TEST["EVAL_PERIOD"] = shorter(cfg.TEST.EVAL_PERIOD)
     _scale_lr(solver, scale)
     for entry in solver.get("SCHEDULES", []):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
+from tests.engine.tiny import Regression, Weight, batches, defer, scalars, sgd
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase, hooks
 from trainkit.solver import GradientClipper
@@ -183,7 +183,7 @@ def test_an_override_of_writing_is_called_in_the_inner_trainer_of_a_default_trai
 def test_a_run_step_of_ones_own_may_fetch_as_ours_and_hooks_read_the_batch():
     class Own(SimpleTrainer):
         def run_step(self):
-            (batch,) = self.fetch()
+            batch = self.draw()
             loss = self.model(batch)
             self.optimizer.zero_grad()
             loss.backward()
@@ -406,12 +406,12 @@ def test_an_error_of_the_worker_ends_a_loop_of_ones_own_at_most_20_iterations_la
 
     def loop():
         with EventStorage() as trainer.storage:
-            trainer.storage.start_deferring()
+            defer(trainer.storage)
             trainer.before_train()
             for trainer.iter in range(60):
                 trainer.before_step()
                 if trainer.iter == 3:
-                    trainer.storage.put_later(fail)
+                    trainer.storage.publish(fail)
                 trainer.after_step()
 
     trainer = TrainerBase()

@@ -67,7 +67,6 @@ def test_settings_that_contradict_each_other_are_an_error(one, other):
         ("EARLY_STOPPING.THRESHOLD", "5%", "a number in (-inf, inf)"),
         ("LOG.EVAL_AXIS", "batch", "'iter', 'epoch'"),
         ("CHECKPOINT.PUBLISH", "all", "'', 'model', 'ema'"),
-        ("SOLVER.NON_FINITE.POLICY", "warn", "'raise', 'skip', 'ignore'"),
         ("LOG.WRITERS", ["json", "json"], "each name once"),
         ("OUTPUT_DIR", " ", 'a folder, or an address such as "s3://bucket/run"'),
         ("OUTPUT_DIR", "a\0b", 'a folder, or an address such as "s3://bucket/run"'),
@@ -75,7 +74,6 @@ def test_settings_that_contradict_each_other_are_an_error(one, other):
         ("VERSION", 3, "1, 2"),
         ("DATALOADER.SKIP", [[5, 3]], "a list of [start, end], whole numbers from 0 on, which grow"),
         ("DATALOADER.SKIP", [3], "a list of [start, end], whole numbers from 0 on, which grow"),
-        ("SOLVER.ACCUMULATION_FACTORS", [[0, 2]], "a list of [iter, factor], whole numbers from 1 on, which grow"),
     ],
 )
 def test_a_value_that_no_run_can_use_is_named_with_what_is_accepted(key, value, accepted):
@@ -94,7 +92,6 @@ def test_a_value_that_no_run_can_use_is_named_with_what_is_accepted(key, value, 
         ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", INF),
         ("SOLVER.MOMENTUM", 1.0),
         ("SOLVER.WEIGHT_DECAY_BIAS", None),
-        ("SOLVER.ACCUMULATION_FACTORS", [[1000, 4], [2000, 2]]),
         ("DATALOADER.SKIP", [[0, 3], [5, 8]]),
     ],
 )

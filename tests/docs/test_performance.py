@@ -7,7 +7,7 @@ import torch
 
 from tests.docs.keys import keys_named_in
 from tests.docs.pages import blocks, page, run
-from tests.engine.tiny import Weight, sgd
+from tests.engine.tiny import Weight, defer, sgd
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer, hooks
 from trainkit.utils.events import get_event_storage
@@ -26,7 +26,7 @@ def test_every_key_that_is_named_is_there():
     assert {"LOG.ASYNC", "SOLVER.NON_FINITE.POLICY", "CHECKPOINT.ASYNC"} <= keys_named_in(PAGE)
 
 
-@pytest.mark.parametrize("begin", [lambda trainer: None, lambda trainer: trainer.storage.start_deferring()])
+@pytest.mark.parametrize("begin", [lambda trainer: None, lambda trainer: defer(trainer.storage)])
 def test_the_hook_stores_what_each_iteration_had(begin):
     names = run(STORE_NORM, "performance.md", HookBase=HookBase, get_event_storage=get_event_storage)
 

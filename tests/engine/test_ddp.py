@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.hooks.tests.test_sync_buffers import Counts
 
-from tests.engine.hooks.test_sync_buffers import Counts
 from tests.engine.job import tiny_cfg
 from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import Weight, scalars, sgd
@@ -53,7 +53,6 @@ SETTINGS = {
     "clipped by value": partial(SimpleTrainer, clip_gradients=GradientClipper("value", 0.01)),
     "bfloat16": partial(AMPTrainer, precision=torch.bfloat16),
     "float16": fp16_trainer,
-    "skip": partial(SimpleTrainer, non_finite="skip"),
 }
 OVERFLOW_AT = 3  # on the second rank, in float16
 

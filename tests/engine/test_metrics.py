@@ -1,5 +1,6 @@
 """The way of a loss: of one process, and everything of the trainers and hooks that two ranks must agree on."""
 
+import itertools
 import logging
 import math
 import os
@@ -15,8 +16,9 @@ from tests.cuda import needs_cuda
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
+from trainkit.engine import metrics
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
-from trainkit.engine.metrics import Row, StepRecord, exchange_rows
+from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.losses import mean_losses, parse_losses
@@ -30,9 +32,14 @@ def test_one_process_keeps_its_own_values():
 
 
 def test_the_host_waits_for_the_step_before_the_last_one(monkeypatch):
-    waits = []
-    event = property(lambda record: SimpleNamespace(synchronize=lambda: waits.append(record.iter)))
-    monkeypatch.setattr(StepRecord, "arrived", event)
+    waits, numbers = [], itertools.count()
+
+    def new_event(device):
+        number = next(numbers)
+        return SimpleNamespace(synchronize=lambda: waits.append(number))
+
+    monkeypatch.setattr(metrics, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(metrics, "new_event", new_event)
     seen = []
     model = Weight()
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)

@@ -56,7 +56,7 @@ def reads_per_iteration(tmp_path, *options, hook=None):
     ("options", "num_scalars"),
     [
         ([], 4),  # total_loss, grad_norm, whether the update is skipped, the scale
-        (["SOLVER.AMP.PRECISION", "bfloat16"], 3),
+        (["SOLVER.AMP.PRECISION", "bfloat16"], 2),
         (["SOLVER.AMP.PRECISION", "bfloat16", "SOLVER.NON_FINITE.POLICY", "skip"], 3),
         (["SOLVER.ACCUMULATION_STEPS", 2], 4),
     ],

@@ -212,17 +212,6 @@ def test_a_state_that_nothing_was_done_with_is_given_back_as_it_was():
     assert state["rng"] is save.state["rng"]
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_with_the_next_iteration_and_says_what_is_left_out(caplog):
-    save = SaveAt("after_step", 2)
-    job([], save).train(0, 4)
-    state = {key: value for key, value in save.state.items() if key != "position"}
-    state["cursor"] = {"point": "after_step", "pending": ["Recorder#2"], "max_iter": 4, "finished_early": None}
-    calls = []
-    resume(job(calls), state, 4)
-    assert [call[:3] for call in calls][2] == ("above", "before_step", 3)
-    assert "written by an earlier version of trainkit" in caplog.text
-
-
 # ---------------------------------------------------------------------- late hooks
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
+from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
 from tests.two_ranks import on_two_ranks
@@ -131,11 +132,11 @@ def nan_on_one_rank(rank, folder):
         return {"error": str(error).partition(". Lower")[0], "weight": model.weight.item()}
 
 
-def rank_1_alone(rank, values, at=(), **kwargs):
+def rank_1_alone(rank, values, at=(), trainer_class=SimpleTrainer, **kwargs):
     """Not wrapped in DDP; rank 1 gets ``values`` and rank 0 ones; ``check_finite`` behind the iterations ``at``."""
     model = Weight()
     data = [torch.tensor(value if rank else 1.0) for value in values]
-    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), **kwargs)
+    trainer = trainer_class(model, data, sgd(model, lr=0.25), **kwargs)
     reached = []
     trainer.register_hooks(
         [
@@ -161,14 +162,14 @@ def nan_between_exchanges_before_a_check(rank, folder):
 
 
 def skipped_on_one_rank(rank, folder):
-    return rank_1_alone(rank, [1.0, math.nan, 1.0, math.inf], at=[3], non_finite="skip")
+    return rank_1_alone(rank, [1.0, math.nan, 1.0, math.inf], at=[3], trainer_class=SkipNonFinite)
 
 
 def sharded_skip(rank, folder):
     """Rank 1's part of a gradient alone is made NaN, in the second iteration."""
     model = fully_shard(nn.Linear(2, 2, bias=False))
     loss = nn.Sequential(model)
-    trainer = SimpleTrainer(Regressed(loss), [torch.ones(1, 2)], sgd(loss, lr=0.25), non_finite="skip")
+    trainer = SkipNonFinite(Regressed(loss), [torch.ones(1, 2)], sgd(loss, lr=0.25))
 
     def poison(trainer):
         if rank == 1 and trainer.iter == 1:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from tests.engine.tiny import AfterStep
+from tests.engine.tiny import AfterStep, defer
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
 from trainkit.engine.loop import TrainerBase
@@ -423,8 +423,8 @@ class Deferring(Trainer):
 
     def run_step(self):
         super().run_step()
-        self.storage.start_deferring()
-        self.storage.put_later(lambda iter=self.iter: get_event_storage().put_scalar("loss", iter, cur_iter=iter))
+        defer(self.storage)
+        self.storage.publish(lambda iter=self.iter: get_event_storage().put_scalar("loss", iter, cur_iter=iter))
 
 
 def test_after_train_sees_everything_that_was_deferred_and_a_second_run_defers_again():

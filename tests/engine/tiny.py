@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainkit.engine import metrics
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.metrics import StepRecord
 
 CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
 
@@ -115,5 +115,11 @@ def scalars(trainer):
 def metrics_by_worker():
     """Inside, asynchronous metrics are looked at by the worker alone, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepRecord, "arrived", SimpleNamespace(synchronize=lambda: None))
+        patch.setattr(metrics, "runs_ahead", lambda device: True)
+        patch.setattr(metrics, "new_event", lambda device: SimpleNamespace(synchronize=lambda: None))
         yield
+
+
+def defer(storage):
+    """Let a worker store what is put into ``storage``, as in an asynchronous run."""
+    storage.worker = storage.worker or metrics.MetricWorker(storage)

@@ -172,7 +172,7 @@ STEPS = [
     ),
     Setting(
         "accumulation that grows",
-        ["SOLVER.ACCUMULATION_FACTORS", [[6, 2]]],
+        ["HOOKS", [{"NAME": "AccumulationSchedule", "FACTORS": [[6, 2]]}]],
         batches_in_all(6 + 2 * (MAX_ITER - 6)),
         QUICK,
     ),

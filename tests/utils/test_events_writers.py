@@ -99,7 +99,7 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
     row = {'say "hi"\\\n': 0.1 + 0.2, "größe": 5e-324, "iteration/1": -0.0, "a": 1e22, "A": 123456789.0}
     writer = JSONWriter(tmp_path / "metrics.json")
     with EventStorage() as storage:
-        storage.put_row(row)
+        storage.put_scalars(**row)
         writer.write()
         writer.close()
 

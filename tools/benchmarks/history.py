@@ -33,8 +33,8 @@ class Past(HookBase):
         smoothed = dict.fromkeys(("total_loss", "loss_mse", "loss_l1", "data_time", "rank_data_time", "time"), 1e-4)
         as_they_are = {"lr": job.LR}
         for iter in range(max(0, self.trainer.start_iter - self._most), self.trainer.start_iter):
-            storage.put_row(smoothed, cur_iter=iter)
-            storage.put_row(as_they_are, smoothing_hint=False, cur_iter=iter)
+            storage.put_scalars(cur_iter=iter, **smoothed)
+            storage.put_scalars(smoothing_hint=False, cur_iter=iter, **as_they_are)
             if iter % job.LOG_PERIOD == job.LOG_PERIOD - 1:
                 storage.put_scalar("eta_seconds", 1.0, smoothing_hint=False, cur_iter=iter)
 
@@ -105,7 +105,7 @@ def _put(steps: int) -> Iterator[None]:
     names = [f"scalar_{i}" for i in range(20)]
     for iter in range(steps):
         storage.iter = iter
-        storage.put_row(dict.fromkeys(names, float(iter)))
+        storage.put_scalars(**dict.fromkeys(names, float(iter)))
         if iter % 1000 == 999:
             yield
     storage.flush()

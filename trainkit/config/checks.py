@@ -48,9 +48,6 @@ def check_values(cfg: CfgNode) -> None:
     for entry in cfg.TEST.EXPECTED_RESULTS:
         if not isinstance(entry, list | tuple) or len(entry) != 4:
             raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
-    _check_pairs(
-        "SOLVER.ACCUMULATION_FACTORS", cfg.SOLVER.ACCUMULATION_FACTORS, 1, slice(None, None, 2), "[iter, factor]"
-    )
     for project in projects_of(cfg):
         getattr(project, "check", lambda _: None)(cfg)
 

@@ -85,7 +85,9 @@ _C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"  # "value", "norm": clip each param
 _C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0  # The largest value, or the largest norm.
 _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
 _C.SOLVER.NON_FINITE = CN()
-_C.SOLVER.NON_FINITE.POLICY = "raise"  # For NaN or inf in losses or gradients: "raise", "skip" the update, or "ignore".
+_C.SOLVER.NON_FINITE.POLICY = (
+    "raise"  # For NaN or inf: "raise", "gradients" (look at all), "skip" the update, "ignore".
+)
 _C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # The run ends after this many skipped updates in a row, in float16 too.
 _C.SOLVER.TRAINER = ""  # A name in TRAINER_REGISTRY. "": SimpleTrainer, or AMPTrainer if SOLVER.AMP.ENABLED.
 _C.SOLVER.AMP = CN()
@@ -158,7 +160,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
-    "SOLVER.NON_FINITE.POLICY": ("raise", "skip", "ignore"),
     "VERSION": (1, 2),  # 2: detectron2's; its keys mean the same here
 }
 """All values that a key accepts."""

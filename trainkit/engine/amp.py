@@ -6,17 +6,79 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.engine.finite import prepare_to_skip
-from trainkit.engine.metrics import SCALE
+from trainkit.config.errors import ConfigError
+from trainkit.engine.finite import describe_failure
 from trainkit.engine.step import SimpleTrainer
+from trainkit.utils import comm
+from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses
+from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
 
+SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
+_SCALE_FLAG = "[flag]scale"
+SKIP_FLAG = "[flag]not_finite"  # of the scaler: 1 if it skips the update
 
-class AMPTrainer(SimpleTrainer):
+
+class SkippingTrainer(SimpleTrainer):
+    """Base class of trainers that leave out some updates: they are counted, and too many in a row end the run.
+
+    `judge_gradients` of a subclass returns `SKIP_FLAG`, which is 1 if the update is left out.
+    """
+
+    def __init__(self, *args: Any, max_non_finite_in_row: int = 25, **kwargs: Any) -> None:
+        """
+        Args:
+            args, kwargs: as in `SimpleTrainer`.
+            max_non_finite_in_row: this number of updates in a row that are left out ends the run. After 25 of them a
+                gradient scale of 2**16 has fallen to 2**-9.
+        """
+        self.max_non_finite_in_row = check_period("max_non_finite_in_row", max_non_finite_in_row, minimum=1)
+        self.skipped_updates = self._skipped_in_row = 0
+        super().__init__(*args, **kwargs)
+
+    @property
+    def skips_updates(self) -> bool:
+        """Whether an update may be left out."""
+        return True
+
+    def look(self, iter: int, values: dict[str, Any]) -> str | None:
+        """As in `SimpleTrainer`; counts the updates that are left out, and stores their number."""
+        if SKIP_FLAG not in values:
+            return super().look(iter, values)
+        is_skipped = bool(values[SKIP_FLAG])
+        self.skipped_updates += is_skipped
+        self._skipped_in_row = (self._skipped_in_row + 1) * is_skipped
+        if (iter + 1) % self.gather_metric_period == 0:
+            number = self.skipped_updates
+            get_event_storage().put_scalar("skipped_updates", number, smoothing_hint=False, cur_iter=iter)
+        if not is_skipped:
+            return super().look(iter, values)
+        is_finite = math.isfinite(values["total_loss"])
+        text = f"; this is update {self._skipped_in_row} in a row that is skipped"
+        fails = self._skipped_in_row >= self.max_non_finite_in_row and self.non_finite != "ignore"
+        failure = describe_failure("gradients are" if is_finite else "loss is", iter, values, text) if fails else None
+        for name in [] if is_finite else [name for name, value in values.items() if not math.isfinite(value)]:
+            del values[name]  # it would spoil every average
+        return failure
+
+    def step_state_dict(self) -> dict[str, Any]:
+        if has_event_storage():
+            get_event_storage().flush()  # updates are counted when they are stored
+        counts = {"skipped": self.skipped_updates, "in_row": self._skipped_in_row}
+        return {**super().step_state_dict(), "non_finite": counts}
+
+    def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_step_state_dict(state_dict)
+        counts = state_dict.get("non_finite", {})  # detectron2 has no such entry
+        self.skipped_updates, self._skipped_in_row = counts.get("skipped", 0), counts.get("in_row", 0)
+
+
+class AMPTrainer(SkippingTrainer):
     """`SimpleTrainer` in mixed precision: the forward pass under autocast; float16 with a gradient scaler.
 
     Parameters, gradients and the optimizer's state stay in float32. bfloat16 has the range of float32 and needs no
@@ -46,7 +108,7 @@ class AMPTrainer(SimpleTrainer):
             precision: ``torch.float16`` or ``torch.bfloat16``.
             log_grad_scaler: store the scale of each iteration as ``[metric]grad_scaler``.
             loss_scale: for float16, a fixed scale instead of a dynamic one; not saved in the state.
-            kwargs: as in `SimpleTrainer`.
+            kwargs: as in `SkippingTrainer` and `SimpleTrainer`.
 
         Raises:
             ValueError: another precision; a ``loss_scale`` that is not greater than 0, or together with a scaler or
@@ -72,9 +134,12 @@ class AMPTrainer(SimpleTrainer):
             grad_scaler.set_backoff_factor(1.0)
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(self._device_type, enabled=precision == torch.float16)
         self._unscaled = False
-        self.finite.scaled = self.grad_scaler.is_enabled()
-        if self.finite.scaled and self.non_finite != "skip":
+        if self.grad_scaler.is_enabled():
             prepare_to_skip(optimizer, self._device_type)
+
+    @property
+    def skips_updates(self) -> bool:
+        return self.grad_scaler.is_enabled()
 
     def compute_losses(self, batch: Any) -> Losses:
         with torch.autocast(self._device_type, dtype=self.precision):
@@ -90,14 +155,18 @@ class AMPTrainer(SimpleTrainer):
                 scaler.update(scaler.get_scale())
             self._unscaled = True
             scaler.unscale_(self.optimizer)
-            self.finite.has_looked = not self.acts_after_backward()
-            # step() reads these tensors to decide whether to update; the public API would wait for the device
-            self.finite.flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
+            # step() reads this tensor to decide whether to update; the public API would wait for the device
+            flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
+            [self._flag] = flags.values()  # the model is on one device
+            if comm.get_data_group_size() > 1:  # torch shares a flag only among the ranks that hold a gradient
+                dist.all_reduce(self._flag, dist.ReduceOp.MAX)
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         extra = super().judge_gradients(losses)
-        if self.log_grad_scaler and self.finite.scaled:
-            extra[SCALE] = cast(Tensor, self.grad_scaler._get_scale_async())
+        if self.grad_scaler.is_enabled():
+            extra[SKIP_FLAG] = self._flag
+            if self.log_grad_scaler:
+                extra[_SCALE_FLAG] = cast(Tensor, self.grad_scaler._get_scale_async()).clone()
         return extra
 
     def update(self) -> None:
@@ -107,6 +176,12 @@ class AMPTrainer(SimpleTrainer):
         self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self._unscaled = False
+
+    def look(self, iter: int, values: dict[str, Any]) -> str | None:
+        if _SCALE_FLAG in values:
+            scale = values.pop(_SCALE_FLAG)
+            get_event_storage().put_scalar(SCALE, scale, smoothing_hint=False, cur_iter=iter)
+        return super().look(iter, values)
 
     def step_state_dict(self) -> dict[str, Any]:
         """The state of the step, with the scale unless it is fixed."""
@@ -121,3 +196,35 @@ class AMPTrainer(SimpleTrainer):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         else:
             logger.warning("The checkpoint has no gradient scale; it starts from %g", self.grad_scaler.get_scale())
+
+
+def prepare_to_skip(optimizer: torch.optim.Optimizer, device_type: str) -> None:
+    """Log if updates wait for the device, and prepare fused SGD for skipping its very first update.
+
+    If fused SGD skips its first update, its momentum stays uninitialised, so it is set to zeros here. With dampening 0
+    the first update from zeros equals the usual one: ``momentum * 0 + grad``.
+
+    Raises:
+        ConfigError: fused SGD with dampening.
+    """
+    if not skips_on_device(optimizer):  # then step() is simply not called
+        if device_type != "cpu":
+            logger.warning(
+                "%s has no fused implementation here, so an update waits for the device to learn whether to skip it; "
+                "SGD, Adam, AdamW and Adagrad with fused=True do not",
+                type(optimizer).__name__,
+            )
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and group.get("momentum"):
+            if group.get("dampening"):
+                raise ConfigError(
+                    "fused SGD with dampening cannot skip its first update; set fused=False (in the config: "
+                    "SOLVER.OPTIMIZER.FUSED)"
+                )
+            for parameter in group["params"]:
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, "_step_supports_amp_scaling", False)

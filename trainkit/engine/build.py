@@ -1,7 +1,7 @@
 """The trainer of a step and the wrapper of the model that a config asks for."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from trainkit.config import CfgNode
 from trainkit.config.errors import look_up
-from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.amp import AMPTrainer, SkippingTrainer
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.clipping import GradientClipper, build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 TRAINER_REGISTRY = Registry("TRAINER")
 """SOLVER.TRAINER -> a function ``(cfg, model, data_loader, optimizer)`` that returns a `SimpleTrainer`."""
+
+POLICY_REGISTRY = Registry("POLICY")
+"""SOLVER.NON_FINITE.POLICY, except "raise" and "ignore" -> a function without arguments that returns a base class."""
 
 WRAPPER_REGISTRY = Registry("WRAPPER")
 """MODEL.PARALLEL -> a function ``(cfg, build)`` that returns the model of several processes; "ddp" is not in it.
@@ -70,36 +73,44 @@ def make_step_trainer(
     optimizer: torch.optim.Optimizer,
     plain: type[SimpleTrainer] = SimpleTrainer,
     mixed: type[AMPTrainer] = AMPTrainer,
+    outer: Sequence[type[SimpleTrainer]] = (),
     **kwargs: Any,
 ) -> SimpleTrainer:
     """A trainer with the arguments that ``cfg`` gives.
 
     Args:
         plain: the class without SOLVER.AMP; ``mixed``: the class with it.
+        outer: further base classes, which come before these and that of the policy for values that are not finite.
         kwargs: further arguments of the class.
     """
-    device, steps = device_of(model), cfg.SOLVER.ACCUMULATION_STEPS
+    device, policy = device_of(model), cfg.SOLVER.NON_FINITE.POLICY
     arguments: dict[str, Any] = {
         "gather_metric_period": cfg.LOG.GATHER_PERIOD,
         "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
         "async_write_metrics": device is not None and runs_ahead(device) if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
-        "accumulation_steps": [(start, steps * times) for start, times in [(0, 1), *cfg.SOLVER.ACCUMULATION_FACTORS]],
+        "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
         "clip_gradients": _clipper(cfg, optimizer),
-        "non_finite": cfg.SOLVER.NON_FINITE.POLICY,
-        "max_non_finite_in_row": cfg.SOLVER.NON_FINITE.MAX_IN_ROW,
         **kwargs,
     }
-    if not cfg.SOLVER.AMP.ENABLED:
-        return plain(model, data_loader, optimizer, **arguments)
-    amp = cfg.SOLVER.AMP
-    precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
-    if amp.LOSS_SCALE != "dynamic":
-        arguments["loss_scale"] = amp.LOSS_SCALE
-    elif precision == torch.float16:
-        device_type = "cpu" if device is None else device.type
-        arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
-    arguments |= {"precision": precision, "log_grad_scaler": True}
-    return mixed(model, data_loader, optimizer, **arguments)
+    parts: list[type[SimpleTrainer]] = [*outer]
+    if policy in ("raise", "ignore"):
+        arguments["non_finite"] = policy
+    else:
+        parts.append(look_up(POLICY_REGISTRY, policy, "SOLVER.NON_FINITE.POLICY")())
+    parts.append(mixed if cfg.SOLVER.AMP.ENABLED else plain)
+    trainer = parts[0] if len(parts) == 1 else type("".join(part.__name__ for part in parts), tuple(parts), {})
+    if issubclass(trainer, SkippingTrainer):
+        arguments["max_non_finite_in_row"] = cfg.SOLVER.NON_FINITE.MAX_IN_ROW
+    if cfg.SOLVER.AMP.ENABLED:
+        amp = cfg.SOLVER.AMP
+        precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
+        if amp.LOSS_SCALE != "dynamic":
+            arguments["loss_scale"] = amp.LOSS_SCALE
+        elif precision == torch.float16:
+            device_type = "cpu" if device is None else device.type
+            arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
+        arguments |= {"precision": precision, "log_grad_scaler": True}
+    return trainer(model, data_loader, optimizer, **arguments)
 
 
 def _clipper(cfg: CfgNode, optimizer: Any) -> GradientClipper | None:

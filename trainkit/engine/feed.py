@@ -1,44 +1,34 @@
-"""The batches of a trainer: iterator, micro-batches, transfer to the device, position in the data."""
+"""The batches of a trainer: iterator, transfer to the device, position in the data."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from trainkit.data.protocol import iters_per_epoch, resume_obstacle
 from trainkit.utils.device import Prefetcher
-from trainkit.utils.periods import check_period, exact, whole_or_rounded
+from trainkit.utils.periods import exact, whole_or_rounded
 from trainkit.utils.waiting import next_batch
 
 logger = logging.getLogger(__name__)
 
-_END = object()
+_NONE: Any = object()
 
 
 class Feed:
-    """Gives the micro-batches of each iteration; when the loader ends, it is iterated again.
+    """Gives one batch at a time; when the loader ends, it is iterated again.
 
     Attributes:
-        accumulation_steps: micro-batches per iteration; with a schedule, their number in the last iteration.
-        schedule: pairs (iteration, number): from that iteration on, ``accumulation_steps`` is that number. The first
-            iteration is 0. Such a feed has no epochs.
-        before_pass: called before the loader is iterated again, with the fraction of the iteration that is drawn.
+        drawn: the number of batches drawn in this iteration; the trainer sets it to 0 at the start.
+        before_pass: called with ``drawn`` before the loader is iterated again.
     """
 
-    def __init__(self, loader: Iterable[Any], accumulation_steps: int | Sequence[tuple[int, int]] = 1) -> None:
-        pairs = [*accumulation_steps] if isinstance(accumulation_steps, Sequence) else [(0, accumulation_steps)]
-        if not pairs or pairs[0][0] != 0 or any(start >= after for (start, _), (after, _) in pairwise(pairs)):
-            raise ValueError(
-                f"accumulation_steps is {accumulation_steps!r}; accepted: a number, or pairs (iteration, number) whose "
-                "iterations start with 0 and grow, such as [(0, 1), (1000, 4)]"
-            )
-        steps = [check_period("accumulation_steps", number, minimum=1) for _, number in pairs]
-        self.accumulation_steps, self.schedule = steps[0], pairs if len(pairs) > 1 else []
+    def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self.before_pass: Callable[[Fraction], None] | None = None
+        self.drawn = 0
+        self.before_pass: Callable[[int], None] | None = None
         self._prefetcher = Prefetcher()
 
     @property
@@ -50,6 +40,7 @@ class Feed:
     def loader(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
+        self._ahead: Any = _NONE
 
     def reset(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Replace the loader; the old one and its workers end before the new one is built.
@@ -66,56 +57,51 @@ class Feed:
             self._iterator = iter(self._loader)
         return self._iterator
 
-    def next(self, device: torch.device, iter: int) -> list[Any]:
-        """The micro-batches of the iteration, on ``device``; if the loader ends, the next pass continues.
-
-        There are fewer micro-batches only if the loader is an iterator that ends.
+    def next(self, device: torch.device) -> Any:
+        """The next batch, on ``device``; if the loader ends, its next pass starts.
 
         Raises:
             ValueError: the loader yields no batch.
         """
-        for start, steps in self.schedule:
-            if start <= iter:
-                self.accumulation_steps = steps
-        batches: list[Any] = []
-        while len(batches) < self.accumulation_steps and (batch := self._draw(len(batches))) is not _END:
-            batches.append(batch)
-        if not batches:
+        batch, self._ahead = self._draw() if self._ahead is _NONE else self._ahead, _NONE
+        if batch is _NONE:
             raise ValueError(
                 f"the data loader ({type(self._loader).__name__}) "
                 + ("is an iterator that has ended" if isinstance(self._loader, Iterator) else "yields no batch")
                 + "; give a loader that can be iterated again and has at least one batch (is the dataset smaller than "
                 "a batch, with drop_last?)"
             )
-        if device.type != "cpu":
-            batches = self._prefetcher.move(batches, device)
-        return batches
+        return batch if device.type == "cpu" else self._prefetcher.move(batch, device)
 
-    def _draw(self, drawn: int) -> Any:
-        batch = next_batch(self.iterator, _END)
-        if batch is _END:
+    def has_next(self) -> bool:
+        """Whether there is a further batch, which is loaded now; False only for an iterator that has ended."""
+        if self._ahead is _NONE:
+            self._ahead = self._draw()
+        return self._ahead is not _NONE
+
+    def _draw(self) -> Any:
+        batch = next_batch(self.iterator, _NONE)
+        if batch is _NONE:
             self._iterator = None  # ends its workers
             if self.before_pass is not None:
-                self.before_pass(Fraction(drawn, self.accumulation_steps))
-            batch = next_batch(self.iterator, _END)
+                self.before_pass(self.drawn)
+            batch = next_batch(self.iterator, _NONE)
+        self.drawn += batch is not _NONE
         return batch
 
-    @property
-    def iters_per_epoch(self) -> int:
+    def iters_per_epoch(self, accumulation_steps: int) -> int:
         """Iterations per pass over the data, from the length of the loader or its dataset.
 
         Raises:
-            ValueError: the data has no length, or the number of micro-batches changes.
+            ValueError: the data has no length.
         """
-        if self.schedule:
-            raise ValueError("accumulation_steps has a schedule, so there are no epochs; use iterations")
         batches = iters_per_epoch(self._loader)
         if batches is None:
             raise ValueError(
                 f"the training data ({type(self._loader).__name__}) is a stream without a length, so there are no "
                 "epochs; use iterations"
             )
-        return whole_or_rounded(Fraction(exact(batches)) / self.accumulation_steps)
+        return whole_or_rounded(Fraction(exact(batches)) / accumulation_steps)
 
     @property
     def obstacle(self) -> str:
@@ -126,7 +112,6 @@ class Feed:
         """Raise a clearer error if a loader worker has ended; add a note if the model may not take such a batch."""
         if isinstance(error, RuntimeError) and hasattr(self._loader, "explain"):
             self._loader.explain(error)
-        batch = batch[0] if self.accumulation_steps > 1 and batch else batch
         kind = type(batch).__name__
         if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
             getattr(error, "add_note", logger.error)(
@@ -140,7 +125,7 @@ class Feed:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the loader continue at this position; batches that it has loaded ahead are dropped."""
-        self._iterator = None
+        self.loader = self._loader
         obstacle = self.obstacle
         if state_dict and not obstacle:
             self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]

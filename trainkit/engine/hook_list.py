@@ -77,7 +77,7 @@ class HookList:
         if asking and not has_epochs:
             raise ConfigError(
                 f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, "
-                "or SOLVER.ACCUMULATION_FACTORS is set, so there are no epochs; use a period in iterations"
+                "so there are no epochs; use a period in iterations"
             )
         description, indent = self.describe(), " " * (max(map(len, HOOK_POINTS)) + 4)
         fill = partial(textwrap.fill, width=80, subsequent_indent=indent, break_long_words=False)

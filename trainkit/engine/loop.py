@@ -11,6 +11,7 @@ from trainkit.engine.finite import raise_failure
 from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned
+from trainkit.utils.events import EventStorage
 from trainkit.utils.periods import is_nth
 from trainkit.utils.rng import set_rng_state
 
@@ -25,9 +26,6 @@ class TrainerBase(RunState):
     Stage 1 of an iteration is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the save point. At
     the save point the requested checkpoints are written. Stage 2 is ``after_step`` of the hooks below the save point,
     then ``after_epoch``. A resumed run starts with stage 2 of the saved iteration, or with the next iteration.
-
-    Attributes:
-        failure: the error with which the run has failed, or None.
     """
 
     def __init__(self) -> None:
@@ -37,7 +35,6 @@ class TrainerBase(RunState):
         self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # where in an iteration the run is
         self._per_epoch: Any = 0  # iterations; 0: there are no epochs
         self._has_warned_of_save = False
-        self.failure: BaseException | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -73,7 +70,7 @@ class TrainerBase(RunState):
 
     def _run_iteration(self) -> None:
         """One iteration, or its stage 2 alone after a resume."""
-        self.storage.begin_iter(self.iter)  # raises errors of the metrics worker
+        self._go_to(self.iter)
         if self.position.stage == 1:
             self._inside = "stage 1"
             if self._per_epoch and (self.iter == 0 or is_nth(self.iter, self._per_epoch)):
@@ -85,6 +82,11 @@ class TrainerBase(RunState):
             self._reach_save_point()
         self._run_stage_2()
         self.iter += 1
+
+    def _go_to(self, iter: int) -> None:
+        self.storage.iter = iter
+        if self.storage.worker is not None:
+            self.storage.worker.raise_error()
 
     def _reach_save_point(self) -> None:
         self._step.end_step()
@@ -180,7 +182,9 @@ class TrainerBase(RunState):
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
         if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
-            self._start_anew(start_iter)  # start_iter is not where a checkpoint or a stop has left the run
+            # start_iter is not where a checkpoint or a stop has left the run
+            self.position, self.storage = Position(start_iter, 1), EventStorage()
+            self._early = self._rng_state = None
         if self._early and max_iter > self._early[1]:
             self._early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
@@ -189,7 +193,7 @@ class TrainerBase(RunState):
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self.failure, self._inside, self._saves = "running", None, "", {}
         self._stops.reset()
-        self._step.begin_run()
+        self._step.start_run()
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
         if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (lost := self.describe_inexact()):
             logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
@@ -219,14 +223,22 @@ class TrainerBase(RunState):
 
     def _fail(self, error: BaseException) -> None:
         self.status, self.failure = "failed", error
-        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)  # not Ctrl-C either
-        logger.error("Training failed in iteration %d: %s: %s", self.iter, type(error).__name__, error, exc_info=traced)
+        self._log_failure(f"Training failed in iteration {self.iter}", error)
         try:
             self.storage.flush()
         except Exception as later:
-            logger.error("Storing or writing metrics failed as well: %s: %s", type(later).__name__, later)
-        self.after_failure(error)
+            self._log_failure("Storing or writing metrics failed as well", later)
+        for hook in self._hook_list.at["after_failure"]:
+            try:
+                hook.after_failure(error)
+            except Exception as later:
+                self._log_failure(f"{type(hook).__name__} failed in after_failure", later)
         self._inside = ""
+
+    @staticmethod
+    def _log_failure(what: str, error: BaseException) -> None:
+        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)  # not Ctrl-C either
+        logger.error("%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None)
 
     def after_train(self) -> None:
         """Call ``after_train`` of every hook, even if one of them fails; then raise the first failure."""
@@ -234,22 +246,23 @@ class TrainerBase(RunState):
             done = self.last_done_iter + 1 >= self.max_iter
             self.status, self._inside = "failed" if sys.exc_info()[0] else "finished" if done else "stopped", ""
         self.storage.iter = self.iter
-        calls = [(type(hook).__name__, hook.after_train) for hook in self._hook_list.at["after_train"]]
+        calls = [(f"{type(hook).__name__} failed", hook.after_train) for hook in self._hook_list.at["after_train"]]
         first_error: BaseException | None = None
-        for name, call in [*calls, ("Storing or writing metrics", self.storage.flush)]:
+        for name, call in [*calls, ("Storing or writing metrics failed", self.storage.flush)]:
             try:
                 call()
             except EvaluationAbandoned:
                 self._abandon()
             except BaseException as error:
-                traced = isinstance(error, Exception)  # not Ctrl-C
-                logger.error("%s failed in after_train: %s: %s", name, type(error).__name__, error, exc_info=traced)
+                self._log_failure(f"{name} in after_train", error)
                 if self.status != "failed":  # otherwise the earlier failure is raised
                     self.status, self.failure, first_error = "failed", error, error
         if first_error is not None:
             raise first_error
 
-    # ------------------------------------------------------------------ a user's own loop calls the next three itself
+    # ------------------------------------------------------------------ the points of hooks
+
+    # a user's own loop calls before_train, before_step, run_step, after_step and after_train itself
 
     def before_train(self) -> None:
         if self.status != "running":
@@ -257,26 +270,27 @@ class TrainerBase(RunState):
             self._start(self.start_iter, self.max_iter)
             self.storage = storage
             logger.info("This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact")
-        super().before_train()
+        self._hook_list.call("before_train")
 
     def before_step(self) -> None:
         if not self._inside:
             self._restore_rng()
-            self.storage.begin_iter(self.iter)
+            self._go_to(self.iter)
             self.position = Position(self.iter, 1)
-        super().before_step()
+        self._hook_list.call("before_step")
 
     def after_step(self) -> None:
         """Call the hooks above the save point; in a user's own loop, complete the iteration too."""
         own_loop = not self._inside
         if own_loop:
             self._inside, self.position = "stage 1", Position(self.iter, 2)
-        super().after_step()
+        self._hook_list.call_after_step(self.iter + 1)
         if own_loop:
             self._reach_save_point()
             self._run_stage_2()
 
     def before_save(self, state: dict[str, Any]) -> None:
+        """Like ``after_load``: called by the `Checkpointer` that saves this trainer."""
         if self._inside.startswith("stage") and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
@@ -284,4 +298,4 @@ class TrainerBase(RunState):
                 "trainer.request_save(name), so that the trainer saves at the save point",
                 self.iter,
             )
-        super().before_save(state)
+        self._hook_list.call("before_save", state)

@@ -1,9 +1,10 @@
-"""Move the losses of a step from the device to the storage, and average them over ranks."""
+"""The path of a step's losses into the storage: averaged over ranks, and in a thread of their own if asked for."""
 
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,103 +13,224 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.engine.finite import FiniteCheck, describe_failure, raise_failure
+from trainkit.engine.finite import describe_failure, raise_failure
 from trainkit.utils import comm
 from trainkit.utils.device import new_event, runs_ahead
-from trainkit.utils.events import get_event_storage, has_event_storage
+from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
+from trainkit.utils.events.storage import MAX_ROWS, Numbers
 from trainkit.utils.losses import Losses
 from trainkit.utils.numbers import tree_sum
 from trainkit.utils.periods import check_period, is_nth
 
-SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
-FLAG = "[flag]not_finite"  # `FiniteCheck.flag` of an update; not stored
 # names that the trainer, default hooks or writers store
 STORED_BESIDE_LOSSES = frozenset(
-    {"data_time", "rank_data_time", "skipped_updates", SCALE, FLAG}
+    {"data_time", "rank_data_time", "skipped_updates", "[metric]grad_scaler"}
     | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
 )
+_HAND_OVER_ITERS = 10  # a worker gets what waits after this number of iterations, and has ended the hand-over before
 _MOST_RECORDS = 1000  # exchange after this number, even if few are stored, so that a failure is noticed
+_MOST_AHEAD = 2  # steps: each step ahead holds device memory
 
 
-def check_losses(losses: Losses, *, has_norm: bool = False) -> None:
-    """Check what a model returns in its first step.
+class MetricWorker:
+    """A pool of one worker: it waits for the device, exchanges metrics, stores them and calls the writers."""
 
-    Args:
-        has_norm: whether the trainer stores the norm of the gradients.
+    def __init__(self, storage: EventStorage) -> None:
+        self._storage = storage
+        self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=storage.own_stack)
+        self._jobs: deque[Future[EventStorage]] = deque()
+        self._error: BaseException | None = None  # the first one since it was raised
 
-    Raises:
-        ValueError: a loss has a name that the trainer stores itself.
-    """
-    stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if has_norm else set())
-    if taken := sorted(losses.values.keys() & stored):
-        raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+    def submit(self, part: EventStorage, call: Callable[[], object] | None = None) -> None:
+        """Store what waits in ``part``, then call ``call()`` with it as the open storage. Does not wait."""
+        self._jobs.append(self._pool.submit(self._do, part, call))
+
+    def _do(self, part: EventStorage, call: Callable[[], object] | None) -> EventStorage:
+        with part:
+            try:
+                part.flush()
+                if call is not None:
+                    call()
+                    part.flush()
+            except BaseException as error:  # later jobs are done all the same
+                self._error = self._error or error
+        return part
+
+    def wait(self, *, but: int = 0) -> None:
+        """Wait for all jobs, ``but`` the newest ones; raise the first error since the last call."""
+        number = len(self._jobs) - but
+        self._storage.take_back([self._jobs.popleft().result() for _ in range(number)])
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the first error since the last call; does not wait."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
-@torch.no_grad()
-def pack(scalars: Mapping[str, Tensor]) -> Tensor:
-    """The scalars of one iteration, float64, on the device of the total loss."""
-    device = scalars["total_loss"].device  # a logged entry may be on another device
-    return torch.stack([scalar.to(device, torch.float64, non_blocking=True) for scalar in scalars.values()])
+class LaterCalls:
+    """detectron2's ``concurrent_executor``: the worker of the open storage makes the calls, in their order."""
+
+    def submit(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
+        comm.side_group("write_metrics")  # created here, in the thread of the loop
+        storage = get_event_storage()
+        if storage.worker is None:
+            storage.worker = MetricWorker(storage)
+        storage.publish(partial(call, *args, **kwargs))
 
 
-class StepRecord:
-    """The scalars of one iteration; if the device runs ahead, they are copied to the host as one small tensor.
+class StepRecord(NamedTuple):
+    """What one iteration gives to the storage; ``data_time`` in seconds, scalars of shape ``[]``."""
 
-    Attributes:
-        arrived: the event of the end of this copy; None: there is nothing to wait for.
-        written: names of values that the trainer's own ``_write_metrics`` stores; empty: it has none.
-    """
-
-    arrived: Any = None
-    written: Collection[str] = ()
-    _host: Tensor | None = None
-
-    def __init__(
-        self, scalars: Mapping[str, Tensor], data_time: float, iter: int, packed: Tensor | None = None
-    ) -> None:
-        """
-        Args:
-            scalars: name -> value, shape ``[]``: the total, the losses, other values to store, and `FLAG`.
-            data_time: in seconds.
-            packed: the result of `pack`, if it exists already.
-        """
-        self.data_time, self.iter = data_time, iter
-        device = scalars["total_loss"].device
-        if not runs_ahead(device):
-            self._values = {name: scalar.item() for name, scalar in scalars.items()}
-            return
-        if packed is None:
-            packed = pack(scalars)
-        self._names = list(scalars)
-        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
-        self.arrived = new_event(device)
-
-    def read(self) -> dict[str, float]:
-        """name -> value. Waits until they are on the host."""
-        if self._host is not None:
-            self.arrived.synchronize()
-            self._values = dict(zip(self._names, self._host.tolist(), strict=True))
-        return self._values
-
-    def is_known_to_fail(self) -> bool:
-        """Whether the values are on the host already, and the total or the update is not finite."""
-        return self.arrived is None and not (math.isfinite(self._values["total_loss"]) and not self._values.get(FLAG))
+    iter: int
+    data_time: float
+    scalars: dict[str, Tensor]
+    is_stored: bool
 
 
 class Row(NamedTuple):
-    """The values of one iteration to store; ``data_time`` in seconds."""
+    """A `StepRecord` whose numbers are on the host."""
 
     iter: int
     data_time: float
     values: dict[str, float]
 
 
-def put_row(mean: Row, rank_data_time: float, prefix: str = "") -> None:
-    """Put a row from `exchange_rows` and the rank's own ``data_time`` into the open storage."""
-    storage, values = get_event_storage(), mean.values
-    if prefix:
-        values = {prefix + name: value for name, value in values.items()}
-    storage.put_row({"rank_data_time": rank_data_time, "data_time": mean.data_time, **values}, cur_iter=mean.iter)
+class MetricPath:
+    """Takes the losses of each step to the open storage.
+
+    On one process with a CPU they become rows of the storage at once. Otherwise they wait here: until the device has
+    them, or until the ranks exchange the records of ``exchange_period`` iterations in one block, in the same iterations
+    on every rank.
+
+    Args:
+        trainer: a weak reference; its ``look(iter, values)`` describes what is not finite, or returns None. It is
+            called in the order of the iterations.
+        asynchronous: a `MetricWorker` does the work.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        gather_period: int,
+        exchange_period: int,
+        asynchronous: bool,
+    ) -> None:
+        self._trainer, self._asynchronous = trainer, asynchronous
+        self.gather_period = check_period("gather_metric_period", gather_period, minimum=1)
+        self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the records of a run that failed; call it when a run starts."""
+        self._records: list[StepRecord] = []
+        self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
+        self._handed_over = -1  # the iteration
+        self._is_alone: bool | None = None
+        self._has_failed = False
+
+    def add(
+        self,
+        iter: int,
+        data_time: float,
+        scalars: dict[str, Tensor],
+        *,
+        is_last: bool = False,
+        is_stored: bool = True,
+    ) -> None:
+        """Take the scalars of an iteration, ``total_loss`` among them; without ``is_stored`` they are only looked at.
+
+        Raises:
+            FloatingPointError: an iteration was not finite; on all ranks in the same exchange. On a CPU in one process
+                it is this iteration. From a worker it comes at most 20 iterations later.
+        """
+        storage = get_event_storage()
+        if self._is_alone is None:
+            self._is_alone = comm.side_group("metrics") is None  # created here, in the thread of the loop
+        if self._asynchronous and storage.worker is None:
+            storage.worker = MetricWorker(storage)
+        is_stored = is_stored and (iter + 1) % self.gather_period == 0
+        device = scalars["total_loss"].device
+        if self._is_alone and not runs_ahead(device):
+            raise_failure([self._trainer.look(iter, scalars)])
+            if is_stored:
+                _put(storage, iter, data_time, data_time, scalars)
+                if len(storage.rows) >= MAX_ROWS:
+                    storage.hand_over()
+        else:
+            self._keep(StepRecord(iter, data_time, scalars, is_stored), storage, device, is_last)
+        if self._asynchronous and iter - self._handed_over >= _HAND_OVER_ITERS:
+            self._handed_over = iter
+            if self._is_alone:
+                self._pass_on(storage)
+            storage.hand_over()
+            storage.worker.wait(but=2)  # type: ignore[union-attr]  # the jobs of this hand-over
+
+    def _keep(self, record: StepRecord, storage: EventStorage, device: torch.device, is_last: bool) -> None:
+        self._records.append(record)
+        if runs_ahead(device):
+            self._recent.append(new_event(device))
+            if len(self._recent) > _MOST_AHEAD:
+                self._recent.popleft().synchronize()
+        if self._is_alone:
+            storage.before_read = self._pass_on
+            due = len(self._records) >= 2 * _HAND_OVER_ITERS
+        else:
+            due = is_last or is_nth(record.iter + 1, self.exchange_period)
+            due = (due and any(record.is_stored for record in self._records)) or len(self._records) >= _MOST_RECORDS
+        if due:
+            self._pass_on(storage)
+
+    def finish(self) -> None:
+        """Exchange and store the remaining records, and wait for that; every rank calls it at the same point.
+
+        Raises:
+            FloatingPointError: on every rank, if an iteration was not finite on one of them.
+        """
+        if has_event_storage():
+            self._pass_on(get_event_storage())
+            get_event_storage().flush()
+
+    def _pass_on(self, storage: EventStorage) -> None:
+        if not self._records:
+            return
+        records, self._records = self._records, []
+        numbers = Numbers([value for record in records for value in record.scalars.values()])
+        if storage.worker is not None:
+            storage.worker.submit(storage.take(), partial(self._store, records, numbers))
+        else:
+            self._store(records, numbers, storage)
+
+    def _store(self, records: Sequence[StepRecord], numbers: Numbers, storage: EventStorage | None = None) -> None:
+        """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
+        if self._has_failed and self._asynchronous:
+            return  # the loops may be at different iterations: no rank exchanges the rest
+        values, rows, failure = iter(numbers.read()), [], None
+        for record in records:
+            row = Row(record.iter, record.data_time, {name: next(values) for name in record.scalars})
+            failure = failure or self._trainer.look(record.iter, row.values)
+            if record.is_stored:
+                rows.append(row)
+        means, failures = exchange_rows(rows, self.exchange_period, failure)
+        self._has_failed = any(failures)
+        for row, mean in zip(rows, means, strict=True):
+            if not self._has_failed or all(map(math.isfinite, mean.values.values())):
+                _put(storage or get_event_storage(), row.iter, row.data_time, mean.data_time, mean.values)
+        raise_failure(failures)
+
+
+def _put(storage: EventStorage, iter: int, own_sec: float, longest_sec: float, values: Mapping[str, Any]) -> None:
+    put = storage.rows.append
+    put((iter, "rank_data_time", own_sec, None))
+    put((iter, "data_time", longest_sec, None))
+    for name, value in values.items():
+        if not name.startswith("[flag]"):
+            put((iter, name, value, None))
 
 
 def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = "") -> None:
@@ -125,126 +247,13 @@ def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur
         raise ValueError("loss_dict is empty; there is nothing to write")
     tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-    values = StepRecord(Losses.of(tensors, trained).scalars, data_time, cur_iter).read()
+    scalars = Losses.of(tensors, trained).scalars
+    values = dict(zip(scalars, Numbers([value.detach() for value in scalars.values()]).read(), strict=True))
     [mean], _ = exchange_rows([Row(cur_iter, data_time, values)], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
-    put_row(mean, data_time, prefix)
-
-
-class LaterCalls:
-    """detectron2's ``concurrent_executor``: the worker of the open storage makes the calls, in their order."""
-
-    def submit(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
-        comm.side_group("write_metrics")  # created here, in the thread of the loop
-        _put_later(partial(call, *args, **kwargs))
-
-
-def _put_later(call: Callable[..., None], *args: Any) -> None:
-    storage = get_event_storage()
-    storage.start_deferring()
-    storage.put_later(call, *args)
-    if comm.get_world_size() > 1:
-        storage.hand_over()  # now: the other ranks wait for this rank
-
-
-class MetricPath:
-    """Takes the record of each step, checks it, averages it over ranks, and stores it.
-
-    One rank stores a record at once. Several ranks exchange the records of ``exchange_period`` iterations in one block,
-    in the same iterations on every rank. If ``asynchronous``, the worker of the storage waits for the device, exchanges
-    and stores.
-
-    Attributes:
-        exchange_period: in iterations.
-    """
-
-    def __init__(self, finite: FiniteCheck, gather_period: int, exchange_period: int, asynchronous: bool) -> None:
-        self._finite, self._asynchronous = finite, asynchronous
-        self.gather_period = check_period("gather_metric_period", gather_period, minimum=1)
-        self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the records of a run that failed."""
-        self._records: list[StepRecord] = []  # since the last exchange
-        self._recent: deque[StepRecord] = deque(maxlen=3)
-        self._has_failed = False
-
-    def add(self, record: StepRecord, *, is_last: bool = False) -> None:
-        """Store the record, or keep it until the next exchange; with ``is_last`` exchange now.
-
-        Raises:
-            FloatingPointError: an iteration was not finite; on all ranks in the same exchange. If asynchronous, on the
-                rank itself if it has the numbers already, else in the worker.
-        """
-        self._records.append(record)
-        if record.arrived is not None:
-            self._recent.append(record)
-            if len(self._recent) == 3:  # bound how far the host runs ahead: each step ahead holds device memory
-                self._recent[0].arrived.synchronize()
-        if comm.side_group("metrics") is None:  # the group is created here, in the thread of the loop
-            self._pass_on()
-            return
-        due = is_last or is_nth(record.iter + 1, self.exchange_period)
-        if (due and any(map(self._is_stored, self._records))) or len(self._records) >= _MOST_RECORDS:
-            self._pass_on()
-
-    def finish(self) -> None:
-        """Exchange and store the remaining records, and wait for that; every rank calls it at the same point.
-
-        Raises:
-            FloatingPointError: on every rank, if an iteration was not finite on one of them.
-        """
-        if has_event_storage():
-            if self._records:
-                self._pass_on()
-            get_event_storage().flush()
-
-    def _pass_on(self) -> None:
-        records, self._records = self._records, []
-        if not self._asynchronous:
-            self._store(records)
-            return
-        fails = self._finite.policy == "raise" and any(record.is_known_to_fail() for record in records)
-        _put_later(self._store, records)
-        if fails:
-            get_event_storage().flush()  # raises the error of the worker here, before the update
-
-    def _store(self, records: Sequence[StepRecord]) -> None:
-        """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
-        if self._has_failed and self._asynchronous:
-            return  # the loops may be at different iterations: no rank exchanges the rest
-        rows, stored, failure = [], list[StepRecord](), None
-        for record in records:
-            values = record.read()
-            found = self._finite.look(record.iter, values, values.pop(FLAG, 0) != 0)
-            failure = failure or found
-            counts = {SCALE: values.pop(SCALE)} if SCALE in values else {}
-            if self._is_stored(record):
-                if self._finite.skips:
-                    counts["skipped_updates"] = self._finite.skipped
-                rows.append(Row(record.iter, record.data_time, values))
-                stored.append(record)
-            if counts:  # counts are equal on all ranks, and must not be smoothed
-                get_event_storage().put_row(counts, smoothing_hint=False, cur_iter=record.iter)
-        means, failures = exchange_rows(rows, self.exchange_period, failure)
-        for record, mean in zip(stored, means, strict=True):
-            if not math.isfinite(mean.values["total_loss"]) and self._finite.policy != "ignore":
-                # a value that is not finite would spoil every average
-                finite = {name: value for name, value in mean.values.items() if math.isfinite(value)}
-                mean = mean._replace(values=finite)
-            if not record.written:
-                put_row(mean, record.data_time)
-            elif others := {name: value for name, value in mean.values.items() if name not in record.written}:
-                get_event_storage().put_row(others, cur_iter=record.iter)
-        if any(failures):
-            self._has_failed = True
-            raise_failure(failures)
-
-    def _is_stored(self, record: StepRecord) -> bool:
-        return (record.iter + 1) % self.gather_period == 0
+    named = {prefix + name: value for name, value in mean.values.items()}
+    _put(get_event_storage(), cur_iter, data_time, mean.data_time, named)
 
 
 # ---------------------------------------------------------------------- over ranks
@@ -278,9 +287,7 @@ def exchange_rows(
     every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64)
     dist.all_gather([*every.unbind()], torch.from_numpy(block), group=group)
     blocks = every.numpy()
-    failures: list[str | None] = [None]
-    if blocks[:, 0, 2].any():
-        failures = comm.all_gather(failure, group=group)
+    failures = comm.all_gather(failure, group=group) if blocks[:, 0, 2].any() else [None]
     if fits and (blocks[:, 0, :2] == block[0, :2]).all():
         means, longest = (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(), blocks[:, 1:, 0].max(0).tolist()
         exchanged = [

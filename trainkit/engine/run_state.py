@@ -1,19 +1,15 @@
-"""A run: its position, its hooks, and its state in a checkpoint."""
+"""A run: its hooks, its position, and its state in a checkpoint."""
 
-import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
-from trainkit.evaluation.observer import InferenceObserver, Phase
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 from trainkit.utils.periods import periods_done, say_done
 from trainkit.utils.rng import get_rng_state, rng_state_for_rank
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -25,10 +21,18 @@ class Position(NamedTuple):
     stage: Literal[1, 2]
 
 
-class RunState(InferenceObserver):
-    """The part of a trainer that outlives an iteration: hooks, storage, random state, and the position in the run.
+def _point(name: str) -> Any:
+    """A method that calls the hooks of a point; a trainer class may override it."""
 
-    For each hook point there is a method that calls the hooks; a trainer class may override it.
+    def call(self: "RunState", *args: Any) -> None:
+        self._hook_list.call(name, *args)
+
+    call.__name__, call.__doc__ = name, f"Call ``{name}`` of the hooks, see `HookBase`."
+    return call
+
+
+class RunState:
+    """The part of a trainer that outlives an iteration: hooks, storage, random state, and the position in the run.
 
     Attributes:
         iter: the current iteration, from 0; in ``after_step`` the one just done; after a finished run ``max_iter``.
@@ -36,6 +40,7 @@ class RunState(InferenceObserver):
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         position: the position of the run, as in a checkpoint.
+        failure: the error with which the run has failed, or None.
         own_keys: the entries of the state that each rank has for itself.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
     """
@@ -52,68 +57,13 @@ class RunState(InferenceObserver):
         self.iter = self.start_iter = self.max_iter = 0
         self.storage = EventStorage()
         self.status: Literal["not started", "running", "finished", "stopped", "failed"] = "not started"
-
-    def _start_anew(self, start_iter: int) -> None:
-        self.position, self.storage = Position(start_iter, 1), EventStorage()
-        self._early = self._rng_state = None
+        self.failure: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({say_done(self.last_done_iter + 1, self.max_iter)}, {self.status})"
 
-    def next_iter_of(self, hook: HookBase) -> int:
-        """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
-
-        It is ``start_iter``. If stage 2 of the iteration before is still to do, it is ``start_iter - 1`` for hooks
-        below the save point.
-        """
-        return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
-
-    @property
-    def last_done_iter(self) -> int:
-        """The last iteration whose update is done; -1 if there is none."""
-        return self.position.iteration - (self.position.stage == 1)
-
-    def gather(self, value: _T) -> list[_T]:
-        """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
-        return comm.all_gather(value) if self._ranks_agree else [value]
-
-    def describe_inexact(self) -> list[str]:
-        """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
-        return []
-
-    # ------------------------------------------------------------------ of the trainer that makes the steps
-
-    @property
-    def _step(self) -> "RunState":
-        """The trainer that makes the steps of this one."""
-        return self
-
-    def share_run(self, owner: "RunState") -> None:
-        """Make the steps of ``owner``, whose hooks are called."""
-        self._hook_list = owner._hook_list
-        if type(owner).after_backward is not RunState.after_backward:
-            outer = weakref.proxy(owner)
-            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
-
-    def begin_run(self) -> None:
-        """Forget the steps of an earlier run; called when a run starts."""
-
-    def make_iterators(self) -> None:
-        """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
-
-    def end_update(self) -> None:
-        """Note the values that ``run_step`` has used, before a hook changes them."""
-
-    def end_step(self) -> None:
-        """Release what only stage 1 may read; called at the save point."""
-
-    def find_failure(self, everywhere: bool = True) -> str | None:
-        """A description of values that are not finite on this rank; None if there are none.
-
-        Args:
-            everywhere: every rank calls it, so it may exchange values with the others.
-        """
-        return None
+    def is_training(self) -> bool:
+        return self.status == "running"
 
     # ------------------------------------------------------------------ hooks
 
@@ -159,6 +109,25 @@ class RunState(InferenceObserver):
         self._hook_list.update()
         return self._hook_list.describe()
 
+    def next_iter_of(self, hook: HookBase) -> int:
+        """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
+
+        It is ``start_iter``. If stage 2 of the iteration before is still to do, it is ``start_iter - 1`` for hooks
+        below the save point.
+        """
+        return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
+
+    # ------------------------------------------------------------------ points; a trainer class may override them
+
+    before_epoch, after_epoch = _point("before_epoch"), _point("after_epoch")
+    before_eval, after_eval = _point("before_eval"), _point("after_eval")
+    before_eval_step, after_eval_step = _point("before_eval_step"), _point("after_eval_step")
+    after_load = _point("after_load")
+
+    def after_backward(self) -> None:
+        """A user's ``run_step`` must call it between the gradients and the update."""
+        self._hook_list.call("after_backward")
+
     # ------------------------------------------------------------------ epochs
 
     @property
@@ -184,66 +153,56 @@ class RunState(InferenceObserver):
         """The current epoch, counted from 0."""
         return periods_done(self.iter, self.iters_per_epoch)
 
-    # ------------------------------------------------------------------ the points
+    # ------------------------------------------------------------------ of the trainer that makes the steps
 
-    def before_train(self) -> None:
-        self._hook_list.call("before_train")
+    @property
+    def _step(self) -> "RunState":
+        """The trainer that makes the steps of this one."""
+        return self
 
-    def before_epoch(self) -> None:
-        self._hook_list.call("before_epoch")
-
-    def before_step(self) -> None:
-        self._hook_list.call("before_step")
-
-    def after_backward(self) -> None:
-        """A user's ``run_step`` must call it between the gradients and the update."""
-        self._hook_list.call("after_backward")
+    def share_run(self, owner: "RunState") -> None:
+        """Make the steps of ``owner``, whose hooks are called."""
+        self._hook_list = owner._hook_list
+        if type(owner).after_backward is not RunState.after_backward:
+            outer = weakref.proxy(owner)
+            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
 
     def acts_after_backward(self) -> bool:
         """Whether a hook or a subclass does anything in ``after_backward``."""
         own = getattr(self.after_backward, "__func__", None) is not RunState.after_backward
         return own or bool(self._hook_list.at["after_backward"])
 
-    def after_step(self) -> None:
-        """Call the hooks above the save point."""
-        self._step.end_update()
-        self._hook_list.call_after_step(self.iter + 1)
+    def start_run(self) -> None:
+        """Forget the steps of an earlier run; called when a run starts."""
 
-    def after_failure(self, error: BaseException) -> None:
-        """Call ``after_failure`` of every hook, even if one of them fails."""
-        for hook in self._hook_list.at["after_failure"]:
-            try:
-                hook.after_failure(error)
-            except Exception as later:
-                logger.error("%s failed in after_failure: %s: %s", type(hook).__name__, type(later).__name__, later)
+    def make_iterators(self) -> None:
+        """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
 
-    def after_epoch(self) -> None:
-        self._hook_list.call("after_epoch")
+    def end_step(self) -> None:
+        """Release what only stage 1 may read; called at the save point."""
 
-    def is_training(self) -> bool:
-        return self.status == "running"
+    def find_failure(self, everywhere: bool = True) -> str | None:
+        """A description of values that are not finite on this rank; None if there are none.
 
-    def before_eval(self, phase: Phase, name: str) -> None:
-        """Like the next three points: called by ``inference_on_dataset`` under `observe_inference`."""
-        self._hook_list.call("before_eval", phase, name)
-
-    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
-        self._hook_list.call("before_eval_step", phase, index, inputs)
-
-    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
-        self._hook_list.call("after_eval_step", phase, index, inputs, outputs)
-
-    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
-        self._hook_list.call("after_eval", phase, name, results)
-
-    def before_save(self, state: dict[str, Any]) -> None:
-        """Like ``after_load``: called by the `Checkpointer` that saves this trainer."""
-        self._hook_list.call("before_save", state)
-
-    def after_load(self, state: dict[str, Any]) -> None:
-        self._hook_list.call("after_load", state)
+        Args:
+            everywhere: every rank calls it, so it may exchange values with the others.
+        """
+        return None
 
     # ------------------------------------------------------------------ state
+
+    @property
+    def last_done_iter(self) -> int:
+        """The last iteration whose update is done; -1 if there is none."""
+        return self.position.iteration - (self.position.stage == 1)
+
+    def gather(self, value: _T) -> list[_T]:
+        """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
+        return comm.all_gather(value) if self._ranks_agree else [value]
+
+    def describe_inexact(self) -> list[str]:
+        """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the states of hooks (by unique names), storage and random generators.
@@ -253,18 +212,14 @@ class RunState(InferenceObserver):
         reason, max_iter = self._early or (None, self.max_iter)
         return {
             "iteration": self.last_done_iter,
-            "position": {
-                "stage": self.position.stage,
-                "max_iter": max_iter,
-                "finished_early": reason,
-            },
+            "position": {"stage": self.position.stage, "max_iter": max_iter, "finished_early": reason},
             "world_size": comm.get_data_world_size(),
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
             "rng": self._rng_state or get_rng_state(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the state with the next ``train()``; states of hooks that are registered later wait for them.
 
         Missing entries, as in files of detectron2, are ignored.
@@ -280,14 +235,8 @@ class RunState(InferenceObserver):
         reason = saved["finished_early"]
         self._early = None if reason is None else (reason, saved["max_iter"])
         self.max_iter = self.max_iter or saved.get("max_iter", 0)  # max_iter from a config comes first
-        if "position" not in state_dict and "hooks" in state_dict:
-            logger.warning(
-                "The checkpoint was written by an earlier version of trainkit: what hooks had yet to do in iteration "
-                "%d (an evaluation, a line of metrics) is not done",
-                iteration,
-            )
         self.storage = EventStorage()
         if state_dict.get("storage"):
             self.storage.load_state_dict(state_dict["storage"])
-        present = comm.get_data_world_size()
-        self._rng_state = rng_state_for_rank(state_dict.get("rng"), state_dict.get("world_size", 1), present, iteration)
+        saved, present = state_dict.get("world_size", 1), comm.get_data_world_size()
+        self._rng_state = rng_state_for_rank(state_dict.get("rng"), saved, present, iteration)

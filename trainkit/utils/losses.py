@@ -29,11 +29,20 @@ class Losses(NamedTuple):
 
     @property
     def scalars(self) -> dict[str, Tensor]:
-        """The values to store: the total, and each loss if there are several."""
-        return {"total_loss": self.total, **(self.values if len(self.values) > 1 else {})}
+        """The values to store, without their graph: the total, and each loss if there are several."""
+        scalars = {"total_loss": _for_later(self.total)}
+        if len(self.values) > 1:
+            for name, value in self.values.items():
+                scalars[name] = _for_later(value)
+        return scalars
 
     def detach(self) -> "Losses":
         return Losses(self.detached, self.trained, self.total.detach(), self.outputs)
+
+
+def _for_later(value: Tensor) -> Tensor:
+    """The value without its graph; a copy if it may be a buffer or a parameter, which the next step changes."""
+    return value.detach() if value.grad_fn is not None else value.detach().clone()
 
 
 def parse_losses(returned: object) -> Losses:

@@ -59,6 +59,7 @@ NAMES: Mapping[str, str] = _by_name(
     {
         "cluster.requeue": "Requeue",
         "graph.trainer": "GraphTrainer GraphAMPTrainer graph_trainer",
+        "non_finite.trainers": "gradients skip",
         "logical_ranks.trainer": "LogicalTrainer LogicalAMPTrainer logical_trainer",
         "async_save.format": "async_save staged",
         "remote.mirror": "Mirror",
@@ -77,6 +78,7 @@ NAMES: Mapping[str, str] = _by_name(
         "compat.memory": "retry_if_cuda_oom",
         "compat.datasets": "AspectRatioGroupedDataset ToIterableDataset set_default_dataset_from_list_serialize_method",
         "compat.log": "_log_api_usage create_small_table log_every_n log_every_n_seconds log_first_n",
+        "hooks.accumulation": "AccumulationSchedule",
         "hooks.epochs": "is_due_epoch",
         "fast_dev.options": "LoadsAgain fast_dev_config",
         "scaling.batch": "KeepBatch",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder, RecordedAMPTrainer, RecordedTrainer
+from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.engine.job import tiny_cfg
@@ -20,7 +21,21 @@ from trainkit.engine.hooks import CallbackHook, EMAHook, LRScheduler, ParamSched
 from trainkit.solver import LARS, GradientClipper
 from trainkit.utils.events import get_event_storage
 
+
+class SkipAMP(SkipNonFinite, AMPTrainer):
+    pass
+
+
+class RecordedSkip(RecordedTrainer, SkipNonFinite):
+    pass
+
+
+class RecordedSkipAMP(RecordedTrainer, SkipAMP):
+    pass
+
+
 RECORDED = {SimpleTrainer: RecordedTrainer, AMPTrainer: RecordedAMPTrainer}
+RECORDED |= {SkipNonFinite: RecordedSkip, SkipAMP: RecordedSkipAMP}
 
 
 class Net(nn.Module):
@@ -121,19 +136,17 @@ SETTINGS = {
     "float16, asynchronous": {"trainer_type": AMPTrainer, "log_grad_scaler": True, "async_write_metrics": True},
     "float16 of a fixed scale": {"trainer_type": AMPTrainer, "loss_scale": 128.0},
     "accumulation": {"accumulation_steps": 2},
-    "accumulation that changes": {"accumulation_steps": [(0, 1), (40, 2)]},
     "clipping": {"clip_gradients": GradientClipper("full_model", 0.1)},
-    "skip": {"non_finite": "skip"},
+    "skip": {"trainer_type": SkipNonFinite},
     "ignore": {"non_finite": "ignore"},
     "zero_grad before the forward pass": {"zero_grad_before_forward": True},
     "a hook in after_backward": {"hooks": lambda trainer: [Doubling([])]},
     "all together": {
-        "trainer_type": AMPTrainer,
+        "trainer_type": SkipAMP,
         "make_optimizer": fused_adamw,
         "log_grad_scaler": True,
         "accumulation_steps": 3,
         "clip_gradients": GradientClipper("norm", 0.1),
-        "non_finite": "skip",
         "async_write_metrics": True,
         "hooks": lambda trainer: [Doubling([]), EMAHook(decay=0.9)],
     },
@@ -206,26 +219,21 @@ def with_nan(data, *places):
     return [(x * math.nan, y) if place in places else (x, y) for place, (x, y) in enumerate(data)]
 
 
-@pytest.mark.parametrize(("trainer_type", "skipped"), [(SimpleTrainer, 8), (AMPTrainer, 8 + 3)])  # 3: overflows
+@pytest.mark.parametrize(("trainer_type", "skipped"), [(SkipNonFinite, 8), (SkipAMP, 8 + 3)])  # 3: overflows
 def test_skipped_updates_are_the_same(trainer_type, skipped):
     data = with_nan(batches(40), 1, 20, 21, 39)
-    _, recorded, are_equal = both(trainer_type, steps=80, data=data, non_finite="skip")
+    _, recorded, are_equal = both(trainer_type, steps=80, data=data)
 
     assert are_equal
     assert scalars(recorded)["skipped_updates"][-1] == (skipped, 79)
     assert all(value.isfinite().all() for value in recorded.model.state_dict().values())
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_the_update():
-    weights = []
+def test_a_loss_that_is_not_finite_ends_the_run():
     for trainer_type in (SimpleTrainer, RecordedTrainer):
         trainer = make(trainer_type, data=with_nan(batches(40), 20))
-        torch.manual_seed(2)
         with pytest.raises(FloatingPointError, match="not finite in iteration 20"):
             trainer.train(0, 40)
-        weights.append({name: value.clone() for name, value in trainer.model.named_parameters()})
-    assert same(*weights)
-    assert all(value.isfinite().all() for value in weights[0].values())
 
 
 def test_what_is_logged_is_as_it_was_before_the_update():
@@ -271,9 +279,8 @@ def test_hooks_see_the_same_in_the_same_order(caplog):
     [
         ([], True, "raise", 1),
         ([], False, "ignore", 1),
-        ([], False, "raise", 2),
         ([Doubling([])], True, "raise", 2),
-        ([Doubling([])], False, "raise", 3),
+        ([Doubling([])], False, "raise", 2),
     ],
 )
 def test_a_step_is_recorded_in_as_few_pieces_as_the_host_allows(hooks, is_async, policy, pieces):
@@ -289,7 +296,7 @@ def test_a_hook_that_comes_later_is_called_between_backward_and_update():
 
     _, recorded, are_equal = both(steps=30, hooks=lambda trainer: [AfterStep(add_hook)])
     assert are_equal
-    assert recorded.recorder.num_recorded == 2 + 3
+    assert recorded.recorder.num_recorded == 1 + 2
 
 
 def test_a_trainer_that_overrides_after_backward_is_called():
@@ -493,7 +500,7 @@ def test_a_group_that_is_added_in_the_middle_is_trained(first):
         trainer.train(0, 40)
         found.append(result(trainer))
     assert same(*found)
-    assert trainer.recorder.num_recorded == 2 * 2
+    assert trainer.recorder.num_recorded == 2
 
 
 def test_a_setting_that_changes_in_each_iteration_keeps_the_steps_ordinary_and_is_said_once(caplog):
@@ -522,7 +529,7 @@ def test_a_step_that_has_failed_is_followed_by_ordinary_ones():
         trainer.train(8, 20)
         found.append(result(trainer))
     assert same(*found)
-    assert trainer.recorder.num_recorded == 2 * 3
+    assert trainer.recorder.num_recorded == 2 * 2
 
 
 def test_a_second_run_of_the_same_trainer_goes_on():
@@ -602,7 +609,7 @@ def adam(model):
 
 
 def test_an_optimizer_that_skips_on_the_host_is_refused_where_updates_are_skipped():
-    refused("Adam decides on the host whether to skip an update.*FUSED True", adam, non_finite="skip")
+    refused("Adam decides on the host whether to skip an update.*FUSED True", adam, trainer_type=RecordedSkip)
     refused("Adam decides on the host whether to skip an update", adam, trainer_type=RecordedAMPTrainer)
     make(RecordedAMPTrainer, make_optimizer=adam, precision=torch.bfloat16)
     make(RecordedTrainer, make_optimizer=adam)
@@ -786,7 +793,7 @@ def on_cuda(trainer_type, make_optimizer=fused_sgd, hooks=lambda trainer: [], **
     [
         {},
         {"make_optimizer": adam},
-        {"make_optimizer": fused_adamw, "non_finite": "skip", "clip_gradients": GradientClipper("full_model", 0.1)},
+        {"make_optimizer": fused_adamw, "clip_gradients": GradientClipper("full_model", 0.1)},
         {"accumulation_steps": 2, "hooks": lambda trainer: [Doubling([]), EMAHook(decay=0.9)]},
         {"amp": True, "make_optimizer": fused_adamw, "hooks": lambda trainer: [Doubling([])]},
     ],

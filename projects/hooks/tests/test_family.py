@@ -6,6 +6,7 @@ import pytest
 import torch
 from fvcore.common.param_scheduler import CosineParamScheduler
 from torch import nn
+from trainkit.projects.hooks.accumulation import AccumulationSchedule
 
 from tests.engine.tiny import sgd
 from trainkit.checkpoint import Checkpointer
@@ -22,6 +23,7 @@ PUBLIC = sorted(
 )
 
 MAKE = {
+    "AccumulationSchedule": lambda job: AccumulationSchedule([[2, 2]]),
     "AutogradProfiler": lambda job: hooks.AutogradProfiler(
         lambda trainer: trainer.iter == 3, job.folder, use_cuda=False
     ),

@@ -36,7 +36,7 @@ before_train: IterationTimer, Throughput, RuntimeInfo, SamplerSeed, EMAHook, LRS
  PeriodicCheckpointer, EvalHook, ReduceOnPlateau, BestCheckpointer, BestCheckpointer#2, EarlyStopping, FinalEvalHook,
  PublishWeights, GarbageCollection, PeriodicWriter
 before_epoch: SamplerSeed
-before_step: IterationTimer, Throughput, UnusedParameters, Freeze, TorchProfiler
+before_step: IterationTimer, Throughput, RuntimeInfo, UnusedParameters, Freeze, TorchProfiler
 after_backward: UnusedParameters, CheckFiniteLoss, Freeze
 after_step: IterationTimer, Throughput, RuntimeInfo, EMAHook, LRScheduler, ParamScheduler, PreciseBN,
  TorchMemoryStats, TorchProfiler, SyncBuffers, PeriodicCheckpointer

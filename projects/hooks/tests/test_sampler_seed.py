@@ -6,8 +6,26 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
 from trainkit.data import ResumableLoader
 from trainkit.engine import DefaultTrainer
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks import CallbackHook, SamplerSeed
 from trainkit.engine.step import SimpleTrainer
+
+
+class Collect(HookBase):
+    """Adds each batch that is fetched to a list."""
+
+    def __init__(self, found, convert):
+        self.found, self.convert = found, convert
+
+    def before_train(self):
+        fetch = self.trainer.fetch
+
+        def fetch_and_add():
+            batch = fetch()
+            self.found.append(self.convert(batch))
+            return batch
+
+        self.trainer.fetch = fetch_and_add
 
 
 def orders(loader, start_iter, max_iter, hooks):
@@ -44,7 +62,7 @@ def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts(s
     found = []
     trainer = SimpleTrainer(model := Weight(lambda weight, batch: weight * batch.sum()), loader, sgd(model))
     trainer.accumulation_steps = steps
-    seen = CallbackHook(after_step=lambda trainer: found.extend(batch.tolist() for batch in trainer.batch))
+    seen = Collect(found, lambda batch: batch.tolist())
     trainer.register_hooks([SamplerSeed(), seen])
     trainer.train(0, 6)
     assert found == [batch for epoch in range(2 * steps) for batch in epoch_order(epoch)]
@@ -95,7 +113,7 @@ def test_a_run_that_is_resumed_inside_a_pass_goes_on_with_its_order_also_if_the_
         )
         model, found = Weight(lambda weight, batch: weight * batch.sum()), []
         trainer = SimpleTrainer(model, loader, sgd(model, lr=0.0), accumulation_steps=3)
-        seen = CallbackHook(after_step=lambda trainer: found.extend(float(batch) for batch in trainer.batch))
+        seen = Collect(found, float)
         trainer.register_hooks([SamplerSeed(), seen])
         if state is not None:
             trainer.load_state_dict(state)

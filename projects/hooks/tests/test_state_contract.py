@@ -122,7 +122,15 @@ def test_a_state_that_is_left_out_is_noticed(whole, tmp_path):
 
 
 WITHOUT_STATE = {
-    *("AutogradProfiler", "CallbackHook", "CheckFiniteLoss", "EmptyCache", "Freeze", "GarbageCollection"),
+    *(
+        "AccumulationSchedule",
+        "AutogradProfiler",
+        "CallbackHook",
+        "CheckFiniteLoss",
+        "EmptyCache",
+        "Freeze",
+        "GarbageCollection",
+    ),
     *("GradNorm", "TimeLimit"),
     "IterationTimer",
     *("MemorySnapshot", "ParamScheduler", "PublishWeights", "RuntimeInfo", "SamplerSeed", "Throughput"),

@@ -94,8 +94,8 @@ def test_fetching_counts_as_a_part_of_the_step(clock):
 
 
 def test_micro_batches_are_added_up_and_a_short_window_counts_as_what_it_is(clock):
-    trainer = run(Slow(clock, 2.0), iter(samples(1, 2, 3)), Throughput(1), 2, accumulation_steps=2)
-    assert rates(trainer) == [(0.75, 0), (1.5, 1)]
+    trainer = run(Slow(clock, 2.0), iter(samples(2, 2, 3)), Throughput(1), 2, accumulation_steps=2)
+    assert rates(trainer) == [(1.0, 0), (1.5, 1)]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class RootClassifier(TinyClassifier):
 
 
 def test_anomaly_names_the_operation_whose_gradient_is_the_first_nan(tmp_path):
-    job = Job(tmp_path, "MODEL.NAME", "RootClassifier")
+    job = Job(tmp_path, "MODEL.NAME", "RootClassifier", "SOLVER.NON_FINITE.POLICY", "gradients")
     with pytest.raises(FloatingPointError, match="gradients are not finite in iteration 0"):
         job()
 

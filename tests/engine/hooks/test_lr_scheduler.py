@@ -14,11 +14,9 @@ from fvcore.common.param_scheduler import (
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
-from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.hooks import HOOK_REGISTRY, CallbackHook, LRScheduler
+from trainkit.engine.hooks import CallbackHook, LRScheduler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRFunction, LRMultiplier
 
@@ -212,115 +210,3 @@ def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchron
     trainer.register_hooks([LRScheduler(optimizer, LinearParamScheduler(1.0, 0.0))])
     trainer.train(0, 8)
     assert trainer.storage.history("lr").values() == [(0.5 * (1 - iter / 8), iter) for iter in range(8)]
-
-
-def warming_up(tmp_path, *options):
-    """Rates 0.125, 0.234375 and on to 1 in the ninth iteration."""
-    warm_up = ["SOLVER.MAX_ITER", 12, "SOLVER.STEPS", (), "SOLVER.BASE_LR", 1.0, "SOLVER.WARMUP_ITERS", 8]
-    return DefaultTrainer(tiny_cfg(tmp_path, *warm_up, "SOLVER.WARMUP_FACTOR", 0.125, *options))
-
-
-@HOOK_REGISTRY.register()
-class NoteRate(HookBase):
-    """What a hook of a config reads and stores."""
-
-    def after_step(self):
-        self.trainer.storage.put_scalar("noted", self.trainer.used_lr[0], smoothing_hint=False)
-
-
-@pytest.mark.parametrize(
-    "place", [{}, {"PRIORITY": "HIGHEST"}, {"PRIORITY": "LOWEST"}, {"BEFORE": "LRScheduler"}], ids=str
-)
-def test_a_hook_of_a_config_reads_the_rate_that_the_step_used_before_and_after_the_scheduler(place, tmp_path):
-    trainer = warming_up(tmp_path, "HOOKS", [{"NAME": "NoteRate", **place}])
-    trainer.train(0, 3)
-    assert trainer.storage.history("noted").values() == [(0.125, 0), (0.234375, 1), (0.34375, 2)]
-    assert trainer.storage.history("noted").values() == trainer.storage.history("lr").values()
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.453125  # of the next step
-
-
-def test_the_rates_are_those_of_each_group_and_during_a_step_its_own():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
-    optimizer = torch.optim.SGD(groups, lr=2.0)
-    trainer = SimpleTrainer(Loss(model), [torch.ones(1, 1)], optimizer)
-    seen = []
-    halve = lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
-    note = CallbackHook(
-        after_backward=lambda trainer: seen.append(("after_backward", trainer.used_lr)),
-        after_step=lambda trainer: seen.append(("after_step", trainer.used_lr)),
-    )
-    trainer.register_hooks([LRScheduler(scheduler=halve), note])
-    assert trainer.used_lr == [2.0, 0.5]  # of the first step
-    trainer.train(0, 2)
-    first, second = [2.0, 0.5], [1.0, 0.25]
-    assert seen == [(p, rates) for rates in (first, second) for p in ("after_backward", "after_step")]
-
-
-class Loss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch):
-        return self.model(batch).sum()
-
-
-def own_steps(base):
-    class OwnStep(base):
-        """As in many trainers written for detectron2."""
-
-        def run_step(self):
-            loss = self.model(next(self._data_loader_iter))
-            self.optimizer.zero_grad()
-            (sum(loss.values()) if isinstance(loss, dict) else loss).backward()
-            self.optimizer.step()
-
-        @property
-        def _data_loader_iter(self):
-            return self.feed.iterator
-
-    return OwnStep
-
-
-def test_a_run_step_of_ones_own_has_its_rates_after_the_scheduler_too(tmp_path):
-    seen = []
-    model = Weight()
-    trainer = own_steps(SimpleTrainer)(model, [torch.tensor(1.0)] * 3, optimizer := sgd(model, lr=0.5))
-    halve = lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
-    note = CallbackHook(after_step=lambda trainer: seen.append(trainer.used_lr[0]))
-    trainer.register_hooks([LRScheduler(scheduler=halve), note])
-    trainer.train(0, 3)
-    assert seen == [0.5, 0.25, 0.125]
-
-    seen.clear()
-    warm_up = ["SOLVER.MAX_ITER", 12, "SOLVER.STEPS", (), "SOLVER.BASE_LR", 1.0, "SOLVER.WARMUP_ITERS", 8]
-    trainer = own_steps(DefaultTrainer)(tiny_cfg(tmp_path, *warm_up, "SOLVER.WARMUP_FACTOR", 0.125))
-    trainer.register_hooks([note])
-    trainer.train(0, 3)
-    assert seen == [0.125, 0.234375, 0.34375]
-
-
-def test_a_resumed_run_that_starts_below_the_save_point_has_the_rate_of_the_step_before_it(tmp_path):
-    seen = []
-
-    class Stop(Exception):
-        pass
-
-    def below(fail_at):
-        def after_step(trainer):
-            if trainer.iter == fail_at:
-                raise Stop
-            seen.append((trainer.used_lr[0], trainer.iter))
-
-        return CallbackHook(after_step=after_step)
-
-    first = warming_up(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 2)
-    first.register_hooks([below(fail_at=1)], priority="LOW")
-    with pytest.raises(Stop):
-        first.train(0, 4)
-    second = warming_up(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 2)
-    second.register_hooks([below(fail_at=-1)], priority="LOW")
-    second.resume_or_load()
-    second.train(max_iter=3)
-    assert seen == [(0.125, 0), (0.234375, 1), (0.34375, 2)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.engine.tiny import AfterStep, Regression, Steps, batches, fail_at, sgd
+from tests.engine.tiny import AfterStep, Regression, Steps, batches, defer, fail_at, sgd
 from trainkit.checkpoint.state import plain_state
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
@@ -136,7 +136,7 @@ def writing_run(path, actions=(), step=lambda iter: None, asynchronous=False):
     writer = PeriodicWriter([JSONWriter(path)], period=3)
     trainer = Steps([writer, AfterStep(put_some), *actions], step=step)
     if asynchronous:
-        trainer.register_hooks([CallbackHook(before_train=lambda trainer: trainer.storage.start_deferring())])
+        trainer.register_hooks([CallbackHook(before_train=lambda trainer: defer(trainer.storage))])
     return trainer, writer
 
 
@@ -305,7 +305,7 @@ def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_go
     disk, log = Disk({1, 2, 3, 5}), Log()
     trainer = Steps([PeriodicWriter([disk, log], period=1)])
     if asynchronous:
-        trainer.register_hooks([CallbackHook(before_train=lambda trainer: trainer.storage.start_deferring())])
+        trainer.register_hooks([CallbackHook(before_train=lambda trainer: defer(trainer.storage))])
     trainer.train(0, 8)
 
     assert trainer.status == "finished"
@@ -353,7 +353,7 @@ def test_every_writer_sees_the_images_and_then_they_are_let_go(asynchronous):
     galleries = [Gallery(), Gallery()]
     trainer = Steps([AfterStep(put_picture), PeriodicWriter(galleries, period=2)])
     if asynchronous:
-        trainer.register_hooks([CallbackHook(before_train=lambda trainer: trainer.storage.start_deferring())])
+        trainer.register_hooks([CallbackHook(before_train=lambda trainer: defer(trainer.storage))])
     trainer.train(0, 4)
 
     assert galleries[0].seen == galleries[1].seen == [[0, 1], [2, 3, 2], []]
@@ -400,39 +400,14 @@ def test_results_of_any_evaluation_are_written_before_the_next_one(tmp_path):
     assert [(row["iteration"], row["result"]) for row in rows] == [(0, 0), (1, 1), (3, 2), (5, 3), (7, 4)]
 
 
-def test_an_error_of_the_worker_arrives_within_one_log_period_however_slow_the_worker_is():
-    """As a loss of iteration 4 that is not finite, while the device is more than a period behind."""
-    released, too_late, ended = threading.Event(), threading.Event(), []
-
-    def worker():
-        released.wait()
-        too_late.wait(0.5)  # the loop goes on to iteration 12 if it does not wait for the worker
-        raise FloatingPointError("the loss is not finite in iteration 4")
-
-    def before_step(trainer):
-        trainer.storage.start_deferring()
-        ended.append(trainer.iter)
-        if trainer.iter == 4:
-            trainer.storage.put_later(worker)
-        if trainer.iter == 11:
-            released.set()  # the worker is a period behind until now
-        if trainer.iter == 12:
-            too_late.set()
-
-    trainer = Steps([CallbackHook(before_step=before_step), PeriodicWriter([], period=4)])
-    with pytest.raises(FloatingPointError, match="iteration 4"):
-        trainer.train(0, 20)
-    assert ended[-1] == 11  # iterations 4 to 7 are handed over after 7; one period later is 11
-
-
 @pytest.mark.parametrize("num_writers", [1, 2])
 def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for(num_writers):
     release, waited = threading.Event(), []
 
     def before_step(trainer):
-        trainer.storage.start_deferring()
+        defer(trainer.storage)
         if trainer.iter == 4:
-            trainer.storage.put_later(lambda: waited.append(release.wait(10)))
+            trainer.storage.publish(lambda: waited.append(release.wait(10)))
         if trainer.iter == 11:
             assert waited == []  # the worker still stands in iteration 4
             release.set()

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
-from trainkit.utils.events import get_event_storage
 
 
 @HOOK_REGISTRY.register()
@@ -56,10 +54,7 @@ class LRScheduler(HookBase):
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
-        if isinstance(lr, torch.Tensor):  # a captured graph reads it; the loop must not wait for the device
-            self.trainer.storage.put_later(store_values, {"lr": lr.clone()})
-        else:
-            self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
+        self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
         if self._has_stepped:
             self._scheduler.step()  # type: ignore[union-attr]
             return
@@ -90,8 +85,3 @@ class LRScheduler(HookBase):
         """Keep the state for ``before_train``. Does nothing during a run."""
         if self.trainer is None or self.trainer.status != "running":
             self._state = dict(state_dict)
-
-
-def store_values(values: Mapping[str, Any]) -> None:
-    """Put numbers and tensors into the open storage."""
-    get_event_storage().put_row(values, smoothing_hint=False)

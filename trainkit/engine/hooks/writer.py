@@ -54,7 +54,6 @@ class PeriodicWriter(HookBase):
     def after_step(self) -> None:
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
             self.trainer.storage.publish(self._write)
-            self.trainer.storage.catch_up()
 
     def next_due(self, done: int) -> int:
         can_wait = all(is_timed(type(hook)) for hook in self._eval_hooks)

@@ -3,6 +3,7 @@
 import math
 import statistics
 from array import array
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -27,10 +28,15 @@ class HistoryBuffer:
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values before."""
-        self._iterations.append(self._count if iteration is None else iteration)
-        self._values.append(value)
-        self._count += 1
-        self._sum += value
+        self.extend([value], [self._count if iteration is None else iteration])
+
+    def extend(self, values: Sequence[float], iterations: Sequence[int]) -> None:
+        """Append values, each with its iteration."""
+        self._values.extend(values)
+        self._iterations.extend(iterations)
+        self._count += len(values)
+        for value in values:  # one after the other: the sum has the same bits as after single updates
+            self._sum += value
         if len(self._values) >= self._length_to_drop:
             del self._values[: -self._max_length], self._iterations[: -self._max_length]
 

@@ -1,26 +1,26 @@
 """The storage for values that the loop, the model and the hooks put in each iteration."""
 
+import copy
 import logging
 import operator
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
+from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
 
 logger = logging.getLogger(__name__)
 
 _stack: list["EventStorage"] = []
-_thread = threading.local()  # .stack: like _stack, for the worker thread of a storage
+_thread = threading.local()  # .stack: like _stack, for the thread of a `Worker`
 
-_MAX_CALLS = 1000  # hand over after this number, also without a loop: memory must stay bounded
-_MOST_ITERS = 10  # hand over after this number of iterations; handing over in each one costs more than storing
+MAX_ROWS = 1000  # this number of values waits at most before they are stored
 _MAX_IMAGES = 100  # limit for a rank without a writer, which would clear them
 
 
@@ -30,7 +30,7 @@ def get_event_storage() -> "EventStorage":
     Raises:
         RuntimeError: no storage is open; code that also runs outside training checks ``has_event_storage()`` first.
     """
-    stack = _open_storages()
+    stack = getattr(_thread, "stack", _stack)
     if not stack:
         raise RuntimeError(
             "no EventStorage is open: put scalars from inside a trainer or a `with EventStorage():` block, "
@@ -41,16 +41,21 @@ def get_event_storage() -> "EventStorage":
 
 def has_event_storage() -> bool:
     """Whether a storage is open."""
-    return bool(_open_storages())
+    return bool(getattr(_thread, "stack", _stack))
 
 
-def _open_storages() -> "list[EventStorage]":
-    return getattr(_thread, "stack", None) or _stack
+class Row(NamedTuple):
+    """A value that waits to be stored: a float, or a tensor of shape ``[]`` that is read with all others."""
+
+    iter: int
+    name: str
+    value: Any
+    epoch: int | None = None
 
 
 class Image(NamedTuple):
     name: str
-    tensor: torch.Tensor
+    tensor: Tensor
     iter: int
 
 
@@ -60,19 +65,43 @@ class Histogram(NamedTuple):
     raw: dict[str, Any]  # the keyword arguments of SummaryWriter.add_histogram_raw
 
 
+class Worker(Protocol):
+    """A thread that stores values and calls writers, in the order in which it is asked to."""
+
+    def submit(self, part: "EventStorage", call: Callable[[], object] | None = None) -> None:
+        """Store what waits in ``part``, then call ``call()``, in the thread."""
+
+    def wait(self) -> None:
+        """Wait until everything is done; raise the first error."""
+
+    def raise_error(self) -> None:
+        """Raise the first error, without waiting."""
+
+    def close(self) -> None:
+        """End the thread."""
+
+
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
     Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Each history keeps ``history_length``
-    values (see `HistoryBuffer`).
+    values (see `HistoryBuffer`). A put is one append to a list; whoever reads first stores what waits there.
 
-    Values are stored at once. After ``start_deferring`` they wait in a list; ``publish``, and the loop every 10
-    iterations, hand the list to a worker thread, which stores it in the same order. Reads wait for the worker. Read
-    again for new values: results may be copies.
+    Attributes:
+        iter: the current iteration, counted from 0; the loop sets it.
+        rows: tuples like `Row`, in the order of their puts. The trainer appends its losses here.
+        before_read: called before a read stores what waits; the trainer adds what it still holds.
+        worker: stores and writes in a thread, if the trainer asks for it.
     """
 
+    iter: int = 0
+
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
-        self._place = start_iter, ""  # current iteration and name scope
+        self.iter = start_iter
+        self.rows: list[tuple[int, str, Any, int | None]] = []
+        self.before_read: Callable[[EventStorage], None] | None = None
+        self.worker: Worker | None = None
+        self._prefix = ""
         self._history_length = history_length
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
@@ -80,30 +109,22 @@ class EventStorage:
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
-        # only used after start_deferring
-        self._pool: ThreadPoolExecutor | None = None
-        self._worker: int | None = None  # id of the worker's thread
-        self._process = 0  # id of the process that has this thread
-        self._late_place = self._place  # iteration and name scope of the call that the worker makes
-        self._calls: deque[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]] = deque()
-        self._lock = threading.Lock()  # for reads from another thread; appending needs no lock
-        self._job: Future[None] = Future()  # the last job
-        self._job.set_result(None)
-        self._before = -1, self._job  # at the last catch_up: iteration and last job
-        self._errors: list[BaseException] = []  # at most one: the worker's first error since the last raise
+        self._numbers: Numbers | None = None  # those of ``rows``, if they are on their way to the host already
 
     # ------------------------------------------------------------------ put
 
     def put_scalar(
         self,
         name: str,
-        value: float,
+        value: float | Tensor,
         smoothing_hint: bool = True,
         cur_iter: int | None = None,
         *,
         epoch: int | None = None,
     ) -> None:
         """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
+
+        A tensor on an accelerator is copied there and read later, so the caller does not wait.
 
         Args:
             epoch: writers show the scalar over epochs, at this epoch.
@@ -113,79 +134,47 @@ class EventStorage:
                 ``epoch`` is given (writers use these names); the value is not one number.
             TypeError: the name is not text.
         """
-        self.put_row({name: value}, smoothing_hint, cur_iter, epoch=epoch)
+        try:
+            if isinstance(value, Tensor) and runs_ahead(value.device):
+                number: Any = value.detach().clone().reshape(())
+            else:
+                number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = type(value).__name__
+            raise ValueError(
+                f"scalar {name!r} must be one number or a tensor of one element, got {kind}: {error}"
+            ) from error
+        if self._prefix or epoch is not None or self._smoothing_hints.get(name) is not smoothing_hint:
+            name = self._accepted(name, smoothing_hint, epoch)
+        self.rows.append((self.iter if cur_iter is None else operator.index(cur_iter), name, number, epoch))
+        if len(self.rows) >= MAX_ROWS:
+            self.hand_over()
 
     def put_scalars(self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: float) -> None:
         """``put_scalar`` for each keyword."""
-        self.put_row(kwargs, smoothing_hint, cur_iter)
+        for name, value in kwargs.items():
+            self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def put_row(
-        self,
-        values: Mapping[str, float],
-        smoothing_hint: bool = True,
-        cur_iter: int | None = None,
-        *,
-        epoch: int | None = None,
-    ) -> None:
-        """``put_scalar`` for each item, with any names."""
-        iter, prefix = self._place if self._pool is None else self._present_place()
-        if cur_iter is not None:
-            iter = operator.index(cur_iter)
-        if epoch is not None:
-            epoch = operator.index(epoch)
-            if not prefix and "epoch" in values:
-                raise ValueError("a scalar called 'epoch' cannot have an epoch itself; give it another name")
-        row, hints = {}, self._smoothing_hints
-        for name, value in values.items():
-            if prefix or hints.get(name) is not smoothing_hint:  # False: accepted before
-                name = self._accepted(prefix, name, smoothing_hint)
-            try:
-                row[name] = float(value)
-            except (TypeError, ValueError) as error:
-                kind = type(value).__name__
-                raise ValueError(
-                    f"scalar {name!r} must be one number or a tensor of one element, got {kind}: {error}"
-                ) from error
-        if not row.keys() <= hints.keys():  # not earlier, so that a refused row changes nothing
-            hints.update(dict.fromkeys(row, smoothing_hint))
-        if self._pool is None:
-            self._store_row(row, iter, epoch)
-        else:
-            self._put(self._store_row, row, iter, epoch)
-
-    def _accepted(self, prefix: str, name: str, smoothing_hint: bool) -> str:
-        name = _writable(prefix, name)
-        if name == "iteration":
-            raise ValueError("'iteration' is the name under which writers show the iteration; use another name")
-        if self._smoothing_hints.get(name, smoothing_hint) is not smoothing_hint:
+    def _accepted(self, name: str, smoothing_hint: bool, epoch: int | None) -> str:
+        """The full name, with its hint noted."""
+        name = _writable(self._prefix, name)
+        if name == "iteration" or (name == "epoch" and epoch is not None):
+            raise ValueError(f"{name!r} is a name that writers use themselves; use another name")
+        if self._smoothing_hints.setdefault(name, smoothing_hint) is not smoothing_hint:
             raise ValueError(
                 f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
                 f"smoothing_hint={smoothing_hint}; use one hint per name"
             )
         return name
 
-    def _store_row(self, row: Mapping[str, float], iter: int, epoch: int | None) -> None:
-        for name, value in row.items():
-            history = self._history.get(name)
-            if history is None:
-                history = HistoryBuffer(self._history_length)
-            history.update(value, iter)
-            self._history[name] = history  # only after it has a value, since another thread may read it
-        if epoch is not None:
-            self._epochs.update(dict.fromkeys(row, epoch))
-        elif self._epochs:
-            for name in row:
-                self._epochs.pop(name, None)
-
-    def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
+    def put_image(self, img_name: str, img_tensor: Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
 
         The newest 100 are kept until a writer that shows images clears them.
         """
-        iter, prefix = self._present_place()
-        self._put(self._images.append, Image(_writable(prefix, img_name), img_tensor, iter))
+        self._images.append(Image(_writable(self._prefix, img_name), img_tensor, self.iter))
 
-    def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
+    def put_histogram(self, hist_name: str, hist_tensor: Tensor, bins: int = 1000) -> None:
         """Keep the histogram of a tensor of any shape, like an image. Synchronizes its device."""
         values = hist_tensor.detach().float().flatten().cpu()
         low, high = values.min().item(), values.max().item()
@@ -198,49 +187,91 @@ class EventStorage:
             "bucket_limits": torch.linspace(low, high, bins + 1)[1:].tolist(),
             "bucket_counts": torch.histc(values, bins=bins).tolist(),
         }
-        iter, prefix = self._present_place()
-        self._put(self._histograms.append, Histogram(_writable(prefix, hist_name), iter, raw))
+        self._histograms.append(Histogram(_writable(self._prefix, hist_name), self.iter, raw))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
         """Context in which names get the prefix ``name/``."""
-        iter, before = self._present_place()
-        self._go_to(iter, name.rstrip("/") + "/")
+        before, self._prefix = self._prefix, name.rstrip("/") + "/"
         try:
             yield
         finally:
-            self._go_to(self.iter, before)
+            self._prefix = before
 
-    def _put(self, store: Callable[..., None], *args: Any) -> None:
-        """Store the values now, or in the worker after everything that was put before."""
-        if self._pool is None or self._is_worker():
-            store(*args)
-            return
-        self._calls.append((self._place, store, args))
-        if len(self._calls) >= _MAX_CALLS:
+    # ------------------------------------------------------------------ store what waits
+
+    def flush(self) -> None:
+        """Store everything that was put so far. Raises the first error of the worker since the last flush."""
+        if self.before_read is not None:
+            self.before_read(self)
+        if self.rows:
             self.hand_over()
+        if self.worker is not None:
+            self.worker.wait()
 
-    def _is_worker(self) -> bool:
-        return self._pool is not None and threading.get_ident() == self._worker
+    def hand_over(self) -> None:
+        """Store what was put so far: now, or in the worker, without waiting."""
+        if self.worker is not None:
+            self.worker.submit(self.take())
+        elif self.rows:
+            self._store()
 
-    def _present_place(self) -> tuple[int, str]:
-        return self._late_place if self._is_worker() else self._place
+    def publish(self, call: Callable[[], object]) -> None:
+        """Call ``call()``, which may read the storage, after everything that was put so far: at once, or in the worker.
 
-    def _go_to(self, iter: int, prefix: str) -> None:
-        if self._is_worker():
-            self._late_place = iter, prefix
-        else:
-            self._place = iter, prefix
+        The worker calls it with a storage as the open one that has the same values, and what was put so far.
+        """
+        if self.worker is None:
+            call()
+            return
+        if self.before_read is not None:
+            self.before_read(self)
+        self.worker.submit(self.take(images=True), call)
+
+    def take(self, *, images: bool = False) -> "EventStorage":
+        """Returns a storage with the same histories and with what waits here; then nothing waits here any more."""
+        part = copy.copy(self)
+        part.before_read = part.worker = None
+        part._numbers = Numbers([row[2] for row in self.rows]) if self.rows else None
+        self.rows, kept = [], (self._images, self._histograms)
+        empty: tuple[deque[Image], deque[Histogram]] = deque(maxlen=_MAX_IMAGES), deque(maxlen=_MAX_IMAGES)
+        (self._images, self._histograms) = empty if images else kept
+        (part._images, part._histograms) = kept if images else empty
+        return part
+
+    def take_back(self, parts: Sequence["EventStorage"]) -> None:
+        """Take the images and histograms that nobody has cleared in storages of `take`."""
+        self._images.extendleft(reversed([image for part in parts for image in part._images]))
+        self._histograms.extendleft(reversed([histogram for part in parts for histogram in part._histograms]))
+
+    def _store(self) -> None:
+        rows, self.rows = self.rows, []
+        numbers, self._numbers = self._numbers or Numbers([row[2] for row in rows]), None
+        columns: dict[str, tuple[list[float], list[int]]] = {}
+        for (iter, name, _, epoch), value in zip(rows, numbers.read(), strict=True):
+            if name not in columns:
+                columns[name] = [], []
+            values, iters = columns[name]
+            values.append(value)
+            iters.append(iter)
+            if epoch is not None:
+                self._epochs[name] = operator.index(epoch)
+            elif self._epochs:
+                self._epochs.pop(name, None)
+        for name, (values, iters) in columns.items():
+            if name not in self._history:
+                self._smoothing_hints.setdefault(name, True)
+                self._history[name] = HistoryBuffer(self._history_length)
+            self._history[name].extend(values, iters)
 
     # ------------------------------------------------------------------ read
 
     def history(self, name: str) -> HistoryBuffer:
         """The history of a scalar. Raises KeyError if nothing was put under this name."""
-        self.flush()
-        name = _writable("", name)
-        if name not in self._history:
-            raise KeyError(f"no scalar is called {name!r}; there are {sorted(self._history)}")
-        return self._history[name]
+        name, histories = _writable("", name), self.histories()
+        if name not in histories:
+            raise KeyError(f"no scalar is called {name!r}; there are {sorted(histories)}")
+        return histories[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
         self.flush()
@@ -248,18 +279,15 @@ class EventStorage:
 
     def latest(self) -> dict[str, tuple[float, int]]:
         """name -> (newest value, its iteration)."""
-        self.flush()
-        return {name: history.latest_with_iter() for name, history in [*self._history.items()]}
+        return {name: history.latest_with_iter() for name, history in self.histories().items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Like ``latest``; for a smoothed scalar, its median over the last ``window_size`` iterations."""
-        self.flush()
-        smoothed = {}
-        for name, history in [*self._history.items()]:  # another thread may add to it
-            value, iter = history.latest_with_iter()
+        smoothed = self.latest()
+        for name, (_, iter) in smoothed.items():
             if self._smoothing_hints[name]:
-                value = history.median(history.count_within(window_size))
-            smoothed[name] = value, iter
+                history = self._history[name]
+                smoothed[name] = history.median(history.count_within(window_size)), iter
         return smoothed
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
@@ -290,10 +318,12 @@ class EventStorage:
         return list(self._histograms)
 
     def clear_images(self) -> None:
-        self._put(self._clear, self._images)
+        if not self._holds_images:
+            self._images.clear()
 
     def clear_histograms(self) -> None:
-        self._put(self._clear, self._histograms)
+        if not self._holds_images:
+            self._histograms.clear()
 
     @contextmanager
     def hold_images(self) -> Iterator[None]:
@@ -304,139 +334,50 @@ class EventStorage:
         finally:
             self._holds_images = False
 
-    def _clear(self, items: deque[Any]) -> None:
-        if not self._holds_images:
-            items.clear()
+    # ------------------------------------------------------------------ iteration, state, context
 
-    # ------------------------------------------------------------------ iteration
+    @staticmethod
+    def own_stack() -> None:
+        """Let the present thread have its own open storages; a worker calls it first."""
+        _thread.stack = []
 
     @property
-    def iter(self) -> int:
-        """The current iteration, counted from 0."""
-        return self._present_place()[0]
-
-    @iter.setter
-    def iter(self, value: int) -> None:
-        self._go_to(int(value), self._present_place()[1])
-
-    iteration = iter
+    def iteration(self) -> int:
+        """``iter`` under detectron2's name."""
+        return self.iter
 
     def step(self) -> None:
         """Go to the next iteration; for a loop without a trainer (a trainer sets ``iter``)."""
         self.iter += 1
 
-    def begin_iter(self, iter: int) -> None:
-        """Set the iteration; if an iteration before ``iter - 19`` made the worker fail, its error is raised now."""
-        self._place = iter, self._place[1]
-        if self._pool is not None and iter - self._before[0] >= _MOST_ITERS:
-            self.hand_over()
-            self.catch_up()
-        self.raise_error()
-
-    # ------------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
         """Everything stored; not ``iter``, which belongs to the loop."""
-        self.flush()
         return {
-            "histories": {name: history.state_dict() for name, history in self._history.items()},
+            "histories": {name: history.state_dict() for name, history in self.histories().items()},
             "smoothing_hints": dict(self._smoothing_hints),
             "epochs": dict(self._epochs),
             "images": [{**image._asdict(), "tensor": _plain(image.tensor)} for image in self.images()],
             "histograms": [histogram._asdict() for histogram in self._histograms],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the content by that of ``state``; ``history_length`` stays."""
         self.flush()
-        self._history = {}
+        self._history = {name: HistoryBuffer(self._history_length) for name in state["histories"]}
         for name, saved in state["histories"].items():
-            self._history[name] = HistoryBuffer(self._history_length)
             self._history[name].load_state_dict(saved)
         self._smoothing_hints, self._epochs = dict(state["smoothing_hints"]), dict(state["epochs"])
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
         self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)
 
-    # ------------------------------------------------------------------ storing later
-
-    def start_deferring(self) -> None:
-        """Let a worker thread store values from now on, until the ``with`` block ends."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=self._start_worker)
-            self._before, self._process = (self.iter, self._job), os.getpid()
-
-    def _start_worker(self) -> None:
-        self._worker, _thread.stack = threading.get_ident(), [self]
-
-    def put_later(self, store: Callable[..., None], *args: Any) -> None:
-        """Call ``store(*args)`` after everything put before: at once, or in the worker, which may wait for a device.
-
-        Values that it puts belong to the current iteration and name scope.
-        """
-        self._put(self._call, store, args)
-
-    def _call(self, store: Callable[..., None], args: tuple[Any, ...]) -> None:
-        stack = _open_storages()
-        stack.append(self)  # another storage may be open now, for an evaluation
-        try:
-            store(*args)
-        finally:
-            stack.pop()
-
-    def publish(self, write: Callable[[], None]) -> None:
-        """Call ``write()`` after everything that was put so far: at once, or in the worker, without waiting."""
-        self.put_later(write)
-        self.hand_over()
-
-    def catch_up(self) -> None:
-        """Wait for the jobs of the last call in an earlier iteration; ``raise_error`` then raises their errors."""
-        iter, job = self._before
-        if iter != self.iter:
-            job.result()
-            self._before = self.iter, self._job
-
-    def hand_over(self) -> None:
-        """Let the worker start with everything that was put so far; does not wait."""
-        if self._pool is None or not self._may_wait():
-            return
-        with self._lock:
-            calls = [self._calls.popleft() for _ in range(len(self._calls))]
-            if calls:
-                self._job = self._pool.submit(self._make, calls)
-
-    def _make(self, calls: list[tuple[tuple[int, str], Callable[..., None], tuple[Any, ...]]]) -> None:
-        """Make the calls, in the worker; an error does not prevent later calls."""
-        for self._late_place, call, args in calls:
-            try:
-                call(*args)
-            except BaseException as error:
-                if not self._errors:
-                    self._errors.append(error)
-
-    def raise_error(self) -> None:
-        """Raise the first error of the worker since the last call; does not wait."""
-        if self._errors:
-            raise self._errors.pop()
-
-    def _may_wait(self) -> bool:
-        """Whether there is a worker, and this is another thread. A forked process, as of a loader, has no worker."""
-        return self._pool is not None and not self._is_worker() and os.getpid() == self._process
-
-    def flush(self) -> None:
-        """Wait until everything that was put so far is stored; raise the first error of the worker."""
-        if self._may_wait():
-            self.hand_over()
-            self._job.result()  # waits for everything before an error is raised, since a writer may be closed next
-            self.raise_error()
-
-    # ------------------------------------------------------------------ context
-
     def __enter__(self) -> "EventStorage":
-        _open_storages().append(self)
+        getattr(_thread, "stack", _stack).append(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        _open_storages().remove(self)
+        getattr(_thread, "stack", _stack).remove(self)
+        if self.worker is None:
+            return
         try:
             self.flush()
         except Exception:
@@ -444,9 +385,41 @@ class EventStorage:
                 raise
             logger.exception("Storing or writing metrics failed as well:")
         finally:
-            if self._pool is not None:
-                self._pool.shutdown()
-            self._pool = self._worker = None
+            self.worker.close()
+            self.worker = None
+
+
+class Numbers:
+    """Values that are read together: one stack, one copy and one event per device and type.
+
+    Args:
+        values: floats, and tensors of shape ``[]``. Copies from a device that runs ahead start now, without waiting.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values, groups = values, dict[tuple[torch.device, torch.dtype], list[int]]()
+        for place, value in enumerate(values):
+            if type(value) is not float:
+                groups.setdefault((value.device, value.dtype), []).append(place)
+        self._copies = [(places, *_start_copy([values[i] for i in places])) for places in groups.values()]
+
+    def read(self) -> Sequence[float]:
+        """Wait for the copies; returns the numbers in the order of ``values``."""
+        for places, packed, arrived in self._copies:
+            if arrived is not None:
+                arrived.synchronize()
+            for place, number in zip(places, packed.tolist(), strict=True):
+                self._values[place] = float(number)
+        return self._values
+
+
+@torch.no_grad()
+def _start_copy(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    packed = torch.stack([*tensors])
+    if not runs_ahead(packed.device):
+        return packed, None
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
+    return host.copy_(packed, non_blocking=True), new_event(packed.device)
 
 
 def _writable(prefix: str, name: str) -> str:
@@ -457,6 +430,6 @@ def _writable(prefix: str, name: str) -> str:
     return whole if whole.isascii() else whole.encode("utf-8", "backslashreplace").decode()
 
 
-def _plain(image: Any) -> torch.Tensor:
+def _plain(image: Any) -> Tensor:
     """A plain tensor on the CPU: users also put arrays and tensor subclasses, which a checkpoint refuses."""
-    return torch.as_tensor(image).detach().cpu().as_subclass(torch.Tensor)
+    return torch.as_tensor(image).detach().cpu().as_subclass(Tensor)

@@ -1,0 +1,54 @@
+"""The number of micro-batches changes during a run."""
+
+import pytest
+import torch
+from trainkit.projects.hooks.accumulation import AccumulationSchedule
+
+from tests.engine.job import tiny_cfg
+from trainkit.engine import DefaultTrainer
+
+FACTORS = [{"NAME": "AccumulationSchedule", "FACTORS": [[3, 2], [6, 4]]}]
+
+
+def train(folder, *options, last=10, resume=False):
+    """The trainer, and the batches of each iteration."""
+    torch.manual_seed(0)
+    trainer = DefaultTrainer(tiny_cfg(folder, "SOLVER.IMS_PER_BATCH", 4, "HOOKS", FACTORS, *options))
+    trainer.resume_or_load(resume=resume)
+    drawn, fetch = {}, trainer._trainer.fetch
+
+    def fetch_and_note():
+        batch = fetch()
+        drawn.setdefault(trainer.iter, []).append(batch["x"])
+        return batch
+
+    trainer._trainer.fetch = fetch_and_note
+    trainer.train(max_iter=last)
+    return trainer, drawn
+
+
+def test_iterations_draw_more_and_more_of_one_stream_also_after_a_resume(tmp_path):
+    whole, batches = train(tmp_path / "whole")
+    train(tmp_path / "stopped", "SOLVER.CHECKPOINT_PERIOD", 1, last=4)
+    resumed, rest = train(tmp_path / "stopped", "SOLVER.CHECKPOINT_PERIOD", 1, resume=True)
+
+    assert [len(batches[iter]) for iter in range(10)] == [1] * 3 + [2] * 3 + [4] * 4
+    stream = iter(DefaultTrainer.build_train_loader(whole.cfg))
+    found = torch.cat([batch for drawn in batches.values() for batch in drawn])
+    assert torch.equal(found, torch.cat([next(stream)["x"] for _ in range(25)]))
+    assert [*rest] == [4, 5, 6, 7, 8, 9]
+    state = resumed.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in whole.model.state_dict().items())
+
+
+def test_a_second_run_starts_with_the_first_number(tmp_path):
+    trainer, _ = train(tmp_path)
+    assert trainer.accumulation_steps == 4
+    trainer.train(0, 1)
+    assert trainer.accumulation_steps == 1
+
+
+@pytest.mark.parametrize("factors", [[(3, 2), (3, 4)], [(6, 2), (3, 4)], [(1, 0)], [(-1, 2)]])
+def test_a_schedule_that_makes_no_sense_is_an_error(factors):
+    with pytest.raises(ValueError, match="must"):
+        AccumulationSchedule(factors)

@@ -1,0 +1,1 @@
+"""What happens if a gradient is not finite: the update is left out, or every gradient is checked before it."""

@@ -1,0 +1,290 @@
+"""Updates with values that are not finite: found on the device, and left out or the end of the run."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from trainkit.projects.non_finite.trainers import CheckGradients, SkipNonFinite
+
+from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.hooks import CallbackHook, PeriodicWriter
+from trainkit.engine.step import SimpleTrainer
+
+
+class SkipAMP(SkipNonFinite, AMPTrainer):
+    pass
+
+
+def is_marked(*gradients):
+    model = nn.ParameterList(
+        nn.Parameter(torch.zeros(3, 3) if gradient is None else torch.zeros_like(gradient.to_dense()))
+        for gradient in gradients
+    )
+    for parameter, gradient in zip(model, gradients, strict=True):
+        parameter.grad = gradient
+    flag = CheckGradients(model, [], sgd(model))._mark(torch.zeros(()))
+    return bool(flag)
+
+
+OPTIMIZERS = {
+    "SGD": lambda model, **kwargs: sgd(model, momentum=0.9, **kwargs),
+    "fused SGD": lambda model: sgd(model, momentum=0.9, fused=True),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    "fused AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+}
+
+
+class Normalized(nn.Module):
+    """A loss that is finite whatever happens to the statistics."""
+
+    def __init__(self, loss=lambda weight, x: weight * x.nan_to_num(0, 0, 0).mean()):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, affine=False)
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.loss = loss
+
+    def forward(self, batch):
+        return self.loss(self.weight, self.norm(batch))
+
+
+def poison_at(*iters, value=math.nan):
+    """The gradient of the first parameter, behind the backward pass."""
+
+    def poison(trainer):
+        if trainer.iter in iters:
+            next(trainer.model.parameters()).grad.view(-1)[0] = value
+
+    return CallbackHook(after_backward=poison)
+
+
+def poisoned(iters, make=sgd, trainer_class=SimpleTrainer, **kwargs):
+    model = Regression()
+    trainer = trainer_class(model, batches(10), make(model), **kwargs)
+    trainer.register_hooks([poison_at(*iters)])
+    return trainer
+
+
+def state_of(trainer):
+    return [
+        *trainer.model.parameters(),
+        *(v for s in trainer.optimizer.state.values() for v in s.values() if v is not None),
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 40, 99])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str
+)
+def test_one_value_that_is_not_finite_is_found_in_gradients_of_every_type(dtype, place, value):
+    gradient = torch.full((100,), 2.0, dtype=dtype)
+    others = [None, torch.ones(4), torch.ones(4, dtype=torch.float64)]
+    assert not is_marked(*others, gradient)
+    gradient[place] = value
+    assert is_marked(*others, gradient)
+    assert is_marked(gradient, *others)
+
+
+@pytest.mark.parametrize("policy", [CheckGradients, SkipNonFinite])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_are_looked_at_under_any_default_dtype(dtype, policy):
+    torch.set_default_dtype(dtype)
+    try:
+        model = Regression()
+        data = [(x.to(dtype), y.to(dtype)) for x, y in batches(4)]
+        trainer = policy(model, data, sgd(model))
+        trainer.train(0, 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trainer.status == "finished"
+
+
+def test_a_complex_gradient_is_looked_at_in_both_parts():
+    assert is_marked(torch.complex(torch.ones(3), torch.tensor([0.0, math.nan, 0.0])))
+
+
+def test_a_sparse_gradient_is_looked_at_where_it_has_values():
+    indices = torch.tensor([[0, 2]])
+    finite, bad = (
+        torch.sparse_coo_tensor(indices, torch.tensor(v), (4,), check_invariants=True)
+        for v in ([1.0, 2.0], [1.0, math.inf])
+    )
+    assert not is_marked(finite)
+    assert is_marked(finite, bad)
+
+
+def test_without_gradients_nothing_is_found():
+    assert not is_marked(None, torch.zeros(0))
+
+
+def test_the_largest_finite_values_are_finite_and_no_bit_is_changed():
+    gradient = torch.tensor([3e38, -3e38, 1e-42, -0.0] * 20)
+    before = gradient.clone().view(torch.int32)
+    assert not is_marked(gradient)
+    assert torch.equal(gradient.view(torch.int32), before)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(make, asynchronous):
+    data = batches(10)
+    expected = SimpleTrainer(model := Regression(), [*data[1:3], *data[5:]], make(model))
+    expected.train(0, 7)
+    trainer = poisoned([0, 3, 4], make, trainer_class=SkipNonFinite, async_write_metrics=asynchronous)
+    trainer.train(0, 10)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True))
+    assert [value for value, _ in scalars(trainer)["skipped_updates"]] == [1, 1, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert len(scalars(trainer)["total_loss"]) == 10  # the losses were finite
+
+    ignoring = poisoned([0, 3, 4], make, non_finite="ignore", async_write_metrics=asynchronous)
+    ignoring.train(0, 10)
+    assert any(value.isnan().any() for value in state_of(ignoring))
+
+
+def test_an_optimizer_in_a_wrapper_skips_as_well():
+    model = Regression()
+    optimizer = PlainOptimizer(sgd(model, fused=True))
+    trainer = SkipNonFinite(model, batches(3), optimizer)
+    trainer.register_hooks([poison_at(1)])
+    trainer.train(0, 3)
+    assert optimizer.calls == ["zero_grad", "update", "zero_grad", "zero_grad", "update"]
+
+
+def statistics(model):
+    return {name: value.clone() for name, value in model.norm.named_buffers()}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_leaves_the_buffers_as_they_were(fused):
+    good = [x for x, _ in batches(4)]
+    bad = torch.full((4, 3), math.inf)
+    found = []
+    for data in ([good[0], bad, *good[1:]], good):
+        model = Normalized(lambda weight, x: weight * x.sum())
+        trainer = SkipNonFinite(model, data, sgd(model, fused=fused))
+        trainer.train(0, len(data))
+        trainer.check_finite()
+        found.append(statistics(model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+    assert found[0]["num_batches_tracked"] == 4
+
+    model = Normalized(lambda weight, x: weight * x.sum())
+    SimpleTrainer(model, [bad], sgd(model, fused=fused), non_finite="ignore").train(0, 1)
+    assert not model.norm.running_mean.isfinite().all()
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_averages(asynchronous):
+    model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
+    data = [torch.tensor(value) for value in (1.0, math.nan, 1.0)]
+    trainer = SkipNonFinite(model, data, sgd(model, lr=0.0), async_write_metrics=asynchronous)
+    trainer.train(0, 3)
+    assert scalars(trainer) == {
+        "total_loss": [(2.0, 0), (2.0, 2)],
+        "loss_a": [(1.0, 0), (1.0, 2)],
+        "loss_b": [(1.0, 0), (1.0, 1), (1.0, 2)],
+        "skipped_updates": [(0.0, 0), (1.0, 1), (1.0, 2)],
+    }
+
+
+def test_a_finite_gradient_of_a_loss_that_is_not_finite_is_skipped_too():
+    model = Weight(lambda weight, batch: weight + batch)
+    trainer = SkipNonFinite(model, [torch.tensor(v) for v in (0.0, math.inf, 0.0)], sgd(model, lr=0.25))
+    trainer.train(0, 3)
+    assert model.weight.item() == 0.5
+
+
+def test_so_many_skipped_updates_in_a_row_end_the_run(asynchronous):
+    kwargs = {"trainer_class": SkipNonFinite, "max_non_finite_in_row": 3, "async_write_metrics": asynchronous}
+    poisoned([1, 2, 4, 5, 7, 8], **kwargs).train(0, 10)
+    trainer = poisoned([1, 2, 4, 5, 6, 7], **kwargs)
+    trainer.register_hooks([PeriodicWriter([], period=3)])
+    with pytest.raises(
+        FloatingPointError, match="gradients are not finite in iteration 6: .* is update 3 in a row that"
+    ):
+        trainer.train(0, 10)
+    assert not any(value.isnan().any() for value in state_of(trainer))
+
+
+@pytest.mark.usefixtures("worker")
+def test_the_counts_are_part_of_the_state():
+    kwargs = {"trainer_class": SkipNonFinite, "max_non_finite_in_row": 4, "async_write_metrics": True}
+    first = poisoned([1, 4, 5], **kwargs)
+    states = []
+    first.register_hooks([AfterStep(lambda trainer: states.append(trainer.step_state_dict()))])
+    first.train(0, 6)
+    assert states[-1]["non_finite"] == {"skipped": 3, "in_row": 2}
+
+    for state, last in ((states[-1], 7), (states[0], 9)):
+        second = poisoned([6, 7, 8, 9], **kwargs)
+        second.load_step_state_dict(state)
+        with pytest.raises(FloatingPointError, match=f"in iteration {last}: .* update 4 in a row"):
+            second.train(6, 10)
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    """What is not initialised is NaN, and not by chance zero."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_fused_sgd_has_clean_momentum_if_its_first_update_is_skipped(new_memory_is_nan):
+    trainers = [
+        poisoned([0], make, trainer_class=SkipNonFinite) for make in (OPTIMIZERS["SGD"], OPTIMIZERS["fused SGD"])
+    ]
+    for trainer in trainers:
+        trainer.train(0, 3)
+    assert torch.equal(*(trainer.model.linear.weight for trainer in trainers))
+
+    with pytest.raises(ConfigError, match="set fused=False"):
+        poisoned([], lambda model: sgd(model, momentum=0.5, dampening=0.1, fused=True), trainer_class=SkipNonFinite)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_skips_what_a_hook_has_put_into_unscaled_gradients_too(fused):
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    trainer = poisoned([1], lambda model: sgd(model, fused=fused), SkipAMP, grad_scaler=scaler)
+    trainer.train(0, 3)
+    assert all(value.isfinite().all() for value in state_of(trainer))
+    assert [value for value, _ in scalars(trainer)["skipped_updates"]] == [0, 1, 1]
+    assert scaler.get_scale() == 8.0
+
+
+def test_bfloat16_skips_without_a_scaler():
+    trainer = poisoned([1], sgd, SkipAMP, precision=torch.bfloat16)
+    trainer.train(0, 3)
+    assert all(value.isfinite().all() for value in state_of(trainer))
+    assert [value for value, _ in scalars(trainer)["skipped_updates"]] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("policy", "iter"), [("gradients", 1), ("skip", 3)])
+def test_the_config_gives_the_policy_and_how_many_in_a_row(policy, iter, tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.NON_FINITE.MAX_IN_ROW", 3, "SOLVER.NON_FINITE.POLICY", policy))
+    trainer.register_hooks([poison_at(1, 2, 3)])
+    with pytest.raises(FloatingPointError, match=f"the gradients are not finite in iteration {iter}"):
+        trainer.train()
+    assert not any(parameter.isnan().any() for parameter in trainer.model.parameters())
+
+
+@needs_cuda
+@pytest.mark.parametrize("make", [OPTIMIZERS["fused SGD"], OPTIMIZERS["fused AdamW"]], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("trainer_class", [SkipNonFinite, SkipAMP, CheckGradients])
+def test_on_cuda_a_step_waits_for_nothing(trainer_class, make):
+    model = Regression().cuda()
+    data = [tuple(tensor.cuda() for tensor in batch) for batch in batches(4)]
+    trainer = trainer_class(model, data, make(model), async_write_metrics=True)
+    watch = CallbackHook(before_step=lambda t: forbid_waiting() if 3 <= t.iter < 8 else allow_waiting())
+    trainer.register_hooks([watch])
+    try:
+        trainer.train(0, 10)
+    finally:
+        allow_waiting()
+    assert trainer.status == "finished"

@@ -1,0 +1,164 @@
+"""Policies for values that are not finite: parts of a trainer that flag each update on the device."""
+
+import operator
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.engine.amp import SKIP_FLAG, SkippingTrainer, prepare_to_skip, skips_on_device
+from trainkit.engine.build import POLICY_REGISTRY
+from trainkit.engine.finite import describe_failure
+from trainkit.engine.step import SimpleTrainer, parameters_of
+from trainkit.utils import comm
+from trainkit.utils.losses import Losses
+
+__all__ = ["CheckGradients", "SkipNonFinite"]
+
+_FLAG = "[flag]gradients"
+
+
+class CheckGradients(SimpleTrainer):
+    """Every gradient is checked before each update, and one that is not finite ends the run.
+
+    On a CPU in one process the weights are then those of before the step. Use it before the trainer that it extends:
+    ``class MyTrainer(CheckGradients, AMPTrainer)``.
+    """
+
+    _gradients: "_Gradients | None" = None
+
+    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
+        flag = self._mark(torch.zeros((), dtype=torch.float32, device=losses.total.device))
+        return {**super().judge_gradients(losses), _FLAG: flag}
+
+    def _mark(self, flag: Tensor) -> Tensor:
+        """Set ``flag``, float32 of shape ``[]``, to 1 if a gradient is not finite; the same on ranks that share it."""
+        if self._gradients is None:
+            self._gradients = _Gradients()
+        self._gradients.mark(parameters_of(self.optimizer, self.model), flag)
+        if comm.get_data_group_size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return flag
+
+    def look(self, iter: int, values: dict[str, Any]) -> str | None:
+        failure = super().look(iter, values)
+        if failure is None and values.get(_FLAG) and not values.get(SKIP_FLAG):
+            failure = describe_failure("gradients are", iter, values)
+        return failure
+
+
+class SkipNonFinite(CheckGradients, SkippingTrainer):
+    """If the loss or a gradient is not finite, the update and the step's changes of buffers are left out on all ranks.
+
+    The number of such updates is stored as ``skipped_updates``. Only optimizers that are not fused wait for the device
+    to learn whether to update.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Args:
+            args, kwargs: as in the trainer that is extended.
+
+        Raises:
+            ConfigError: fused SGD with dampening.
+        """
+        super().__init__(*args, **kwargs)
+        self._former_buffers: dict[str, Tensor] = {}
+        self._skip_flag: Tensor | None = None
+        prepare_to_skip(self.optimizer, self._device.type)
+
+    @property
+    def skips_updates(self) -> bool:
+        return True
+
+    def compute_gradients(self) -> Losses:
+        self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        return super().compute_gradients()
+
+    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
+        extra = super().judge_gradients(losses)
+        flag = extra.pop(_FLAG)
+        by_scaler = extra.get(SKIP_FLAG)  # it skips the update itself, if its own tensor says so
+        if by_scaler is not None:
+            flag = by_scaler.add_(flag).clamp_(max=1.0)
+        _set_if_not_finite([_plain(losses.total)], flag)
+        if comm.get_world_size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        is_skipped = flag.bool()
+        for name, buffer in self.model.named_buffers():
+            if name in self._former_buffers:  # False: this forward pass has created the buffer
+                torch.where(is_skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
+        self._former_buffers = {}
+        self._skip_flag = None if by_scaler is not None else flag
+        return {**extra, SKIP_FLAG: flag}
+
+    def update(self) -> None:
+        flag = self._skip_flag
+        if flag is None:
+            super().update()
+        elif not skips_on_device(self.optimizer):
+            if not flag.item():
+                super().update()
+        else:
+            optimizer: Any = self.optimizer
+            optimizer.grad_scale, optimizer.found_inf = None, flag  # as GradScaler does
+            try:
+                super().update()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+
+
+@POLICY_REGISTRY.register()
+def gradients() -> type[CheckGradients]:
+    return CheckGradients
+
+
+@POLICY_REGISTRY.register()
+def skip() -> type[SkipNonFinite]:
+    return SkipNonFinite
+
+
+class _Gradients:
+    """The gradients of some parameters, by device, dtype and kind, since one kernel checks one group."""
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._groups: list[list[Tensor]] = []
+
+    def mark(self, parameters: list[Tensor], flag: Tensor) -> None:
+        # comparing the parameters with those of the last step is faster than reading their devices
+        if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
+            groups: dict[tuple[Any, ...], list[Tensor]] = {}
+            for parameter in parameters:
+                groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
+            self._parameters, self._groups = parameters, [*groups.values()]
+        for group in self._groups:
+            if grads := [grad for parameter in group if (grad := parameter.grad) is not None]:
+                here = flag if grads[0].device == flag.device else torch.zeros_like(flag, device=grads[0].device)
+                try:
+                    _set_if_not_finite(grads, here)
+                except RuntimeError:  # some gradients are not plain tensors
+                    for grad in grads:
+                        _set_if_not_finite([_plain(grad)], here)
+                if here is not flag:
+                    flag.copy_(torch.maximum(flag, here.to(flag.device, non_blocking=True)))
+
+
+def _set_if_not_finite(tensors: Sequence[Tensor], flag: Tensor) -> None:
+    # the kernel of GradScaler.unscale_; a scale of 1 does not change the values
+    torch._amp_foreach_non_finite_check_and_unscale_([*tensors], flag, _one(flag.device))
+
+
+def _plain(grad: Tensor) -> Tensor:
+    grad = grad.detach()  # a gradient may have a graph
+    if grad.is_sparse:
+        grad = grad._values()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
