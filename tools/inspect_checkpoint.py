@@ -37,6 +37,7 @@ from trainkit.config.config import changed_settings
 from trainkit.engine import user_errors_exit
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
+from trainkit.utils.plugins import FORMATS
 
 CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the entries of these belong to different objects
 MAX_DIFFERENCES = 10  # differences shown in each part of the state without --all
@@ -127,7 +128,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
         "left out": lambda: _describe_left_out(_of_hook(trainer, "SkipBatches", "left_out")),
-        "in parts": lambda: _describe_parts(format_of(state).files(path)[:-1]),
+        "in parts": lambda: _describe_parts([file for name in FORMATS for file in make_format(name).files(path)[:-1]]),
         "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
     }
     found = []

@@ -24,7 +24,7 @@ from trainkit.projects.remote.store import STORE_REGISTRY, CheckpointStore, Fssp
 from trainkit.checkpoint.atomic import CheckpointError, write_text
 from trainkit.checkpoint.file import SUFFIX
 from trainkit.checkpoint.folder import is_file_of, mirrors
-from trainkit.checkpoint.format import owner_of_part, part_folders
+from trainkit.checkpoint.format import owner_of_part
 from trainkit.utils import comm
 from trainkit.utils.run_folder import LOCK_FILE, is_owned_by_another
 
@@ -94,8 +94,8 @@ class Mirror:
 
     def fetch(self, path: str) -> None:
         """Download a checkpoint that is only in the store. Raises as `download`."""
-        files = [path, *(os.path.join(part, name) for part in part_folders(path) for name in os.listdir(part))]
-        names = [os.path.relpath(file, self._folder) for file in files if os.path.lexists(file)]
+        owner = os.path.basename(path)
+        names = [name for name in self._list() if owner in (name, owner_of_part(os.path.dirname(name)))]
         with self._explained("cannot be read"):
             self._get([name for name in names if self._is_placeholder(name)])
 

@@ -16,7 +16,7 @@ from trainkit.projects.sharding.shards import KEY, Shards, fill_shards
 from trainkit.projects.sharding.tensors import is_sharded
 
 from trainkit.checkpoint.file import SUFFIX, read_file, write_plain
-from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part, part_folders
+from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part
 from trainkit.checkpoint.ranks import together
 from trainkit.checkpoint.state import Take, ordinary, plain_state
 from trainkit.utils import comm
@@ -70,10 +70,25 @@ class ShardedFormat(CheckpointFormat):
     def read(self, path: str) -> dict[str, Any]:
         return read_file(path)
 
+    def files(self, path: str) -> list[str]:
+        parts = part_folders(path)
+        return [*(os.path.join(part, name) for part in parts for name in sorted(os.listdir(part))), path]
+
+    def remove(self, path: str) -> None:
+        os.remove(path)
+        for part in part_folders(path):
+            shutil.rmtree(part)
+
     def fill(
         self, state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
     ) -> dict[str, Any]:
         return fill_shards(state, path, model, wanted)
+
+
+def part_folders(path: str) -> list[str]:
+    """The folders with shards of the checkpoint ``path``."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return [os.path.join(folder, entry) for entry in os.listdir(folder) if owner_of_part(entry) == name]
 
 
 def remove_strays(folder: str) -> None:

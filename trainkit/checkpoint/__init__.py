@@ -11,13 +11,7 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.periodic import PeriodicCheckpointer
 
 _OF_PROJECTS = ("CheckpointStore", "STORE_REGISTRY", "load_trusted_pickle")
-__all__ = [
-    "FORMAT_REGISTRY",
-    "CheckpointError",
-    "CheckpointFormat",
-    "Checkpointer",
-    "PeriodicCheckpointer",
-    *_OF_PROJECTS,
-]
+__all__ = ["FORMAT_REGISTRY", "CheckpointError", "CheckpointFormat", "Checkpointer", "PeriodicCheckpointer"]
+__all__ += _OF_PROJECTS
 
 __getattr__ = lazy_names(__name__, *_OF_PROJECTS)

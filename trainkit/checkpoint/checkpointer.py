@@ -28,12 +28,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """An object that can be saved in a checkpoint.
+    """An object in a checkpoint.
 
     Optional: ``before_save(state)`` and ``after_load(state)`` get the whole state before it is written and after it is
-    read, and may change it; ``paths_read`` names what ``after_load`` reads. ``rank_keys`` are the entries of its state
-    that are saved for each rank. A model loaded with an object gets the entry ``trained_model``, if there is one and
-    the object does not say ``only_evaluates``.
+    read, and may change it (``paths_read``: what the latter reads). ``rank_keys`` are the entries of its state that
+    differ between ranks. A model that is loaded with it gets the entry ``trained_model``, unless ``only_evaluates``.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -46,11 +45,9 @@ class Checkpointer:
 
     ``save("model_0004999")`` writes ``model_0004999.pth`` and puts its name into the text file ``last_checkpoint``,
     where ``resume_or_load`` finds it. If a save fails at any time, earlier files stay unchanged. Only one process may
-    write to a folder. A subclass may override fvcore's methods ``_load_file(filename)``, ``_load_model(checkpoint)``,
-    ``_convert_ndarray_to_tensor(state_dict)`` and ``_log_incompatible_keys(incompatible)``.
+    write to a folder. A subclass may override fvcore's methods, such as ``_load_file(filename)``.
 
     Args:
-        model: data-parallel wrappers are removed.
         save_dir: created by the first save; ``""`` switches off saving and resuming. An address becomes a local folder.
         save_to_disk: whether this process writes; None: rank 0 does.
         async_save: the same as ``format="async_save"``.
@@ -71,6 +68,7 @@ class Checkpointer:
         self.model = unwrap_model(model)
         self.logger, self.path_manager = _logger, PathManager  # for subclasses, as in fvcore
         self.save_dir = local_folder(os.fspath(save_dir))
+        self._finished_file = os.path.join(self.save_dir, "finished")
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         name = "async_save" if async_save else format
         self.format = make_format(name, self.model) if isinstance(name, str) else name
@@ -197,10 +195,6 @@ class Checkpointer:
                 os.remove(self._finished_file)
                 sync_folder(self.save_dir)
 
-    @property
-    def _finished_file(self) -> str:
-        return os.path.join(self.save_dir, "finished")
-
     # ---------------------------------------------------------------------------------------- loading
     def has_checkpoint(self) -> bool:
         """Whether ``save_dir`` holds a checkpoint to resume from."""
@@ -317,21 +311,13 @@ class Checkpointer:
         return state
 
     def _load_file(self, filename: str) -> dict[str, Any]:
-        """The content of a file: a dict with the weights under "model", or the weights alone.
-
-        Override it to read other formats or to rename weights; `load_trusted_pickle` reads files that this method
-        refuses. It is called on each rank, also when a run is resumed.
-        """
+        """The content of a file: a dict with the weights under "model", or the weights alone; called on each rank."""
         suffix = os.path.splitext(filename)[1][1:]
         content: dict[str, Any] = (make_format(suffix) if suffix in FORMATS else self.format).read(filename)
         return content
 
     def _load_model(self, checkpoint: dict[str, Any]) -> Any:
-        """Load ``checkpoint.pop("model")`` into the model; numpy arrays in it become tensors.
-
-        Returns:
-            An object for ``_log_incompatible_keys``, with the lists of `Differences`; None logs nothing.
-        """
+        """Load ``checkpoint.pop("model")`` into the model; returns what ``_log_incompatible_keys`` logs, or None."""
         weights, own = checkpoint.pop("model"), self.model.state_dict()
         self._convert_ndarray_to_tensor(weights)
         weights = without_prefix(weights, own)

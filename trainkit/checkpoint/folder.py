@@ -12,11 +12,7 @@ from trainkit.utils.plugins import NAMES, load_plugin
 _logger = logging.getLogger(__name__)
 
 mirrors: dict[str, Any] = {}
-"""Local folder -> the object that copies its files to an address, see `trainkit.projects.remote.mirror.Mirror`.
-
-The core calls ``download()`` on rank 0 before it looks for a checkpoint, ``fetch(path)`` before it reads one, and
-``after_save(folder)`` of each mirror; ``take(resume)`` starts a run, ``release()`` ends it and returns an error or "".
-"""
+"""Local folder -> the object that copies its files to an address, see `trainkit.projects.remote.mirror.Mirror`."""
 
 
 def local_folder(path: str) -> str:

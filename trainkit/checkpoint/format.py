@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,12 +21,9 @@ _PART = re.compile(r"(.+)\.(\w+)-[0-9a-f]{8}")
 class CheckpointFormat:
     """How the state of a checkpoint becomes files; `docs/extending.md` has an example.
 
-    A subclass overrides `write` and `read`. The file at ``path`` commits a save: it is written last, and replaced in
-    one step. Further files are in a folder ``<name>.<format>-<8 hex digits>``, and the file has an entry with the
-    format's registered name; by these names the format is found when the file is read.
-
-    Attributes:
-        collective: whether all ranks write; otherwise one process does.
+    The file at ``path`` commits a save: it is written last, and replaced in one step. Further files are in a folder
+    ``<name>.<format>-<8 hex digits>``, and the file has an entry with the format's registered name, by which the format
+    is found. With ``collective`` all ranks write, otherwise one process does.
     """
 
     collective = False
@@ -59,13 +55,11 @@ class CheckpointFormat:
 
     def files(self, path: str) -> list[str]:
         """The paths of all existing files of a checkpoint; the file at ``path`` is the last one."""
-        return [*(os.path.join(part, name) for part in part_folders(path) for name in sorted(os.listdir(part))), path]
+        return [path]
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint. Raises OSError; FileNotFoundError if there is none."""
         os.remove(path)
-        for part in part_folders(path):
-            shutil.rmtree(part)
 
 
 class TorchFormat(CheckpointFormat):
@@ -94,9 +88,3 @@ def owner_of_part(folder: str) -> str:
     """The name of the checkpoint file to which a folder of this name belongs; ``""`` if it is no such folder."""
     match = _PART.fullmatch(folder)
     return match[1] + SUFFIX if match and match[2] in FORMATS else ""
-
-
-def part_folders(path: str) -> list[str]:
-    """The folders with further files of the checkpoint ``path``."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return [os.path.join(folder, entry) for entry in os.listdir(folder) if owner_of_part(entry) == name]

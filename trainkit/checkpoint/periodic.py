@@ -24,9 +24,7 @@ class PeriodicCheckpointer:
     Args:
         checkpointer: a trainkit or an fvcore checkpointer.
         period: in iterations; 0: only at the end.
-        max_iter: iterations of the run; None: the run has no end.
-        max_to_keep: number of periodic saves to keep, at least 1; None: all. Final and best files are never removed.
-        file_prefix: the start of the file names.
+        max_to_keep: number of periodic saves to keep; None: all. Final and best files are never removed.
         start: number of iterations before the first periodic save; 0: one ``period``. The period counts from there.
         save_last: whether to write a final file.
     """

@@ -16,15 +16,12 @@ _DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiSt
 
 
 def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
-    """A copy of ``value`` that is safe to write; containers are new, tensors share memory with the originals.
+    """A copy of nested dicts, lists and tuples that is safe to write; containers are new, tensors share memory.
 
-    Args:
-        value: nested dicts, lists and tuples of tensors and plain values.
-        path: the path of ``value`` in the state.
-        take: called with each tensor and its path, returns its replacement; None: `ordinary`.
+    ``take(tensor, path)`` returns the replacement of a tensor; None: `ordinary`.
 
     Raises:
-        TypeError: there is a value of another type; the message has its path.
+        TypeError: there is a value other than tensors and plain values; the message has its path.
     """
     kind = type(value)
     if kind in _PLAIN:

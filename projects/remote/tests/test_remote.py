@@ -12,7 +12,7 @@ from tests.engine.test_exact_runs import content
 from tests.engine.tiny import AfterStep
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import local_folder, mirrors
-from trainkit.checkpoint.format import TorchFormat
+from trainkit.checkpoint.format import make_format
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.utils.logger import close_logger
 
@@ -234,7 +234,7 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
     }
     assert (here / shards[9] / ".metadata").read_text() == "m"
     assert (here / shards[4] / ".metadata").read_text() == ""  # stands for the file that is only there
-    TorchFormat().remove(str(here / "model_0000004.pth"))
+    make_format("shards").remove(str(here / "model_0000004.pth"))
     remote.take()
     assert remote.release() == ""
     assert there() == {f"{shards[9]}/.metadata", "model_0000009.pth", "last_checkpoint", "last_upload.json"}
