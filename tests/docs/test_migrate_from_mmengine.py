@@ -26,9 +26,16 @@ from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils.plugins import CONFIG_KEYS
 
-TEXT = page("docs/migrate_from_mmengine.md")
-LEFT, SELFSUP_MODEL, RULES, LARS, STAGES, FUNCTION = blocks("docs/migrate_from_mmengine.md", "python")
-RIGHT, SELFSUP_CONFIG, RULES_IN_YAML, LARS_IN_YAML, STAGES_IN_YAML = blocks("docs/migrate_from_mmengine.md", "yaml")
+RULES_PAGE = "projects/solver_extras/from_mmengine.md"
+SELFSUP_PAGE = "projects/trainkit_selfsup/README.md"
+PAGES = ["docs/migrate_from_mmengine.md", "projects/hooks/from_mmengine.md", RULES_PAGE, SELFSUP_PAGE]
+TEXT = "\n".join(map(page, PAGES))
+(LEFT,) = blocks("docs/migrate_from_mmengine.md", "python")
+(RIGHT,) = blocks("docs/migrate_from_mmengine.md", "yaml")
+RULES, LARS, STAGES, FUNCTION = blocks(RULES_PAGE, "python")
+RULES_IN_YAML, LARS_IN_YAML, STAGES_IN_YAML = blocks(RULES_PAGE, "yaml")
+(SELFSUP_MODEL,) = blocks(SELFSUP_PAGE, "python")
+(SELFSUP_CONFIG,) = blocks(SELFSUP_PAGE, "yaml")
 
 POINTS_OF_2022 = [
     "before_run",
@@ -60,7 +67,7 @@ def tables(text):
         yield [dict(zip(header, row, strict=True)) for row in rows]
 
 
-ROWS = [row for table in tables(TEXT) for row in table]
+ROWS = [row for table in tables(TEXT) for row in table if "trainkit" in row]
 
 
 def spans(cell):
