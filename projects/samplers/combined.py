@@ -1,12 +1,12 @@
 """Several training loaders as one."""
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
 from trainkit.data.protocol import iters_per_epoch, resume_obstacle
-from trainkit.utils import waiting
 from trainkit.utils.periods import exact, whole_or_rounded
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,7 @@ class CombinedLoader:
 
     def _next(self, name: str, iterators: dict[str, Iterator[Any]]) -> Any:
         for _ in range(2):
-            try:
+            with contextlib.suppress(StopIteration):
                 return next(iterators[name])
-            except StopIteration as error:
-                waiting.refuse_end_by_sample(error)
             iterators[name] = iter(self.loaders[name])
         raise ValueError(f"the loader {name!r} of a CombinedLoader yields no batch; is it an iterator that has ended?")

@@ -10,7 +10,6 @@ import torch
 from trainkit.data.protocol import iters_per_epoch, resume_obstacle
 from trainkit.utils.device import Prefetcher
 from trainkit.utils.periods import exact, whole_or_rounded
-from trainkit.utils.waiting import next_batch
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +79,12 @@ class Feed:
         return self._ahead is not _NONE
 
     def _draw(self) -> Any:
-        batch = next_batch(self.iterator, _NONE)
+        batch = next(self.iterator, _NONE)
         if batch is _NONE:
             self._iterator = None  # ends its workers
             if self.before_pass is not None:
                 self.before_pass(self.drawn)
-            batch = next_batch(self.iterator, _NONE)
+            batch = next(self.iterator, _NONE)
         self.drawn += batch is not _NONE
         return batch
 

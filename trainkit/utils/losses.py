@@ -54,39 +54,28 @@ def parse_losses(returned: object) -> Losses:
         TypeError: ``returned`` is none of these, an entry is not a tensor, or its name is not text.
         ValueError: an entry is not a scalar, no entry requires grad, or an entry is called ``total_loss``.
     """
-    if isinstance(returned, Tensor):
-        values = {"total_loss": returned}
-    elif isinstance(returned, Mapping):
-        values = dict(returned)
-        if "total_loss" in values:
-            raise ValueError("total_loss is the name of the sum of the losses; give the model's entry another name")
-    else:
-        raise TypeError(
-            "a model must give its training loss as a tensor or as a dict of tensors by name; "
-            f"this one gave {type(returned).__name__}"
-        )
-    outputs = values.pop("outputs", None)
-    trained = []
+    if not isinstance(returned, Tensor | Mapping):
+        raise TypeError(f"the model returned {type(returned).__name__}; accepted: a loss, or a dict of losses by name")
+    values = {"total_loss": returned} if isinstance(returned, Tensor) else dict(returned)
+    if "total_loss" in values and isinstance(returned, Mapping):
+        raise ValueError("the model returned an entry total_loss, which is the name of the sum; give it another name")
+    outputs, trained = values.pop("outputs", None), []
     for name, value in values.items():
-        if not isinstance(name, str):
-            raise TypeError(f"the names of the model's losses must be text, got {name!r}; use a name such as 'loss_a'")
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"the model's loss {name!r} must be a scalar tensor, got {type(value).__name__} ({value!r})"
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise TypeError(f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar tensors")
+        if value.numel() != 1:
+            raise ValueError(
+                f"the model's loss {name!r} has the shape {list(value.shape)}; accepted: a scalar (a model may return "
+                "logits in trainkit.modeling.losses_from)"
             )
         if value.ndim > 0:
-            if value.numel() != 1:
-                raise ValueError(
-                    f"the model's loss {name!r} must be a scalar, got shape {list(value.shape)}; reduce it first "
-                    "(trainkit.modeling.losses_from takes models that return logits)"
-                )
             values[name] = value.reshape(())  # only if needed, since it adds a step to the backward pass
         if value.requires_grad:
             trained.append(name)
     if not trained:
         raise ValueError(
-            f"the model returned no loss that requires grad; got {sorted(values) or 'an empty dict'}. "
-            "Is a parameter frozen that should be trained, or the loss computed under no_grad or detached?"
+            f"none of the losses {sorted(values)} that the model returned requires grad: is a parameter frozen, or the "
+            "loss detached?"
         )
     return Losses.of(values, trained, outputs)
 

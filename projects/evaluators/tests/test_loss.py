@@ -195,11 +195,11 @@ def test_a_loss_that_some_batches_lack_is_averaged_over_those_that_have_it():
 @pytest.mark.parametrize(
     ("returned", "error", "said"),
     [
-        (lambda w: {"loss": w.detach()}, ValueError, r"no loss that requires grad; got \['loss'\]"),
-        (lambda w: {"loss": w.expand(2)}, ValueError, r"'loss' must be a scalar, got shape \[2\]"),
-        (lambda w: {"total_loss": w}, ValueError, "total_loss is the name of the sum"),
-        (lambda w: {"loss": 1.0}, TypeError, "the model's loss 'loss' must be a scalar tensor, got float"),
-        (lambda w: [w], TypeError, "a dict of tensors by name; this one gave list"),
+        (lambda w: {"loss": w.detach()}, ValueError, r"none of the losses \['loss'\]"),
+        (lambda w: {"loss": w.expand(2)}, ValueError, r"'loss' has the shape \[2\]"),
+        (lambda w: {"total_loss": w}, ValueError, "total_loss, which is the name of the sum"),
+        (lambda w: {"loss": 1.0}, TypeError, "'loss': 1.0; accepted"),
+        (lambda w: [w], TypeError, "the model returned list; accepted"),
     ],
 )
 def test_what_is_no_loss_is_an_error(returned, error, said):
