@@ -13,7 +13,6 @@ _CONFLICTS = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", "one process has no buckets"),
 )
 
 
@@ -36,6 +35,7 @@ def prepare(cfg: CfgNode) -> None:
     """A batch has a part for each logical rank; a process computes those that `own_ranks` names."""
     if num := cfg.SOLVER.LOGICAL_RANKS:
         comm.set_data_ranks(comm.get_rank(), num)
+        cfg.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False  # a process adds up its gradients itself
         choose(cfg, "SOLVER.TRAINER", "logical_trainer", "SOLVER.LOGICAL_RANKS")
 
 

@@ -23,9 +23,7 @@ def group_of_one():
         dist.destroy_process_group()
 
 
-def test_without_a_process_group_there_is_one_process(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+def test_without_a_process_group_there_is_one_process():
     data = object()
     assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (1, 0, True)
     assert (comm.get_local_size(), comm.get_local_rank()) == (1, 0)
@@ -35,8 +33,6 @@ def test_without_a_process_group_there_is_one_process(monkeypatch):
     comm.synchronize()
     with pytest.raises(RuntimeError, match="create_local_process_group"):
         comm.get_local_process_group()
-    with pytest.raises(RuntimeError, match="init_process_group first"):
-        comm.create_local_process_group(1)
 
 
 def test_a_process_may_have_the_data_of_another_rank():
@@ -85,13 +81,6 @@ def test_a_local_group_ends_with_its_process_group(group_of_one):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_local_group_must_divide_the_world(group_of_one, num_workers):
-    group_of_one()
-    with pytest.raises(ValueError, match=f"must divide the world size 1, got {num_workers}"):
-        comm.create_local_process_group(num_workers)
-
-
 def in_three_groups(rank, folder):
     """Backend "other" stands for one that is not Gloo, so that comm makes a Gloo group of its own."""
     dist.Backend.register_backend(
@@ -113,8 +102,7 @@ def in_three_groups(rank, folder):
 
 def _check_two_ranks(rank):
     assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (2, rank, rank == 0)
-    with pytest.raises(RuntimeError, match="torchrun"):
-        comm.get_local_rank()
+    assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 2)
     assert comm.all_gather({"rank": rank, "pad": "x" * rank}) == [{"rank": 0, "pad": ""}, {"rank": 1, "pad": "x"}]
     assert comm.gather(rank) == ([0, 1] if rank == 0 else [])
     assert comm.gather(rank, dst=1) == ([0, 1] if rank == 1 else [])
@@ -128,8 +116,6 @@ def _check_two_ranks(rank):
     assert {name: value.tolist() for name, value in mean.items()} == {"a": 1.0, "b": [1.0, 0.5]}
     total = comm.reduce_dict(values, average=False)
     assert {name: value.tolist() for name, value in total.items()} == {"a": 2, "b": [2.0, 1.0]}
-    with pytest.raises(ValueError, match=r"rank 0 has {'a': \[\], 'b': \[2\]} and rank 1 has {'b': \[2\]}"):
-        comm.reduce_dict(values if rank == 0 else {"b": values["b"]})
 
     comm.create_local_process_group(1)
     assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)

@@ -28,7 +28,7 @@ _C.MODEL.PARALLEL = "ddp"  # With several processes: "ddp", or a name in WRAPPER
 _C.MODEL.DDP = CN()  # torch's DistributedDataParallel, used with several processes.
 _C.MODEL.DDP.BROADCAST_BUFFERS = False  # True: in each iteration, first all ranks get the buffers of rank 0.
 _C.MODEL.DDP.FIND_UNUSED_PARAMETERS = False  # True: parameters may get no gradient; each step searches the graph.
-_C.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False  # True: saves as much memory as the gradients take.
+_C.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = True  # False: DDP has a second copy of the gradients, so they may be replaced.
 _C.MODEL.DDP.STATIC_GRAPH = False  # True: each step uses the same parameters in the same way.
 _C.MODEL.DDP.COMPRESSION = ""  # Exchange gradients as "fp16" or as "bf16" (needs CUDA and NCCL). "": uncompressed.
 

@@ -1,7 +1,6 @@
 """One model on many ranks."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.config import CfgNode, ConfigError
+from trainkit.config import CfgNode
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventStorage
@@ -23,31 +22,19 @@ def create_ddp_model(
     """Wrap a model in DistributedDataParallel; with one process return it unchanged.
 
     Args:
-        fp16_compression: exchange the gradients in float16; ``bf16_compression``: in bfloat16.
+        fp16_compression: exchange the gradients in float16; ``bf16_compression``: in bfloat16, by NCCL or XCCL.
         kwargs: further arguments of ``DistributedDataParallel``.
-
-    Raises:
-        ConfigError: torch cannot exchange bfloat16 on this machine; it needs CUDA with NCCL, or XPU with XCCL.
-        ValueError: both compressions are given.
     """
-    if fp16_compression and bf16_compression:
-        raise ValueError("fp16_compression and bf16_compression are both True; set one of them")
     if comm.get_world_size() == 1:
         return model
     device = device_of(model)
     kwargs.setdefault("device_ids", None if device is None or device.type == "cpu" else [device])
-    known = inspect.signature(DistributedDataParallel).parameters
-    if "broadcast_buffers" in kwargs and "forward_sync_buffers" in known:  # its new name in newer versions of torch
+    if "broadcast_buffers" in kwargs:  # its new name in torch
         kwargs["forward_sync_buffers"] = kwargs.pop("broadcast_buffers")
     ddp = DistributedDataParallel(model, **kwargs)
     if fp16_compression or bf16_compression:
         hook = default_hooks.fp16_compress_hook if fp16_compression else default_hooks.bf16_compress_hook
-        try:
-            ddp.register_comm_hook(state=None, hook=hook)
-        except TypeError as error:
-            raise ConfigError(
-                "torch refuses bf16_compression (MODEL.DDP.COMPRESSION bf16) here; use fp16, or none: " + str(error)
-            ) from error
+        ddp.register_comm_hook(state=None, hook=hook)
     return ddp
 
 

@@ -1,12 +1,11 @@
 """The rank of a process, and the exchange of Python objects between processes.
 
-Without an initialized process group there is one process, and everything works too. Side groups belong to their default
-group, so you can destroy it and make a new one.
+Without a process group there is one process, and everything works too. Side groups and data ranks belong to the default
+group, so it can be destroyed and made anew.
 """
 
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 _T = TypeVar("_T")
-# default group -> its local group, side groups and data ranks, by name; weak: removed with the group
+# default group -> its local group, side groups and data ranks, by name; removed with the group
 _by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weakref.WeakKeyDictionary()
 _alone: dict[str, Any] = {}  # the entries of a process without a group
 
@@ -33,6 +32,9 @@ def get_rank() -> int:
 def is_main_process() -> bool:
     """Whether this is rank 0."""
     return get_rank() == 0
+
+
+# ---------------------------------------------------------------------- the parts of a global batch
 
 
 def set_data_ranks(rank: int | None = None, num: int | None = None) -> None:
@@ -58,47 +60,36 @@ def get_data_group_size() -> int:
     return max(1, get_world_size() // get_data_world_size())
 
 
-def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Declare which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once.
+# ---------------------------------------------------------------------- the processes of a machine
 
-    Raises:
-        RuntimeError: there is no process group, or its local group exists already.
-        ValueError: ``num_workers_per_machine`` does not divide the world size.
-    """
-    if not _is_initialized():
-        raise RuntimeError("there is no process group to divide; call torch.distributed.init_process_group first")
+
+def create_local_process_group(num_workers_per_machine: int) -> None:
+    """Declare which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once."""
     if "local group" in _entries():
         raise RuntimeError("the local process group exists already; create_local_process_group is called once")
-    if num_workers_per_machine < 1 or dist.get_world_size() % num_workers_per_machine:
-        raise ValueError(
-            f"num_workers_per_machine must divide the world size {get_world_size()}, got {num_workers_per_machine}"
-        )
     _entries()["local group"], _ = dist.new_subgroups(num_workers_per_machine)
 
 
 def get_local_process_group() -> dist.ProcessGroup:
-    """The group of the processes on this machine.
-
-    Raises:
-        RuntimeError: `create_local_process_group` was not called for the current process group.
-    """
+    """The group of the processes on this machine. Raises RuntimeError before `create_local_process_group`."""
     if "local group" not in _entries():
         raise RuntimeError("there is no local process group; call create_local_process_group on all ranks first")
     return cast(dist.ProcessGroup, _entries()["local group"])
 
 
 def get_local_rank() -> int:
-    """Number of this process on its machine, from 0.
-
-    Raises:
-        RuntimeError: there are several processes, but neither a local group nor torchrun's variables.
-    """
-    return _ask_machine(dist.get_rank, "LOCAL_RANK", alone=0)
+    """Number of this process on its machine, from 0; without a local group by torchrun's LOCAL_RANK."""
+    group = _entries().get("local group")
+    return int(os.environ.get("LOCAL_RANK", get_rank())) if group is None else dist.get_rank(group)
 
 
 def get_local_size() -> int:
-    """Number of processes on this machine; raises as `get_local_rank`."""
-    return _ask_machine(dist.get_world_size, "LOCAL_WORLD_SIZE", alone=1)
+    """Number of processes on this machine; without a local group by torchrun's LOCAL_WORLD_SIZE."""
+    group = _entries().get("local group")
+    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())) if group is None else dist.get_world_size(group)
+
+
+# ---------------------------------------------------------------------- exchange
 
 
 def side_group(purpose: str) -> dist.ProcessGroup | None:
@@ -151,11 +142,7 @@ def gather(data: _T, dst: int = 0, group: dist.ProcessGroup | None = None) -> li
 
 
 def broadcast(data: _T, src: int = 0) -> _T:
-    """The ``data`` of rank ``src``, on every rank; all ranks must call it.
-
-    Args:
-        data: any object that can be pickled; ignored on other ranks.
-    """
+    """The ``data`` of rank ``src``, which can be pickled, on every rank; all ranks must call it."""
     if get_world_size() == 1:
         return data
     objects = [data if get_rank() == src else None]
@@ -169,28 +156,17 @@ def shared_random_seed() -> int:
 
 
 def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
-    """Add or average tensors over all ranks; all ranks must call it. It waits for the device: do not use it in each
-    step.
+    """Add or average tensors over all ranks; waits for the device, so do not use it in each step.
 
     Args:
-        input_dict: name -> tensor; the same names and shapes on every rank.
+        input_dict: name -> tensor; all ranks call it with the same names and shapes.
 
     Returns:
         Name -> sum or mean over ranks, sorted by name, with the same bits on every rank.
-
-    Raises:
-        ValueError: on every rank, if the names or shapes differ.
     """
     if get_world_size() == 1:
         return dict(sorted(input_dict.items()))
-    # One exchange of names and values: no rank waits in a collective that another rank does not enter.
     by_rank = all_gather({name: input_dict[name].detach().cpu() for name in sorted(input_dict)})
-    shapes = [{name: list(value.shape) for name, value in values.items()} for values in by_rank]
-    if differing := [rank for rank, theirs in enumerate(shapes) if theirs != shapes[0]]:
-        raise ValueError(
-            "reduce_dict needs the same names and shapes on all ranks; "
-            f"rank 0 has {shapes[0]} and rank {differing[0]} has {shapes[differing[0]]}"
-        )
     sums = {name: torch.stack([values[name] for values in by_rank]).sum(dim=0) for name in by_rank[0]}
     return {
         name: (value / len(by_rank) if average else value).to(input_dict[name].device) for name, value in sums.items()
@@ -208,19 +184,6 @@ def _entries() -> dict[str, Any]:
 
 def _data_ranks() -> tuple[int, int]:
     return _entries().get("data ranks") or (get_rank(), get_world_size())
-
-
-def _ask_machine(ask: Callable[[dist.ProcessGroup], int], variable: str, alone: int) -> int:
-    if "local group" in _entries():
-        return ask(get_local_process_group())
-    if _is_initialized() and variable in os.environ:
-        return int(os.environ[variable])
-    if get_world_size() == 1:
-        return alone
-    raise RuntimeError(
-        f"{variable} is not set, so trainkit cannot tell which processes share a machine; start with torchrun, or call "
-        "create_local_process_group after init_process_group"
-    )
 
 
 def _object_group() -> dist.ProcessGroup | None:
