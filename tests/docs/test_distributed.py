@@ -5,7 +5,8 @@ from pathlib import Path
 from tests.docs.keys import keys_named_in
 from trainkit.config import get_cfg
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/distributed.md").read_text()
 
 
 def test_every_key_that_is_named_is_there():
@@ -13,6 +14,6 @@ def test_every_key_that_is_named_is_there():
 
 
 def test_every_option_is_told():
-    for part in ("DDP", "FSDP"):
+    for part, page in (("DDP", PAGE), ("FSDP", (ROOT / "projects/sharding/README.md").read_text())):
         for key in getattr(get_cfg().MODEL, part):
-            assert f"`{key}`" in PAGE
+            assert f"`{key}`" in page
