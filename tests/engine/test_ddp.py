@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.hooks.tests.test_sync_buffers import Counts
 
 from tests.engine.job import tiny_cfg
 from tests.engine.test_world_sizes import Net, part
