@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from trainkit.projects.solver_extras.names import group_names
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
+from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.utils import comm
+from trainkit.utils.model import unwrap_model
 from trainkit.utils.periods import check_period, exact, is_due
 
 logger = logging.getLogger(__name__)
@@ -17,9 +20,9 @@ logger = logging.getLogger(__name__)
 class RuntimeInfo(HookBase):
     """Store ``epoch``, momentum and learning rates; at the start log the length, hardware and size of the run.
 
-    If parameter groups have different values, ``lr/<name>`` and ``momentum/<name>`` are stored for each group; a group
-    without a ``name`` has its number. The plain ``lr`` comes from the `LRScheduler` hook. The momentum of Adam is its
-    first beta.
+    If there are several parameter groups, ``lr/<name>`` is stored for each, under its name in the table at the start;
+    if their momenta differ, ``momentum/<name>`` too. The log says to which group the plain ``lr`` belongs. The momentum
+    of Adam is its first beta.
 
     Args:
         period: in iterations; use the period of the writers.
@@ -33,6 +36,7 @@ class RuntimeInfo(HookBase):
         self._used: list[Any] = []
 
     def before_train(self) -> None:
+        self._names = self._names_of_groups()
         logger.info("This run: %s", "; ".join(self._describe()))
 
     def before_step(self) -> None:
@@ -50,7 +54,7 @@ class RuntimeInfo(HookBase):
 
     def _of_optimizer(self) -> dict[str, Any]:
         groups = self.trainer.optimizer.param_groups
-        names = [str(group.get("name", i)) for i, group in enumerate(groups)]
+        names = [*self._names, *map(str, range(len(self._names), len(groups)))]  # a hook may add groups
         momenta = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]
         used = zip(names, self._used, strict=False)  # a hook may add a group after the update
         found = {f"lr/{name}": lr for name, lr in used if len(groups) > 1}
@@ -60,6 +64,13 @@ class RuntimeInfo(HookBase):
             found["momentum"] = momenta[0]
         return {name: value for name, value in found.items() if value is not None}
 
+    def _names_of_groups(self) -> list[str]:
+        """Those of the table at the start of a run; without a model, numbers."""
+        groups, model = getattr(self.trainer, "optimizer", None), getattr(self.trainer, "model", None)
+        if isinstance(model, nn.Module) and groups is not None:
+            return group_names(groups.param_groups, unwrap_model(model))
+        return []
+
     def _describe(self) -> Iterator[str]:
         trainer = self.trainer
         length = f"{trainer.max_iter} iterations"
@@ -68,6 +79,9 @@ class RuntimeInfo(HookBase):
             length += f" = {float(trainer.max_iter / per_epoch):g} epochs of {float(per_epoch):g}"
         yield length
         yield f"world size {comm.get_world_size()}"
+        if len(self._names) > 1:
+            shown = LRScheduler.get_best_param_group_id(trainer.optimizer)
+            yield f"lr is that of the parameter group {self._names[shown]!r}"
         cfg = getattr(trainer, "cfg", None)
         if cfg is not None:
             yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration"

@@ -55,7 +55,8 @@ def test_a_config_tells_the_samples_and_the_seed(caplog, tmp_path, seed, said):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
     trainer.train(0, 1)
     assert described(caplog) == [
-        "This run: 1 iterations = 0.4 epochs of 2.5; world size 1; 16 samples per iteration; "
+        "This run: 1 iterations = 0.4 epochs of 2.5; world size 1; lr is that of the parameter group "
+        "'layers weight+bias'; 16 samples per iteration; "
         f"{said}; 74 of 74 parameters trained"
     ]
 
@@ -77,11 +78,11 @@ def test_the_rate_that_each_parameter_group_used_is_stored_by_its_name_and_the_m
     trainer = with_groups(torch.optim.SGD, RuntimeInfo(), momentum=0.75)
     trainer.train(0, 2)
     stored = scalars(trainer)
-    assert stored["lr/0"] == [(0.5, 0), (0.25, 1)]
+    assert stored["lr/weight"] == [(0.5, 0), (0.25, 1)]
     assert stored["lr/backbone"] == [(0.25, 0), (0.125, 1)]
-    assert stored["lr/2"] == [(0.125, 0), (0.0625, 1)]
+    assert stored["lr/others weight"] == [(0.125, 0), (0.0625, 1)]
     assert stored["momentum"] == [(0.75, 0), (0.75, 1)]
-    assert {name for name in stored if "/" in name} == {"lr/0", "lr/backbone", "lr/2"}
+    assert {name for name in stored if "/" in name} == {"lr/weight", "lr/backbone", "lr/others weight"}
     assert trainer.storage.smoothing_hints()["lr/backbone"] is False
 
 
@@ -90,7 +91,26 @@ def test_momenta_that_differ_are_stored_for_each_group_and_adams_is_its_first_be
     trainer.optimizer.param_groups[2]["betas"] = (0.25, 0.5)
     trainer.train(0, 1)
     stored = {name: value for name, [(value, _)] in scalars(trainer).items() if name.startswith("momentum")}
-    assert stored == {"momentum/0": 0.75, "momentum/backbone": 0.75, "momentum/2": 0.25}
+    assert stored == {"momentum/weight": 0.75, "momentum/backbone": 0.75, "momentum/others weight": 0.25}
+
+
+def test_the_log_says_of_which_group_the_rate_is(caplog):
+    caplog.set_level("INFO")
+    with_groups(torch.optim.SGD, RuntimeInfo()).train(0, 1)
+    assert "lr is that of the parameter group 'weight'" in described(caplog)[0]
+
+
+def test_the_names_are_those_of_the_table_at_the_start(tmp_path, caplog):
+    caplog.set_level("INFO")
+    options = ("HOOKS", [{"NAME": "RuntimeInfo"}], "SOLVER.PARAM_GROUPS.NORM_DECAY_FACTOR", 0.0)
+    options += ("SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR", 2.0)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
+    trainer.train(max_iter=1)
+    [table] = [message for message in caplog.messages if message.startswith("Parameter groups:")]
+    named = {line.split("|")[1].strip() for line in table.splitlines()[3:]}
+    stored = {name.removeprefix("lr/") for name in trainer.storage.latest() if name.startswith("lr/")}
+    assert stored == named
+    assert len(stored) > 1
 
 
 @pytest.mark.parametrize("priority", ["HIGHEST", "NORMAL", "LOW"])

@@ -504,8 +504,8 @@ def test_a_best_value_of_another_metric_or_mode_is_not_taken_over(caplog):
     assert resume("top5", "max", "max") == [1, 3]
     assert resume("top1", "min", "max") == [1, 3]
     assert caplog.messages == [
-        "The best value in the checkpoint is of top5 (max), not of top1 (max); it is ignored",
-        "The best value in the checkpoint is of top1 (min), not of top1 (max); it is ignored",
+        "The best value of the checkpoint is of top5 (max), not of top1 (max)",
+        "The best value of the checkpoint is of top1 (min), not of top1 (max)",
     ]
 
 

@@ -179,6 +179,12 @@ def test_the_lr_shown_is_that_of_the_largest_group_or_else_the_most_common_one()
     assert lr_shown([group(0.1, 1), group(0.2, 1), group(0.4, 1), group(0.2, 1)]) == 0.2
 
 
+def test_the_log_says_to_which_of_several_groups_the_lr_belongs(caplog):
+    caplog.set_level("INFO")
+    lr_shown([group(0.1, 1), group(0.2, 3), group(0.4, 2)])
+    assert "The lr shown is that of parameter group 2 of 3" in caplog.messages
+
+
 def test_optimizer_and_scheduler_can_be_given():
     model = Weight()
     optimizer = sgd(model, lr=0.5)

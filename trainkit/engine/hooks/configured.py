@@ -96,35 +96,30 @@ class ConfiguredHooks:
         priority: int | None = None,
     ) -> list[HookBase]:
         hooks = []
-        for entry in entries:
-            if not entry.get("ENABLED", True):
-                continue
+        for entry in [entry for entry in entries if entry.get("ENABLED", True)]:
+            place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}
             try:
                 hook = self._construct(entry, hook_class or HOOK_REGISTRY.get(entry["NAME"]), arguments or {})
-                place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}
                 if place.keys() & {"before", "after"}:
                     self._anchored.append((hook, place))
                     continue
                 hook.priority = place.get("priority", hook.priority if priority is None else priority)
                 sort_key(hook.priority, -1, 101)  # raises its error now
-                hooks.append(hook)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"HOOKS: {entry['NAME']}: {error}") from error
+            hooks.append(hook)
         return hooks
 
     def _construct(self, entry: _Entry, hook_class: Callable[..., HookBase], arguments: Mapping[str, Any]) -> HookBase:
         accepted = inspect.signature(hook_class).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         named = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "ENABLED", *_PLACES)}
-        for name in named:
-            if name not in accepted and not takes_any:
-                raise unknown_name("arguments", name.upper(), "accepted", map(str.upper, accepted))
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        if not takes_any and (wrong := [name for name in named if name not in accepted]):
+            raise unknown_name("arguments", wrong[0].upper(), "accepted", map(str.upper, accepted))
         of_keys: Mapping[str, Any] = getattr(hook_class, "config_arguments", lambda _: {})(self._trainer)
         given = {name: value for name, value in of_keys.items() if name in accepted} | {**arguments, **named}
-        for name in _required(hook_class):
-            if name not in given and name in _FROM_TRAINER:
-                given[name] = getattr(self._trainer, name)
-        return hook_class(**given)
+        absent = [name for name in _required(hook_class) if name in _FROM_TRAINER and name not in given]
+        return hook_class(**given, **{name: getattr(self._trainer, name) for name in absent})
 
 
 def _acts_on_evaluation(hook: type[HookBase] | HookBase) -> bool:

@@ -16,7 +16,7 @@ class EarlyStopping(MetricHook):
     Args:
         eval_period, offset, val_metric, mode, min_delta: see `trainkit.engine.hooks.monitor.MetricHook`.
         threshold: also finish when a value is better than this threshold.
-        check_finite: also finish when a value is not finite. If False, such a value counts as not better.
+        check_finite: also finish when a value is not finite.
     """
 
     priority = SAVE_POINT + 3
@@ -40,10 +40,8 @@ class EarlyStopping(MetricHook):
         offset: int = 0,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, min_delta, offset=offset)
-        if not is_whole(patience, 1):
-            raise ValueError(f"patience must be >= 1 evaluation, got {patience!r}")
-        if threshold is not None and not (is_number(threshold) and math.isfinite(threshold)):
-            raise ValueError(f"threshold must be a finite number or None, got {threshold!r}")
+        if not is_whole(patience, 1) or not (threshold is None or (is_number(threshold) and math.isfinite(threshold))):
+            raise ValueError(f"patience must be >= 1, threshold finite or None; got {patience!r} and {threshold!r}")
         self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
 
     def judge(self, value: float) -> str:
@@ -55,8 +53,8 @@ class EarlyStopping(MetricHook):
             return f"{metric} is {value}, which is better than the threshold {self._threshold}"
         if self.not_better < self._patience:
             return ""
-        since = f"{self.best} (iteration {self.best_iter})"
-        return f"{metric} has not been better than {since} in {self.not_better} evaluations"
+        best = f"{self.best} (iteration {self.best_iter})"
+        return f"{metric} has not been better than {best} in {self.not_better} evaluations"
 
     def act(self, decision: str) -> None:
         self.trainer.request_stop(decision, finished=True)

@@ -56,8 +56,7 @@ class EvalHook(PeriodicHook):
         if phase not in ("val", "test"):
             raise ValueError(f'phase must be "val" or "test", got {phase!r}')
         self._func, self.acts_in_last, self._at_start = eval_function, not eval_after_train, eval_at_start
-        self.phase, self._by_epoch = phase, by_epoch
-        self.evaluated_iters = -1
+        self.phase, self._by_epoch, self.evaluated_iters = phase, by_epoch, -1
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
@@ -88,12 +87,9 @@ class EvalHook(PeriodicHook):
 
     def _do_eval(self) -> None:
         """Call the function and store its results; subclasses written for detectron2 override this."""
+        done, shown = self.trainer.last_done_iter + 1, []
         results = self._func()
-        if results is not None and not isinstance(results, Mapping):
-            raise TypeError(f"the evaluation function must return a dict of results or None, got {results!r}")
-        done = self.trainer.last_done_iter + 1
         epoch = periods_done(done, self.trainer.iters_per_epoch) if self._by_epoch else None
-        shown = []
         for name, value in flatten_results_dict(results or {}).items():
             try:
                 number = float(value)

@@ -1,5 +1,6 @@
 """The hook that sets the learning rate."""
 
+import logging
 import warnings
 from collections import Counter
 from typing import Any
@@ -11,6 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
+
+logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
@@ -51,6 +54,8 @@ class LRScheduler(HookBase):
             scheduler.seek(iter)  # this may be a second run
         self._scheduler, self._state, self._has_stepped = scheduler, {}, False
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
+        if len(groups) > 1:
+            logger.info("The lr shown is that of parameter group %d of %d", self._best_param_group_id + 1, len(groups))
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]

@@ -58,11 +58,7 @@ class MetricHook(PeriodicHook):
         eval_period, offset: as given to the `EvalHook`, which must run before this hook.
         val_metric: its name in the storage, such as ``classification/top1``.
         mode: whether "max" or "min" is better; "auto": see `infer_mode`.
-        min_delta: a value is better only if it beats the best one by this much.
-
-    Attributes:
-        best, best_iter: the best value and its iteration; a value that is not finite is never better.
-        not_better: number of values in a row that were not better than the best.
+        min_delta: a value is better only if it beats the best one by this much. One that is not finite never is.
     """
 
     _state_names: tuple[str, ...] = ("best", "best_iter", "not_better", "_seen_iter")
@@ -74,10 +70,8 @@ class MetricHook(PeriodicHook):
         super().__init__(eval_period, offset)
         if not isinstance(val_metric, str) or not val_metric:
             raise ValueError(f"val_metric must be a name such as 'task/top1', got {val_metric!r}")
-        if mode not in ("max", "min", "auto"):
-            raise ValueError(f'mode must be "max", "min" or "auto", got {mode!r}')
-        if not is_number(min_delta) or not min_delta >= 0:
-            raise ValueError(f"min_delta must be >= 0, got {min_delta!r}")
+        if mode not in ("max", "min", "auto") or not is_number(min_delta) or not min_delta >= 0:
+            raise ValueError(f'mode must be "max", "min" or "auto", min_delta >= 0; got {mode!r} and {min_delta!r}')
         self.monitored_metric = val_metric
         self.mode = infer_mode(val_metric) if mode == "auto" else mode
         self._sign = 1 if self.mode == "max" else -1
@@ -87,11 +81,11 @@ class MetricHook(PeriodicHook):
     def _forget(self) -> None:
         self.best: float | None = None
         self.best_iter: int | None = None
-        self.not_better = 0
+        self.not_better = 0  # number of values in a row that were not better than the best
         self._seen_iter: int | None = None
 
     def judge(self, value: float) -> Any:
-        """Called on rank 0 after each new value: the argument of ``act`` on every rank; a false value: do nothing."""
+        """Called on rank 0 with each new value. Returns the argument of ``act`` on every rank; a false one: no act."""
         raise NotImplementedError
 
     def act(self, decision: Any) -> None:
@@ -105,10 +99,8 @@ class MetricHook(PeriodicHook):
 
     def act_now(self) -> None:
         """Judge the newest value if it is new; every rank calls it. Raises ValueError if the storage has none."""
-        decision = None
-        if comm.is_main_process() and (value := self._take()) is not None:
-            decision = self.judge(value)
-        if decision := comm.broadcast(decision):
+        value = self._take() if comm.is_main_process() else None
+        if decision := comm.broadcast(None if value is None else self.judge(value)):
             self.act(decision)
 
     def _take(self) -> float | None:
@@ -142,8 +134,8 @@ class MetricHook(PeriodicHook):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; the state of another metric or mode is ignored with a warning."""
         saved, own = (state_dict["metric"], state_dict["mode"]), (self.monitored_metric, self.mode)
-        if saved == own:
+        if saved != own:
+            logger.warning("The best value of the checkpoint is of %s (%s), not of %s (%s)", *saved, *own)
+            self._forget()
+        else:
             super().load_state_dict(state_dict)
-            return
-        logger.warning("The best value in the checkpoint is of %s (%s), not of %s (%s); it is ignored", *saved, *own)
-        self._forget()

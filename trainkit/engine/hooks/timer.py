@@ -58,8 +58,7 @@ class IterationTimer(HookBase):
             logger.info("%d iterations in %s (%.4f s each); with hooks %s", self._timed_iters, steps, per_step, total)
 
     def summary(self) -> str:
-        """Time per step, the percentage of it spent waiting for data (over iterations that are still in the storage),
-        and the percentage of the total spent in hooks; "" without a timed step."""
+        """Time per step, how much of it was waiting for data (as far as the storage knows), and how much hooks took."""
         if not self._timed_iters:
             return ""
         histories = self.trainer.storage.histories()
