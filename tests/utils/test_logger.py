@@ -1,4 +1,4 @@
-"""setup_logger and the lines that do not repeat themselves."""
+"""setup_logger, and runs without it."""
 
 import io
 import logging
@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from tests.engine.tiny import Steps
+from trainkit.engine.hooks import PeriodicWriter
+from trainkit.utils.events import CommonMetricPrinter, get_event_storage
 from trainkit.utils.logger import (
     close_logger,
     setup_logger,
@@ -160,3 +163,11 @@ def test_a_line_that_is_no_unicode_is_logged(tmp_path, capsys):
     setup_logger(tmp_path, name=NAME, configure_stdout=False).info("lone \ud800")
     assert messages((tmp_path / "log.txt").read_text()) == ["lone \\ud800"]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_a_run_shows_its_lines_if_nobody_has_configured_logging(monkeypatch, capsys, is_configured):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] * is_configured)
+    Steps([PeriodicWriter([CommonMetricPrinter(2)])], lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
+    lines = [] if is_configured else ["Training from iteration 0 to 2", "after 2 of 2 iterations  a: 1 "]
+    assert messages(capsys.readouterr().out) == lines

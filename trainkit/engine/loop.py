@@ -11,7 +11,9 @@ from trainkit.engine.finite import raise_failure
 from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned
+from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
+from trainkit.utils.logger import setup_logger
 from trainkit.utils.periods import is_nth
 from trainkit.utils.rng import set_rng_state
 
@@ -194,6 +196,8 @@ class TrainerBase(RunState):
         self.status, self.failure, self._inside, self._saves = "running", None, "", {}
         self._stops.reset()
         self._step.start_run()
+        if not logger.hasHandlers():  # nobody has configured logging
+            setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
         if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (lost := self.describe_inexact()):
             logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
