@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from trainkit.projects.evaluators.batches import num_samples
 
 from trainkit.utils.model import unwrap_model
@@ -40,16 +41,18 @@ def find_samples(step: Any, batches: Sequence[Any], names: Sequence[Sequence[str
                 if name in buffers:
                     buffer.data.copy_(buffers[name])
 
+    norms = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+    note = "; batch norm used the statistics of each sample alone, so in the batch another one may be larger" * norms
     step.call_model = model  # a data-parallel wrapper would wait for the other ranks
     try:
         return "; ".join(
-            _describe(outcome, batch, names[i] if i < len(names) else []) for i, batch in enumerate(batches)
+            _describe(outcome, batch, names[i] if i < len(names) else [], note) for i, batch in enumerate(batches)
         )
     finally:
         del step.call_model
 
 
-def _describe(outcome: Callable[[Any], _Outcome], batch: Any, names: Sequence[str]) -> str:
+def _describe(outcome: Callable[[Any], _Outcome], batch: Any, names: Sequence[str], note: str) -> str:
     size = num_samples(batch)
     names = names if len(names) == size else [f"sample {i} of the batch" for i in range(size)]
     whole, alone = outcome(batch), [_alone(outcome, batch, i, size) for i in range(size)]
@@ -59,7 +62,8 @@ def _describe(outcome: Callable[[Any], _Outcome], batch: Any, names: Sequence[st
             return f"no sample can be run alone: {alone[0]:.200}"
         largest = max(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])
         median = sorted(losses.values())[len(losses) // 2]
-        return f"the loss is finite; {largest} has the largest one alone: {losses[largest]:.4g} (median {median:.4g})"
+        found = f"the loss is finite; {largest} has the largest one alone: {losses[largest]:.4g} (median {median:.4g})"
+        return f"{found}{note}"
     what = "the loss is not finite" if isinstance(whole, float) else f"the forward pass ends in {_kind(whole)}"
     bad = [name for name, result in zip(names, alone, strict=True) if _kind(result) == _kind(whole)]
     if len(bad) == size > 1:

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -71,7 +72,8 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
         with contextlib.suppress(Exception):
             if not trainer.checkpointer.has_checkpoint():
                 return ""  # it is not known how the run was started
-    return ", or from the checkpoint: ".join(commands)
+    is_known = bool(origin and origin["module"]) or os.path.isfile(sys.argv[0])  # not python -c, nor from stdin
+    return ", or from the checkpoint: ".join(commands) + ("" if is_known else " -- and the command of the run")
 
 
 def failed_iteration(error: BaseException) -> int | None:

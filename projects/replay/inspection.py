@@ -119,7 +119,7 @@ class Inspection(HookBase):
         for optimizer, prefix in self._optimizers.items():
             self._parts_before.append((f"{prefix}optimizer before the step", digest(optimizer.state_dict())))
             if hasattr(optimizer, "register_step_pre_hook"):
-                self._handles.append(optimizer.register_step_pre_hook(lambda optimizer, *_: self._keep_gradients()))
+                self._handles.append(optimizer.register_step_pre_hook(lambda used, *_: self._keep_gradients(used)))
         for model, prefix in self._models.items():
             for name, module in model.named_modules():
                 name = f"{prefix}{name}" or "(model)"
@@ -168,10 +168,12 @@ class Inspection(HookBase):
         if not statistics[-1] and self._first_bad is None:
             self._first_bad = len(self._passes), [value.isfinite() for value in values]
 
-    def _keep_gradients(self) -> None:
-        """Those that are not kept yet: the gradients before clipping, if the step calls ``after_backward``."""
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Those that are not kept yet: of all parameters before clipping (``after_backward``), or of an optimizer."""
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else None
         for name, parameter in self._parameters():
-            if parameter.grad is not None and name not in self.gradients:
+            is_used = updated is None or id(parameter) in updated
+            if is_used and parameter.grad is not None and name not in self.gradients:
                 self.gradients[name] = parameter.grad.detach().clone()
 
     def after_backward(self) -> None:
@@ -190,7 +192,9 @@ class Inspection(HookBase):
     def close(self) -> None:
         """If the step has failed, measure those of its parts that exist."""
         if self._handles:
-            self.after_backward()  # an earlier hook may have failed in after_backward
+            with contextlib.suppress(RuntimeError):
+                _ = self.trainer.losses  # the backward pass is done, and an earlier hook may have failed after it
+                self.after_backward()
             self._measure(has_updated=False)
 
     @torch.no_grad()

@@ -48,6 +48,11 @@ class RunRecord(HookBase):
             )
         self._how_to_repeat = ""
         _ = self.origin  # read now: files may change during the run
+        if self._is_in_parts():
+            logger.info("A step of this run cannot be repeated: its checkpoints are in parts, one of each rank")
+
+    def _is_in_parts(self) -> bool:
+        return bool(getattr(getattr(self.trainer.checkpointer, "format", None), "collective", False))
 
     def before_save(self, state: dict[str, Any]) -> None:
         if isinstance(state.get("trainer"), dict):
@@ -69,7 +74,7 @@ class RunRecord(HookBase):
             adapt(trainer, self.trainer)
 
     def after_failure(self, error: BaseException) -> None:
-        if active_replay.get() is None:
+        if active_replay.get() is None and not self._is_in_parts():
             self._how_to_repeat = leave_capsule(self.trainer, error, self._full_origin())
 
     def after_train(self) -> None:

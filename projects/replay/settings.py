@@ -13,6 +13,7 @@ from trainkit.config.yaml_files import parse_literal
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
 
+_THREADS = "threads of torch"
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
 _NO_MATTER = re.compile(
     r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
@@ -32,11 +33,12 @@ def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
 
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
-    """key -> value as text of the settings that change what a run computes; plus the number of processes or threads."""
+    """key -> value as text of the settings that change what a run computes; and the numbers of threads, processes."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
-    if cfg.SOLVER.get("LOGICAL_RANKS"):  # the number of processes changes nothing
-        return {**found, "threads of torch": str(torch.get_num_threads())}
-    return {**found, "number of processes": str(comm.get_world_size())}
+    found[_THREADS] = str(torch.get_num_threads())
+    if not cfg.SOLVER.get("LOGICAL_RANKS"):  # with them the number of processes changes nothing
+        found["number of processes"] = str(comm.get_world_size())
+    return found
 
 
 def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, str, str]]:
@@ -45,6 +47,8 @@ def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, st
     for key in dict.fromkeys([*own, *saved]):
         # only one of the two may know a key of a project: the other has its default
         here, there = own.get(key) or _default(key), saved.get(key) or _default(key)
+        if key == _THREADS and key not in saved:  # an older file
+            continue
         # parsed: the order of keys may differ, since config.yaml has them in alphabetical order
         if parse_literal(here) != parse_literal(str(there)):
             rows.append((key, here, there))

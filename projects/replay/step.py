@@ -170,9 +170,10 @@ class _Step(Session):
         if find_samples is None:
             return ""
         self._load(before)
-        step, found = self._trainer._trainer, []
+        step, found, reached = self._trainer._trainer, [], []
 
         def look() -> Any:
+            reached.append(True)
             batches = [batch for batch, _ in step.micro_batches()]
             found.append(find_samples(step, batches, result.inspection.samples))
             raise _Looked
@@ -182,7 +183,8 @@ class _Step(Session):
             error = self._go_on(self._at)
         finally:
             del step.compute_gradients
-        failure = f"they cannot be looked at one by one: {error.partition('. ')[0] or 'the trainer makes its own step'}"
+        reason = error.partition(". ")[0] if reached else "there is no batch, or this trainer makes its steps itself"
+        failure = f"they cannot be looked at one by one: {reason}"
         by_rank = comm.all_gather("; ".join(found) or failure)
         return by_rank[0] if len(by_rank) == 1 else "; ".join(f"rank {i}: {text}" for i, text in enumerate(by_rank))
 

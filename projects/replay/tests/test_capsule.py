@@ -85,6 +85,39 @@ def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path)
     assert f"{capsule.REPLAY} {tmp_path}/capsule.rank0.pt, or from the checkpoint: {capsule.REPLAY} {tmp_path} " in line
 
 
+def test_a_run_without_a_script_asks_for_its_command(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["-c"])
+    failed(Job(tmp_path, make_hooks=lambda: [PlantNan("layers.0.weight", 7)]))
+
+    assert last_line(tmp_path).endswith(" --iter 7 -- and the command of the run")
+
+
+def test_the_largest_loss_of_a_sample_alone_is_not_that_in_the_batch_if_there_is_batch_norm(tmp_path):
+    Job(tmp_path)()
+
+    found = replay(tmp_path, 6, Job(tmp_path), find_samples=find_samples, verdict=False)
+
+    assert "has the largest one alone" in found.samples_at_fault
+    assert found.samples_at_fault.endswith("statistics of each sample alone, so in the batch another one may be larger")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_sample_of_a_logical_rank_is_named(tmp_path, accumulation):
+    options = ("SOLVER.LOGICAL_RANKS", 2, "SOLVER.ACCUMULATION_STEPS", accumulation, "DATASETS.TEST", ())
+    job = failed(Job(tmp_path, *SCANS, *options))
+    at = failed_at(tmp_path)
+
+    found = replay(tmp_path, at, job, find_samples=find_samples, verdict=False)
+
+    assert found.bad_samples == found.samples_of_first_bad_module == ["scan_017.png"]
+    assert found.samples_at_fault.count("not finite with scan_017.png") == 1
+
+
+def failed_at(folder):
+    return int(last_line(folder).rpartition(" --iter ")[2])
+
+
 @pytest.mark.parametrize("kind", [KeyError, torch.OutOfMemoryError])
 def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(RaisingClassifier, "error", kind)

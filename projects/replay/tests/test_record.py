@@ -1,14 +1,17 @@
 """What the hook of every run puts into its checkpoints, and what it says when a run is resumed."""
 
 import ast
+import logging
 import re
 
+import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
 from trainkit.checkpoint.file import read_file
 from trainkit.config import get_cfg
 from trainkit.engine import DefaultTrainer
+from trainkit.engine.hooks import CallbackHook
 
 
 def test_a_run_is_resumed_with_its_own_config_file_without_a_warning_of_other_settings(tmp_path, caplog):
@@ -71,3 +74,29 @@ def test_a_checkpoint_without_settings_is_resumed(tmp_path, caplog):
     del state["hooks"]["RunRecord"]
     DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4)).load_state_dict(state)
     assert "other settings" not in caplog.text
+
+
+def test_another_number_of_threads_is_said_when_a_run_is_resumed(tmp_path, caplog):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        DefaultTrainer(tiny_cfg(tmp_path)).resume_or_load()
+    finally:
+        torch.set_num_threads(threads)
+
+    row = caplog.messages[-1].splitlines()[-1].split("  ")
+    assert [cell.strip() for cell in row if cell] == ["threads of torch", str(threads + 1), str(threads), "this run"]
+
+
+def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_repeated(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 3, "SOLVER.STEPS", ()))
+    trainer.register_hooks([CallbackHook(before_step=lambda trainer: [][trainer.iter])])
+    monkeypatch.setattr(trainer.checkpointer.format, "collective", True)
+    with pytest.raises(IndexError):
+        trainer.train()
+
+    assert "A step of this run cannot be repeated: its checkpoints are in parts" in caplog.text
+    assert "To repeat the step" not in caplog.text
+    assert not (tmp_path / "capsule.rank0.pt").exists()
