@@ -7,10 +7,9 @@ import torch
 
 from tests.docs.keys import keys_named_in
 from tests.docs.pages import blocks, page, run
-from tests.engine.tiny import Weight, defer, sgd
+from tests.engine.tiny import Weight, sgd
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer, hooks
-from trainkit.utils.events import get_event_storage
 
 PAGE = page("docs/performance.md")
 GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
@@ -26,13 +25,13 @@ def test_every_key_that_is_named_is_there():
     assert {"LOG.ASYNC", "SOLVER.NON_FINITE.POLICY", "CHECKPOINT.ASYNC"} <= keys_named_in(PAGE)
 
 
-@pytest.mark.parametrize("begin", [lambda trainer: None, lambda trainer: defer(trainer.storage)])
-def test_the_hook_stores_what_each_iteration_had(begin):
-    names = run(STORE_NORM, "performance.md", HookBase=HookBase, get_event_storage=get_event_storage)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_hook_stores_what_each_iteration_had(asynchronous):
+    names = run(STORE_NORM, "performance.md", HookBase=HookBase)
 
     model = Weight()
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.25))
-    trainer.register_hooks([hooks.CallbackHook(before_train=begin), names["StoreNorm"]()])
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.25), async_write_metrics=asynchronous)
+    trainer.register_hooks([names["StoreNorm"]()])
     trainer.train(0, 3)
     assert trainer.storage.history("norm").values() == [(0.75, 0), (0.5, 1), (0.25, 2)]
 
