@@ -6,10 +6,12 @@
     python tools/analyze_model.py --config-file projects/digits/config.yaml
     python tools/analyze_model.py --config-file cfg.yaml --depth 2 --input-shape image=3,224,224 MODEL.WIDTH 32
     python tools/analyze_model.py --config-file output/mine/config.yaml --script train.py
+    python tools/analyze_model.py --config-file cfg.yaml --memory 8 MODEL.PARALLEL fsdp
 
 The tool counts them in eval mode for one sample: the first one of the test data, or zeros of --input-shape. FLOPs are
 the multiply-adds of convolutions, matrix products and attention; activations are their output values. Averaged weights
-are not part of the model and are not counted. The tool writes no files. --script names the file of a job in which a
+are not part of the model and are not counted. --memory estimates the memory of a training step instead, of one of so
+many ranks, with tensors that take none. The tool writes no files. --script names the file of a job in which a
 subclass of DefaultTrainer builds the model or the test loader.
 """
 
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_memory import estimate_memory, report_memory
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -223,7 +226,10 @@ def main(args: argparse.Namespace) -> None:
         cfg.freeze()
         trainer = find_trainer(cfg, args.script)
         batch = batch_of_shapes(cfg, args.input_shape) if args.input_shape else sample_batch(cfg, trainer)
-        print(report(trainer.build_model(cfg), batch, args.depth))
+        if args.memory:
+            print(report_memory(estimate_memory(cfg, trainer, batch, args.memory), args.memory))
+        else:
+            print(report(trainer.build_model(cfg), batch, args.depth))
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -237,6 +243,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config-file", required=True, metavar="FILE", help="a config; also the config.yaml of a run")
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     parser.add_argument("--depth", type=_depth, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
+    text = "the memory of a training step, of one of so many ranks, in place of the counts"
+    parser.add_argument("--memory", type=_ranks, default=0, metavar="RANKS", help=text)
     parser.add_argument(
         "--input-shape",
         action="append",
@@ -251,6 +259,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def _depth(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"need an integer >= 0, got {text!r}")
+    return int(text)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"need an integer >= 1, got {text!r}")
     return int(text)
 
 

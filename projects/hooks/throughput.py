@@ -5,6 +5,7 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from trainkit.projects.evaluators.batches import num_samples
 
@@ -17,6 +18,19 @@ from trainkit.utils.model import unwrap_model
 from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
+
+
+# 10^12 dense operations per second in 16 bits, from the makers' data sheets; the first part of a device's name counts
+PEAK_TFLOPS = {
+    **{"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148, "A100": 312, "A10G": 70},
+    **{"A10": 125, "V100": 125, "T4": 65, "L40S": 362, "L4": 121, "RTX 4090": 165, "MI300X": 1307, "MI250X": 383},
+}
+
+
+def peak_tflops_of(device_name: str) -> float | None:
+    """The entry of `PEAK_TFLOPS` for a device such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
+    words = f" {device_name.replace('-', ' ')} "
+    return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
 
 
 @HOOK_REGISTRY.register()
@@ -32,7 +46,8 @@ class Throughput(HookBase):
 
     Args:
         period: in iterations.
-        peak_tflops: of one device in the precision of the job, in 10^12 operations per second.
+        peak_tflops: of one device in the precision of the job, in 10^12 operations per second. None: in 16 bits, if
+            the device is in `PEAK_TFLOPS`.
     """
 
     priority = 41  # early: the time of a step must not include other hooks
@@ -54,7 +69,10 @@ class Throughput(HookBase):
         flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
         if self._peak_tflops is not None and flops is None:
             raise ConfigError(f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample")
-        self._mfu_pct_per_sample = 100 * flops / 1e12 / self._peak_tflops if flops and self._peak_tflops else None
+        peak = self._peak_tflops
+        if peak is None and any(parameter.is_cuda for parameter in model.parameters()):
+            peak = peak_tflops_of(torch.cuda.get_device_name())
+        self._mfu_pct_per_sample = 100 * flops / 1e12 / peak if flops and peak else None
         comm.side_group("metrics")  # created here, in the thread of the loop
 
     def before_step(self) -> None:

@@ -11,8 +11,12 @@ from torch import nn
 
 from tests.engine.job import tiny_cfg
 from tools import analyze_model
+from tools.model_memory import estimate_memory
+from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
-from trainkit.modeling import MODEL_REGISTRY
+from trainkit.engine import DefaultTrainer
+from trainkit.modeling import MODEL_REGISTRY, build_model
+from trainkit.solver import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ["module", "class", "parameters", "trainable", "buffers", "FLOPs", "activations"]
@@ -281,3 +285,74 @@ def test_a_config_file_that_is_absent_is_one_line(capsys, tmp_path):
 def test_the_first_sample_is_drawn_from_the_validation_data_where_there_are_no_test_data(call):
     assert "tiny_val" in DatasetCatalog
     assert "'x': [1, 4]" in call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[0]
+
+
+# ---------------------------------------------------------------------- the memory of a step
+
+
+class Deep(nn.Module):
+    """A tied weight, a buffer and a frozen layer."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.tied, self.frozen = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
+        self.blocks[0].append(self.tied)
+        self.register_buffer("scale", torch.ones(64))
+
+    def forward(self, batch):
+        x = self.frozen(batch["x"]) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": nn.functional.cross_entropy(self.tied(x), batch["label"])}
+
+
+MODEL_REGISTRY.register(Deep)
+
+
+def peak_of_real_steps(cfg, num_samples):
+    """Bytes that torch allocates on the CPU for the model and two steps."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        model = build_model(cfg)
+        optimizer = build_optimizer(cfg, model)
+        batch = {"x": torch.randn(num_samples, 64), "label": torch.zeros(num_samples, dtype=torch.long)}
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+    sizes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(sizes))
+
+
+@pytest.mark.parametrize("num_samples", [8, 512])
+def test_the_estimate_is_what_two_real_steps_allocate(tmp_path, num_samples):
+    options = ["MODEL.NAME", "Deep", "SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.IMS_PER_BATCH", num_samples]
+    cfg = tiny_cfg(tmp_path, *options)
+    sample = {"x": torch.zeros(1, 64), "label": torch.tensor([0])}
+    found = estimate_memory(cfg, DefaultTrainer, sample)
+
+    assert found["total"] == pytest.approx(peak_of_real_steps(cfg, num_samples), rel=0.1)
+    parameters = sum(p.nbytes for p in build_model(cfg).parameters() if p.requires_grad)
+    assert found["parameters"] == parameters
+    assert found["optimizer"] == pytest.approx(2 * parameters, rel=0.1)
+    cfg.MODEL.PARALLEL = "fsdp"
+    sharded = estimate_memory(cfg, DefaultTrainer, sample, ranks=4)
+    assert sharded["parameters"] == -(-parameters // 4)
+    assert sharded["activations"] < found["activations"]
+
+
+def test_a_model_that_reads_values_cannot_be_estimated(tmp_path):
+    @MODEL_REGISTRY.register()
+    class Reads(Deep):
+        def forward(self, batch):
+            return {"loss": super().forward(batch)["loss"] * float(batch["x"].sum())}
+
+    sample = {"x": torch.zeros(1, 64), "label": torch.tensor([0])}
+    with pytest.raises(ConfigError, match="--memory: a step on tensors without values failed: "):
+        estimate_memory(tiny_cfg(tmp_path, "MODEL.NAME", "Reads"), DefaultTrainer, sample)
+
+
+def test_the_command_prints_the_estimate(capsys, monkeypatch):
+    config = str(ROOT / "projects/digits/config.yaml")
+    analyze_model.main(analyze_model.parse_args(["--config-file", config, "--memory", "1", "MODEL.WIDTH", "8"]))
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "total"

@@ -3,6 +3,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.hooks.throughput import peak_tflops_of
 
 from tests.engine.tiny import AfterStep, metrics_by_worker, sgd
 from tests.two_ranks import on_two_ranks
@@ -142,6 +143,22 @@ def test_the_utilization_is_the_part_of_the_peak_that_the_model_needs(clock, mod
     trainer = run(wrap(model_class(clock, 2.0)), samples(4), Throughput(1, peak_tflops=8), 1)
     assert rates(trainer) == [(2.0, 0)]
     assert rates(trainer, "mfu_pct") == [(25.0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("AMD Instinct MI300X", 1307),
+        ("Tesla K80", None),
+    ],
+)
+def test_the_peak_of_a_device_is_found_by_its_name(name, peak):
+    assert peak_tflops_of(name) == peak
 
 
 class OfAttribute(Slow):
