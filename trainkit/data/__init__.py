@@ -20,32 +20,13 @@ if TYPE_CHECKING:
     from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
     from trainkit.data.workers import worker_init_reset_seed
 
-__all__ = [  # some are in projects
-    "DatasetCatalog",
-    "MetadataCatalog",
-    "Metadata",
-    "TRANSFORM_REGISTRY",
-    "build_transform",
-    "build_train_loader",
-    "build_test_loader",
-    "build_batch_data_loader",
-    "ResumableLoader",
-    "CombinedLoader",
-    "resume_obstacle",
-    "iters_per_epoch",
-    "trivial_batch_collator",
-    "worker_init_reset_seed",
-    "SAMPLER_REGISTRY",
-    "TrainingSampler",
-    "RandomSubsetTrainingSampler",
-    "RepeatFactorTrainingSampler",
-    "InfiniteSampler",
-    "InferenceSampler",
-    "GroupedBatchSampler",
-    "MapDataset",
-    "DatasetFromList",
-    "ToIterableDataset",
-]
+_OF_PROJECTS = ["CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"]
+_OF_PROJECTS += ["ToIterableDataset"]
 
-_OF_PROJECTS = ("CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS, "ToIterableDataset")
+__all__ = ["DatasetCatalog", "MetadataCatalog", "Metadata", "MapDataset", "DatasetFromList", "SAMPLER_REGISTRY"]
+__all__ += ["TRANSFORM_REGISTRY", "build_transform", "build_train_loader", "build_test_loader"]
+__all__ += ["build_batch_data_loader", "ResumableLoader", "trivial_batch_collator", "worker_init_reset_seed"]
+__all__ += ["TrainingSampler", "InfiniteSampler", "InferenceSampler", "resume_obstacle", "iters_per_epoch"]
+__all__ += _OF_PROJECTS
+
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampler, default_collate
@@ -25,20 +25,22 @@ SAMPLER_REGISTRY = Registry("SAMPLER")
 SAMPLER_REGISTRY.register(TrainingSampler)
 
 TRANSFORM_REGISTRY = Registry("TRANSFORM")
-"""Classes or functions that take ``cfg`` and return a function sample -> sample.
+"""Name -> a class or function ``(cfg)`` that returns a function sample -> sample. If the function of a training
+transform returns None, another sample is used instead."""
 
-If a training transform returns None, another sample is used instead.
-"""
+_COLLATE_FNS = {"default": default_collate, "list": trivial_batch_collator}
+_Function: TypeAlias = Callable[[Any], Any] | None
+_Sampler: TypeAlias = Sampler[int] | None
 
 
 def build_batch_data_loader(
     dataset: Any,
-    sampler: Sampler[int] | None,
+    sampler: _Sampler,
     total_batch_size: int | None,
     *,
     aspect_ratio_grouping: bool = False,
     num_workers: int = 0,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: _Function = None,
     drop_last: bool = True,
     single_gpu_batch_size: int | None = None,
     prefetch_factor: int = 2,
@@ -47,10 +49,7 @@ def build_batch_data_loader(
     seed: int | None = None,
     **kwargs: Any,
 ) -> ResumableLoader:
-    """A loader of this rank's part of every global batch.
-
-    With an endless sampler the loader is endless, and its length raises TypeError. Iterating does not use the global
-    random state.
+    """A loader of this rank's part of every global batch; it is endless if the sampler is.
 
     Args:
         dataset: an iterable dataset must divide itself between ranks and workers.
@@ -65,25 +64,21 @@ def build_batch_data_loader(
     """
     if aspect_ratio_grouping:
         raise ValueError("aspect_ratio_grouping is not accepted; use GroupedBatchSampler or AspectRatioGroupedDataset")
+    if (total_batch_size is None) == (single_gpu_batch_size is None):
+        sizes = f"{total_batch_size} and {single_gpu_batch_size}"
+        raise ValueError(f"give either total_batch_size or single_gpu_batch_size, got {sizes}")
     num_ranks = comm.get_data_world_size()
-    if total_batch_size is None and single_gpu_batch_size is not None:
-        total_batch_size = single_gpu_batch_size * num_ranks
-    elif total_batch_size is None or single_gpu_batch_size is not None:
-        raise ValueError(
-            f"give either total_batch_size or single_gpu_batch_size, got {total_batch_size} and {single_gpu_batch_size}"
-        )
-    if total_batch_size < 1 or total_batch_size % num_ranks:
-        raise ConfigError(  # a command line with another number of processes can cause it
-            f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of the world size "
-            f"{num_ranks}, got {total_batch_size}"
-        )
+    total = total_batch_size or (single_gpu_batch_size or 0) * num_ranks
+    if total < 1 or total % num_ranks:  # a ConfigError: a command line with another number of processes can cause it
+        accepted = f"must be a positive multiple of the world size {num_ranks}"
+        raise ConfigError(f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) {accepted}, got {total}")
     dataset, sampler = getattr(dataset, "indexed", None) or (dataset, sampler)
     seed = torch.initial_seed() if seed is None else seed
     kwargs.setdefault("generator", new_generator(seed, LOADER_KEY, comm.get_data_rank()))
     return ResumableLoader(
         dataset,
         seed=seed,
-        batch_size=total_batch_size // num_ranks,
+        batch_size=total // num_ranks,
         sampler=sampler,
         drop_last=drop_last,
         num_workers=num_workers,
@@ -95,12 +90,24 @@ def build_batch_data_loader(
     )
 
 
+def _loader_arguments(cfg: CfgNode, mapper: _Function, is_train: bool) -> dict[str, Any]:
+    if cfg.DATALOADER.COLLATE not in _COLLATE_FNS:
+        raise unknown_name("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, "accepted", _COLLATE_FNS)
+    is_kept = cfg.DATALOADER.PERSISTENT_WORKERS if is_train else cfg.TEST.PERSISTENT_WORKERS and cfg.TEST.EVAL_PERIOD
+    return {
+        "mapper": build_transform(cfg, is_train) if mapper is None else mapper,
+        "persistent_workers": bool(is_kept),
+        "num_workers": cfg.DATALOADER.NUM_WORKERS,
+        "collate_fn": _COLLATE_FNS[cfg.DATALOADER.COLLATE],
+        "prefetch_factor": cfg.DATALOADER.PREFETCH_FACTOR,
+        "timeout": cfg.DATALOADER.TIMEOUT,
+        "pin_memory": runs_ahead(resolve_device(cfg.MODEL.DEVICE)),
+        "seed": seed_of(cfg),
+    }
+
+
 def _train_arguments(
-    cfg: CfgNode,
-    dataset: Any = None,
-    *,
-    mapper: Callable[[Any], Any] | None = None,
-    sampler: Sampler[int] | None = None,
+    cfg: CfgNode, dataset: Any = None, *, mapper: _Function = None, sampler: _Sampler = None
 ) -> dict[str, Any]:
     if callable(dataset) and not hasattr(dataset, "__getitem__"):  # detectron2 has the mapper at this position
         dataset, mapper = None, dataset
@@ -110,33 +117,18 @@ def _train_arguments(
             raise ConfigError("DATASETS.TRAIN is empty; name at least one registered dataset")
         concatenate = ChainDataset if isinstance(parts[0], IterableDataset) else ConcatDataset
         dataset = concatenate(parts) if len(parts) > 1 else parts[0]
-    dataset = _as_dataset(dataset)
     if sampler is None and not isinstance(dataset, IterableDataset):
         key = "DATALOADER.SAMPLER_TRAIN"
         sampler = look_up(SAMPLER_REGISTRY, cfg.DATALOADER.SAMPLER_TRAIN, key)(cfg, dataset)
-    return {
-        "dataset": dataset,
-        "mapper": build_transform(cfg, is_train=True) if mapper is None else mapper,
-        "sampler": sampler,
-        "total_batch_size": cfg.SOLVER.IMS_PER_BATCH,
-        "persistent_workers": cfg.DATALOADER.PERSISTENT_WORKERS,
-        **_loader_arguments(cfg),
-    }
+    arguments = {"dataset": dataset, "sampler": sampler, "total_batch_size": cfg.SOLVER.IMS_PER_BATCH}
+    return {**arguments, **_loader_arguments(cfg, mapper, is_train=True)}
 
 
 @configurable(from_config=_train_arguments)
 def build_train_loader(
-    dataset: Any,
-    *,
-    mapper: Callable[[Any], Any] | None = None,
-    sampler: Sampler[int] | None = None,
-    total_batch_size: int,
-    **kwargs: Any,
+    dataset: Any, *, mapper: _Function = None, sampler: _Sampler = None, total_batch_size: int, **kwargs: Any
 ) -> ResumableLoader:
     """The endless loader of a dataset; or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
-
-    With a config, arguments that the call does not give come from it: the dataset by ``DATASETS.TRAIN``, ``mapper`` by
-    ``INPUT.TRAIN_TRANSFORM``, ``sampler`` by ``DATALOADER.SAMPLER_TRAIN``, the batch size by ``SOLVER.IMS_PER_BATCH``.
 
     Args:
         dataset: a list of samples, map-style, or iterable. An iterable dataset has its own order, length, and division
@@ -145,88 +137,54 @@ def build_train_loader(
         sampler: None: a `TrainingSampler`.
         kwargs: as for `build_batch_data_loader`, but ``collate_fn`` is torch's ``default_collate``.
     """
-    dataset = _as_dataset(dataset)
+    dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = TrainingSampler(len(dataset), seed=kwargs.get("seed"))
-    return build_batch_data_loader(
-        _mapped(dataset, mapper), sampler, total_batch_size, **{"collate_fn": default_collate, **kwargs}
-    )
+    return build_batch_data_loader(dataset, sampler, total_batch_size, **{"collate_fn": default_collate, **kwargs})
 
 
-def _test_arguments(cfg: CfgNode, dataset_name: str, mapper: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-    return {
-        "dataset": _load_dataset(dataset_name, "DATASETS"),
-        "mapper": build_transform(cfg, is_train=False) if mapper is None else mapper,
-        "batch_size": cfg.TEST.IMS_PER_BATCH,
-        "persistent_workers": cfg.TEST.PERSISTENT_WORKERS and bool(cfg.TEST.EVAL_PERIOD),
-        **_loader_arguments(cfg),
-    }
+def _test_arguments(cfg: CfgNode, dataset_name: str, mapper: _Function = None) -> dict[str, Any]:
+    arguments = {"dataset": _load_dataset(dataset_name, "DATASETS"), "batch_size": cfg.TEST.IMS_PER_BATCH}
+    return {**arguments, **_loader_arguments(cfg, mapper, is_train=False)}
 
 
 @configurable(from_config=_test_arguments)
 def build_test_loader(
-    dataset: Any,
-    *,
-    mapper: Callable[[Any], Any] | None = None,
-    sampler: Sampler[int] | None = None,
-    batch_size: int = 1,
-    **kwargs: Any,
+    dataset: Any, *, mapper: _Function = None, sampler: _Sampler = None, batch_size: int = 1, **kwargs: Any
 ) -> ResumableLoader:
-    """The loader of a dataset: all ranks together get each sample once, in order; or of a config, with ``(cfg,
-    dataset_name)``, ``INPUT.TEST_TRANSFORM`` and ``TEST.IMS_PER_BATCH``.
+    """The loader of a dataset: all ranks together get each sample once, in order; or of ``(cfg, dataset_name)``.
 
     Args:
         dataset, mapper, kwargs: as for `build_train_loader`.
         sampler: None: an `InferenceSampler`.
         batch_size: samples per batch of this rank.
     """
-    dataset = _as_dataset(dataset)
+    dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = InferenceSampler(len(dataset))
     options = {"single_gpu_batch_size": batch_size, "drop_last": False, "collate_fn": default_collate, **kwargs}
-    return build_batch_data_loader(_mapped(dataset, mapper), sampler, None, **options)
-
-
-def _mapped(dataset: Any, mapper: Callable[[Any], Any] | None) -> Any:
-    return dataset if mapper is None else MapDataset(dataset, mapper)
-
-
-def _loader_arguments(cfg: CfgNode) -> dict[str, Any]:
-    collate_fns = {"default": default_collate, "list": trivial_batch_collator}
-    if cfg.DATALOADER.COLLATE not in collate_fns:
-        raise unknown_name("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, "accepted", collate_fns)
-    return {
-        "num_workers": cfg.DATALOADER.NUM_WORKERS,
-        "collate_fn": collate_fns[cfg.DATALOADER.COLLATE],
-        "prefetch_factor": cfg.DATALOADER.PREFETCH_FACTOR,
-        "timeout": cfg.DATALOADER.TIMEOUT,
-        "pin_memory": runs_ahead(resolve_device(cfg.MODEL.DEVICE)),
-        "seed": seed_of(cfg),
-    }
+    return build_batch_data_loader(dataset, sampler, None, **options)
 
 
 def _load_dataset(name: str, key: str) -> Any:
     if name not in DatasetCatalog:
         raise ConfigError(f"{key}: {DatasetCatalog.explain_unknown(name)}")
-    dataset = _as_dataset(DatasetCatalog.get(name))
+    dataset = DatasetCatalog.get(name)
     if not isinstance(dataset, IterableDataset) and len(dataset) == 0:
         raise ConfigError(f"{key}: {name!r} has no samples")
-    if type(dataset) is DatasetFromList:
-        dataset.name = dataset.name or name
+    if isinstance(dataset, list | tuple):
+        dataset = DatasetFromList(dataset)
+        dataset.name = name
     return dataset
 
 
-def _as_dataset(dataset: Any) -> Any:
-    return DatasetFromList(dataset) if isinstance(dataset, list | tuple) else dataset
+def _mapped(dataset: Any, mapper: _Function) -> Any:
+    dataset = DatasetFromList(dataset) if isinstance(dataset, list | tuple) else dataset
+    return dataset if mapper is None else MapDataset(dataset, mapper)
 
 
-def build_transform(cfg: CfgNode, is_train: bool) -> Callable[[Any], Any] | None:
-    """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``; None if the name is empty.
-
-    Raises:
-        ConfigError: nothing is registered under this name.
-        TypeError: the registered entry returned something that cannot be called.
-    """
+def build_transform(cfg: CfgNode, is_train: bool) -> _Function:
+    """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``; None if the name is empty."""
     key = "TRAIN_TRANSFORM" if is_train else "TEST_TRANSFORM"
     if not cfg.INPUT[key]:
         return None

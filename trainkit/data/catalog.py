@@ -22,11 +22,9 @@ class _Catalog(UserDict[str, _T]):
         self.pop(name)
 
     def explain_unknown(self, name: str) -> str:
-        """The error text for an unknown name, with the known names and the remedy."""
-        return (
-            f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self)}registered: "
-            f"{', '.join(sorted(self)) or 'none'}. Put the module that registers it into IMPORTS"
-        )
+        known, catalog = ", ".join(sorted(self)) or "none", type(self).__name__[1:]
+        remedy = "Put the module that registers it into IMPORTS"
+        return f"{catalog} has no {name!r}; {did_you_mean(name, self)}registered: {known}. {remedy}"
 
     def __missing__(self, name: str) -> _T:
         raise KeyError(self.explain_unknown(name))
@@ -36,10 +34,9 @@ class _Catalog(UserDict[str, _T]):
 
 
 class _DatasetCatalog(_Catalog[Callable[[], Any]]):
-    """Names of datasets, each with the function that makes the dataset.
+    """Names of datasets, each with the function that makes it: a list, a map-style dataset or an ``IterableDataset``.
 
-    A function takes no argument and returns a list of samples, a map-style dataset or an ``IterableDataset``. Each call
-    must give the same samples in the same order, since the training order consists of indices.
+    Each call must give the same samples in the same order, since the training order consists of indices.
     """
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
@@ -73,7 +70,7 @@ class Metadata(types.SimpleNamespace):
         raise AttributeError(f"metadata of {self.name!r} has no attribute {key!r}; it has: {known}")
 
     def set(self, **attributes: Any) -> "Metadata":
-        """Set several attributes; return the object itself. Raises ValueError if one has another value already."""
+        """Set several attributes; return the object itself."""
         for key, value in attributes.items():
             setattr(self, key, value)
         return self

@@ -25,8 +25,8 @@ __getattr__ = lazy_names(
 class MapDataset(data.Dataset[Any]):
     """A dataset with a function applied to each sample; if it returns None, another sample is used instead.
 
-    Which other sample is used depends only on the index, not on workers or earlier samples, and needs no random state.
-    With an ``IterableDataset`` the result is an ``IterableDataset``, which skips such samples.
+    Which other sample is used depends only on the index. An ``IterableDataset`` becomes an ``IterableDataset``, which
+    skips such samples.
     """
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
@@ -78,11 +78,9 @@ class DatasetFromList(data.Dataset[Any]):
     """A list of samples as a dataset.
 
     Args:
-        copy: return deep copies, so that changing a sample does not change the dataset. A serialized list always makes
-            new samples.
-        serialize: keep one buffer of pickled samples instead of the list. Workers share it; with many small Python
-            objects, reference counting would make each forked worker copy their memory. Or a function that makes
-            another container of the list.
+        copy: return deep copies. A serialized list always makes new samples.
+        serialize: keep one buffer of pickled samples, which forked workers share: reference counting would make each of
+            them copy the memory of small objects. Or a function that makes another container of the list.
     """
 
     name = ""  # for errors

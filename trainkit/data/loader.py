@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -12,17 +13,18 @@ from typing import Any
 
 import torch
 from torch.utils import data
-from torch.utils.data import BatchSampler, DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, new_generator
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
-from trainkit.data.workers import signals_held_back, worker_init_reset_seed
+from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
 
 LOADER_KEY = 2  # samplers use other keys, so the seeds of workers are independent of the order
+_NOT_RANDOM = (list, tuple, range, data.TensorDataset, DatasetFromList)
 _CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)  # errors if a worker ends while it sends a batch
 
 
@@ -35,13 +37,13 @@ class ResumableLoader(DataLoader[Any]):
     """A ``DataLoader`` whose position can be saved, and whose samples do not depend on the process that loads them.
 
     The position counts the delivered samples of all ranks. After ``load_state_dict`` the next ``iter()`` continues
-    there, with any number of workers: at once with an `InfiniteSampler`; with another sampler or batch sampler, if it
-    has ``state_dict`` and ``load_state_dict``, by drawing the indices of the pass again, without loading. An
-    ``IterableDataset`` with these methods takes part without workers. ``resume_obstacle`` says why it has no position.
+    there: at once with an `InfiniteSampler`; by drawing the indices of the pass again with another sampler or batch
+    sampler that has ``state_dict`` and ``load_state_dict``; by these methods of an ``IterableDataset``, without
+    workers. ``resume_obstacle`` says why there is no position; it is empty if there is one.
 
     Before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and the sample's
-    position in the stream, unless nothing is random (lists and tensors, collated by torch or this package), or there is
-    an obstacle. Without workers, the random state of the process is restored after each batch.
+    position, unless nothing is random (lists and tensors, collated by torch or this package) or there is an obstacle.
+    Without workers, the random state of the process is restored after each batch.
 
     Args:
         seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
@@ -63,16 +65,15 @@ class ResumableLoader(DataLoader[Any]):
         kwargs["worker_init_fn"] = partial(_start_worker, worker_init_fn)
         super().__init__(dataset, **kwargs)
         seed = torch.initial_seed() if seed is None else seed
-        self._is_stream = isinstance(dataset, data.IterableDataset)
-        self._draws = draws = _Draws(self.batch_sampler, seed)
-        self._order: Any = dataset if self._is_stream else draws.order
-        self.resume_obstacle = self._find_obstacle()
+        is_stream = isinstance(dataset, data.IterableDataset)
+        self._draws = draws = _Draws(self.batch_sampler, dataset if is_stream else None, seed)
+        self.resume_obstacle = self._find_obstacle(is_stream)
         if not self.resume_obstacle and self.generator is None:
             # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
             kwargs["generator"] = self.generator = new_generator(seed, LOADER_KEY, comm.get_data_rank())
         self._inside: DataLoader[Any] | None = None
-        if not self._is_stream and draws.order is not None:
-            if self.collate_fn not in (default_collate, trivial_batch_collator) or _may_draw(dataset):
+        if not is_stream and self.batch_sampler is not None:
+            if type(dataset) not in _NOT_RANDOM or self.collate_fn not in (default_collate, trivial_batch_collator):
                 draws.seeds_samples = not self.resume_obstacle
                 # an evaluation without workers may use the random numbers of the loop
                 draws.seeds_batches = draws.is_test and self.num_workers > 0
@@ -80,80 +81,70 @@ class ResumableLoader(DataLoader[Any]):
                 kwargs.pop(name, None)
             self._inside = DataLoader(_Samples(dataset), batch_sampler=draws, **kwargs)
 
+    def _find_obstacle(self, is_stream: bool) -> str:
+        order = self._draws.order
+        if not self.in_order or order is None:
+            return "with in_order=False or batch_size=None the delivered samples are not counted"
+        if is_stream and self.num_workers > 0:
+            return f"each worker has its own copy of the {type(order).__name__}; give num_workers=0 or indexed samples"
+        if not hasattr(order, "state_dict") or not hasattr(order, "load_state_dict"):
+            return f"{type(order).__name__} has no state_dict() and load_state_dict()"
+        return getattr(order, "resume_obstacle", "")
+
     @property
     def seed(self) -> int:
         """The seed of the random numbers of samples: the sampler's own seed if it has one."""
         return self._draws.seed
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the newest iterator after the delivered batches. Raises TypeError if there is an obstacle."""
-        self._refuse_obstacle()
-        state = {"position": 0, "order": _state_of(self._order)} if self._is_stream else self._draws.state()
-        return {"kind": type(self._order).__name__, "seed": self.seed, **state}
+        """The position of the newest iterator after the delivered batches, if there is no obstacle."""
+        return {"kind": type(self._draws.order).__name__, "seed": self.seed, **self._draws.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next ``iter()`` continues at the saved position, with its seeds; do not use older iterators any more.
 
-        If the state is from a sampler of another class, a warning is logged and the data starts again. Raises TypeError
-        if there is an obstacle.
+        If the state is from a sampler of another class, the data starts again, with a warning.
         """
-        self._refuse_obstacle()
-        if state["kind"] != (kind := type(self._order).__name__):
+        if state["kind"] != (kind := type(self._draws.order).__name__):
             text = "The checkpoint's data order is from %s, which cannot be used with %s; the data starts again"
             logger.warning(text, state["kind"], kind)
-            return
-        self._order.load_state_dict(copy.deepcopy(state["order"]))
-        self._draws.load(state)
+        else:
+            self._draws.load(state)
 
     def names_of_last(self, num_batches: int) -> list[list[str]]:
         """The sample names of the last delivered batches, as in errors; fewer batches if they are not known."""
-        return [
-            [name_samples(self.dataset, [index]) for index in batch] for batch in [*self._draws.recent][-num_batches:]
-        ]
+        batches = [*self._draws.recent][-num_batches:]
+        return [[_names(self.dataset, [index]) for index in batch] for batch in batches]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._draws.restart()
-        with signals_held_back():
-            fetched = super().__iter__() if self._inside is None else iter(self._inside)
-        return _Deliveries(fetched, self._draws, self)
-
-    def _find_obstacle(self) -> str:
-        order = type(self._order).__name__
-        if not self.in_order or self._order is None:
-            return "in_order=False and batch_size=None have no position"
-        if self._is_stream and self.num_workers > 0:
-            return f"each worker reads its own copy of the {order}; set num_workers to 0, or give a map-style dataset"
-        if not hasattr(self._order, "state_dict") or not hasattr(self._order, "load_state_dict"):
-            return f"{order} has no state_dict() and load_state_dict(), so a resumed run starts its data again"
-        return getattr(self._order, "resume_obstacle", "")
-
-    def _refuse_obstacle(self) -> None:
-        if self.resume_obstacle:
-            raise TypeError(f"the position of this loader cannot be saved or loaded: {self.resume_obstacle}")
+        return _Deliveries(super().__iter__() if self._inside is None else iter(self._inside), self._draws, self)
 
 
 class _Draws(data.Sampler[list[tuple[int | None, Any]]]):
-    """The batches of a loader as lists of (random bits or None, index); which it has drawn, and which are delivered.
+    """The batches of a loader as lists of (random bits or None, index); counts which of them are delivered.
 
     Attributes:
         order: the object that decides the order of samples, so it has the state.
-        position: samples of the stream in the delivered batches.
-        owed: (position after it, its number in the pass, indices) of each batch that is not delivered yet.
+        position, number: samples of the stream, and batches of the pass, that are delivered.
+        owed: (position after it, its number, indices) of each batch of the pass that is not delivered yet.
         recent: indices of the last delivered batches.
     """
 
     seeds_samples = seeds_batches = False
 
-    def __init__(self, batches: Any, seed: int) -> None:
-        sampler = getattr(batches, "sampler", None)
-        self.batches, self.order = batches, sampler if type(batches) is BatchSampler else batches
+    def __init__(self, batches: Any, stream: Any, seed: int) -> None:
+        sampler: Any = getattr(batches, "sampler", None)
+        self._batches, self._stream, self._own_seed = batches, stream, seed
+        self.order: Any = sampler if type(batches) is data.BatchSampler else batches
+        if stream is not None:
+            self.order = stream
         self.is_test = isinstance(sampler, InferenceSampler)
         self._endless: Any = sampler if isinstance(sampler, InfiniteSampler) else None
-        self._own_seed = seed
         self._start: Any = None  # the state of the order before the pass
+        self._is_loaded = False
         self.position = self.number = 0
-        self._is_loaded = self._is_started = False
-        self.owed: deque[tuple[int, int, list[Any]]] = deque()
+        self.owed: Any = None  # a deque after the start of the first pass
         self.recent: deque[list[Any]] = deque(maxlen=64)
 
     @property
@@ -161,47 +152,41 @@ class _Draws(data.Sampler[list[tuple[int | None, Any]]]):
         return self._own_seed if self._endless is None else self._endless.seed
 
     def state(self) -> dict[str, Any]:
-        if not self._is_started:
+        if self.owed is None or self._stream is not None:
             self.restart()
         if self.order is self._endless:
             return {"position": self.position, "order": self.order.state_dict(self.position)}
         return {"position": self.position, "order": self._start, "batches": self.number}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._own_seed, self._start = state["seed"], state["order"]
-        self.position, self.number = state["position"], state.get("batches", 0)
-        self._is_loaded = self._is_started = True
+        self.order.load_state_dict(copy.deepcopy(state["order"]))
+        self._own_seed, self._start, self._is_loaded = state["seed"], state["order"], True
+        self.position, self.number, self.owed = state["position"], state.get("batches", 0), deque()
 
     def restart(self) -> None:
         """Start a pass: after loading a state where it says, else where the order goes on."""
-        if self.order is self._endless:
-            self.position = self.order.start
-        elif self.is_test:
-            self.position = 0  # each evaluation has the same random numbers
-        if not self._is_loaded:
-            self.number, self._start = 0, _state_of(self.order)
-        self._is_loaded, self._is_started, self.owed = False, True, deque()
+        if self._endless is not None and self.order is self._endless:
+            self.position, self.number = self._endless.start, 0
+        elif not self._is_loaded:
+            self.number = 0
+            self._start = copy.deepcopy(self.order.state_dict()) if hasattr(self.order, "state_dict") else None
+        self._is_loaded, self.owed = False, deque()
 
     def __iter__(self) -> Iterator[list[tuple[int | None, Any]]]:
-        position, key, owed = self.position, splitmix64(self.seed, 0), self.owed
-        rank, world_size = comm.get_data_rank(), comm.get_data_world_size()
+        rank, world_size, owed = comm.get_data_rank(), comm.get_data_world_size(), self.owed
         if self._endless is not None:
             rank, world_size = self._endless.rank, self._endless.world_size
-        for number, drawn in enumerate(islice(self.batches, self.number, None), self.number + 1):
+        position, key = 0 if self.is_test else self.position, splitmix64(self.seed, 0)
+        for number, drawn in enumerate(islice(self._batches, self.number, None), self.number + 1):
             indices, first = [*drawn], position + rank
             bits: list[int | None] = [None] * len(indices)
             if self.seeds_samples:
                 bits = [splitmix64(key, first + i * world_size) for i in range(len(indices))]
-            elif self.seeds_batches:
+            elif self.seeds_batches:  # each evaluation has the same random numbers
                 bits[:1] = [splitmix64(key, first)]
             position += len(indices) * world_size
             owed.append((position, number, indices))
             yield [*zip(bits, indices, strict=True)]
-
-
-def _state_of(order: Any) -> Any:
-    is_needless = isinstance(order, InfiniteSampler) or not hasattr(order, "state_dict")
-    return None if is_needless else copy.deepcopy(order.state_dict())
 
 
 class _Deliveries(Iterator[Any]):
@@ -209,6 +194,9 @@ class _Deliveries(Iterator[Any]):
 
     def __init__(self, fetched: Iterator[Any], draws: _Draws, loader: ResumableLoader) -> None:
         self._fetched, self._draws, self._owed, self._loader = fetched, draws, draws.owed, loader
+        # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the queues in it first, and
+        # torch then waits 5 s for each worker. Held here, torch's iterator is in no cycle.
+        weakref.finalize(self, id, fetched).atexit = False
 
     def __next__(self) -> Any:
         has_workers, owed = self._loader.num_workers > 0, self._owed
@@ -219,8 +207,7 @@ class _Deliveries(Iterator[Any]):
             raise
         except Exception as error:
             if owed:
-                names = name_samples(self._loader.dataset, owed.popleft()[2])
-                _add_note(error, f"while waiting for the batch of {names}")
+                _add_note(error, f"while waiting for the batch of {_names(self._loader.dataset, owed.popleft()[2])}")
             if has_workers and isinstance(error, _CUT_OFF) and not str(error).startswith("Caught "):
                 raise RuntimeError(f"a loader worker has ended while it sent a batch: {error!r}") from error
             raise
@@ -244,18 +231,13 @@ class _Samples(data.Dataset[Any]):
             seed_globals(bits)
         try:
             return self.dataset[index]
+        except StopIteration as error:  # it would end the data
+            raise RuntimeError(f"StopIteration while loading {_names(self.dataset, [index])}") from error
         except Exception as error:
-            name = name_samples(self.dataset, [index])
-            if isinstance(error, StopIteration):  # it would end the data
-                raise RuntimeError(f"StopIteration while loading {name}") from error
-            _add_note(error, f"while loading {name}")
+            _add_note(error, f"while loading {_names(self.dataset, [index])}")
             if get_worker_info() is not None:
                 _check_can_be_sent(error)
             raise
-
-
-def _add_note(error: Exception, text: str) -> None:
-    getattr(error, "add_note", logger.error)(text)  # Python 3.10 has no notes
 
 
 def _check_can_be_sent(error: Exception) -> None:
@@ -266,12 +248,15 @@ def _check_can_be_sent(error: Exception) -> None:
         raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
 
 
-def name_samples(dataset: Any, indices: list[Any]) -> str:
+def _add_note(error: Exception, text: str) -> None:
+    getattr(error, "add_note", logger.error)(text)  # Python 3.10 has no notes
+
+
+def _names(dataset: Any, indices: list[Any]) -> str:
     """The names of the first samples of a batch; a dataset may have a method ``sample_name(index)`` for them."""
     while type(dataset) is MapDataset:
         dataset = dataset._dataset
-    owner = getattr(dataset, "name", "") if type(dataset) is DatasetFromList else ""
-    owner = owner or type(dataset).__name__
+    owner = getattr(dataset, "name", "") or type(dataset).__name__
     name = getattr(dataset, "sample_name", lambda index: f"sample {index} of {owner}")
     more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
     return ", ".join(str(name(index)) for index in indices[:5]) + more
@@ -284,12 +269,3 @@ def _start_worker(user_function: Callable[[int], None] | None, worker_id: int) -
         object.__setattr__(worker, "dataset", worker.dataset.dataset)  # the user's code expects its own dataset there
     if user_function is not None:
         user_function(worker_id)
-
-
-def _may_draw(dataset: Any) -> bool:
-    """Whether reading a sample may use random numbers; for a subset or concatenation, its inner datasets decide."""
-    if type(dataset) is data.ConcatDataset:
-        return any(_may_draw(part) for part in dataset.datasets)
-    if type(dataset) is data.Subset:
-        return _may_draw(dataset.dataset)
-    return type(dataset) not in (list, tuple, range, data.TensorDataset, DatasetFromList)

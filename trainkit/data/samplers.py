@@ -1,9 +1,8 @@
 """Samplers choose the samples of a rank and their order."""
 
-import itertools
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import count, islice
 from operator import attrgetter
 from typing import Any
 
@@ -24,15 +23,18 @@ _BLOCK = 1 << 16  # number of indices converted to Python ints at a time: a list
 __getattr__ = lazy_names(__name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
 
 
-class InfiniteSampler(Sampler[int], ABC):
+class InfiniteSampler(Sampler[int]):
     """Epochs 0, 1, 2, ... of a dataset without end; each ``iter()`` starts at position ``start`` of this stream.
 
-    The order of an epoch depends on ``(seed, epoch)`` alone, and sample ``p`` of the stream goes to rank ``p %
-    world_size``. So any number of ranks draws the same global batches.
+    Sample ``p`` of the stream goes to rank ``p % world_size``, so any number of ranks draws the same global batches. A
+    subclass has ``samples_per_epoch``, over all ranks, and ``epoch_indices(epoch)``: int64 ``[N]``, which depends on
+    ``(seed, epoch)`` alone.
 
     Args:
         seed: the same on all ranks, >= 0. None: all ranks share a random seed, so every rank must create the sampler.
     """
+
+    samples_per_epoch: Any
 
     def __init__(self, seed: int | None) -> None:
         self.seed = comm.shared_random_seed() if seed is None else int(seed)
@@ -44,14 +46,8 @@ class InfiniteSampler(Sampler[int], ABC):
     _rank = property(attrgetter("rank"))
     _world_size = property(attrgetter("world_size"))
 
-    @property
-    @abstractmethod
-    def samples_per_epoch(self) -> int:
-        """Samples over all ranks in one epoch."""
-
-    @abstractmethod
     def epoch_indices(self, epoch: int) -> torch.Tensor:
-        """The dataset indices of one epoch over all ranks, in order, int64 ``[N]``."""
+        raise NotImplementedError
 
     def set_position(self, num_samples: int) -> None:
         """Start the next ``iter()`` after the first ``num_samples`` of the stream, counted over all ranks."""
@@ -62,10 +58,9 @@ class InfiniteSampler(Sampler[int], ABC):
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        if state["seed"] != self.seed:
-            text = "The data continues in the order of the checkpoint's seed %d, not of %d"
-            logger.info(text, state["seed"], self.seed)
-        self.seed = state["seed"]
+        if (seed := state["seed"]) != self.seed:
+            logger.info("The data continues in the order of the checkpoint's seed %d, not of %d", seed, self.seed)
+        self.seed = seed
         self.set_position(state["position"])
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -74,12 +69,12 @@ class InfiniteSampler(Sampler[int], ABC):
 
     def _infinite_indices(self) -> Iterator[int]:
         """The stream; if a subclass overrides this, as for detectron2, positions are reached by iterating."""
-        for epoch in itertools.count():
+        for epoch in count():
             yield from self.epoch_indices(epoch).tolist()
 
     def __iter__(self) -> Iterator[int]:
         if type(self)._infinite_indices is not InfiniteSampler._infinite_indices:
-            yield from itertools.islice(self._infinite_indices(), self.start + self.rank, None, self.world_size)
+            yield from islice(self._infinite_indices(), self.start + self.rank, None, self.world_size)
             return
         epoch, offset = self.locate(self.start)
         offset += self.rank
@@ -98,28 +93,24 @@ class TrainingSampler(InfiniteSampler):
     @configurable
     def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
         super().__init__(seed)
-        self._size, self._shuffle = _check_size(size), shuffle
+        self.samples_per_epoch, self._shuffle = _check_size(size), shuffle
 
     @classmethod
     def from_config(cls, cfg: Any, dataset: Any) -> dict[str, Any]:
         return {"size": len(dataset), "seed": seed_of(cfg)}
 
-    @property
-    def samples_per_epoch(self) -> int:
-        return self._size
-
     def epoch_indices(self, epoch: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(self._size)
-        return torch.randperm(self._size, generator=new_generator(self.seed, 0, epoch))
+        generator = new_generator(self.seed, 0, epoch)
+        size = self.samples_per_epoch
+        return torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
 
 
 class InferenceSampler(Sampler[int]):
     """A contiguous part of ``range(size)`` per rank: each index once, and lengths that differ by at most 1."""
 
     def __init__(self, size: int) -> None:
-        ranks = comm.get_data_world_size(), comm.get_data_rank()
-        self._local_indices = self._get_local_indices(_check_size(size), *ranks)
+        num, rank = comm.get_data_world_size(), comm.get_data_rank()
+        self._local_indices = self._get_local_indices(_check_size(size), num, rank)
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:

@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch.utils.data import get_worker_info
@@ -36,15 +34,3 @@ def _end_with_creator(born_to: int) -> None:
         if received is not None and received.si_pid == creator.pid:
             break
     os._exit(0)
-
-
-@contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Context that blocks signals while workers start, so that no signal ends them before their init function."""
-    signals = stop_signals() if hasattr(signal, "pthread_sigmask") else set()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals) if signals else set()
-    try:
-        yield
-    finally:
-        if signals:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
