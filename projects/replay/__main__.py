@@ -26,8 +26,11 @@ from typing import Any
 
 import torch
 from trainkit.projects.replay.bisect import find_samples
+from trainkit.projects.replay.checkpoints import checkpoints_of
 from trainkit.projects.replay.hindsight import replay_range
+from trainkit.projects.replay.origin import checkpoints_with_origin
 from trainkit.projects.replay.report import as_dict, as_text
+from trainkit.projects.replay.search import first_bad, worst
 from trainkit.projects.replay.step import replay
 
 from trainkit.config import ConfigError
@@ -36,6 +39,12 @@ from trainkit.engine import user_errors_exit
 
 def main(args: argparse.Namespace) -> int:
     """Run, and return the exit code."""
+    if args.first_bad or args.worst:
+        with user_errors_exit(), contextlib.redirect_stdout(sys.stderr):
+            text = search(args)
+        if is_main():
+            print(text)
+        return 0
     if args.range:
         with user_errors_exit():
             return run_hook(args)
@@ -52,6 +61,19 @@ def main(args: argparse.Namespace) -> int:
             torch.save(found.batch, args.save_batch)
         print(json.dumps(as_dict(found), indent=1) if args.json else as_text(found, args.module))
     return int(not found.is_equal)
+
+
+def search(args: argparse.Namespace) -> str:
+    """Run ``--first-bad`` or ``--worst``; returns what is printed."""
+    if args.worst:
+        if not args.range:
+            raise ConfigError(f"--worst {args.worst} needs --range A:B")
+        return worst(args.run, *args.range, args.worst, args.command)
+    last = args.iter
+    if last is None:
+        ends = [*checkpoints_with_origin(map(str, Path(args.run).glob("capsule.rank*.pt"))), *checkpoints_of(args.run)]
+        last = max((saved.iteration for saved in ends), default=0)
+    return first_bad(args.run, last, args.quantity, args.times, args.command)
 
 
 def run_hook(args: argparse.Namespace) -> int:
@@ -109,6 +131,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--anomaly", action="store_true", help="let autograd name the operation with the first NaN")
     add("--pdb", action="store_true", help="stop in the debugger before the forward pass")
     add("--range", type=iterations, metavar="A:B", help="repeat these iterations, not one step; B is not included")
+    add("--first-bad", action="store_true", help="find the first step, up to --iter or the end, that is out of band")
+    add("--quantity", default="loss", help="for --first-bad: loss, grad_norm, weight, a module, or Python of trainer")
+    add("--times", type=float, default=10.0, help="for --first-bad: the band is this many times the running median")
+    add("--worst", type=int, default=0, metavar="N", help="list the N steps of --range with the largest losses")
     add("--hook", metavar="FILE:CLASS", help="the hook to run over the range; its class gets no arguments")
     add("--out", metavar="FOLDER", help="the folder for metrics.json of the range; default: replay_of_<RUN>")
     words = [*(sys.argv[1:] if arguments is None else arguments)]

@@ -162,7 +162,7 @@ class Inspection(HookBase):
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         self._parts_of_modules.append((f"module {name}: equal inputs and different outputs", digest(output)))
-        values = [*_floating(output)]
+        values = [*floating_tensors(output)]
         statistics = _describe(values) if values else (None, None, None, None, True)
         self._outputs.append(Output(name, *statistics))
         if not statistics[-1] and self._first_bad is None:
@@ -284,7 +284,7 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
         yield path, value
 
 
-def _floating(value: Any) -> Iterator[Tensor]:
+def floating_tensors(value: Any) -> Iterator[Tensor]:
     for _, leaf in _leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
             yield leaf.detach()
