@@ -1,4 +1,4 @@
-"""DefaultTrainer and DefaultPredictor: what is assembled, in which order, and what can be overridden."""
+"""DefaultTrainer: what is assembled, in which order, and what can be overridden."""
 
 import copy
 import json
@@ -18,14 +18,13 @@ from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import (
     AMPTrainer,
-    DefaultPredictor,
     DefaultTrainer,
     EvaluationRun,
     HookBase,
     SimpleTrainer,
     hooks,
 )
-from trainkit.evaluation import DatasetEvaluator, inference_on_dataset
+from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils.events import EventWriter
 from trainkit.utils.periods import exact
 from trainkit.utils.plugins import RUN_HOOKS
@@ -52,15 +51,14 @@ def equal(a, b):
 
 def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
     every = ["CHECKPOINT.BEST_METRIC", "classification/top1", "EARLY_STOPPING.METRIC", "classification/top1"]
-    every += ["DATASETS.VAL", ("tiny_val",), "TEST.PRECISE_BN.ENABLED", True]
+    every += ["DATASETS.VAL", ("tiny_val",)]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *every))
-    trainer.register_hooks([hooks.CallbackHook(), hooks.TorchMemoryStats()])
+    trainer.register_hooks([hooks.CallbackHook(), HookBase()])
     assert names(trainer) == [
         "IterationTimer",
         "LRScheduler",
-        "PreciseBN",
         "CallbackHook",
-        "TorchMemoryStats",
+        "HookBase",
         "PeriodicCheckpointer",
         "EvalHook",
         "BestCheckpointer",
@@ -101,9 +99,9 @@ def test_the_model_of_a_subclass_is_moved_to_the_device_of_the_config(tmp_path):
     trainer.checkpointer.save("weights")
     elsewhere = tiny_cfg(tmp_path, "MODEL.DEVICE", "meta", "MODEL.WEIGHTS", str(tmp_path / "weights.pth"))
 
-    models = [Trainer(elsewhere), EvaluationRun(elsewhere, Trainer), DefaultPredictor(elsewhere, Trainer.build_model)]
+    models = [Trainer(elsewhere), EvaluationRun(elsewhere, Trainer)]
 
-    assert [owner.model.weight.device.type for owner in models] == ["meta"] * 3
+    assert [owner.model.weight.device.type for owner in models] == ["meta"] * 2
     assert trainer.model.weight.device.type == "cpu"
 
 
@@ -664,54 +662,3 @@ def test_auto_scaling_refuses_a_batch_that_does_not_divide(tmp_path):
     cfg = tiny_cfg(tmp_path, "SOLVER.REFERENCE_WORLD_SIZE", 3, "SOLVER.IMS_PER_BATCH", 8)
     with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH: got 8 .*for 2 processes, a multiple of"):
         DefaultTrainer.auto_scale_workers(cfg, 2)
-
-
-# ---------------------------------------------------------------------- predicting
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    output_dir = tmp_path_factory.mktemp("trained")
-    DefaultTrainer(tiny_cfg(output_dir)).train()
-    return str(output_dir / "model_final.pth")
-
-
-def test_a_prediction_is_what_evaluation_gets_for_the_same_sample(trained, tmp_path):
-    class Keep(DatasetEvaluator):
-        def __init__(self):
-            self.outputs = []
-
-        def process(self, inputs, outputs):
-            self.outputs += list(outputs)
-
-    cfg = tiny_cfg(tmp_path, "MODEL.WEIGHTS", trained)
-    predictor = DefaultPredictor(cfg)
-    keep = Keep()
-    inference_on_dataset(predictor.model, DefaultTrainer.build_test_loader(cfg, "tiny_test"), keep)
-    samples = DatasetCatalog.get("tiny_test")
-    torch.testing.assert_close(torch.stack(predictor(samples)), torch.stack(keep.outputs))
-    torch.testing.assert_close(predictor(samples[3]), keep.outputs[3])
-    assert not predictor(samples[3]).requires_grad
-
-
-def test_a_prediction_needs_no_label_and_no_sample_needs_no_model(trained, tmp_path):
-    predictor = DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", trained))
-    sample = DatasetCatalog.get("tiny_test")[0]
-    torch.testing.assert_close(predictor({"x": sample["x"]}), predictor(sample))
-    assert predictor([]) == []
-
-
-@pytest.mark.parametrize(
-    ("weights", "error", "message"),
-    [("", ConfigError, "MODEL.WEIGHTS is empty"), ("no.pth", CheckpointError, "no.pth")],
-)
-def test_a_predictor_without_weights_is_an_error(tmp_path, weights, error, message):
-    with pytest.raises(error, match=message):
-        DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", weights))
-
-
-def test_a_metric_of_the_models_own_weights_may_be_looked_at_where_both_are_evaluated(tmp_path):
-    both = ["HOOKS", [{"NAME": "EMAHook", "EVALUATE": "both"}]]
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "raw/classification/top1", *both))
-    trainer.train()
-    assert (tmp_path / "model_best.pth").exists()

@@ -294,3 +294,10 @@ def test_two_hooks_that_offer_an_average_are_an_error_and_one_of_them_may_be_raw
         DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", entries)).train()
     entries[1]["EVALUATE"] = "raw"
     DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", entries)).train(max_iter=1)
+
+
+def test_a_metric_of_the_models_own_weights_may_be_looked_at_where_both_are_evaluated(tmp_path):
+    both = ["HOOKS", [{"NAME": "EMAHook", "EVALUATE": "both"}]]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "raw/classification/top1", *both))
+    trainer.train()
+    assert (tmp_path / "model_best.pth").exists()

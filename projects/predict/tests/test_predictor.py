@@ -1,4 +1,4 @@
-"""DefaultPredictor with averaged weights; without, see test_defaults.py."""
+"""DefaultPredictor, with averaged weights and without."""
 
 import logging
 import shutil
@@ -13,10 +13,11 @@ from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file
+from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultPredictor, DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
 from trainkit.engine.hooks import HOOK_REGISTRY, BestCheckpointer, EMAHook, EvalHook
-from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
+from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator, inference_on_dataset
 from trainkit.modeling import MODEL_REGISTRY
 
 EMA = {"NAME": "EMAHook", "DECAY": 0.5}
@@ -47,6 +48,53 @@ def expected(weights):
 
 def predicted(cfg):
     return torch.stack(DefaultPredictor(cfg)(DatasetCatalog.get("tiny_test")))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("plain")
+    DefaultTrainer(tiny_cfg(output_dir)).train()
+    return str(output_dir / "model_final.pth")
+
+
+def test_a_prediction_is_what_evaluation_gets_for_the_same_sample(plain, tmp_path):
+    class Keep(DatasetEvaluator):
+        def __init__(self):
+            self.outputs = []
+
+        def process(self, inputs, outputs):
+            self.outputs += list(outputs)
+
+    cfg = tiny_cfg(tmp_path, "MODEL.WEIGHTS", plain)
+    predictor = DefaultPredictor(cfg)
+    keep = Keep()
+    inference_on_dataset(predictor.model, DefaultTrainer.build_test_loader(cfg, "tiny_test"), keep)
+    samples = DatasetCatalog.get("tiny_test")
+    torch.testing.assert_close(torch.stack(predictor(samples)), torch.stack(keep.outputs))
+    torch.testing.assert_close(predictor(samples[3]), keep.outputs[3])
+    assert not predictor(samples[3]).requires_grad
+
+
+def test_a_prediction_needs_no_label_and_no_sample_needs_no_model(plain, tmp_path):
+    predictor = DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", plain))
+    sample = DatasetCatalog.get("tiny_test")[0]
+    torch.testing.assert_close(predictor({"x": sample["x"]}), predictor(sample))
+    assert predictor([]) == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [("", ConfigError, "MODEL.WEIGHTS is empty"), ("no.pth", CheckpointError, "no.pth")],
+)
+def test_a_predictor_without_weights_is_an_error(tmp_path, weights, error, message):
+    with pytest.raises(error, match=message):
+        DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", weights))
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+def test_the_model_is_built_on_the_device_of_the_config(plain, tmp_path):
+    cfg = tiny_cfg(tmp_path, "MODEL.DEVICE", "meta", "MODEL.WEIGHTS", plain)
+    assert next(DefaultPredictor(cfg, TinyClassifier).model.parameters()).is_meta
 
 
 @pytest.mark.parametrize(
