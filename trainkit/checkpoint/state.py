@@ -42,7 +42,10 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
             key, here = plain_state(key, f"{path}[{key!r}]", refuse), f"{path}[{key!r}]"
         else:
             here = f"{path}.{key}" if path else key
-        copy[key] = item if type(item) in _PLAIN else plain_state(item, here, take)
+        if type(item) in ORDINARY:
+            copy[key] = (take or ordinary)(item, here)
+        else:
+            copy[key] = item if type(item) in _PLAIN else plain_state(item, here, take)
     if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
         copy._metadata = value._metadata
     return copy
