@@ -71,6 +71,13 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, caplog, actio
     assert lines[-1] == "to go on: the same command with --resume, or trainer.train()"
 
 
+def test_a_run_that_has_finished_early_says_why_and_of_how_many_iterations(tmp_path, caplog):
+    early = ["EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", 1.0, "TEST.EVAL_PERIOD", 3]
+    (end, *_), trainer = summary(tmp_path, caplog, *early)
+    assert end.startswith("The run has finished after 3 of 10 iterations, early: classification/top1 is ")
+    assert trainer.status == "finished"
+
+
 def test_before_the_first_checkpoint_there_is_nothing_to_go_on_from(tmp_path, caplog):
     lines, _ = summary(tmp_path, caplog, "SOLVER.CHECKPOINT_PERIOD", 8, hooks=[AfterStep(fail)])
     assert lines[-1] == "there is no checkpoint"

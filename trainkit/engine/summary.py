@@ -19,7 +19,8 @@ def summarize(trainer: Any) -> str:
     between = [name for name in files if re.fullmatch(r"model_\d+\..+", name)][1:-1]
     if len(between) > 1:  # there may be hundreds of these checkpoints
         files = ["..." if name == between[0] else name for name in files if name not in between[1:]]
-    lines = [f"The run {ENDS[trainer.status]} {say_done(trainer.iter, trainer.max_iter)}"]
+    reason, max_iter = trainer._early or ("", trainer.max_iter)
+    lines = [f"The run {ENDS[trainer.status]} {say_done(trainer.iter, max_iter)}{reason and f', early: {reason}'}"]
     lines += filter(None, [hook.summary() for hook in trainer.hooks])
     lines.append(f"files in {folder}: {', '.join(files)}")
     if trainer.status != "finished":
