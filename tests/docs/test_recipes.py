@@ -1,0 +1,138 @@
+"""The code of docs/recipes.md runs, and does what the page says."""
+
+import copy
+import statistics
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.docs.pages import blocks, page, run
+from tests.engine.job import tiny_cfg
+from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
+from trainkit.evaluation import inference_on_dataset
+
+PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
+
+
+@pytest.fixture
+def catalog():
+    before = dict(DatasetCatalog)
+    yield
+    DatasetCatalog.clear()
+    DatasetCatalog.update(before)
+
+
+@pytest.mark.usefixtures("catalog")
+def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
+    for part, name, number in [("train", "cat", 1), ("train", "dog", 2), ("test", "dog", 1)]:
+        path = tmp_path / "pictures" / part / name / f"{number}.png"
+        path.parent.mkdir(parents=True)
+        image.new("RGB", (8, 6), (255, 0, 0)).save(path)
+    run(PICTURES, "recipes.md")
+
+    samples = DatasetCatalog.get("pictures_train")
+    sample = TRANSFORM_REGISTRY.get("ReadPicture")(None)(samples[1])
+
+    assert [(path.split("/")[-2:], label) for path, label in map(dict.values, samples)] == [
+        (["cat", "1.png"], 0),
+        (["dog", "2.png"], 1),
+    ]
+    assert (sample["x"].shape, sample["x"].amax(dim=(1, 2)).tolist(), sample["label"]) == ((3, 32, 32), [1, 0, 0], 1)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_divide_the_lines_of_a_stream(tmp_path, num_workers):
+    (tmp_path / "text").write_text("".join(f"{i}\n" for i in range(7)))
+    stream = run(STREAM, "recipes.md")["Lines"](tmp_path / "text")
+    loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
+    assert sorted(int(sample["text"]) for sample in loader) == [*range(7)]
+
+
+def test_lora_starts_as_the_base_model_and_trains_little():
+    base = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    model = run(LORA, "recipes.md")["add_lora"](copy.deepcopy(base), rank=2)
+    x = torch.randn(3, 6)
+
+    assert torch.equal(model(x), base(x))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * (6 + 5) + 2 * (5 + 2)
+
+
+@pytest.mark.usefixtures("catalog")
+def test_folds_give_a_mean_and_a_deviation(tmp_path):
+    names = run(FOLDS, "recipes.md")
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 3)
+    found = []
+    test = names["DefaultTrainer"].test
+
+    class Recorded(names["DefaultTrainer"]):
+        @classmethod
+        def test(cls, cfg, model, evaluators=None):
+            results = test(cfg, model, evaluators)
+            if cfg.DATASETS.TEST[0].startswith("fold"):
+                found.append(results["classification"]["top1"])
+            return results
+
+    names["DefaultTrainer"] = Recorded
+    mean, deviation = names["k_folds"](cfg, DatasetCatalog.get("tiny_train"), 2, "classification/top1")
+
+    assert mean == statistics.mean(found[1::2])
+    assert deviation == statistics.stdev(found[1::2])
+    assert {path.name for path in tmp_path.iterdir()} >= {"fold0", "fold1"}
+
+
+def test_a_gan_with_a_seed_gives_the_same_bits():
+    def weights(seed):
+        trainer = run(GAN, "recipes.md")["GAN"](seed)
+        trainer.train(0, 5)
+        return torch.cat([p.flatten() for model in (trainer.generator, trainer.judge) for p in model.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
+def test_a_simple_trainer_logs_saves_and_resumes(tmp_path):
+    train = run(SIMPLE, "recipes.md")["train"]
+    whole = train(str(tmp_path / "whole"), 120)
+    train(str(tmp_path / "halves"), 50)
+    halves = train(str(tmp_path / "halves"), 120)
+
+    assert halves.start_iter == 50
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, halves.model.state_dict()[name])
+    assert {"log.txt", "metrics.json", "last_checkpoint"} <= {path.name for path in (tmp_path / "whole").iterdir()}
+
+
+def test_a_metric_is_an_evaluator():
+    class Accuracy:  # as those of torchmetrics
+        def reset(self):
+            self.hits = []
+
+        def update(self, outputs, labels):
+            self.hits += (outputs.argmax(1) == labels).tolist()
+
+        def compute(self):
+            return torch.tensor(self.hits).float().mean()
+
+    evaluator = run(METRICS, "recipes.md")["MetricEvaluator"]({"accuracy": Accuracy()})
+    model = nn.Linear(2, 2)
+    model.forward = lambda batch: batch["x"]
+    batches = [{"x": torch.eye(2), "label": torch.tensor(labels)} for labels in ([0, 1], [0, 0])]
+    assert inference_on_dataset(model, batches, evaluator) == {"metrics": {"accuracy": 0.75}}
+
+
+def test_each_token_has_the_same_weight_in_micro_batches_of_any_length():
+    loss = run(TOKENS, "recipes.md")["token_loss"]
+    logits, targets = torch.randn(4, 6, 10, requires_grad=True), torch.randint(10, (4, 6))
+    targets[0, 2:] = -100
+    whole = torch.autograd.grad(loss(logits, targets), logits)[0]
+    parts = torch.autograd.grad(loss(logits[:1], targets[:1]) + loss(logits[1:], targets[1:]), logits)[0]
+    assert torch.allclose(whole, parts)
+
+
+def test_the_page_is_short():
+    assert len(page("docs/recipes.md").split()) <= 1500
