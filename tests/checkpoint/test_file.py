@@ -228,6 +228,7 @@ class _Name(str):
         (_Custom(), "_Custom; "),
         (_Name("a"), "_Name; "),
         ({1, 2}, "of type builtins.set; "),
+        (b"", "of type builtins.bytes; "),
     ],
 )
 def test_other_than_plain_values_are_named_by_their_path(path, value, message):

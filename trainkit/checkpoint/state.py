@@ -11,7 +11,7 @@ ORDINARY = (Tensor, torch.nn.Parameter)
 Take = Callable[[Tensor, str], Tensor]
 
 # Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
-_PLAIN = frozenset([str, int, bool, float, complex, bytes, type(None), torch.Size, torch.dtype, torch.device])
+_PLAIN = frozenset([str, int, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device])
 _DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiStepLR has a Counter
 
 
@@ -24,7 +24,7 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
         TypeError: there is a value other than tensors and plain values; the message has its path.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN or (kind is bytes and value):  # torch's reader refuses empty bytes
         return value
     if isinstance(value, Tensor):
         return (take or ordinary)(value, path)
