@@ -50,7 +50,7 @@ class HostCopy:
             if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
                 return tensor.to("cpu", copy=True)
             originals.setdefault(_address(tensor), tensor.untyped_storage())
-            tensors.append((torch.empty(0, dtype=tensor.dtype), tensor))
+            tensors.append((torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor))
             return tensors[-1][0]
 
         self._state = (format or TorchFormat()).prepare(state, take=take)
@@ -103,11 +103,12 @@ def _blocks(addresses: Iterable[_Address]) -> list[tuple[dict[_Address, int], in
 
 def _new_memory(size: int, pinned: bool) -> Tensor:
     if not pinned:
-        return torch.empty(0, dtype=torch.uint8).set_(UntypedStorage(size + size // 4))  # the next state may be larger
+        memory = UntypedStorage(size + size // 4)  # the next state may be larger
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory)
     deterministic: Any = torch.utils.deterministic  # would fill the memory, all of which is written
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     finally:
         deterministic.fill_uninitialized_memory = fills
 

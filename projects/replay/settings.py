@@ -10,7 +10,6 @@ import torch
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.config.yaml_files import parse_literal
-from trainkit.utils import comm
 from trainkit.utils.tables import format_table
 
 _THREADS = "threads of torch"
@@ -33,12 +32,9 @@ def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
 
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
-    """key -> value as text of the settings that change what a run computes; and the numbers of threads, processes."""
+    """key -> value as text of the settings that change what a run computes; and the number of threads."""
     found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
-    found[_THREADS] = str(torch.get_num_threads())
-    if not cfg.SOLVER.get("LOGICAL_RANKS"):  # with them the number of processes changes nothing
-        found["number of processes"] = str(comm.get_world_size())
-    return found
+    return {**found, _THREADS: str(torch.get_num_threads())}
 
 
 def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, str, str]]:
@@ -50,7 +46,7 @@ def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, st
         if key == _THREADS and key not in saved:  # an older file
             continue
         # parsed: the order of keys may differ, since config.yaml has them in alphabetical order
-        if parse_literal(here) != parse_literal(str(there)):
+        if key != "number of processes" and parse_literal(here) != parse_literal(str(there)):  # older states have it
             rows.append((key, here, there))
     return rows
 

@@ -51,7 +51,9 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         return {"size": len(dataset), "subset_ratio": ratio, "seed_shuffle": seed, "seed_subset": seed}
 
     def _choose_subset(self) -> torch.Tensor:
-        permutation = torch.randperm(self._dataset_size, generator=new_generator(self.seed_subset, _SUBSET_KEY))
+        permutation = torch.randperm(
+            self._dataset_size, generator=new_generator(self.seed_subset, _SUBSET_KEY), device="cpu"
+        )
         return permutation[: self.samples_per_epoch].sort().values
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:

@@ -37,7 +37,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         self, repeat_factors: torch.Tensor | Sequence[float], *, shuffle: bool = True, seed: int | None = None
     ) -> None:
         super().__init__(seed)
-        factors = torch.as_tensor(repeat_factors, dtype=torch.float64)
+        factors = torch.as_tensor(repeat_factors, dtype=torch.float64, device="cpu")
         if factors.dim() != 1 or not factors.isfinite().all() or (factors < 0).any() or not factors.any():
             raise ValueError(
                 "repeat_factors must be a non-empty vector of finite values >= 0, not all of them 0, "
@@ -84,6 +84,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         return torch.tensor(
             [max((factors[category] for category in categories), default=1.0) for categories in samples],
             dtype=torch.float32,
+            device="cpu",
         )
 
     @property
@@ -105,10 +106,10 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         repeats = self._repeats(generator)
         # numpy: torch's repeat starts all its threads
         indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))
-        return indices[torch.randperm(len(indices), generator=generator)] if self._shuffle else indices
+        return indices[torch.randperm(len(indices), generator=generator, device="cpu")] if self._shuffle else indices
 
     def _repeats(self, generator: torch.Generator) -> torch.Tensor:
-        drawn = torch.rand(len(self._whole), dtype=torch.float64, generator=generator)
+        drawn = torch.rand(len(self._whole), dtype=torch.float64, generator=generator, device="cpu")
         return self._whole + (drawn < self._fraction)
 
     def locate(self, position: int) -> tuple[int, int]:

@@ -186,7 +186,7 @@ def _layout_for_reading(model: nn.Module) -> Any:
 def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
     """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: not sharded."""
     if like is None:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     empty: Tensor = _import_dtensor().empty(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
     return empty
 

@@ -55,7 +55,7 @@ def HalveX(cfg: CfgNode):
 
 def _samples(num, seed):
     generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(num, 4, generator=generator)
+    inputs = torch.randn(num, 4, generator=generator, device="cpu")
     return [{"x": x, "label": int(x.sum() > 0)} for x in inputs]
 
 

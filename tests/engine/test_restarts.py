@@ -148,6 +148,16 @@ def test_a_run_of_two_processes_goes_on_with_one_over_the_same_samples_to_the_sa
 
 
 @pytest.mark.slow
+def test_a_run_of_one_process_goes_on_with_two_with_one_line_about_it(tmp_path):
+    DefaultTrainer(tiny_cfg(tmp_path)).train(max_iter=6)
+    code, output = run_two(tmp_path, "--resume")
+    assert code == 0, output
+    assert "Training from iteration 6 to 10" in output
+    assert "WARNING" not in output
+    assert len([line for line in output.splitlines() if "now there are 2" in line]) == 1
+
+
+@pytest.mark.slow
 def test_of_several_failures_torchrun_names_the_first_as_the_cause(tmp_path):
     codes, output = run(command(ONE_NODE, tmp_path, FailOnBothRanks={"folder": str(tmp_path)}))
     assert codes == [1]

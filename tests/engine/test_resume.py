@@ -487,6 +487,7 @@ def test_a_loader_of_ones_own_goes_on_where_it_stood_and_what_it_draws_does_not_
 
 
 def test_the_random_state_of_another_number_of_processes_is_derived_from_the_checkpoint(caplog):
+    caplog.set_level("INFO")
     save = SaveAt("after_step", 2)
     job([], save).train(0, 4)
 
@@ -499,4 +500,4 @@ def test_the_random_state_of_another_number_of_processes_is_derived_from_the_che
 
     as_saved, derived = drawn(1), drawn(2)
     assert derived == drawn(2) != as_saved
-    assert "written by 2 processes, now there are 1" in caplog.text
+    assert "The checkpoint is of 2 ranks, now there are 1" in caplog.text

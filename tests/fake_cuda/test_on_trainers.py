@@ -10,6 +10,7 @@ from tests.engine.job import tiny_cfg
 from tests.fake_cuda import device
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
+from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, MemorySnapshot
 from trainkit.utils.rng import get_rng_state, set_rng_state
@@ -50,6 +51,26 @@ def states(trainer):
 def assert_same(found, expected):
     torch.testing.assert_close(states(found), states(expected), rtol=0, atol=0)
     assert stored(found) == stored(expected)
+
+
+@TRANSFORM_REGISTRY.register()
+def LabelOnCPU(cfg):
+    """torch puts numbers on the default device, and cannot pin them there."""
+    return lambda sample: {**sample, "label": torch.tensor(sample["label"], device="cpu")}
+
+
+@needs_cuda
+def test_a_run_whose_default_device_is_the_gpu_is_the_same(tmp_path):
+    options = ("CHECKPOINT.ASYNC", True, "SOLVER.ACCUMULATION_STEPS", 2)
+    options += ("INPUT.TRAIN_TRANSFORM", "LabelOnCPU", "INPUT.TEST_TRANSFORM", "LabelOnCPU")
+    whole = train(tmp_path / "whole", *options)
+    torch.set_default_device("cuda")
+    try:
+        train(tmp_path / "pieces", *options, stop_at=6)
+        resumed = train(tmp_path / "pieces", *options, resume=True)
+    finally:
+        torch.set_default_device(None)
+    assert_same(resumed, whole)
 
 
 @needs_cuda

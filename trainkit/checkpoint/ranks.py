@@ -47,7 +47,8 @@ def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
     """Put this rank's own part into ``state``, which has rank 0's part."""
     num = comm.get_data_world_size()
     if parts is None or len(parts) != num:
-        if (parts and len(parts)) != num > 1:
+        trainer = state.get("trainer")
+        if num > 1 and (not isinstance(trainer, dict) or trainer.get("world_size", num) == num):
             _logger.warning("'%s' holds no states of %d ranks; each takes those of rank 0", path, num)
         return
     for key, part in parts[comm.get_data_rank()].items():

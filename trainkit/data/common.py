@@ -108,7 +108,7 @@ class _PickledSamples:
         for sample in samples:
             _SamplePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sample)
             ends.append(file.tell())
-        self._ends = torch.tensor(ends)
+        self._ends = torch.tensor(ends, device="cpu")
         self._buffer = torch.frombuffer(file.getbuffer() or bytearray(1), dtype=torch.uint8)
 
     def __len__(self) -> int:

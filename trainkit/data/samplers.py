@@ -100,9 +100,10 @@ class TrainingSampler(InfiniteSampler):
         return {"size": len(dataset), "seed": seed_of(cfg)}
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self.samples_per_epoch, device="cpu")
         generator = new_generator(self.seed, 0, epoch)
-        size = self.samples_per_epoch
-        return torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
+        return torch.randperm(self.samples_per_epoch, generator=generator, device="cpu")
 
 
 class InferenceSampler(Sampler[int]):

@@ -284,7 +284,7 @@ def exchange_rows(
         line[0] = row.data_time
         if fits:
             line[1 : 1 + len(row.values)] = [*row.values.values()]
-    every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64)
+    every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64, device="cpu")
     dist.all_gather([*every.unbind()], torch.from_numpy(block), group=group)
     blocks = every.numpy()
     failures = comm.all_gather(failure, group=group) if blocks[:, 0, 2].any() else [None]

@@ -170,7 +170,7 @@ class StopRequests:
         _end(signum, f"no step has ended for {_PATIENCE_SEC:.0f} s: its data, an evaluator or a writer may hang")
 
     def _start_exchange(self) -> None:
-        flag = torch.tensor([self.pending], dtype=torch.int32)
+        flag = torch.tensor([self.pending], dtype=torch.int32, device="cpu")
         self._exchange = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag
 
     def _read_exchange(self) -> bool:

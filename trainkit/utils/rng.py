@@ -62,12 +62,8 @@ def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, i
     """The state for `set_rng_state`: the saved one; a derived one if there were ``saved`` ranks, not ``present``."""
     if state is None or saved == present:
         return state
-    _logger.warning(
-        "The checkpoint was written by %s processes, now there are %d: new random states are derived from the "
-        "checkpoint, the rank and the iteration",
-        saved,
-        present,
-    )
+    text = "The checkpoint is of %s ranks, now there are %d: each takes the state of rank 0, and a new random state"
+    _logger.info(text, saved, present)
     entropy, key = zlib.crc32(repr(state["python"]).encode()), (comm.get_data_rank(), iteration)
     return {"seed": int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1, np.uint32)[0])}
 

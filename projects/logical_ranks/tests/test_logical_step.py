@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.projects.logical_ranks.trainer import LogicalTrainer
 
 from tests.engine.job import tiny_cfg
@@ -80,6 +81,24 @@ def test_the_losses_are_means_in_double_precision_over_logical_ranks():
     losses = [Regression()(batch).double() for batch in data]
     [(stored, _)] = scalars(made)["total_loss"]
     assert stored == (((losses[0] + losses[1]) + (losses[2] + losses[3])) / 4).item()
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_copies_no_list_of_numbers_to_the_device():
+    made = trainer(Regression())
+    with Calls() as calls:
+        made.train(0, 1)
+    assert "mm" in calls.names or "addmm" in calls.names
+    assert "index" not in calls.names  # with a list as the index
 
 
 class Noisy(nn.Module):

@@ -184,7 +184,7 @@ class EventStorage:
             "num": values.numel(),
             "sum": values.sum().item(),
             "sum_squares": values.square().sum().item(),
-            "bucket_limits": torch.linspace(low, high, bins + 1)[1:].tolist(),
+            "bucket_limits": torch.linspace(low, high, bins + 1, device="cpu")[1:].tolist(),
             "bucket_counts": torch.histc(values, bins=bins).tolist(),
         }
         self._histograms.append(Histogram(_writable(self._prefix, hist_name), self.iter, raw))
