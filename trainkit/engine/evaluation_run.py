@@ -10,6 +10,7 @@ from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
 from trainkit.engine.build import ModelBuilder, build_parallel
 from trainkit.engine.folders import checkpoint_dir
+from trainkit.engine.hook_base import EVALUATION_POINTS
 from trainkit.engine.hook_list import overrides
 from trainkit.engine.hooks import ConfiguredHooks, HookBase
 from trainkit.engine.loop import TrainerBase
@@ -61,7 +62,9 @@ class EvaluationRun(TrainerBase):
         self.model = build_parallel(self.cfg, ModelBuilder(build, trainer_class))
         me, self._test = weakref.proxy(self), trainer_class.test
         self.checkpointer = Checkpointer(self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=me)
-        self.register_hooks(ConfiguredHooks(self.cfg.HOOKS, me).for_evaluation())
+        hooks, points = ConfiguredHooks(self.cfg.HOOKS, me), ("evaluated_models", *EVALUATION_POINTS)
+        made = hooks.rest(without_training=True)
+        self.register_hooks([hook for hook in made if any(overrides(hook, point) for point in points)])
 
     @property
     def only_evaluates(self) -> bool:

@@ -2,13 +2,13 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from trainkit.config import ConfigError
 from trainkit.config.errors import look_up, unknown_name
-from trainkit.engine.hook_base import EVALUATION_POINTS, HOOK_REGISTRY, HookBase
-from trainkit.engine.hook_list import overrides, sort_key
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
+from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks import checkpoint, early_stopping, evaluation, lr_scheduler, timer, writer  # noqa: F401 - these register themselves
 
 logger = logging.getLogger(__name__)
@@ -55,24 +55,19 @@ class ConfiguredHooks:
         self._entries = [entry for entry in self._entries if entry["NAME"] != name or not entry.get("ENABLED", True)]
         return self._make(mine or [{"NAME": name}] * default, hook_class, arguments, priority)
 
-    def rest(self) -> list[HookBase]:
-        """All hooks that have not been taken, in the order of their entries."""
-        mine, self._entries = self._entries, [entry for entry in self._entries if not entry.get("ENABLED", True)]
-        return self._make(mine)
+    def rest(self, *, without_training: bool = False) -> list[HookBase]:
+        """All hooks that have not been taken, in the order of their entries.
 
-    def for_evaluation(self) -> list[HookBase]:
-        """The hooks with points of an evaluation; those that need a part of the training are left out."""
-        hooks: list[HookBase] = []
-        for entry in self._entries:
-            hook_class = HOOK_REGISTRY.get(entry["NAME"])
-            here = [name for name in _FROM_TRAINER if hasattr(self._trainer, name)]
-            absent = [name for name in _required(hook_class) if name not in here and name.upper() not in entry]
-            if not absent:
-                made = self._make([{key: value for key, value in entry.items() if key not in _PLACES}])
-                hooks += filter(_acts_on_evaluation, made)  # not of the class: some set their points on the object
-            elif isinstance(hook_class, type) and _acts_on_evaluation(hook_class):
-                logger.warning("HOOKS: %s is left out: there is no %s without training", entry["NAME"], absent[0])
-        return hooks
+        Args:
+            without_training: leave out hooks that need a part of the training, such as the optimizer; ignore places.
+        """
+        mine, self._entries = self._entries, [entry for entry in self._entries if not entry.get("ENABLED", True)]
+        if not without_training:
+            return self._make(mine)
+        able = [entry for entry in mine if not self._absent(HOOK_REGISTRY.get(entry["NAME"]), entry)]
+        if left_out := [entry["NAME"] for entry in mine if entry not in able]:
+            logger.info("HOOKS: %s are left out, since they need a part of the training", ", ".join(left_out))
+        return self._make({key: value for key, value in entry.items() if key not in _PLACES} for entry in able)
 
     def register_at_anchors(self) -> None:
         """Register the hooks whose entries have BEFORE or AFTER; call it after all others are registered.
@@ -89,17 +84,13 @@ class ConfiguredHooks:
             logger.warning("HOOKS: build_hooks() has not used %s; call super().build_hooks()", ", ".join(names))
 
     def _make(
-        self,
-        entries: Iterable[_Entry],
-        hook_class: Callable[..., HookBase] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        priority: int | None = None,
+        self, entries: Iterable[_Entry], hook_class: Any = None, arguments: _Entry | None = None, priority: Any = None
     ) -> list[HookBase]:
         hooks = []
         for entry in [entry for entry in entries if entry.get("ENABLED", True)]:
             place = {key.lower(): entry[key] for key in _PLACES if entry.get(key) is not None}
             try:
-                hook = self._construct(entry, hook_class or HOOK_REGISTRY.get(entry["NAME"]), arguments or {})
+                hook = self._construct(hook_class or HOOK_REGISTRY.get(entry["NAME"]), entry, arguments or {})
                 if place.keys() & {"before", "after"}:
                     self._anchored.append((hook, place))
                     continue
@@ -110,23 +101,25 @@ class ConfiguredHooks:
             hooks.append(hook)
         return hooks
 
-    def _construct(self, entry: _Entry, hook_class: Callable[..., HookBase], arguments: Mapping[str, Any]) -> HookBase:
+    def _construct(self, hook_class: Any, entry: _Entry, arguments: _Entry) -> HookBase:
         accepted = inspect.signature(hook_class).parameters
         named = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "ENABLED", *_PLACES)}
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         if not takes_any and (wrong := [name for name in named if name not in accepted]):
             raise unknown_name("arguments", wrong[0].upper(), "accepted", map(str.upper, accepted))
-        of_keys: Mapping[str, Any] = getattr(hook_class, "config_arguments", lambda _: {})(self._trainer)
+        of_keys: _Entry = getattr(hook_class, "config_arguments", lambda _: {})(self._trainer)
         given = {name: value for name, value in of_keys.items() if name in accepted} | {**arguments, **named}
-        absent = [name for name in _required(hook_class) if name in _FROM_TRAINER and name not in given]
-        return hook_class(**given, **{name: getattr(self._trainer, name) for name in absent})
+        needed = [name for name in _FROM_TRAINER if name in _required(hook_class) and name not in given]
+        hook: HookBase = hook_class(**given, **{name: getattr(self._trainer, name) for name in needed})
+        return hook
+
+    def _absent(self, hook_class: Any, entry: _Entry) -> list[str]:
+        """The required arguments that neither the entry nor the trainer has."""
+        here = [name for name in _FROM_TRAINER if hasattr(self._trainer, name)]
+        return [name for name in _required(hook_class) if name not in here and name.upper() not in entry]
 
 
-def _acts_on_evaluation(hook: type[HookBase] | HookBase) -> bool:
-    return any(overrides(hook, point) for point in ("evaluated_models", *EVALUATION_POINTS))
-
-
-def _required(hook_class: Callable[..., HookBase]) -> list[str]:
+def _required(hook_class: Any) -> list[str]:
     """The names of the constructor's arguments without a default."""
     parameters = inspect.signature(hook_class).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
