@@ -245,7 +245,7 @@ def test_parameters_without_a_gradient_are_named_before_ddp_fails(ranks):
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run_on_all_before_the_update(ranks):
     first, second = ranks["nan_on_one_rank"]
-    common = "in iteration 1 loss_a is nan on rank 1; this rank has "
+    common = "in iteration 1, before the update: loss_a is nan on rank 1; this rank has "
     assert first == {"error": common + "{'loss_a': 1.0, 'loss_b': 0.5}", "weight": 0.5}
     assert second == {"error": common + "{'loss_a': nan, 'loss_b': 0.5}", "weight": 0.5}
 
