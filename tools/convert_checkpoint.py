@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from trainkit.projects.remote.addresses import register_addresses
 
 from trainkit.checkpoint import CheckpointError, load_trusted_pickle
 from trainkit.checkpoint.file import write_file
@@ -32,6 +33,7 @@ def convert(source: str, target: str) -> list[str]:
     Raises:
         CheckpointError: ``source`` cannot be read, or has no such values; ``target`` cannot be written.
     """
+    register_addresses()
     kept: dict[str, Any] = {}
     left_out = []
     for key, value in load_trusted_pickle(PathManager.get_local_path(source)).items():

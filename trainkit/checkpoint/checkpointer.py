@@ -22,7 +22,7 @@ from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, toget
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
 from trainkit.utils.model import unwrap_model
-from trainkit.utils.plugins import FORMATS
+from trainkit.utils.plugins import FORMATS, NAMES, MissingProjectError, load_plugin
 
 _logger = logging.getLogger(__name__)
 
@@ -275,6 +275,9 @@ class Checkpointer:
 
     def _local(self, path: str | os.PathLike[str]) -> str:
         try:
+            if "://" in os.fspath(path):
+                with contextlib.suppress(MissingProjectError):  # http addresses need no project
+                    load_plugin(NAMES["register_addresses"]).register_addresses(self.path_manager)
             return str(self.path_manager.get_local_path(os.fspath(path)))
         except Exception as error:  # each file system raises its own types
             raise CheckpointError(f"'{path}' cannot be downloaded: {error}") from error

@@ -14,19 +14,18 @@ from trainkit.utils.tables import format_table
 
 def collect_env_info() -> str:
     """A table of versions and hardware."""
-    num_gpus = torch.cuda.device_count()
-    rows = [
-        ("platform", platform.platform()),
-        ("python", sys.version.replace("\n", "")),
-        ("trainkit", f"{trainkit.__version__} @ {os.path.dirname(trainkit.__file__)}"),
-        ("torch", f"{torch.__version__} @ {os.path.dirname(torch.__file__)}"),
-        ("numpy", np.__version__),
-        ("fvcore", fvcore.__version__),
-        ("CPU count", f"{os.cpu_count()} (torch uses {torch.get_num_threads()} threads)"),
-        ("CUDA", f"{torch.version.cuda or 'none'}, {num_gpus} devices, cuDNN {torch.backends.cudnn.version()}"),
-        *((f"GPU {i}", str(torch.cuda.get_device_properties(i))) for i in range(num_gpus)),
-    ]
-    return format_table(rows)
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    facts = {
+        "platform": platform.platform(),
+        "python": sys.version.replace("\n", ""),
+        "trainkit": f"{trainkit.__version__} @ {os.path.dirname(trainkit.__file__)}",
+        "torch": f"{torch.__version__} @ {os.path.dirname(torch.__file__)}",
+        "numpy": np.__version__,
+        "fvcore": fvcore.__version__,
+        "CPU": f"{os.cpu_count()} cores (torch uses {torch.get_num_threads()} threads)",
+        "CUDA": f"{torch.version.cuda or 'none'}, cuDNN {torch.backends.cudnn.version()}, devices {gpus}",
+    }
+    return format_table(facts.items())
 
 
 if __name__ == "__main__":

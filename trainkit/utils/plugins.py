@@ -63,7 +63,7 @@ NAMES: Mapping[str, str] = _by_name(
         "logical_ranks.trainer": "LogicalTrainer LogicalAMPTrainer logical_trainer",
         "async_save.format": "async_save staged",
         "remote.mirror": "Mirror",
-        "remote.addresses": "download_address upload_address",
+        "remote.addresses": "register_addresses",
         "remote.store": "CheckpointStore STORE_REGISTRY",
         "weights.safetensors": "safetensors",
         "weights.pickles": "load_trusted_pickle",

@@ -18,11 +18,7 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     def register(self, obj: Any = None) -> Any:
-        """Register an object under its ``__name__``; also as a decorator, ``@REGISTRY.register()``.
-
-        Raises:
-            ValueError: the name is taken.
-        """
+        """Register an object under its ``__name__``; also as a decorator. Raises ValueError if the name is taken."""
         if obj is None:
             return self.register
         if (taken := self._objects.setdefault(obj.__name__, obj)) is not obj:
@@ -33,11 +29,9 @@ class Registry:
     def get(self, name: str) -> Any:
         """The object registered under ``name``. Raises KeyError if there is no such object."""
         if name not in self:
-            hint, registered = did_you_mean(name, [*self._objects, *NAMES]), ", ".join(sorted(self._objects))
-            raise KeyError(
-                f"no {name!r} in the {self._name} registry; {hint}registered: {registered or 'nothing'}. Is the module "
-                "that registers it named in IMPORTS of the config?"
-            )
+            hint = did_you_mean(name, [*self._objects, *NAMES])
+            registered = f"registered: {', '.join(sorted(self._objects)) or 'nothing'}, and modules in IMPORTS may add"
+            raise KeyError(f"no {name!r} in the {self._name} registry; {hint}{registered}")
         return self._objects[name]
 
     def __contains__(self, name: str) -> bool:

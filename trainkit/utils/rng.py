@@ -17,17 +17,14 @@ _logger = logging.getLogger(__name__)
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The state of every global generator of this process, as tensors and plain values.
-
-    CUDA devices are included only if CUDA is already in use, because reading their state would initialize CUDA.
-    """
+    """The state of every global generator of this process, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
         "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # reading the state would initialize CUDA
         state["cuda"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
@@ -44,9 +41,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     of_cuda, has_mps = state.get("cuda", []), torch.backends.mps.is_available()
-    if of_cuda:
-        for device, cuda_state in zip(_cuda_devices(), of_cuda, strict=False):
-            torch.cuda.set_rng_state(cuda_state, device)
+    for device, cuda_state in zip(_cuda_devices() if of_cuda else [], of_cuda, strict=False):
+        torch.cuda.set_rng_state(cuda_state, device)
     if "mps" in state and has_mps:
         torch.mps.set_rng_state(state["mps"])
     if len(of_cuda) > torch.cuda.device_count() or ("mps" in state and not has_mps):

@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from trainkit.projects.remote.addresses import register_addresses
 
 from tests.engine.job import tiny_cfg
 from tools.convert_checkpoint import convert
@@ -17,6 +18,7 @@ from trainkit.utils.file_io import PathManager
 @pytest.fixture
 def on(tmp_path, monkeypatch):
     """Go to a machine with this name, whose local folders are empty at first."""
+    register_addresses()
     MemoryFileSystem.store.clear()
     return lambda name: monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / name))
 

@@ -26,20 +26,17 @@ _ETA_WINDOW = 100  # in iterations; the median ignores an evaluation or a slow f
 
 
 class EventWriter:
-    """Base class of writers: ``write()`` shows new values of ``get_event_storage()``, ``close()`` ends the output.
-
-    After ``close()`` a writer can be used with another storage; it continues its output.
-    """
+    """Base class of writers; after ``close()`` a writer can be used with another storage, and continues its output."""
 
     def write(self) -> None:
-        """Write the new values. An OSError does not end the run; the next call may succeed."""
+        """Write new values of ``get_event_storage()``. An OSError does not end the run; the next call may succeed."""
         raise NotImplementedError(f"{type(self).__name__} must define write()")
 
     def begin(self, trainer: Any) -> None:
         """Called by `PeriodicWriter` before each ``train()``."""
 
     def close(self) -> None:
-        pass
+        """End the output."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state for continuing after the last ``write()``: tensors and plain Python values only."""
