@@ -1,7 +1,6 @@
 import hashlib
 import importlib
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,29 +158,6 @@ def test_safetensors_hold_every_tensor_by_its_name_and_the_package_reads_them(tm
     read, own = safetensors.load_file(published), model.state_dict()
     assert [*sorted(read)] == [*sorted(own)]
     assert all(torch.equal(read[name], own[name]) and read[name].dtype == own[name].dtype for name in own)
-
-
-def test_safetensors_load_as_weights(tmp_path):
-    pytest.importorskip("safetensors")
-    Checkpointer(tied(), tmp_path / "a").save("model_final")
-    published = publish_weights(tmp_path / "a/model_final.pth", format="safetensors")
-    model = tied()
-
-    Checkpointer(model, tmp_path / "b").resume_or_load(published)
-
-    expected = read_file(tmp_path / "a/model_final.pth")["model"]
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: b"x" * 50])
-def test_damaged_safetensors_are_an_error(tmp_path, damage):
-    pytest.importorskip("safetensors")
-    published = Path(publish_weights(save(tmp_path), format="safetensors"))
-    published.write_bytes(damage(published.read_bytes()))
-    with pytest.raises(CheckpointError, match="cannot be read as safetensors: "):
-        Checkpointer(linear(0)).load(published)
-    with pytest.raises(CheckpointError, match="No such file"):
-        Checkpointer(linear(0)).load(tmp_path / "absent.safetensors")
 
 
 def test_what_is_no_tensor_is_not_published_as_safetensors(tmp_path):

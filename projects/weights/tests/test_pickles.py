@@ -1,0 +1,68 @@
+"""Pickles of other programs that are trusted."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.conftest import linear, weight_of
+from tools import convert_checkpoint
+from trainkit.checkpoint import Checkpointer, CheckpointError, load_trusted_pickle
+
+
+class Settings:
+    """A class of the other program."""
+
+
+@pytest.mark.parametrize("form", ["pickle", "archive", "legacy"])
+def test_a_trusted_pickle_is_read_in_each_form(tmp_path, form):
+    state, path = {"model": {"weight": torch.ones(2)}, "args": Settings()}, tmp_path / "x.pkl"
+    if form == "pickle":
+        state["model"] = {"weight": np.ones(2)}
+        path.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=form == "archive")
+    loaded = load_trusted_pickle(path)
+    assert isinstance(loaded["args"], Settings)
+    assert loaded["model"]["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read as a pickle: EOFError"),
+        (b"no pickle", "cannot be read as a pickle: UnpicklingError"),
+        (b"cno_such_package\nThing\n.", "ModuleNotFoundError: No module named 'no_such_package'"),
+        (pickle.dumps([1]), "holds a list; a checkpoint is a dict"),
+    ],
+)
+def test_what_cannot_be_read_is_one_error_that_names_the_file(tmp_path, content, message):
+    (tmp_path / "x.pkl").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_trusted_pickle(tmp_path / "x.pkl")
+    assert str(tmp_path / "x.pkl") in str(caught.value)
+
+
+def test_the_tool_writes_a_checkpoint_that_anybody_can_load(tmp_path, capsys):
+    source, target = tmp_path / "in.pkl", tmp_path / "out.pth"
+    model = {"weight": np.full((2, 2), 3, ">f4")[::-1], "bias": np.full(2, 3, np.float32)}
+    state = {"model": model, "iteration": np.int64(9), "betas": (0.9, np.float64(0.5)), "args": Settings()}
+    source.write_bytes(pickle.dumps(state))
+    convert_checkpoint.main(convert_checkpoint.parse_args([str(source), str(target)]))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"Code from {source} is run."
+    assert said[1].startswith("Left out: the state at 'args' is <")
+    assert said[2:] == [f"Wrote {target}."]
+    loaded = linear(0)
+    assert Checkpointer(loaded).load(target) == {"iteration": 9, "betas": (0.9, 0.5)}
+    assert weight_of(loaded) == 3
+
+
+def test_the_tool_writes_nothing_where_nothing_can_be_kept(tmp_path, capsys):
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps({"args": Settings()}))
+    with pytest.raises(SystemExit) as end:
+        convert_checkpoint.main(convert_checkpoint.parse_args([str(tmp_path / "in.pkl"), str(tmp_path / "out.pth")]))
+    assert end.value.code == 2
+    assert "holds no entry that can be kept" in capsys.readouterr().err
+    assert not (tmp_path / "out.pth").exists()
