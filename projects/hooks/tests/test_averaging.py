@@ -95,20 +95,6 @@ def test_the_rule_of_mmcv_rises_to_the_power_of_the_interval():
     assert [usual(steps) for steps in (1, 100)] == pytest.approx([0.0002, 0.0002], abs=1e-12)
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3])
-def test_the_mean_is_that_of_every_intervalth_value(interval):
-    values = [3.0, -1.0, 2.5, 7.0, 0.125, -4.0, 11.0]
-    found = averages(averaging_rule("mean", interval=interval), values)
-    for i, average in enumerate(found):
-        taken = values[: i + 1 : interval]
-        assert average == pytest.approx(sum(taken) / len(taken), abs=1e-12)
-
-
-def test_between_intervals_the_average_stays():
-    found = averages(averaging_rule(decay=0.5, interval=3), [1, 2, 4, 8, 16, 32, 64])
-    assert found == [1, 1, 1, 4.5, 4.5, 4.5, 34.25]
-
-
 # ---------------------------------------------------------------------- models
 
 
@@ -204,18 +190,6 @@ def test_the_average_is_a_module_of_its_own_in_eval_mode_without_gradients():
     assert [p.requires_grad for p in model.parameters()].count(False) == 1
     assert [p.requires_grad for p in average.module.parameters()] == [p.requires_grad for p in model.parameters()]
     assert all(parameter.grad is None for parameter in average.module.parameters())
-
-
-def test_a_restart_copies_everything_and_forgets_the_steps():
-    model = Net()
-    average = ModelAverage(model, averaging_rule(decay=0.5), average_buffers=True)
-    for _ in range(3):
-        change(model)
-        average.update()
-    assert not equal(average.module, model)
-    average.restart()
-    assert equal(average.module, model)
-    assert average.steps == 0
 
 
 class Calls(TorchFunctionMode):

@@ -1,5 +1,4 @@
 import logging
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, file
 from trainkit.config import CfgNode, ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook
 from trainkit.engine.step import SimpleTrainer
 
@@ -53,10 +51,6 @@ def falling(hook, max_iter=5):
 )
 def test_the_average_follows_the_updates(arguments, expected):
     assert falling(EMAHook(**arguments)) == pytest.approx(expected, abs=1e-6)
-
-
-def test_by_default_a_thousandth_of_each_update_is_taken_in():
-    assert falling(EMAHook(), 3) == pytest.approx([0, -0.001, -0.002999], abs=1e-9)
 
 
 class Net(nn.Module):
@@ -226,16 +220,6 @@ def test_what_wraps_the_model_is_not_averaged(tmp_path):
     assert equal(wrapped.average, plain.average)
 
 
-def test_an_update_that_the_scaler_skips_takes_the_unchanged_weights_in_once_more():
-    model, hook = Weight(), EMAHook(kind="mean")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
-    trainer = AMPTrainer(model, [torch.tensor(4.0)], sgd(model, lr=0.5), grad_scaler=scaler)
-    trainer.register_hooks([hook])
-    trainer.train(0, 3)
-    assert model.weight.item() == -3  # 1, -1, -3
-    assert average_of(hook, model).weight.item() == -1
-
-
 # ---------------------------------------------------------------------- errors
 
 
@@ -255,14 +239,6 @@ def test_the_first_part_of_a_longer_run_may_end_before_the_average_begins(tmp_pa
     job.trainer.cfg = CfgNode({"SOLVER": {"MAX_ITER": 8}})
     with pytest.raises(ValueError, match="but the run has only 8 iterations"):
         job.train(4, 0)
-
-
-def test_a_model_that_cannot_be_copied_is_an_error_before_the_first_iteration(tmp_path):
-    job = Job(tmp_path, EMAHook())
-    job.model.lock = threading.Lock()
-    with pytest.raises(TypeError, match="Net must allow copy.deepcopy"):
-        job.train(8, 0)
-    assert job.trainer.iter == 0
 
 
 # ---------------------------------------------------------------------- ranks

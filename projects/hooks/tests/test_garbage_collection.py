@@ -34,14 +34,6 @@ def test_garbage_is_collected_every_period_and_not_between():
     assert knots(GarbageCollection(3)) == [[0], [0, 1], [], [3], [3, 4], [], [6]]
 
 
-def test_a_younger_generation_is_enough_for_young_garbage_and_a_higher_one_for_old(monkeypatch):
-    asked = []
-    monkeypatch.setattr(gc, "collect", lambda generation=2: asked.append(generation))
-    Steps([GarbageCollection(2)]).train(0, 5)
-    Steps([GarbageCollection(2, generation=0)]).train(0, 2)
-    assert asked == [2, 1, 1, 2, 0]  # everything before each run, then by the period
-
-
 def test_python_collects_by_itself_outside_training_only():
     during = []
     note = CallbackHook(before_step=lambda trainer: during.append(gc.isenabled()))
@@ -56,14 +48,6 @@ def test_a_failure_puts_it_back():
     with pytest.raises(RuntimeError, match="step 1 failed"):
         Steps([GarbageCollection()], step=fail_at(1)).train(0, 3)
     assert gc.isenabled()
-
-
-def test_who_has_switched_it_off_keeps_it_so():
-    trainer = Steps([GarbageCollection()])
-    trainer.train(0, 1)
-    gc.disable()
-    trainer.train(0, 1)
-    assert not gc.isenabled()
 
 
 def test_a_run_that_fails_before_it_begins_leaves_it_as_it_is():

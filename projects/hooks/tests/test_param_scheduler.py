@@ -4,7 +4,6 @@ from torch import nn
 from trainkit.projects.solver_extras.schedules import Linear
 
 from tests.engine.tiny import Regression, Weight, batches, sgd
-from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRFunction
@@ -125,14 +124,6 @@ def test_a_run_resumed_anywhere_has_the_same_values_and_weights(stop, tmp_path):
     assert run(stop, weight_decay=0.25, resume=False)[0] != whole[stop:]
 
 
-def test_a_second_run_begins_with_the_first_value_again():
-    trainer, used = make(ParamScheduler("weight_decay", HALVE))
-    trainer.train(0, 2)
-    trainer.train(0, 2)
-    trainer.train(2, 3)
-    assert used == [0.5, 0.25, 0.5, 0.25, 0.125]
-
-
 def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
     def run(*parts, **kwargs):
         trainer, used = make(ParamScheduler("weight_decay", [{"NAME": "Linear", "START_FACTOR": 0.25}], **kwargs))
@@ -153,23 +144,6 @@ def test_a_tensor_lr_is_filled_in_place():
     assert used == [0.5, 0.25]
     assert trainer.optimizer.param_groups[0]["lr"] is lr
     assert trainer.storage.history("lr").values() == [(0.5, 0), (0.25, 1)]
-
-
-def test_updates_that_the_scaler_skips_delay_no_schedule():
-    """Batches 1 and 3 overflow: lr and weight decay go on, the weight does not."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-    hook = ParamScheduler("weight_decay", HALVE)
-    trainer, used = make(hook, None, lambda group: (group["lr"], group["weight_decay"]), AMPTrainer, grad_scaler=scaler)
-    schedule = LRFunction(trainer.optimizer, lambda t, base: base / 2**t)
-    trainer.register_hooks([LRScheduler(scheduler=schedule)])
-    trainer.data_loader = [torch.tensor(value) for value in (1.0, 2.0**126, 1.0, 2.0**126, 1.0)]
-    weights = []
-    trainer.register_hooks([CallbackHook(after_step=lambda trainer: weights.append(trainer.model.weight.item()))])
-    trainer.train(0, 5)
-    assert used == [(0.1 / 2**t, 0.5 / 2**t) for t in range(5)]
-    changed = [after != before for before, after in zip([1.0, *weights], weights, strict=False)]
-    assert changed == [True, False, True, False, True]
-    assert scaler.get_scale() == 2.0**8
 
 
 # ---------------------------------------------------------------------- errors

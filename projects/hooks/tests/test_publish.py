@@ -68,16 +68,6 @@ def test_a_best_file_that_never_came_is_left_out_with_a_warning(tmp_path, caplog
     assert f"There is no '{tmp_path}/model_best.pth' to publish: no value of its metric was finite" in warnings
 
 
-@pytest.mark.parametrize("saving", [{"save_dir": ""}, {"save_to_disk": False}])
-def test_who_does_not_write_publishes_nothing(tmp_path, caplog, saving):
-    (tmp_path / "model_final.pth").touch()  # of another process
-    checkpointer = Checkpointer(nn.Linear(1, 1), **{"save_dir": tmp_path, **saving})
-    Steps([PeriodicCheckpointer(checkpointer, 2), PublishWeights()]).train(0, 3)
-
-    assert list(tmp_path.iterdir()) == [tmp_path / "model_final.pth"]
-    assert caplog.messages == []
-
-
 def test_a_run_that_did_not_finish_publishes_nothing(tmp_path):
     with pytest.raises(RuntimeError):
         make(tmp_path, step=fail_at(3)).train(0, 4)

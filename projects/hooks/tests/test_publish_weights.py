@@ -91,16 +91,6 @@ def test_an_older_published_file_of_the_same_checkpoint_is_replaced(tmp_path):
     assert names(tmp_path) == sorted(expected)
 
 
-def test_an_older_published_file_stays_if_the_new_one_cannot_be_written(tmp_path):
-    first = publish_weights(save(tmp_path))
-    write_file({"model": "no weights"}, tmp_path / "model_final.pth")
-
-    with pytest.raises(CheckpointError, match="has no entry 'model' to publish"):
-        publish_weights(tmp_path / "model_final.pth")
-
-    assert names(tmp_path) == ["last_checkpoint", "model_final.pth", os.path.basename(first)]
-
-
 def test_averaged_weights_are_published_over_those_of_the_model(tmp_path):
     averaged = {"weight": torch.full((2, 2), 7.0)}
     write_file(

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Regression, Steps, Weight, batches, scalars, sgd
+from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
 from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.engine.hooks import LRScheduler, ParamScheduler, RuntimeInfo
 from trainkit.engine.step import SimpleTrainer
@@ -28,24 +28,10 @@ def test_the_epoch_is_stored_as_it_is():
     assert "epoch" not in trained().storage.latest()
 
 
-def test_the_epoch_is_stored_every_period_and_at_the_end():
-    assert trained(RuntimeInfo(period=3)).storage.history("epoch").values() == [(1.0, 2), (2.0, 4)]
-    with pytest.raises(ValueError, match="period must be a whole number of iterations >= 1, got 0"):
-        RuntimeInfo(0)
-
-
 def test_the_log_says_what_is_known_of_the_run(caplog):
     caplog.set_level("INFO")
     trained(RuntimeInfo())
     assert described(caplog) == ["This run: 5 iterations = 2.5 epochs of 2; world size 1; 3 of 4 parameters trained"]
-
-
-def test_without_epochs_and_a_model_there_is_less_to_say(caplog):
-    caplog.set_level("INFO")
-    trainer = Steps([RuntimeInfo()])
-    trainer.train(0, 3)
-    assert described(caplog) == ["This run: 3 iterations; world size 1"]
-    assert trainer.storage.latest() == {}
 
 
 @pytest.mark.parametrize(("seed", "said"), [(1, "seed 1"), (-1, "seed drawn at random")])

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
@@ -72,20 +72,6 @@ def test_a_run_that_begins_inside_an_epoch_has_the_order_of_that_epoch():
     assert orders(shuffled()[0], 7, 9, [SamplerSeed()]) == epoch_order(2)[:2]
 
 
-@pytest.mark.parametrize("start_iter", range(6))
-def test_passes_that_begin_inside_of_epochs_have_orders_of_their_own_too(start_iter):
-    begun = []
-
-    class Noting(DistributedSampler):
-        def __iter__(self):
-            begun.append(self.epoch)
-            return super().__iter__()
-
-    loader = DataLoader(torch.arange(8.0), batch_size=2, sampler=Noting(range(8), num_replicas=1, rank=0))
-    orders(loader, start_iter, start_iter + 24, [SamplerSeed()])
-    assert len(begun) == len(set(begun)) == 6
-
-
 class Resumable(DistributedSampler):
     """Knows its place in a pass, and not which one it is, as torchdata's StatefulDistributedSampler."""
 
@@ -124,13 +110,6 @@ def test_a_run_that_is_resumed_inside_a_pass_goes_on_with_its_order_also_if_the_
     assert first + run(stop_at, 8, state)[0] == run(0, 8)[0]
 
 
-def test_a_second_run_begins_with_its_own_epoch():
-    loader, _ = shuffled()
-    hook = SamplerSeed()
-    first = orders(loader, 0, 9, [hook])
-    assert orders(loader, 0, 9, [SamplerSeed()]) == first
-
-
 def listener(calls, name, base=object):
     class Listener(base):
         def set_epoch(self, epoch):
@@ -166,27 +145,6 @@ def test_whatever_has_set_epoch_is_told(where):
     else:
         run(Loader(**{where: listener(calls, where)()}))
     assert calls == [(where, 0), (where, 1), (where, 2)]
-
-
-def test_a_sampler_inside_a_batch_sampler_is_told_once():
-    calls = []
-    sampler = listener(calls, "inner", list)(range(4))
-    run(DataLoader(range(4), batch_sampler=BatchSampler(sampler, 2, drop_last=False)))
-    assert calls == [("inner", 0), ("inner", 1), ("inner", 2)]
-    calls.clear()
-    run(DataLoader(range(4), batch_size=2, sampler=sampler))  # which stands in both places
-    assert calls == [("inner", 0), ("inner", 1), ("inner", 2)]
-
-
-def test_a_loader_that_hears_of_no_epochs_draws_one_warning(caplog):
-    run(DataLoader(range(4), batch_size=2))
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == [
-        "SamplerSeed has no effect: nothing of the data loader (DataLoader) has a set_epoch() method; leave it out"
-    ]
-    caplog.clear()
-    run(shuffled()[0])
-    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def test_a_stream_has_no_epochs():

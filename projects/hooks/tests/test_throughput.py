@@ -64,36 +64,6 @@ def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(cloc
     assert "mfu_pct" not in trainer.storage.latest()
 
 
-def test_a_second_run_begins_a_window_of_its_own(clock):
-    model, hook = Slow(clock, 2.0), Throughput(3)
-    trainer = run(model, samples(4), hook, 2)
-    trainer.train(2, 4)
-    assert rates(trainer) == [(2.0, 2), (2.0, 3)]
-
-
-def test_what_a_stopped_run_has_not_reported_is_no_part_of_the_next_one(clock):
-    model, hook = Slow(clock, 2.0), Throughput(10)
-    trainer = SimpleTrainer(model, samples(4), sgd(model))
-    trainer.register_hooks([hook, AfterStep(lambda trainer: trainer.iter == 0 and trainer.request_stop("enough"))])
-    trainer.train(0, 5)
-    assert "samples_per_sec" not in trainer.storage.latest()
-    model.seconds = 4.0
-    trainer.train(1, 2)
-    assert rates(trainer) == [(1.0, 1)]
-
-
-def test_fetching_counts_as_a_part_of_the_step(clock):
-    def data():
-        clock.advance(6.0)
-        yield torch.ones(4, 3)
-
-    class Loader:
-        def __iter__(self):
-            return data()
-
-    assert rates(run(Slow(clock, 2.0), Loader(), Throughput(1), 2)) == [(0.5, 0), (0.5, 1)]
-
-
 def test_micro_batches_are_added_up_and_a_short_window_counts_as_what_it_is(clock):
     trainer = run(Slow(clock, 2.0), iter(samples(2, 2, 3)), Throughput(1), 2, accumulation_steps=2)
     assert rates(trainer) == [(1.0, 0), (1.5, 1)]

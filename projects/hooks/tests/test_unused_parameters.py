@@ -56,13 +56,6 @@ def test_unused_and_ignored_parameters_are_named_apart(uses, losses, expected, t
     assert findings(Two(uses, losses), caplog, trainer_class=trainer_class) == expected
 
 
-def test_a_frozen_parameter_is_no_concern(caplog):
-    model = Two()
-    assert findings(model, caplog) == [(0, "b.weight", "none")]
-    model.b.weight.requires_grad_(False)
-    assert findings(model, caplog) == []
-
-
 def test_a_shared_parameter_is_used_by_whoever_uses_it(caplog):
     model = Two()
     model.b.weight = model.a.weight
@@ -98,14 +91,6 @@ def test_parameters_that_no_module_call_shows_are_seen(caplog):
         "lstm.weight_ih_l0, lstm.weight_hh_l0"
     )
     assert findings(Attention(ignored=True), caplog) == [(0, "none", everything)]
-
-
-def test_asking_for_a_shape_or_a_device_uses_nothing(caplog):
-    model = Two()
-    model.forward = lambda batch: (model.trunk(batch).sum() + model.a(batch).sum()) * model.b.weight.shape[0]
-    assert findings(model, caplog) == [(0, "b.weight", "none")]
-    model.forward = lambda batch: (model.trunk(batch).sum() + model.a(batch).sum()) * model.b.weight.detach().sum()
-    assert findings(model, caplog) == [(0, "none", "b.weight")]
 
 
 class Switch(nn.Module):

@@ -76,12 +76,6 @@ def test_several_images_of_a_batch_are_numbered_and_none_is_fine(tmp_path):
     assert np.array_equal(decode_png(last.read_bytes()), gray(1))
 
 
-def test_a_data_set_without_a_name_is_drawn(tmp_path):
-    evaluate(trainer_with(VisualizationHook(draw_number, 2, tmp_path)), 2, name="")
-
-    assert files(tmp_path) == ["val/unnamed_iter0000007_batch0001.png"]
-
-
 def test_a_second_evaluation_of_the_same_data_in_an_iteration_leaves_the_pictures_of_the_first(tmp_path):
     trainer = trainer_with(VisualizationHook(lambda inputs, outputs: gray(outputs), 1, tmp_path))
 
@@ -250,19 +244,6 @@ def test_a_config_switches_it_on_and_off_for_validation_and_test(tmp_path):
     assert image.shape == (2, 2, 3)  # 10 samples in batches of 4
 
 
-def test_a_run_that_is_saved_and_loaded_in_the_middle_goes_on_drawing(tmp_path):
-    drawing_trainer(tmp_path).train(max_iter=5)
-    # behind the last iteration iter is one more, as in the rows of the metrics
-    half = [f"{part}_iter0000005_batch0002.png" for part in ("test/tiny_test", "val/tiny_val")]
-    assert files(tmp_path / "visualization") == half
-
-    resumed = drawing_trainer(tmp_path)
-    resumed.resume_or_load()
-    resumed.train()
-    # the checkpoint was written before the evaluation of its iteration, which is made now
-    assert files(tmp_path / "visualization") == sorted([*half, *TEST, *VAL])
-
-
 # ---------------------------------------------------------------------- ranks
 
 
@@ -325,17 +306,3 @@ def test_names_that_do_not_fit_are_an_error(batch, message, tmp_path):
     hook = VisualizationHook(lambda inputs, outputs: [gray(0), gray(1)], 1, tmp_path, names="file_name")
     with observe_inference(trainer_with(hook), "val"), pytest.raises(ValueError, match=message):
         inference_on_dataset(lambda inputs: inputs, [batch], None, name="cats")
-
-
-def test_a_config_gives_phases_and_options_of_the_drawing(tmp_path):
-    @VISUALIZER_REGISTRY.register()
-    def draw_with_colour(inputs, outputs, *, colour, alpha=1.0):
-        return gray(round(colour * alpha))
-
-    entry = {"NAME": "VisualizationHook", "DRAW": "draw_with_colour", "PERIOD": 3, "PHASES": "test"}
-    options = {"OPTIONS": {"COLOUR": 100, "ALPHA": 0.5}}
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "DATASETS.VAL", ("tiny_val",), "HOOKS", [{**entry, **options}]))
-    trainer.train()
-    pictures = files(tmp_path / "visualization")
-    assert pictures == ["test/tiny_test_iter0000010_batch0002.png"]
-    assert np.array_equal(decode_png((tmp_path / "visualization" / pictures[0]).read_bytes()), gray(50))

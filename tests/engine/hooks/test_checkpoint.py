@@ -11,7 +11,6 @@ from trainkit.config import ConfigError, get_cfg, resolve_lengths
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EvalHook, PeriodicCheckpointer
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.step import SimpleTrainer
-from trainkit.evaluation.observer import EvaluationAbandoned
 
 BOTH = pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer])
 
@@ -128,13 +127,6 @@ def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on(caplog):
     assert "The checkpoint 'model_0000003' is not saved, training continues: no space left" in caplog.messages
 
 
-def test_a_final_save_that_fails_fails_the_run():
-    trainer = Steps([PeriodicCheckpointer(Recorder(full=[5]), 2)])
-    with pytest.raises(CheckpointError, match="no space left"):
-        trainer.train(0, 6)
-    assert trainer.status == "failed"
-
-
 def test_a_run_that_finished_early_has_its_final_file_and_others_do_not():
     for finished, last in ((True, "model_final"), (False, "model_0000002")):
         recorder = Recorder()
@@ -198,32 +190,6 @@ def test_a_stop_after_a_save_writes_again_since_stage_2_of_the_iteration_is_done
 
     assert trainer.status == "stopped"
     assert recorder.saved == 2 * [("model_0000003", 3)]
-
-
-@pytest.mark.parametrize(
-    ("period", "expected"), [(4, [("model_0000003", 3)]), (3, [("model_0000002", 2), ("model_0000003", 3)])]
-)
-def test_an_evaluation_that_is_abandoned_behind_a_save_leaves_that_save(period, expected):
-    recorder = Recorder()
-
-    def evaluate():
-        trainer.before_eval("val", "data")
-        trainer.request_stop("enough")
-        raise EvaluationAbandoned
-
-    trainer = Steps([PeriodicCheckpointer(recorder, period), EvalHook(4, evaluate)])
-    trainer.train(0, 9)
-
-    assert (trainer.status, trainer.iter, recorder.saved) == ("stopped", 4, expected)
-
-
-def test_a_run_that_goes_on_after_a_stop_saves_as_if_nothing_had_happened():
-    recorder = Recorder()
-    trainer = Steps([PeriodicCheckpointer(recorder, 3), stop_at(3)])
-    trainer.train(0, 7)
-    trainer.train(4, 7)
-
-    assert recorder.saved == [("model_0000002", 2), ("model_0000003", 3), ("model_0000005", 5), ("model_final", 6)]
 
 
 def test_a_stop_whose_save_fails_fails_the_run(tmp_path, save_format):
@@ -374,13 +340,6 @@ def test_an_overridden_save_may_return_anything(tmp_path):
     assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth", "model_best.pth", "model_final.pth"]
 
 
-def test_a_best_save_that_fails_is_logged_and_the_next_better_value_is_saved(caplog):
-    assert best_saves([50.0, 80.0, 70.0, 60.0], full=[3]) == [1, 5]
-    assert "The checkpoint 'model_best' is not saved, training continues: no space left" in caplog.messages
-    with pytest.raises(CheckpointError):
-        best_saves([50.0, 80.0], full=[3])  # the final one
-
-
 def best_trainer(folder, checkpointer_class, values):
     model = nn.Linear(1, 1)
     trainer = Steps()
@@ -423,32 +382,12 @@ def test_a_best_save_before_any_other_leaves_no_last_checkpoint(tmp_path, checkp
     assert files(tmp_path) == ["model_best.pth"]
 
 
-def test_a_run_from_the_beginning_forgets_the_best_value():
-    recorder = Recorder()
-    trainer = Steps([EvalHook(0, lambda: {"top1": 50}), BestCheckpointer(0, recorder, "top1")])
-    trainer.train(0, 2)
-    trainer.train(0, 2)
-    assert recorder.saved == [("model_best", 1), ("model_best", 1)]
-    trainer.train(2, 4)
-    assert recorder.saved == [("model_best", 1), ("model_best", 1)]
-
-
 def test_a_missing_metric_is_an_error_with_the_nearest_name():
     hooks = [EvalHook(1, lambda: {"cls": {"top1": 1, "loss": 2}}), BestCheckpointer(1, Recorder(), "cls/top_1")]
     with pytest.raises(ValueError, match=r"'cls/top_1'; did you mean 'cls/top1'\? known are: cls/loss, cls/top1"):
         Steps(hooks).train(0, 2)
     with pytest.raises(ValueError, match="given the metric 'top1'; known are: none"):
         Steps([BestCheckpointer(1, Recorder(), "top1")]).train(0, 2)
-
-
-@pytest.mark.parametrize(("value", "expected"), [(60, [2, 3]), (40, [2])])
-def test_the_first_iteration_behind_a_finished_run_can_give_the_best_value(value, expected):
-    recorder = Recorder()
-    results = iter([50, value, 30])  # the first is stored at iteration 3 as well, since it is of the end of a run
-    trainer = Steps([EvalHook(4, lambda: {"top1": next(results)}), BestCheckpointer(4, recorder, "top1")])
-    trainer.train(0, 3)
-    trainer.train(3, 5)
-    assert [iteration for _, iteration in recorder.saved] == expected
 
 
 def test_it_follows_evaluations_with_an_offset():

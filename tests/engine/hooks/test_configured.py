@@ -70,10 +70,6 @@ def test_entries_keep_their_order(tmp_path):
     assert [hook.period for hook in job._hooks if isinstance(hook, Recorder)] == [2, 1]
 
 
-def test_epochs_in_an_argument_become_iterations(tmp_path):
-    assert only(trainer(tmp_path, {"NAME": "Recorder", "PERIOD": "2ep"}), Recorder).period == 10
-
-
 def test_a_default_hook_keeps_its_place_and_its_other_arguments_when_an_entry_changes_one(tmp_path):
     job = trainer(tmp_path, {"NAME": "PeriodicCheckpointer", "PERIOD": 4}, {"NAME": "IterationTimer", "WARMUP_ITER": 0})
     assert order(job) == DEFAULT_ORDER
@@ -130,11 +126,6 @@ def test_without_the_hook_that_steps_the_schedule_there_is_a_warning(tmp_path, c
     caplog.clear()
     trainer(tmp_path)
     assert "LRScheduler" not in caplog.text
-
-
-def test_a_default_hook_can_be_moved(tmp_path):
-    job = trainer(tmp_path, {"NAME": "PeriodicCheckpointer", "AFTER": "EvalHook"})
-    assert order(job) == ["IterationTimer", "LRScheduler", "EvalHook", "PeriodicCheckpointer", "PeriodicWriter"]
 
 
 def test_required_arguments_that_the_trainer_has_are_taken_from_it(tmp_path):

@@ -128,13 +128,6 @@ def test_a_fresh_optimizer_can_begin_in_the_middle_of_a_schedule():
     assert used == [(0.125, 6), (0.0625, 7)]
 
 
-def test_a_second_run_begins_with_the_first_learning_rate_again():
-    trainer, used = make(LinearParamScheduler(1.0, 0.0))
-    trainer.train(0, 2)
-    trainer.train(0, 2)
-    assert used == [(0.5, 0), (0.25, 1), (0.5, 0), (0.25, 1)]
-
-
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -192,15 +185,6 @@ def test_optimizer_and_scheduler_can_be_given():
     trainer.register_hooks([LRScheduler(optimizer, CosineParamScheduler(1.0, 0.0))])
     trainer.train(0, 2)
     assert [lr for lr, _ in trainer.storage.history("lr").values()] == pytest.approx([0.5, 0.25])
-
-
-def test_a_state_that_waits_for_the_run_is_not_lost():
-    model = Weight()
-    optimizer = sgd(model)
-    hook = LRScheduler(optimizer, lr_scheduler.StepLR(optimizer, 3))
-    state = {**hook.state_dict(), "last_epoch": 7}
-    hook.load_state_dict(state)
-    assert hook.state_dict() == state
 
 
 def test_a_schedule_that_steps_by_a_metric_is_refused():

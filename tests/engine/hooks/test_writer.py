@@ -49,20 +49,6 @@ def test_metrics_json_has_the_iterations_of_the_period_the_last_one_and_the_fina
     assert rows(path)[-1] == {"iteration": 50, "top1": 99.0}
 
 
-def test_what_a_hook_registered_later_puts_is_written_too(tmp_path):
-    path = tmp_path / "metrics.json"
-    trainer = Steps([PeriodicWriter([JSONWriter(path)], period=2)])
-    trainer.register_hooks([EvalHook(4, lambda: {"top1": trainer.iter}), AfterStep(put_iter)])
-    trainer.train(0, 7)
-    assert rows(path) == [
-        {"iteration": 1, "mine": 0.5},
-        {"iteration": 3, "mine": 1.5, "top1": 3},
-        {"iteration": 5, "mine": 2.5},
-        {"iteration": 6, "mine": 3.0},
-        {"iteration": 7, "top1": 7.0},
-    ]
-
-
 def put_iter(trainer):
     trainer.storage.put_scalar("mine", trainer.iter)
 
@@ -84,14 +70,6 @@ def test_a_failed_run_is_written_up_to_its_end_and_closed(tmp_path):
         trainer.train(0, 30)
     assert rows(path) == [{"iteration": 4, "mine": 2.0}]
     assert log.calls == ["write", "close"]
-
-
-def test_the_second_of_two_runs_goes_on_in_the_same_file(tmp_path):
-    path = tmp_path / "metrics.json"
-    trainer = Steps([PeriodicWriter([JSONWriter(path)], period=2), AfterStep(put_iter)])
-    trainer.train(0, 2)
-    trainer.train(2, 4)
-    assert rows(path) == [{"iteration": 1, "mine": 0.5}, {"iteration": 3, "mine": 2.5}]
 
 
 @pytest.mark.usefixtures("seconds")
@@ -206,18 +184,6 @@ def test_a_run_that_is_made_longer_has_no_line_of_the_shorter_one_twice(tmp_path
 
     assert path.read_text().startswith(shorter)
     assert [row["iteration"] for row in rows(path)] == [2, 4, 5, 8]
-
-
-def test_a_run_that_failed_is_trained_again_without_lines_twice(tmp_path, expected):
-    path = tmp_path / "metrics.json"
-    trainer, _ = writing_run(path, step=fail_at(7))
-    with pytest.raises(RuntimeError, match="step 7 failed"):
-        trainer.train(0, 13)
-    assert rows(path)[-1]["iteration"] == 6
-    trainer.step = lambda iter: None
-    trainer.train(7, 13)  # with a storage of its own, so the smoothed values differ
-
-    assert [row["iteration"] for row in rows(path)] == [json.loads(line)["iteration"] for line in expected.splitlines()]
 
 
 def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginning(tmp_path):
@@ -365,13 +331,6 @@ def test_images_are_let_go_where_there_is_no_writer():
     Steps([AfterStep(put_picture), PeriodicWriter([], period=3), note]).train(0, 8)
 
     assert sizes == [0, 1, 2, 0, 1, 2, 0, 1]
-
-
-def test_images_wait_for_a_second_periodic_writer_that_shows_them_later():
-    gallery = Gallery()
-    Steps([AfterStep(put_picture), PeriodicWriter([], period=1), PeriodicWriter([gallery], period=4)]).train(0, 4)
-
-    assert gallery.seen == [[0, 1, 2, 3, 2], []]
 
 
 @pytest.mark.usefixtures("seconds")
