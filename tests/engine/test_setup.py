@@ -59,21 +59,10 @@ def test_options_may_stand_before_and_behind_the_key_value_pairs():
 
 def test_the_defaults_of_the_arguments():
     args = vars(default_argument_parser().parse_args([]))
-    args.pop("fast_dev_run")  # of a project
-    assert args == {
-        "config_file": "",
-        "resume": False,
-        "fork": "",
-        "overfit_batches": 0,
-        "eval_only": False,
-        "print_config": False,
-        "quiet": False,
-        "num_gpus": 1,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "dist_url": "auto",
-        "opts": [],
-    }
+    of_the_core = {"config_file": "", "resume": False, "eval_only": False, "print_config": False, "quiet": False}
+    of_the_core |= {"num_gpus": 1, "num_machines": 1, "machine_rank": 0, "dist_url": "auto", "opts": []}
+    assert {name: args[name] for name in of_the_core} == of_the_core
+    assert not any(args[name] for name in args.keys() - of_the_core.keys())  # options of projects
 
 
 def test_an_unknown_option_ends_with_code_2(capsys):
@@ -86,9 +75,9 @@ def test_an_unknown_option_ends_with_code_2(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-gpus", "-1"], "need at least 1 process per machine"),
-        (["--num-machines", "2", "--machine-rank", "2"], "0 <= machine_rank < num_machines"),
-        (["--num-machines", "2"], "several machines need a dist_url"),
+        (["--num-gpus", "-1"], "num_gpus .*: got -1, 0 and 1"),
+        (["--num-machines", "2", "--machine-rank", "2"], "machine_rank .*: got 1, 2 and 2"),
+        (["--num-machines", "2"], "dist_url: got 'auto'"),
         (["--res"], "unrecognized arguments: --res"),
     ],
 )
@@ -96,7 +85,7 @@ def test_numbers_that_cannot_be_launched_end_with_code_2(arguments, message, cap
     with pytest.raises(SystemExit) as caught:
         default_argument_parser().parse_args(arguments)
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("error", [ConfigError("MODEL.NAME is empty"), CheckpointError("no such file")])

@@ -81,6 +81,7 @@ NAMES: Mapping[str, str] = _by_name(
         "hooks.accumulation": "AccumulationSchedule",
         "hooks.epochs": "is_due_epoch",
         "fast_dev.options": "LoadsAgain fast_dev_config",
+        "preflight.options": "KillAt Preflight",
         "scaling.batch": "KeepBatch",
         "scaling.scaling": "scale_lr_to_batch scale_workers",
         "predict.predictor": "DefaultPredictor",
@@ -137,6 +138,8 @@ NAMES: Mapping[str, str] = _by_name(
 OPTIONS: dict[str, str] = {
     "--fast-dev-run": "trainkit.projects.fast_dev.options",
     "--fork": "trainkit.projects.replay.fork",
+    "--preflight": "trainkit.projects.preflight.options",
+    "--preflight-quick": "trainkit.projects.preflight.options",
     "--overfit-batches": "trainkit.projects.samplers.options",
 }
 """Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.

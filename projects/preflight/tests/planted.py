@@ -1,0 +1,93 @@
+"""A job in which ``MODEL.PLANT`` plants one mistake."""
+
+import random
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog, ToIterableDataset  # noqa: F401
+from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, run
+from trainkit.modeling import MODEL_REGISTRY
+
+CLASSES, SAMPLES = 4, 240
+
+
+def make_samples(seed, plant=""):
+    generator = torch.Generator().manual_seed(seed)
+    label = torch.arange(SAMPLES) % CLASSES
+    centers = torch.randn(CLASSES, 16, generator=torch.Generator().manual_seed(0))
+    image = 0.7 * centers[label] + 0.5 * torch.randn(SAMPLES, 16, generator=generator) + 5
+    for _ in range(2 if plant == "normalized twice" else 1):
+        image = (image - 5) / 2 if plant == "normalized twice" else image - 5
+    if plant == "shuffled labels":
+        label = label[torch.randperm(SAMPLES, generator=generator)]
+    return [{"image": a, "label": int(b)} for a, b in zip(image, label, strict=True)]
+
+
+@MODEL_REGISTRY.register()
+class Planted(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.plant = cfg.MODEL.PLANT
+        self.body = nn.Linear(16, cfg.MODEL.get("HIDDEN", 32))
+        self.norm, self.head = nn.BatchNorm1d(self.body.out_features), nn.Linear(self.body.out_features, CLASSES)
+        self.body.requires_grad_(self.plant != "frozen")
+
+    def forward(self, batch):
+        features = F.relu(self.norm(self.body(batch["image"])))
+        if self.plant == "item" and features.mean().item() > 1e9:
+            features = features / 2
+        logits = self.head(features)
+        if not self.training:
+            return logits
+        loss = F.cross_entropy(logits, batch["label"])
+        return {"loss": loss.detach() if self.plant == "detached" else loss}
+
+
+class Hook(HookBase):
+    def before_train(self):
+        if self.trainer.cfg.MODEL.PLANT == "eval mode":
+            self.trainer.model.norm.eval()
+
+    def after_backward(self):
+        if self.trainer.cfg.MODEL.PLANT == "random hook":
+            self.trainer.model.head.bias.grad += random.SystemRandom().random()
+
+
+class Trainer(DefaultTrainer):
+    def build_hooks(self):
+        return [*super().build_hooks(), Hook()]
+
+    @classmethod
+    def build_optimizer(cls, cfg, model):
+        optimizer = super().build_optimizer(cfg, model)
+        if cfg.MODEL.PLANT == "early optimizer":
+            model.head = nn.Linear(model.body.out_features, CLASSES)
+        return optimizer
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        if cfg.MODEL.PLANT != "loader without state":
+            return super().build_train_loader(cfg)
+        dataset = DatasetCatalog.get("planted_train")
+        return DataLoader(dataset, 32, shuffle=True, generator=torch.Generator().manual_seed(1), drop_last=True)
+
+
+def main():
+    args = default_argument_parser().parse_args()
+    plant = args.opts[args.opts.index("MODEL.PLANT") + 1] if "MODEL.PLANT" in args.opts else ""
+    DatasetCatalog.register("planted_train", lambda: make_samples(1, plant))
+    DatasetCatalog.register("planted_test", lambda: make_samples(1 if plant == "overlap" else 2, plant))
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.NAME", "Planted", "MODEL.PLANT", "", "MODEL.DEVICE", "cpu", "SEED", 0])
+    cfg.merge_from_list(["DATASETS.TRAIN", ["planted_train"], "DATASETS.TEST", ["planted_test"]])
+    cfg.merge_from_list(["TEST.EVALUATORS", ["ClassificationEvaluator"], "DATALOADER.NUM_WORKERS", 0])
+    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", 32, "SOLVER.MAX_ITER", 100, "SOLVER.BASE_LR", 0.1])
+    run(args, Trainer, cfg)
+
+
+if __name__ == "__main__":
+    main()
