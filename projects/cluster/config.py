@@ -1,21 +1,25 @@
-"""The config key of this project."""
+"""The config keys of this project."""
 
 from trainkit.config import CfgNode
-from trainkit.config.checks import check_choices
+from trainkit.config.checks import check_choices, check_ranges
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the key with its default."""
+    """Add the keys with their defaults."""
+    cfg.STEP_TIMEOUT = 0.0  # From the second step on, ranks wait this many seconds for each other. 0: 30 minutes.
     cfg.REQUEUE_SIGNAL = ""  # "SIGUSR1", "SIGTERM": a SLURM job that this signal stops is requeued. "": it only stops.
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if the signal is not one of these."""
+    """Raises ConfigError if a value is not accepted."""
+    check_ranges(cfg, {"[0, inf)": "STEP_TIMEOUT"})
     check_choices(cfg, {"REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM")})
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Put the hook into HOOKS."""
-    hook = {"NAME": "Requeue", "SIGNAL": cfg.REQUEUE_SIGNAL}
-    if cfg.REQUEUE_SIGNAL and hook not in cfg.HOOKS:
-        cfg.HOOKS = [*cfg.HOOKS, hook]
+    """Put the hooks into HOOKS."""
+    requeue = {"NAME": "Requeue", "SIGNAL": cfg.REQUEUE_SIGNAL}
+    timeout = {"NAME": "StepTimeout", "SECONDS": cfg.STEP_TIMEOUT}
+    for hook, is_on in (requeue, cfg.REQUEUE_SIGNAL), (timeout, cfg.STEP_TIMEOUT):
+        if is_on and hook not in cfg.HOOKS:
+            cfg.HOOKS = [*cfg.HOOKS, hook]

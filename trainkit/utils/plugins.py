@@ -20,7 +20,7 @@ def _by_name(names: Mapping[str, str]) -> dict[str, str]:
 
 CONFIG_KEYS: dict[str, str] = _by_name(
     {
-        "cluster.config": "REQUEUE_SIGNAL",
+        "cluster.config": "REQUEUE_SIGNAL STEP_TIMEOUT",
         "async_save.config": "CHECKPOINT.ASYNC",
         "hooks.config": "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.PUBLISH CHECKPOINT.PUBLISH_FORMAT MAX_TIME TEST.PRECISE_BN",
         "trainable_only.config": "CHECKPOINT.TRAINABLE_ONLY",
@@ -58,6 +58,7 @@ The module has a function ``to_cfg(cfg, args)``: a CfgNode with the settings tha
 NAMES: Mapping[str, str] = _by_name(
     {
         "cluster.requeue": "Requeue",
+        "cluster.timeout": "StepTimeout",
         "graph.trainer": "GraphTrainer GraphAMPTrainer graph_trainer",
         "non_finite.trainers": "gradients skip",
         "logical_ranks.trainer": "LogicalTrainer LogicalAMPTrainer logical_trainer",
