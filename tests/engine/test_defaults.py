@@ -640,24 +640,6 @@ def test_a_plain_fvcore_checkpointer_saves_and_resumes_the_trainer(tmp_path):
     assert equal(weights(second), weights(first))
 
 
-# ---------------------------------------------------------------------- scaling to other numbers of workers
-
-
-def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alone(tmp_path):
-    options = ["SOLVER.REFERENCE_WORLD_SIZE", 8, "SOLVER.OPTIMIZER.LR", 0.2, "SOLVER.CHECKPOINT_PERIOD", "2ep"]
-    cfg = tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 16, "SOLVER.MAX_ITER", 100, "SOLVER.STEPS", (60, 80), *options)
-    cfg.freeze()
-    scaled = DefaultTrainer.auto_scale_workers(cfg, 4)
-    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER) == (16, 0.1, 100)
-    solver = scaled.SOLVER
-    assert (solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER, solver.STEPS) == (8, 0.05, 200, (120, 160))
-    assert (solver.OPTIMIZER.LR, solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD) == (0.1, 4, "2ep")
-    assert scaled.TEST.EVAL_PERIOD == 10
-    assert solver.REFERENCE_WORLD_SIZE == 4
-    assert scaled.is_frozen()
-    assert DefaultTrainer.auto_scale_workers(scaled, 4) is scaled
-
-
 def test_auto_scaling_refuses_a_batch_that_does_not_divide(tmp_path):
     cfg = tiny_cfg(tmp_path, "SOLVER.REFERENCE_WORLD_SIZE", 3, "SOLVER.IMS_PER_BATCH", 8)
     with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH: got 8 .*for 2 processes, a multiple of"):
