@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from trainkit.utils.events.json_writer import LinesWriter
-from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar, rows_by_iteration
+from trainkit.utils.events.writers import WRITER_REGISTRY, Row
 
 
 class CSVWriter(LinesWriter):
@@ -21,12 +21,10 @@ class CSVWriter(LinesWriter):
     def __init__(self, csv_file: str | Path, window_size: int = 20) -> None:
         super().__init__(csv_file, window_size, header="iteration,epoch,name,value\n")
 
-    def format(self, scalars: list[Scalar]) -> str:
+    def format(self, rows: list[Row]) -> str:
         lines = io.StringIO()
         csv_format.writer(lines, lineterminator="\n").writerows(
-            (iter, epoch, _text_cell(name), repr(value))
-            for iter, epoch, row in rows_by_iteration(scalars)
-            for name, value in row.items()
+            (iter, epoch, _text_cell(name), repr(value)) for iter, epoch, row in rows for name, value in row.items()
         )
         return lines.getvalue()
 

@@ -15,7 +15,7 @@ from trainkit.projects.loggers.service import ServiceWriter, default_environment
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar
+from trainkit.utils.events.writers import WRITER_REGISTRY, Row
 
 _ENVIRONMENT = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
@@ -85,15 +85,17 @@ class MLflowWriter(ServiceWriter):
             client.log_text(self._run_id, self._config, "config.yaml")
         return client, partial(client.set_terminated, self._run_id)
 
-    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
+    def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
         metric = importlib.import_module("mlflow.entities").Metric
         now_ms = int(time.time() * 1000)
         try:
             metrics = []
-            for name, value, iter, epoch in scalars:
-                name, step = _NOT_IN_A_NAME.sub("_", name), iter if epoch is None else epoch
-                if not self._is_there(name, value, step):
-                    metrics.append(metric(name, value, now_ms, step))
+            for iter, epoch, row in rows:
+                step = iter if epoch is None else epoch
+                for name, value in row.items():
+                    name = _NOT_IN_A_NAME.sub("_", name)
+                    if not self._is_there(name, value, step):
+                        metrics.append(metric(name, value, now_ms, step))
             for start in range(0, len(metrics), _MAX_PER_CALL):
                 self._writer.log_batch(self._run_id, metrics[start : start + _MAX_PER_CALL])
             for image in storage.images():

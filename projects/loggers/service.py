@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import Scalar, ScalarWriter
+from trainkit.utils.events.writers import Row, ScalarWriter
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class ServiceWriter(ScalarWriter):
         """Start the output, or continue it; return it, and the function that ends it."""
         raise NotImplementedError
 
-    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        """Write the scalars, and the images and histograms of the storage."""
+    def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
+        """Write the rows, and the images and histograms of the storage."""
         raise NotImplementedError
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        if scalars or storage.images() or storage.histograms():
-            self._log_all(scalars, storage)
+    def _show(self, rows: list[Row], storage: EventStorage) -> None:
+        if rows or storage.images() or storage.histograms():
+            self._log_all(rows, storage)
             storage.clear_images()
             storage.clear_histograms()
 

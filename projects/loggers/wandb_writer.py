@@ -13,7 +13,7 @@ from trainkit.projects.loggers.service import ServiceWriter, default_environment
 from trainkit.config import CfgNode
 from trainkit.config.yaml_files import load_yaml
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import WRITER_REGISTRY, Scalar, rows_by_iteration
+from trainkit.utils.events.writers import WRITER_REGISTRY, Row
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class WandbWriter(ServiceWriter):
         super().load_state_dict(state)
         self._run_id, self._next_step = state["run_id"], state["next_step"]
 
-    def _log_all(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        for iter, epoch, row in rows_by_iteration(scalars):
+    def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
+        for iter, epoch, row in rows:
             if epoch is not None:
                 for name in row:
                     self._writer.define_metric(name, step_metric="epoch")

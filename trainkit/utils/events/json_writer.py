@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import Scalar, ScalarWriter, rows_by_iteration
+from trainkit.utils.events.writers import Row, ScalarWriter
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class LinesWriter(ScalarWriter):
         self._file: FileIO | None = None
         self._start: int | None = None  # where the lines of this run continue; None: at the end of the file
 
-    def format(self, scalars: list[Scalar]) -> str:
-        """The lines for these scalars."""
+    def format(self, rows: list[Row]) -> str:
+        """The lines for these rows."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -50,13 +50,13 @@ class LinesWriter(ScalarWriter):
         super().load_state_dict(state)
         self._start = state["length"]
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
-        if not scalars:
+    def _show(self, rows: list[Row], storage: EventStorage) -> None:
+        if not rows:
             return
         file = self._file = self._file or self._open()
         if os.fstat(file.fileno()).st_nlink == 0:
             raise FileNotFoundError(f"{self._path} was deleted during the run")
-        length, lines = file.seek(0, os.SEEK_END), self.format(scalars)
+        length, lines = file.seek(0, os.SEEK_END), self.format(rows)
         rest = memoryview((lines if length else self._header + lines).encode(errors="backslashreplace"))
         try:
             while rest:
@@ -87,9 +87,9 @@ class JSONWriter(LinesWriter):
     def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
         super().__init__(json_file, window_size)
 
-    def format(self, scalars: list[Scalar]) -> str:
+    def format(self, rows: list[Row]) -> str:
         lines = ""
-        for iter, epoch, row in rows_by_iteration(scalars):
+        for iter, epoch, row in rows:
             line = {"iteration": iter, **row} if epoch is None else {"iteration": iter, "epoch": epoch, **row}
             # json.dumps takes three times as long
             items = [

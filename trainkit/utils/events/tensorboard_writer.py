@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import Scalar, ScalarWriter
+from trainkit.utils.events.writers import Row, ScalarWriter
 
 
 class TensorboardXWriter(ScalarWriter):
@@ -52,14 +52,16 @@ class TensorboardXWriter(ScalarWriter):
         super().load_state_dict(state)
         self._last_step, self._purge_step = state["last_step"], state["last_step"] + 1
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+    def _show(self, rows: list[Row], storage: EventStorage) -> None:
         images, histograms = storage.images(), storage.histograms()
-        if not scalars and not images and not histograms:
+        if not rows and not images and not histograms:
             return
-        steps = [iter if epoch is None else epoch for _, _, iter, epoch in scalars]
+        steps = [self._last_step, *(image.iter for image in images), *(histogram.iter for histogram in histograms)]
         try:
-            for (name, value, _, _), step in zip(scalars, steps, strict=True):
-                self._writer.add_scalar(name, value, step)
+            for iter, epoch, row in rows:
+                steps.append(iter if epoch is None else epoch)
+                for name, value in row.items():
+                    self._writer.add_scalar(name, value, steps[-1])
             for name, tensor, iter in images:
                 self._writer.add_image(name, tensor, iter)
             for name, iter, raw in histograms:
@@ -67,7 +69,6 @@ class TensorboardXWriter(ScalarWriter):
         except OSError:
             self._opened, self._purge_step = None, self._last_step + 1  # its thread has ended
             raise
-        steps += [*(image.iter for image in images), *(histogram.iter for histogram in histograms)]
-        self._last_step = max([self._last_step, *steps])
+        self._last_step = max(steps)
         storage.clear_images()
         storage.clear_histograms()

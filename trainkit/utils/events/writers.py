@@ -4,8 +4,7 @@ import datetime
 import logging
 import math
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -48,11 +47,8 @@ class EventWriter:
             raise NotImplementedError(f"{type(self).__name__} saves a state ({', '.join(state)}) but cannot load it")
 
 
-class Scalar(NamedTuple):
-    name: str
-    value: float  # smoothed
-    iter: int
-    epoch: int | None  # the epoch, if the value has one
+Row: TypeAlias = tuple[int, int | None, dict[str, float]]
+"""Iteration, epoch or None, and name -> smoothed value."""
 
 
 class ScalarWriter(EventWriter):
@@ -63,15 +59,15 @@ class ScalarWriter(EventWriter):
         self._taken: dict[str, int] = {}  # name -> iteration of the newest value that was shown
 
     def write(self) -> None:
-        storage = get_event_storage()
+        storage, taken = get_event_storage(), dict(self._taken)
         epochs = storage.epochs()
-        scalars = [
-            Scalar(name, value, iter, epochs.get(name))
-            for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items()
-            if iter > self._taken.get(name, -1)
-        ]
-        self._show(scalars, storage)
-        self._taken |= {scalar.name: scalar.iter for scalar in scalars}  # after an error they are shown the next time
+        rows: dict[tuple[int, int], dict[str, float]] = {}
+        for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items():
+            if iter > taken.get(name, -1):
+                taken[name] = iter
+                rows.setdefault((iter, epochs.get(name, -1)), {})[name] = value
+        self._show([(iter, None if epoch < 0 else epoch, row) for (iter, epoch), row in sorted(rows.items())], storage)
+        self._taken = taken  # after an error they are shown the next time
 
     def close(self) -> None:
         self._taken.clear()  # the next storage may have the same iterations
@@ -82,16 +78,9 @@ class ScalarWriter(EventWriter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._taken = dict(state["taken"])
 
-    def _show(self, scalars: list[Scalar], storage: EventStorage) -> None:
+    def _show(self, rows: list[Row], storage: EventStorage) -> None:
+        """Show rows, in the order of their iterations; scalars that were put with an epoch have separate rows."""
         raise NotImplementedError
-
-
-def rows_by_iteration(scalars: Iterable[Scalar]) -> list[tuple[int, int | None, dict[str, float]]]:
-    """Iteration, epoch and scalars of each row, by iteration; scalars with an epoch have separate rows."""
-    rows: dict[tuple[int, int], dict[str, float]] = {}
-    for name, value, iter, epoch in scalars:
-        rows.setdefault((iter, -1 if epoch is None else epoch), {})[name] = value
-    return [(iter, None if epoch == -1 else epoch, row) for (iter, epoch), row in sorted(rows.items())]
 
 
 class CommonMetricPrinter(EventWriter):
