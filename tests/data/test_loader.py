@@ -549,11 +549,18 @@ def test_a_sample_that_raises_stop_iteration_does_not_end_the_data(num_workers):
     assert "StopIteration while loading sample 2 of Failing" in text
 
 
-def test_an_error_that_cannot_be_pickled_comes_at_once():
-    kind, text = error_of(Failing(local_error), num_workers=1)
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"dataset": Failing(local_error)}, "while loading sample 2 of Failing"),
+        ({"dataset": Drawing(), "collate_fn": lambda samples: local_error()}, "the batch of sample 0 of Drawing"),
+    ],
+)
+def test_an_error_that_cannot_be_pickled_comes_at_once(options, note):
+    kind, text = error_of(**options, num_workers=1)
     assert kind is RuntimeError
     assert "local_error.<locals>.Local: is here" in text
-    assert "while loading sample 2 of Failing" in text
+    assert note in text
 
 
 @pytest.mark.parametrize("sampler", [TrainingSampler(SIZE, shuffle=False), InferenceSampler(SIZE)])

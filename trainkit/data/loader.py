@@ -79,7 +79,8 @@ class ResumableLoader(DataLoader[Any]):
                 draws.seeds_batches = draws.is_test and self.num_workers > 0
             for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
                 kwargs.pop(name, None)
-            self._inside = DataLoader(_Samples(dataset), batch_sampler=draws, **kwargs)
+            kwargs |= {"batch_sampler": draws, "collate_fn": partial(_collate, self.collate_fn)}
+            self._inside = DataLoader(_Samples(dataset), **kwargs)
 
     def _find_obstacle(self, is_stream: bool) -> str:
         order = self._draws.order
@@ -196,7 +197,8 @@ class _Deliveries(Iterator[Any]):
         self._fetched, self._draws, self._owed, self._loader = fetched, draws, draws.owed, loader
         # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the queues in it first, and
         # torch then waits 5 s for each worker. Held here, torch's iterator is in no cycle.
-        weakref.finalize(self, id, fetched).atexit = False
+        if loader.num_workers > 0:
+            weakref.finalize(self, id, fetched).atexit = False
 
     def __next__(self) -> Any:
         has_workers, owed = self._loader.num_workers > 0, self._owed
@@ -235,15 +237,22 @@ class _Samples(data.Dataset[Any]):
             raise RuntimeError(f"StopIteration while loading {_names(self.dataset, [index])}") from error
         except Exception as error:
             _add_note(error, f"while loading {_names(self.dataset, [index])}")
-            if get_worker_info() is not None:
-                _check_can_be_sent(error)
+            _check_can_be_sent(error)
             raise
+
+
+def _collate(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    try:
+        return collate_fn(samples)
+    except Exception as error:
+        _check_can_be_sent(error)
+        raise
 
 
 def _check_can_be_sent(error: Exception) -> None:
     """Raises RuntimeError in place of an error that a worker cannot pickle: its loader would wait for it."""
     try:
-        pickle.dumps(type(error))
+        pickle.dumps(None if get_worker_info() is None else type(error))
     except Exception:
         raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
 
