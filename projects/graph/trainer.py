@@ -2,8 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -37,16 +37,13 @@ class _Recording:
         inputs: the tensors from which the recording reads batches.
         replays: name of a part -> a call that replays this part and the following parts, up to the next name.
         gradients: (parameter, gradient) of each of the optimizer's parameters.
-        losses, extra: the results of the step before the update; ``packed`` has those called ``names`` in one tensor.
+        losses: those of the last replay.
     """
 
     inputs: list[Tensor]
     replays: dict[str, Callable[[], None]] = field(default_factory=dict)
     gradients: list[tuple[Tensor, Tensor | None]] = field(init=False)
-    losses: Losses = field(init=False)
-    extra: dict[str, Tensor] = field(init=False)
-    names: list[str] = field(init=False)
-    packed: Tensor = field(init=False)
+    losses: "_RecordedLosses" = field(init=False)
 
 
 class GraphTrainer(SimpleTrainer):
@@ -94,7 +91,7 @@ class GraphTrainer(SimpleTrainer):
             self.forget_recordings()
 
     def make_recorder(self) -> CudaRecorder | None:
-        """The recorder of the step; None if the model is compiled instead."""
+        """None if the model is compiled instead."""
         return CudaRecorder(self._device) if self._device.type == "cuda" else None
 
     def compile_model(self) -> Callable[[Any], Any]:
@@ -119,6 +116,9 @@ class GraphTrainer(SimpleTrainer):
         if not self._given:
             yield from super().micro_batches()
 
+    def draw(self) -> Any:
+        return self._given[0] if self._given else super().draw()
+
     def compute_gradients(self) -> Losses:
         if self._recorder is None:
             return super().compute_gradients()
@@ -127,8 +127,8 @@ class GraphTrainer(SimpleTrainer):
         self._recording = recording = self._find_recording(batches, inputs)
         if recording is None:
             self._shown = None
-            with self._beside(inputs), self._reads or nullcontext(), self._giving(batches):
-                return super().compute_gradients()
+            with self._beside(inputs), self._reads or nullcontext():
+                return self._of_given(batches)
         self._replay(recording, "gradients")
         # checking one is enough, unless hooks act on gradients; a group may have no parameters yet
         shows = all(parameter.grad is gradient for parameter, gradient in recording.gradients[:1])
@@ -139,18 +139,18 @@ class GraphTrainer(SimpleTrainer):
             self._shown = recording
         return recording.losses
 
-    @contextmanager
-    def _giving(self, batches: Sequence[Any]) -> Iterator[None]:
+    def _of_given(self, batches: Sequence[Any]) -> Losses:
         self._given = batches
         try:
-            yield
+            return super().compute_gradients()
         finally:
             self._given = ()
 
-    def prepare_gradients(self) -> None:
+    def unscale(self) -> None:
+        """Of an `AMPTrainer`; a recording does it with the backward pass."""
         if self._recording is None:
             with self._beside(), self._reads or nullcontext():
-                super().prepare_gradients()
+                super().unscale()  # type: ignore[misc]
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         if self._recording is None:
@@ -159,13 +159,7 @@ class GraphTrainer(SimpleTrainer):
         if "judgement" in self._recording.replays:
             _take_gradients(self._recording)
         self._replay(self._recording, "judgement")
-        return {**self._recording.extra}
-
-    def scalars_of(self, losses: Losses) -> dict[str, Tensor]:
-        if self._recording is None:
-            return super().scalars_of(losses)
-        copies = self._recording.packed.clone().unbind()  # the next replay changes the values
-        return dict(zip(self._recording.names, copies, strict=True))
+        return {}  # its values are among the losses'
 
     def update(self) -> None:
         if self._recording is not None:
@@ -242,17 +236,14 @@ class GraphTrainer(SimpleTrainer):
         batches = copy.deepcopy([*batches], {id(tensor): static for tensor, static in inputs})
 
         def gradients() -> None:
-            with self._giving(batches):
-                losses = super(GraphTrainer, self).compute_gradients().detach()
-            super(GraphTrainer, self).prepare_gradients()
+            losses = self._of_given(batches).detach()
+            getattr(super(GraphTrainer, self), "unscale", lambda: None)()
             values = {name: value.clone() for name, value in losses.values.items()}
-            recording.losses = Losses(values, losses.trained, losses.total.clone())
+            recording.losses = _RecordedLosses(values, losses.trained, total=losses.total.clone())
 
         def judgement() -> None:
             extra = super(GraphTrainer, self).judge_gradients(recording.losses)
-            recording.extra = {name: value.clone() for name, value in extra.items()}
-            scalars = {**recording.losses.scalars, **recording.extra}
-            recording.names, recording.packed = [*scalars], _pack([*scalars.values()])
+            recording.losses.pack(extra)
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
         if self.acts_after_backward():
@@ -352,7 +343,7 @@ class GraphTrainer(SimpleTrainer):
 
 
 class GraphAMPTrainer(GraphTrainer, AMPTrainer):
-    """`AMPTrainer` as a graph; see `GraphTrainer`."""
+    """`AMPTrainer` as a graph."""
 
 
 @TRAINER_REGISTRY.register()
@@ -377,9 +368,19 @@ def _take_gradients(recording: _Recording) -> None:
         parameter.grad = gradient
 
 
-@torch.no_grad()
-def _pack(scalars: Sequence[Tensor]) -> Tensor:
-    return torch.stack([scalar.to(scalars[0].device, torch.float64, non_blocking=True) for scalar in scalars])
+class _RecordedLosses(Losses):
+    """Losses whose tensors the next replay overwrites, with copies for the storage."""
+
+    @torch.no_grad()
+    def pack(self, extra: Mapping[str, Tensor]) -> None:
+        """Put the values into one tensor; part of the recording."""
+        scalars = {**super().scalars, **extra}
+        values = [value.to(self.total.device, torch.float64, non_blocking=True) for value in scalars.values()]
+        self._names, self._packed = [*scalars], torch.stack(values)
+
+    @property
+    def scalars(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self._packed.clone().unbind(), strict=True))
 
 
 def _constants_of(trainer: GraphTrainer) -> tuple[list[object], list[object]]:

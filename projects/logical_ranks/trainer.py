@@ -114,7 +114,7 @@ class LogicalTrainer(SimpleTrainer):
         _, ascending = zip(*sorted(zip(self._own, means, strict=True), key=itemgetter(0)), strict=True)
         total, *values = (tree_sum(torch.stack(ascending)) / len(self._own)).unbind()
         by_name = dict(zip(self._names[0], values, strict=True))
-        return Losses(by_name, self._names[1], total, [losses.outputs for losses in found])
+        return Losses(by_name, self._names[1], [losses.outputs for losses in found], total=total)
 
     def end_step(self) -> None:
         super().end_step()

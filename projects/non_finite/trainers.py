@@ -44,10 +44,9 @@ class CheckGradients(SimpleTrainer):
         return flag
 
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
+        is_bad = values.pop(_FLAG, 0.0) and not values.get(SKIP_FLAG)
         failure = super().look(iter, values)
-        if failure is None and values.get(_FLAG) and not values.get(SKIP_FLAG):
-            failure = describe_failure("gradients are", iter, values)
-        return failure
+        return describe_failure("gradients are", iter, values) if is_bad and failure is None else failure
 
 
 class SkipNonFinite(CheckGradients, SkippingTrainer):

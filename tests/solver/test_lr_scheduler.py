@@ -56,7 +56,6 @@ each_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDU
         (LinearParamScheduler(1.0, 1.0), (0.25, 0.5, "exponential"), [0.25, 0.5, 1.0, 1.0, 1.0]),
         (FALL, (0.25, 0.5, "exponential"), [0.25, 0.125**0.5, 0.5, 0.25, 0.0]),
     ],
-    ids=str,
 )
 def test_a_schedule_with_a_warm_up_has_these_values(schedule, arguments, expected):
     found = WarmupParamScheduler(schedule, *arguments)

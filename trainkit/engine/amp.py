@@ -50,7 +50,7 @@ class SkippingTrainer(SimpleTrainer):
         """As in `SimpleTrainer`; counts the updates that are left out, and stores their number."""
         if SKIP_FLAG not in values:
             return super().look(iter, values)
-        is_skipped = bool(values[SKIP_FLAG])
+        is_skipped = bool(values.pop(SKIP_FLAG))
         self.skipped_updates += is_skipped
         self._skipped_in_row = (self._skipped_in_row + 1) * is_skipped
         if (iter + 1) % self.gather_metric_period == 0:
@@ -148,7 +148,12 @@ class AMPTrainer(SkippingTrainer):
     def backward(self, loss: Tensor) -> None:
         self.grad_scaler.scale(loss).backward()
 
-    def prepare_gradients(self) -> None:
+    def before_update(self) -> None:
+        """Unscale the gradients, then as in `SimpleTrainer`."""
+        self.unscale()
+        super().before_update()
+
+    def unscale(self) -> None:
         scaler = self.grad_scaler
         if scaler.is_enabled():
             if self._unscaled:  # the last step failed after this point; reset the scaler

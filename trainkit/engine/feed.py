@@ -62,7 +62,13 @@ class Feed:
         Raises:
             ValueError: the loader yields no batch.
         """
-        batch, self._ahead = self._draw() if self._ahead is _NONE else self._ahead, _NONE
+        if self._ahead is _NONE:
+            batch = next(self._iterator or self.iterator, _NONE)
+            if batch is _NONE:
+                batch = self._start_pass()
+            self.drawn += 1
+        else:
+            batch, self._ahead = self._ahead, _NONE
         if batch is _NONE:
             raise ValueError(
                 f"the data loader ({type(self._loader).__name__}) "
@@ -75,18 +81,16 @@ class Feed:
     def has_next(self) -> bool:
         """Whether there is a further batch, which is loaded now; False only for an iterator that has ended."""
         if self._ahead is _NONE:
-            self._ahead = self._draw()
+            batch = next(self.iterator, _NONE)
+            self._ahead = self._start_pass() if batch is _NONE else batch
+            self.drawn += self._ahead is not _NONE
         return self._ahead is not _NONE
 
-    def _draw(self) -> Any:
-        batch = next(self.iterator, _NONE)
-        if batch is _NONE:
-            self._iterator = None  # ends its workers
-            if self.before_pass is not None:
-                self.before_pass(self.drawn)
-            batch = next(self.iterator, _NONE)
-        self.drawn += batch is not _NONE
-        return batch
+    def _start_pass(self) -> Any:
+        self._iterator = None  # ends its workers
+        if self.before_pass is not None:
+            self.before_pass(self.drawn)
+        return next(self.iterator, _NONE)
 
     def iters_per_epoch(self, accumulation_steps: int) -> int:
         """Iterations per pass over the data, from the length of the loader or its dataset.

@@ -5,11 +5,11 @@ import itertools
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from trainkit.config import ConfigError
+from trainkit.config.errors import ConfigError
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
 from trainkit.utils import comm
 from trainkit.utils.numbers import is_whole
@@ -17,6 +17,7 @@ from trainkit.utils.numbers import is_whole
 logger = logging.getLogger(__name__)
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
+_Calls: TypeAlias = list[Callable[..., None]]
 
 _SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losses are released"
 
@@ -29,10 +30,13 @@ class HookList:
 
     Attributes:
         hooks: the list itself; call ``update`` after changing it.
-        due: the number of iterations after which some hook with ``next_due`` is due.
         at: point -> the hooks that override it, in the order in which they are called. At ``after_step`` these are the
             hooks above the save point. At ``after_train`` hooks that save or evaluate the run (``ends``) come first,
             since others may need the results; writers come last.
+        calls: point -> the methods of these hooks.
+        above, below: the ``after_step`` of hooks above and below the save point that are called in each iteration.
+        all_above, all_below: the same, with hooks that are called now and then (``next_due``).
+        due: the number of iterations after which a hook is due that is called now and then.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -40,28 +44,36 @@ class HookList:
         self.hooks: list[HookBase] = []
         self._keys: dict[int, int] = {}  # id of a hook -> its sort key
         self._names: dict[str, HookBase] = {}
-        self.at: dict[str, list[HookBase]] = {point: [] for point in HOOK_POINTS}
-        self._below: list[HookBase] = []  # hooks with after_step below the save point
-        self._each: dict[bool, list[Callable[[], None]]] = {}  # below the save point? -> calls of each iteration
-        self._timed: list[HookBase] = []
-        self.due = 0
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
+        self.update()
 
-    def call(self, point: str, *args: Any) -> None:
-        """Call the hooks of ``point``."""
-        for hook in self.at[point]:
-            getattr(hook, point)(*args)
+    def update(self) -> None:
+        """Compute the hooks of each point and the names again, after a change of ``hooks``."""
+        self.at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
+        below = [hook for hook in self.at["after_step"] if self.is_below(hook)]
+        self.at["after_step"] = above = [hook for hook in self.at["after_step"] if not self.is_below(hook)]
+        self._below, self._timed = below, [hook for hook in [*above, *below] if is_timed(type(hook))]
+        self.all_above: _Calls = [hook.after_step for hook in above]
+        self.all_below: _Calls = [hook.after_step for hook in below]
+        self.above: _Calls = [hook.after_step for hook in above if not is_timed(type(hook))]
+        self.below: _Calls = [hook.after_step for hook in below if not is_timed(type(hook))]
+        self.due = 0
+        self.at["after_train"].sort(key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends))
+        self.calls = {point: [getattr(hook, point) for hook in hooks] for point, hooks in self.at.items()}
+        self._names = {name: hook for name, hook in self._names.items() if any(hook is other for other in self.hooks)}
+        for hook in self.hooks:
+            if all(hook is not named for named in self._names.values()):
+                base = type(hook).__qualname__.rpartition("<locals>.")[2]
+                # further hooks of a class get Name#2, Name#3 in the order of registration
+                names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
+                self._names[next(name for name in names if name not in self._names)] = hook
 
-    def call_after_step(self, done: int, *, below: bool = False) -> None:
-        """Call ``after_step`` of the hooks above the save point, or ``below`` it, after ``done`` iterations."""
-        if done < self.due:
-            for after_step in self._each[below]:
-                after_step()
-            return
-        for hook in self._below if below else self.at["after_step"]:
-            hook.after_step()
-        if below:
-            self.due = min((hook.next_due(done) or done + 1 for hook in self._timed), default=sys.maxsize)
+    def find_due(self, done: int) -> None:
+        """Set ``due``, after ``done`` iterations."""
+        self.due = min((hook.next_due(done) or done + 1 for hook in self._timed), default=sys.maxsize)
+
+    def is_below(self, hook: HookBase) -> bool:
+        return self._key(hook) > SAVE_POINT
 
     def check(self, *, has_epochs: bool) -> bool:
         """Check the hooks before a run starts, and log their order; every rank calls it.
@@ -73,11 +85,10 @@ class HookList:
             ConfigError: a hook uses epoch points, but there are no epochs.
         """
         self.update()  # the user may have changed the list
-        asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]
-        if asking and not has_epochs:
+        if (asking := [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]) and not has_epochs:
             raise ConfigError(
-                f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, "
-                "so there are no epochs; use a period in iterations"
+                f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, so "
+                "there are no epochs; use a period in iterations"
             )
         description, indent = self.describe(), " " * (max(map(len, HOOK_POINTS)) + 4)
         fill = partial(textwrap.fill, width=80, subsequent_indent=indent, break_long_words=False)
@@ -85,80 +96,11 @@ class HookList:
         first, *others = comm.all_gather(description)
         for rank, hooks in enumerate(others, 1):
             if hooks != first:
-                logger.warning(
-                    "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s", rank, hooks, first
-                )
+                text = "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s"
+                logger.warning(text, rank, hooks, first)
         if self._unclaimed_states:
             logger.warning("The checkpoint has states of hooks that are not registered: %s", [*self._unclaimed_states])
         return all(hooks == first for hooks in others)
-
-    def add(
-        self,
-        hooks: Iterable[HookBase | None],
-        priority: int | str | None,
-        before: Anchor | None,
-        after: Anchor | None,
-    ) -> None:
-        """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
-        if not isinstance(hooks, Iterable):
-            raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}; put it into a list")
-        new = [hook for hook in hooks if hook is not None]
-        for i, hook in enumerate(new):
-            _check_hook(hook, self.hooks + new[:i])
-        if sum(argument is not None for argument in (priority, before, after)) > 1:
-            raise ValueError(
-                "give one of priority, before and after to register_hooks(): an anchor has a priority already"
-            )
-        # only hooks themselves may choose -1 (timer) and 101 (writers)
-        keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
-
-        if before is not None or after is not None:
-            anchor = self._find(before if before is not None else after)
-            position = self.hooks.index(anchor) + (after is not None)
-            self.hooks[position:position] = new
-            key = self._key(anchor)
-            if after is not None and key == SAVE_POINT:
-                key += 1  # a hook placed after the checkpointer is below the save point
-            self._keys.update((id(hook), key) for hook in new)
-        else:
-            below = ""
-            for hook, key in zip(new, keys, strict=True):
-                if SAVE_POINT < key <= Priority.LOWEST:
-                    below = type(hook).__name__
-                elif below and key == Priority.NORMAL and overrides(hook, "after_step"):
-                    logger.warning(
-                        "%s stands after %s in the list, but runs before it, so it does not see what that stores in "
-                        "the same iteration; to run it later, set its priority to 'LOW'",
-                        *(type(hook).__name__, below),
-                    )
-                followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
-                self.hooks.insert(next(followers, len(self.hooks)), hook)
-                self._keys[id(hook)] = key
-        for hook in new:
-            hook.trainer = self._trainer
-        self.update()
-        self._hand_out_states()
-
-    def update(self) -> None:
-        """Compute the hooks of each point and the names again, after a change of ``hooks``."""
-        self.at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
-        self._below = [hook for hook in self.at["after_step"] if self.is_below(hook)]
-        self.at["after_step"] = [hook for hook in self.at["after_step"] if not self.is_below(hook)]
-        self._timed = [hook for hook in [*self.at["after_step"], *self._below] if is_timed(type(hook))]
-        for below, hooks in ((False, self.at["after_step"]), (True, self._below)):
-            self._each[below] = [hook.after_step for hook in hooks if not any(hook is timed for timed in self._timed)]
-        self.due = 0
-        self.at["after_train"].sort(key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends))
-        self._names = {name: hook for name, hook in self._names.items() if any(hook is other for other in self.hooks)}
-        for hook in self.hooks:
-            if all(hook is not named for named in self._names.values()):
-                base = type(hook).__qualname__.rpartition("<locals>.")[2]
-                # further hooks of a class get Name#2, Name#3 in the order of registration
-                names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
-                self._names[next(name for name in names if name not in self._names)] = hook
-
-    def is_below(self, hook: HookBase) -> bool:
-        return self._key(hook) > SAVE_POINT
 
     def describe(self) -> str:
         """One line per point that a hook overrides, with the names under which the hooks are saved."""
@@ -174,23 +116,49 @@ class HookList:
             lines += found
         return "\n".join(lines)
 
-    # ------------------------------------------------------------------ state
+    # ------------------------------------------------------------------ registration
 
-    def state_dict(self) -> dict[str, Any]:
-        """name -> state, of the hooks that have a state."""
-        states = {name: hook.state_dict() for name, hook in self._names.items()}
-        return {name: state for name, state in states.items() if state}
-
-    def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Give each hook its state; other states wait for hooks that are registered later."""
-        self._unclaimed_states = dict(states)
+    def add(
+        self,
+        hooks: Iterable[HookBase | None],
+        priority: int | str | None,
+        before: Anchor | None,
+        after: Anchor | None,
+    ) -> None:
+        """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
+        if not isinstance(hooks, Iterable):
+            raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}")
+        new = [hook for hook in hooks if hook is not None]
+        for i, hook in enumerate(new):
+            _check_hook(hook, self.hooks + new[:i])
+        if sum(argument is not None for argument in (priority, before, after)) > 1:
+            raise ValueError("register_hooks() takes one of priority, before and after: an anchor has a priority")
+        # only hooks themselves may choose -1 (timer) and 101 (writers)
+        keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
+        if before is not None or after is not None:
+            anchor = self._find(before if before is not None else after)
+            position = self.hooks.index(anchor) + (after is not None)
+            self.hooks[position:position] = new
+            # a hook placed after the checkpointer is below the save point
+            keys = [self._key(anchor) + (after is not None and self._key(anchor) == SAVE_POINT)] * len(new)
+            self._keys.update((id(hook), key) for hook, key in zip(new, keys, strict=True))
+        else:
+            below = ""
+            for hook, key in zip(new, keys, strict=True):
+                if SAVE_POINT < key <= Priority.LOWEST:
+                    below = type(hook).__name__
+                elif below and key == Priority.NORMAL and overrides(hook, "after_step"):
+                    text = (
+                        "%s stands after %s in the list, but runs before it; to run it later, give it a priority 'LOW'"
+                    )
+                    logger.warning(text, type(hook).__name__, below)
+                followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
+                self.hooks.insert(next(followers, len(self.hooks)), hook)
+                self._keys[id(hook)] = key
+        for hook in new:
+            hook.trainer = self._trainer
+        self.update()
         self._hand_out_states()
-
-    def _hand_out_states(self) -> None:
-        for name in [name for name in self._unclaimed_states if name in self._names]:
-            self._names[name].load_state_dict(self._unclaimed_states.pop(name))
-
-    # ------------------------------------------------------------------
 
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))
@@ -204,9 +172,24 @@ class HookList:
             found = [hook for hook in self.hooks if hook is anchor or type(hook).__name__ == anchor]
         if len(found) != 1:
             names = ", ".join(type(hook).__name__ for hook in self.hooks) or "none"
-            problem = "no registered hook" if not found else f"{len(found)} registered hooks"
-            raise ValueError(f"the anchor {anchor!r} matches {problem}; it must match one of: {names}")
+            raise ValueError(f"the anchor {anchor!r} matches {len(found)} hooks; it must match one of: {names}")
         return found[0]
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """name -> state, of the hooks that have a state."""
+        states = {name: hook.state_dict() for name, hook in self._names.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give each hook its state; other states wait for hooks that are registered later."""
+        self._unclaimed_states = dict(states)
+        self._hand_out_states()
+
+    def _hand_out_states(self) -> None:
+        for name in [name for name in self._unclaimed_states if name in self._names]:
+            self._names[name].load_state_dict(self._unclaimed_states.pop(name))
 
 
 def _check_hook(hook: object, registered: list[HookBase]) -> None:
@@ -214,36 +197,28 @@ def _check_hook(hook: object, registered: list[HookBase]) -> None:
         raise TypeError(f"register_hooks takes hook objects, got the class {hook.__name__}; write {hook.__name__}()")
     if not isinstance(hook, HookBase):
         raise TypeError(
-            f"a hook is an object of a subclass of trainkit.engine.HookBase, got {type(hook).__name__} ({hook!r}); "
-            "for a bare function use hooks.CallbackHook(after_step=function)"
+            f"a hook is an object of a subclass of HookBase, got {hook!r}; for a bare function use "
+            "hooks.CallbackHook(after_step=function)"
         )
     if any(hook is other for other in registered):
-        raise ValueError(f"this {type(hook).__name__} is registered already; make a second object of the class")
+        raise ValueError(f"this {type(hook).__name__} is registered already")
     for point in HOOK_POINTS:
         if overrides(hook, point):
-            _check_arguments(hook, point)
-
-
-def _check_arguments(hook: HookBase, point: str) -> None:
-    given = [*inspect.signature(getattr(HookBase, point)).parameters][1:]
-    try:
-        takes = inspect.signature(getattr(hook, point), follow_wrapped=False)
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return
-    try:
-        takes.bind(*given)
-    except TypeError as error:
-        raise TypeError(
-            f"{type(hook).__name__}.{point} takes {takes}, but is called with ({', '.join(given)}): {error}; a hook "
-            "finds the trainer in self.trainer"
-        ) from error
+            given = [*inspect.signature(getattr(HookBase, point)).parameters][1:]
+            try:
+                inspect.signature(getattr(hook, point), follow_wrapped=False).bind(*given)
+            except ValueError:  # some functions written in C have no signature
+                continue
+            except TypeError as error:
+                name = f"{type(hook).__name__}.{point}"
+                raise TypeError(f"{name} is called with ({', '.join(given)}): {error}; use self.trainer") from error
 
 
 def is_timed(hook_class: type[HookBase]) -> bool:
     """Whether ``next_due`` is defined in the class that defines ``after_step``, or in a subclass of it."""
+    names = [vars(base) for base in hook_class.__mro__]
     after_step, next_due = (
-        next(i for i, base in enumerate(hook_class.__mro__) if name in vars(base))
-        for name in ("after_step", "next_due")
+        next(i for i, own in enumerate(names) if name in own) for name in ("after_step", "next_due")
     )
     return next_due <= after_step and hook_class.__mro__[next_due] is not HookBase
 
@@ -258,8 +233,6 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
     if isinstance(priority, str) and priority in Priority.__members__:
         return Priority[priority]
     if not is_whole(priority, first) or priority > last:
-        raise ValueError(
-            f"priority must be from 0 (runs first) to 100 (runs last) or one of {', '.join(Priority.__members__)}; "
-            f"got {priority!r}"
-        )
+        names = ", ".join(Priority.__members__)
+        raise ValueError(f"priority must be from 0 (runs first) to 100 (runs last) or one of {names}; got {priority!r}")
     return priority

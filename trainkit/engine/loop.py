@@ -14,7 +14,7 @@ from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 from trainkit.utils.logger import setup_logger
-from trainkit.utils.periods import is_nth
+from trainkit.utils.periods import is_nth, next_due
 from trainkit.utils.rng import set_rng_state
 
 __all__ = ["Position", "TrainerBase"]
@@ -35,7 +35,7 @@ class TrainerBase(RunState):
         self._stops = StopRequests()
         self._saves: dict[str, Callable[[], object]] = {}  # requested checkpoints by name; written at the next save
         self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # where in an iteration the run is
-        self._per_epoch: Any = 0  # iterations; 0: there are no epochs
+        self._epoch_due, self._starts_epoch = 0, False  # the iterations after which an epoch may end
         self._has_warned_of_save = False
 
     # ------------------------------------------------------------------ the loop
@@ -56,9 +56,7 @@ class TrainerBase(RunState):
             try:
                 self.before_train()
                 self._restore_rng()
-                self.iter = self.position.iteration
-                while not self._is_over():
-                    self._run_iteration()
+                self._run_iterations()
                 self._finish()
             except EvaluationAbandoned:
                 self._abandon()
@@ -70,39 +68,45 @@ class TrainerBase(RunState):
         if self.status == "stopped":
             self._stops.pass_on()
 
-    def _run_iteration(self) -> None:
-        """One iteration, or its stage 2 alone after a resume."""
-        self._go_to(self.iter)
-        if self.position.stage == 1:
-            self._inside = "stage 1"
-            if self._per_epoch and (self.iter == 0 or is_nth(self.iter, self._per_epoch)):
-                self.before_epoch()
-            self.before_step()
-            self.run_step()
-            self.position = Position(self.iter, 2)
-            self.after_step()
-            self._reach_save_point()
-        self._run_stage_2()
-        self.iter += 1
-
-    def _go_to(self, iter: int) -> None:
-        self.storage.iter = iter
-        if self.storage.worker is not None:
-            self.storage.worker.raise_error()
-
-    def _reach_save_point(self) -> None:
-        self._step.end_step()
-        self._inside = "save point"
-        if self._saves:
-            self._write_saves()
+    def _run_iterations(self) -> None:
+        """All iterations; of the first one only stage 2, if a checkpoint or a stop has left the run there."""
+        self.iter, stops, end_step = self._at, self._stops, self._step.end_step
+        # the ranks agree on a stop also where the run is over anyway
+        while self._stage == 2 or (
+            self._early is None and stops.agreed(self.iter - 1) is None and self.iter < self.max_iter
+        ):
+            self.storage.iter = self.iter
+            if self.storage.worker is not None:
+                self.storage.worker.raise_error()
+            if self._stage == 1:
+                self._inside = "stage 1"
+                if self._starts_epoch:
+                    self._starts_epoch = False
+                    self.before_epoch()
+                self.before_step()
+                self.run_step()
+                self._at, self._stage = self.iter, 2
+                self.after_step()
+                end_step()
+                self._inside = "save point"
+                if self._saves:
+                    self._write_saves()
+            self._run_stage_2()
+            self.iter += 1
 
     def _run_stage_2(self) -> None:
-        self._inside = "stage 2"
-        self._hook_list.call_after_step(self.iter + 1, below=True)
-        if self._per_epoch and is_nth(self.iter + 1, self._per_epoch):
-            self.after_epoch()
-        self._inside = ""
-        self.position = Position(self.iter + 1, 1)
+        self._inside, hooks, done = "stage 2", self._hook_list, self.iter + 1
+        is_due = done >= hooks.due
+        for call in hooks.all_below if is_due else hooks.below:
+            call()
+        if is_due:
+            hooks.find_due(done)
+        if done >= self._epoch_due and self.has_epochs:
+            self._epoch_due = next_due(self, done, self.iters_per_epoch)
+            if is_nth(done, self.iters_per_epoch):
+                self.after_epoch()
+                self._starts_epoch = True
+        self._inside, self._at, self._stage = "", done, 1
         if self._saves:  # requested in stage 2
             self._write_saves()
 
@@ -114,11 +118,6 @@ class TrainerBase(RunState):
                 save()
             except CheckpointError as error:
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
-
-    def _is_over(self) -> bool:
-        if self.position.stage == 2:  # complete the saved iteration first
-            return False
-        return self._early is not None or self._stops.agreed(self.iter - 1) is not None or self.iter >= self.max_iter
 
     def run_step(self) -> None:
         """One iteration: one update of whatever is trained."""
@@ -167,7 +166,7 @@ class TrainerBase(RunState):
 
     def is_stopping(self) -> bool:
         """Whether this rank was asked to stop and may abandon an evaluation now: the update of the step is saved."""
-        return self._stops.pending and (self._inside != "stage 1" or self.position.stage == 1)
+        return self._stops.pending and (self._inside != "stage 1" or self._stage == 1)
 
     def check_finite(self) -> None:
         """Call before saving or evaluating, on every rank; waits for the device and for the metrics worker.
@@ -185,13 +184,15 @@ class TrainerBase(RunState):
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
         if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
             # start_iter is not where a checkpoint or a stop has left the run
-            self.position, self.storage = Position(start_iter, 1), EventStorage()
+            self._at, self._stage, self.storage = start_iter, 1, EventStorage()
             self._early = self._rng_state = None
         if self._early and max_iter > self._early[1]:
             self._early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
         self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
-        self._per_epoch = self.iters_per_epoch if self.has_epochs else 0
+        per_epoch = self.iters_per_epoch if self.has_epochs else 0
+        self._epoch_due = next_due(self, self._at, per_epoch)
+        self._starts_epoch = self._stage == 1 and per_epoch > 0 and (self._at == 0 or is_nth(self._at, per_epoch))
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self.failure, self._inside, self._saves = "running", None, "", {}
         self._stops.reset()
@@ -274,23 +275,32 @@ class TrainerBase(RunState):
             self._start(self.start_iter, self.max_iter)
             self.storage = storage
             logger.info("This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact")
-        self._hook_list.call("before_train")
+        for call in self._hook_list.calls["before_train"]:
+            call()
 
     def before_step(self) -> None:
         if not self._inside:
             self._restore_rng()
-            self._go_to(self.iter)
-            self.position = Position(self.iter, 1)
-        self._hook_list.call("before_step")
+            self.storage.iter = self._at = self.iter
+            self._stage = 1
+            if self.storage.worker is not None:
+                self.storage.worker.raise_error()
+        for call in self._hook_list.calls["before_step"]:
+            call()
 
     def after_step(self) -> None:
         """Call the hooks above the save point; in a user's own loop, complete the iteration too."""
         own_loop = not self._inside
         if own_loop:
-            self._inside, self.position = "stage 1", Position(self.iter, 2)
-        self._hook_list.call_after_step(self.iter + 1)
+            self._inside, self._at, self._stage = "stage 1", self.iter, 2
+        hooks = self._hook_list
+        for call in hooks.all_above if self.iter + 1 >= hooks.due else hooks.above:
+            call()
         if own_loop:
-            self._reach_save_point()
+            self._step.end_step()
+            self._inside = "save point"
+            if self._saves:
+                self._write_saves()
             self._run_stage_2()
 
     def before_save(self, state: dict[str, Any]) -> None:
@@ -302,4 +312,5 @@ class TrainerBase(RunState):
                 "trainer.request_save(name), so that the trainer saves at the save point",
                 self.iter,
             )
-        self._hook_list.call("before_save", state)
+        for call in self._hook_list.calls["before_save"]:
+            call(state)

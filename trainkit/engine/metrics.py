@@ -132,6 +132,7 @@ class MetricPath:
         self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
         self._handed_over = -1  # the iteration
         self._is_alone: bool | None = None
+        self._is_direct = False  # whether the numbers can be read at once, and are those of all ranks
         self._has_failed = False
 
     def add(
@@ -149,17 +150,21 @@ class MetricPath:
             FloatingPointError: an iteration was not finite; on all ranks in the same exchange. On a CPU in one process
                 it is this iteration. From a worker it comes at most 20 iterations later.
         """
-        storage = get_event_storage()
+        storage, device = get_event_storage(), scalars["total_loss"].device
         if self._is_alone is None:
             self._is_alone = comm.side_group("metrics") is None  # created here, in the thread of the loop
+            self._is_direct = self._is_alone and not runs_ahead(device)
         if self._asynchronous and storage.worker is None:
             storage.worker = MetricWorker(storage)
         is_stored = is_stored and (iter + 1) % self.gather_period == 0
-        device = scalars["total_loss"].device
-        if self._is_alone and not runs_ahead(device):
-            raise_failure([self._trainer.look(iter, scalars)])
+        if self._is_direct:
+            if (failure := self._trainer.look(iter, scalars)) is not None:
+                raise_failure([failure])
             if is_stored:
-                _put(storage, iter, data_time, data_time, scalars)
+                rows = storage.rows
+                rows += [(iter, "rank_data_time", data_time, None), (iter, "data_time", data_time, None)]
+                for name, value in scalars.items():
+                    rows.append((iter, name, value, None))
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
@@ -213,7 +218,8 @@ class MetricPath:
         values, rows, failure = iter(numbers.read()), [], None
         for record in records:
             row = Row(record.iter, record.data_time, {name: next(values) for name in record.scalars})
-            failure = failure or self._trainer.look(record.iter, row.values)
+            found = self._trainer.look(record.iter, row.values)
+            failure = failure or found
             if record.is_stored:
                 rows.append(row)
         means, failures = exchange_rows(rows, self.exchange_period, failure)
@@ -225,12 +231,8 @@ class MetricPath:
 
 
 def _put(storage: EventStorage, iter: int, own_sec: float, longest_sec: float, values: Mapping[str, Any]) -> None:
-    put = storage.rows.append
-    put((iter, "rank_data_time", own_sec, None))
-    put((iter, "data_time", longest_sec, None))
-    for name, value in values.items():
-        if not name.startswith("[flag]"):
-            put((iter, name, value, None))
+    own = {"rank_data_time": own_sec, "data_time": longest_sec}
+    storage.rows += [(iter, name, value, None) for name, value in {**own, **values}.items()]
 
 
 def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = "") -> None:
@@ -247,7 +249,7 @@ def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur
         raise ValueError("loss_dict is empty; there is nothing to write")
     tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-    scalars = Losses.of(tensors, trained).scalars
+    scalars = Losses(tensors, trained).scalars
     values = dict(zip(scalars, Numbers([value.detach() for value in scalars.values()]).read(), strict=True))
     [mean], _ = exchange_rows([Row(cur_iter, data_time, values)], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):

@@ -18,14 +18,15 @@ class Position(NamedTuple):
     """The position of a run: stage 1 of an iteration (its update is not done) or stage 2 (it is done)."""
 
     iteration: int
-    stage: Literal[1, 2]
+    stage: int
 
 
 def _point(name: str) -> Any:
     """A method that calls the hooks of a point; a trainer class may override it."""
 
     def call(self: "RunState", *args: Any) -> None:
-        self._hook_list.call(name, *args)
+        for method in self._hook_list.calls[name]:
+            method(*args)
 
     call.__name__, call.__doc__ = name, f"Call ``{name}`` of the hooks, see `HookBase`."
     return call
@@ -39,7 +40,6 @@ class RunState:
         start_iter, max_iter: this ``train()`` runs iterations ``start_iter`` to ``max_iter - 1``.
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
-        position: the position of the run, as in a checkpoint.
         failure: the error with which the run has failed, or None.
         own_keys: the entries of the state that each rank has for itself.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
@@ -53,7 +53,7 @@ class RunState:
         self._rng_state: dict[str, Any] | None = None  # from a checkpoint; restored after all iterators exist
         self._ranks_agree = True
         self.rank_keys = self.own_keys
-        self.position = Position(0, 1)
+        self._at, self._stage = 0, 1  # see ``position``
         self.iter = self.start_iter = self.max_iter = 0
         self.storage = EventStorage()
         self.status: Literal["not started", "running", "finished", "stopped", "failed"] = "not started"
@@ -115,7 +115,7 @@ class RunState:
         It is ``start_iter``. If stage 2 of the iteration before is still to do, it is ``start_iter - 1`` for hooks
         below the save point.
         """
-        return self.position.iteration if self._hook_list.is_below(hook) else self.start_iter
+        return self._at if self._hook_list.is_below(hook) else self.start_iter
 
     # ------------------------------------------------------------------ points; a trainer class may override them
 
@@ -126,7 +126,8 @@ class RunState:
 
     def after_backward(self) -> None:
         """A user's ``run_step`` must call it between the gradients and the update."""
-        self._hook_list.call("after_backward")
+        for call in self._hook_list.calls["after_backward"]:
+            call()
 
     # ------------------------------------------------------------------ epochs
 
@@ -192,9 +193,14 @@ class RunState:
     # ------------------------------------------------------------------ state
 
     @property
+    def position(self) -> Position:
+        """The position of the run, as in a checkpoint."""
+        return Position(self._at, self._stage)
+
+    @property
     def last_done_iter(self) -> int:
         """The last iteration whose update is done; -1 if there is none."""
-        return self.position.iteration - (self.position.stage == 1)
+        return self._at - (self._stage == 1)
 
     def gather(self, value: _T) -> list[_T]:
         """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
@@ -212,7 +218,7 @@ class RunState:
         reason, max_iter = self._early or (None, self.max_iter)
         return {
             "iteration": self.last_done_iter,
-            "position": {"stage": self.position.stage, "max_iter": max_iter, "finished_early": reason},
+            "position": {"stage": self._stage, "max_iter": max_iter, "finished_early": reason},
             "world_size": comm.get_data_world_size(),
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
@@ -230,7 +236,7 @@ class RunState:
         iteration, saved = state_dict["iteration"], state_dict.get("position", {"stage": 1, "finished_early": None})
         if not isinstance(iteration, int) or iteration < -1:
             raise TypeError(f"the iteration of a saved run must be a whole number >= -1, got {iteration!r}")
-        self.position = Position(iteration + (saved["stage"] == 1), saved["stage"])
+        self._at, self._stage = iteration + (saved["stage"] == 1), saved["stage"]
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
         reason = saved["finished_early"]
         self._early = None if reason is None else (reason, saved["max_iter"])

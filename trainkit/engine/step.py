@@ -56,7 +56,7 @@ class SimpleTrainer(TrainerBase):
         metrics: takes the losses to the storage.
         accumulation_steps: micro-batches per iteration.
         non_finite: "raise" or "ignore".
-        extra: further values of this iteration for the storage, shape ``[]``; ``[flag]...`` is seen by `look` only.
+        extra: further values of this iteration for the storage, shape ``[]``; `look` takes out ``[flag]...``.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
@@ -179,25 +179,30 @@ class SimpleTrainer(TrainerBase):
 
     def compute_gradients(self) -> Losses:
         """Fetch, zero_grad, forward and backward for each micro-batch; the gradients are those of the mean loss."""
-        steps, zero_first = self.accumulation_steps, self.zero_grad_before_forward
+        steps = self.accumulation_steps
+        if steps == 1:
+            return self._add_gradients(self.draw(), 1)
         found: list[Losses] = []
         for batch, is_last in self.micro_batches():
-            if zero_first and not found:
-                self.optimizer.zero_grad()
             # ranks average gradients once, in the backward pass of the last micro-batch
             with nullcontext() if is_last else without_gradient_sync(self.model):
-                losses = self.compute_losses(batch)
-                if not (zero_first or found):
-                    self.optimizer.zero_grad()
-                self.backward(losses.total if steps == 1 else losses.total / steps)
-            # a single batch keeps its graph until the next fetch, as in a plain loop; others free it now
-            found.append(losses := losses if steps == 1 else losses.detach())
+                found.append(self._add_gradients(batch, steps, is_first=not found).detach())  # frees the graph
             del batch  # the next one may be drawn
         if len(found) < steps:  # the data have ended
             for parameter in parameters_of(self.optimizer, self.model):
                 if parameter.grad is not None:
                     parameter.grad.mul_(steps / len(found))
         return mean_losses(found)
+
+    def _add_gradients(self, batch: Any, steps: int, *, is_first: bool = True) -> Losses:
+        """Zero_grad, if this is the first micro-batch, forward and backward."""
+        if is_first and self.zero_grad_before_forward:
+            self.optimizer.zero_grad()
+        losses = self.compute_losses(batch)
+        if is_first and not self.zero_grad_before_forward:
+            self.optimizer.zero_grad()
+        self.backward(losses.total if steps == 1 else losses.total / steps)
+        return losses
 
     def compute_losses(self, batch: Any) -> Losses:
         losses = parse_losses(self.call_model(batch))
@@ -215,13 +220,9 @@ class SimpleTrainer(TrainerBase):
         loss.backward()
 
     def before_update(self) -> None:
-        """Unscale the gradients, call ``after_backward`` of the hooks, and clip."""
-        self.prepare_gradients()
+        """Call ``after_backward`` of the hooks, and clip."""
         self.after_backward()
         self.extra = self.judge_gradients(self._losses)
-
-    def prepare_gradients(self) -> None:
-        """Unscale the gradients, if they are scaled, before other code reads them."""
 
     def judge_gradients(self, losses: Any) -> dict[str, Tensor]:
         """Clip the gradients; returns ``extra``."""
@@ -239,15 +240,11 @@ class SimpleTrainer(TrainerBase):
         """
         if self.extra:
             check_names(losses, self.extra)  # a model may return an entry only later
-        scalars = self.scalars_of(losses)
+        scalars = losses.scalars | self.extra
         if self._writes_itself:
             self._let_write(losses, data_time)
         is_last = self.iter + 1 == self.max_iter
         self.metrics.add(self.iter, data_time, scalars, is_last=is_last, is_stored=not self._writes_itself)
-
-    def scalars_of(self, losses: Losses) -> dict[str, Tensor]:
-        """The values of this iteration for the storage, which later steps do not change."""
-        return losses.scalars | self.extra
 
     def update(self) -> None:
         self.optimizer.step()
@@ -309,13 +306,13 @@ class SimpleTrainer(TrainerBase):
 
     def _set_model(self, model: nn.Module) -> None:
         check_exchange(self, "model", model)
-        self._model, self._sample = model, first_tensor(model)
+        self._model = model
+        self._find_device()
         self._never_finite = {*non_finite_names(model)} if self.non_finite != "ignore" else set()
 
-    @property
-    def _device(self) -> torch.device:
-        """The device of the model, which may be moved between runs."""
-        return torch.device("cpu") if self._sample is None else self._sample.device
+    def _find_device(self) -> None:
+        sample = first_tensor(self._model)
+        self._device = torch.device("cpu") if sample is None else sample.device
 
     model: Any = property(attrgetter("_model"), _set_model, doc="Exchanged between runs only; wrapped at any time.")
 
@@ -332,6 +329,7 @@ class SimpleTrainer(TrainerBase):
     # ------------------------------------------------------------------ runs and state
 
     def start_run(self) -> None:
+        self._find_device()  # the model may have been moved since the last run
         self.metrics.reset()
 
     def make_iterators(self) -> None:

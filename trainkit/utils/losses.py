@@ -1,26 +1,29 @@
 """Read the losses that a model returns; one rule for training and evaluation."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Losses(NamedTuple):
-    """A model's losses by name, the names that are summed into ``total``, and its further outputs."""
+class Losses:
+    """A model's losses by name, each of shape ``[]``, and its further outputs.
 
-    values: dict[str, Tensor]  # each of shape []
-    trained: list[str]  # the names of losses that require grad
-    total: Tensor  # their sum
-    outputs: Any = None
+    Attributes:
+        trained: the names of the losses that are minimized; ``total`` is their sum.
+    """
 
-    @classmethod
-    def of(cls, values: dict[str, Tensor], trained: list[str], outputs: Any = None) -> "Losses":
-        total = values[trained[0]]
-        for name in trained[1:]:
-            total = total + values[name]
-        return cls(values, trained, total, outputs)
+    __slots__ = ("outputs", "total", "trained", "values")
+
+    def __init__(
+        self, values: dict[str, Tensor], trained: Sequence[str], outputs: Any = None, *, total: Tensor | None = None
+    ) -> None:
+        if total is None:
+            total = values[trained[0]]
+            for name in trained[1:]:
+                total = total + values[name]
+        self.values, self.trained, self.total, self.outputs = values, trained, total, outputs
 
     @property
     def detached(self) -> dict[str, Tensor]:
@@ -30,19 +33,14 @@ class Losses(NamedTuple):
     @property
     def scalars(self) -> dict[str, Tensor]:
         """The values to store, without their graph: the total, and each loss if there are several."""
-        scalars = {"total_loss": _for_later(self.total)}
-        if len(self.values) > 1:
-            for name, value in self.values.items():
-                scalars[name] = _for_later(value)
+        scalars = {"total_loss": self.total, **(self.values if len(self.values) > 1 else {})}
+        for name, value in scalars.items():
+            # without a graph it may be a buffer, which the next step changes
+            scalars[name] = value.detach() if value.grad_fn is not None else value.detach().clone()
         return scalars
 
     def detach(self) -> "Losses":
-        return Losses(self.detached, self.trained, self.total.detach(), self.outputs)
-
-
-def _for_later(value: Tensor) -> Tensor:
-    """The value without its graph; a copy if it may be a buffer or a parameter, which the next step changes."""
-    return value.detach() if value.grad_fn is not None else value.detach().clone()
+        return Losses(self.detached, self.trained, self.outputs, total=self.total.detach())
 
 
 def parse_losses(returned: object) -> Losses:
@@ -54,10 +52,11 @@ def parse_losses(returned: object) -> Losses:
         TypeError: ``returned`` is none of these, an entry is not a tensor, or its name is not text.
         ValueError: an entry is not a scalar, no entry requires grad, or an entry is called ``total_loss``.
     """
-    if not isinstance(returned, Tensor | Mapping):
+    if isinstance(returned, Tensor):
+        values = {"total_loss": returned}
+    elif not isinstance(returned, dict | Mapping):
         raise TypeError(f"the model returned {type(returned).__name__}; accepted: a loss, or a dict of losses by name")
-    values = {"total_loss": returned} if isinstance(returned, Tensor) else dict(returned)
-    if "total_loss" in values and isinstance(returned, Mapping):
+    elif "total_loss" in (values := dict(returned)):
         raise ValueError("the model returned an entry total_loss, which is the name of the sum; give it another name")
     outputs, trained = values.pop("outputs", None), []
     for name, value in values.items():
@@ -77,7 +76,7 @@ def parse_losses(returned: object) -> Losses:
             f"none of the losses {sorted(values)} that the model returned requires grad: is a parameter frozen, or the "
             "loss detached?"
         )
-    return Losses.of(values, trained, outputs)
+    return Losses(values, trained, outputs)
 
 
 def mean_losses(losses: Sequence[Losses]) -> Losses:
@@ -93,4 +92,4 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
     for name in dict.fromkeys(name for part in losses for name in part.values):
         values = torch.stack([part.values[name] for part in losses if name in part.values])
         means[name] = values.sum() / (len(losses) if name in trained else len(values))
-    return Losses.of(means, trained, [part.outputs for part in losses])
+    return Losses(means, trained, [part.outputs for part in losses])
