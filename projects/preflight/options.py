@@ -56,7 +56,9 @@ class Preflight(HookBase):
     def before_train(self) -> None:
         questions = dict(PREFLIGHT_REGISTRY)
         if unknown := {*self._allow} - questions.keys():
-            raise ConfigError(f"--preflight-allow: there is no check {', '.join(sorted(unknown))}")
+            raise ConfigError(
+                f"--preflight-allow: there is no check {', '.join(sorted(unknown))}; there are {[*questions]}"
+            )
         job, found = Job(self.trainer, self._given), []
         for name, question in questions.items():
             if sys.stderr.isatty():

@@ -1,6 +1,7 @@
 """What a training script does before it trains: arguments, output folder, log, seed, writers."""
 
 import logging
+import re
 from argparse import Namespace
 
 import numpy as np

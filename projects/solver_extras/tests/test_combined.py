@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from trainkit.config import ConfigError, check_values, get_cfg, scale_lr_to_batch
 from trainkit.engine import AMPTrainer, SimpleTrainer
