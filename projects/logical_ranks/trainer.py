@@ -76,11 +76,12 @@ class LogicalTrainer(SimpleTrainer):
         if self.accumulation_steps != self._steps:
             raise ConfigError("with SOLVER.LOGICAL_RANKS the number of micro-batches cannot change during a run")
         found, steps = list[Losses](), self._steps // len(self._own)
-        self._tree.start()
         for number in range(self.accumulation_steps):
-            batch = self.draw()
+            batch = self.draw()  # the first one of a run comes after a pass without effect, see settle_buckets
             place, step = divmod(number, steps)
-            if place and step == 0:
+            if number == 0:
+                self._tree.start()
+            elif step == 0:
                 self._tree.push()
             self._seed_for(_OF_BATCHES + self._own[place] * steps + step)
             is_last = number == self.accumulation_steps - 1  # DDP exchanges gradients with the last one

@@ -1,12 +1,14 @@
 """With logical ranks, a run ends with the same bits on 1, 2 and 4 processes, and when their number changes."""
 
 import pytest
+import torch
 from trainkit.projects.logical_ranks.tests.logical_job import EVERYTHING, read_metrics, train_on
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.tests.job import Job
 
 from tests.engine.test_exact_runs import content
 from trainkit.checkpoint.file import read_file
+from trainkit.data import DatasetCatalog
 
 pytestmark = pytest.mark.slow
 
@@ -73,4 +75,7 @@ def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):
     found = replay(of_four, 5, Job(of_four, *EVERYTHING), prove=True)
     assert found.proof == "every byte equals model_0000005.pth: model, optimizer, random state, data, hooks, storage"
     assert found.verdict.startswith("reproducible")
-    assert len(found.samples) == 24
+    labels = [sample["label"] for sample in DatasetCatalog.get("tiny_train")]
+    named = [labels[int(name.split()[1])] for name in found.samples]  # each pass has the samples that the report names
+    assert named == torch.cat([batch["label"] for batch in found.batch]).tolist()
+    assert len(named) == 24
