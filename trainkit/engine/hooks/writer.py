@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,12 @@ class PeriodicWriter(HookBase):
         self._failing: dict[int, str] = {}  # index of a writer -> its error
 
     def before_train(self) -> None:
-        if self._waiting is not None and self.trainer.start_iter > 0:
-            self._hand_out(self._waiting)
+        left = list(self._waiting or ()) if self.trainer.start_iter > 0 else []
+        for writer in self._writers:  # writers may have changed: the first of a class gets the first state of the class
+            name = type(writer).__name__
+            if (found := next((entry for entry in left if entry["class"] == name), None)) is not None:
+                left.remove(found)
+                writer.load_state_dict(found["state"])
         self._waiting, self._ended, self._failing = None, None, {}
         self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer.hooks) == 1
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
@@ -65,16 +69,20 @@ class PeriodicWriter(HookBase):
 
     def after_train(self) -> None:
         """Raises OSError on every rank if the run has finished and its last values are not on the disk."""
-        lost: list[str] = []
-        with ExitStack() as closing:
-            for writer in reversed(self._writers):
-                closing.callback(self._close, writer, lost)  # close every writer, even if one fails
+        try:
             self.trainer.storage.publish(partial(self._write, at_end=True))
             self.trainer.storage.flush()
+        finally:
+            for i, writer in enumerate(self._writers):
+                try:
+                    writer.close()
+                except OSError as error:
+                    self._failing[i] = f"{type(writer).__name__} cannot be closed: {error}"
+                    logger.error("%s cannot be closed: %s", type(writer).__name__, error)
         if self.trainer.status == "finished":
-            lost = [text for by_rank in self.trainer.gather([*self._failing.values(), *lost]) for text in by_rank]
-        if self.trainer.status == "finished" and lost:
-            raise OSError(f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}")
+            lost = [text for by_rank in self.trainer.gather([*self._failing.values()]) for text in by_rank]
+            if lost:
+                raise OSError(f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}")
 
     def _write(self, *, at_end: bool = False) -> None:
         """Call each writer. If the storage defers, this runs in its worker."""
@@ -99,16 +107,6 @@ class PeriodicWriter(HookBase):
         if at_end and not interrupted:
             self._ended = self._writer_states()  # not for the next run, which may train these iterations again
 
-    @staticmethod
-    def _close(writer: EventWriter, lost: list[str]) -> None:
-        try:
-            writer.close()
-        except OSError as error:
-            lost.append(f"{type(writer).__name__} cannot be closed: {error}")
-            logger.error("%s cannot be closed: %s", type(writer).__name__, error)
-
-    # ------------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
         """The writers' states after their last regular write, also if the writers are closed already."""
         if self.trainer is not None:
@@ -122,12 +120,3 @@ class PeriodicWriter(HookBase):
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [{"class": type(writer).__name__, "state": writer.state_dict()} for writer in self._writers]
-
-    def _hand_out(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give the first writer of a class the first state of that class, and so on; writers may have changed."""
-        left = list(states)
-        for writer in self._writers:
-            found = next((entry for entry in left if entry["class"] == type(writer).__name__), None)
-            if found is not None:
-                left.remove(found)
-                writer.load_state_dict(found["state"])
