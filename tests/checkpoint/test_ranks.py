@@ -9,7 +9,7 @@ from torch import distributed
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from tests.two_ranks import on_two_ranks
-from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint import Checkpointer, CheckpointError, checkpointer
 
 
 def _main(rank: int, name: str) -> None:
@@ -57,3 +57,20 @@ def _fail(folder: str) -> list[str]:
 
 def test_all_ranks_load_the_same_file_or_fail_together(tmp_path):
     assert on_two_ranks([_main], tmp_path)["_main"] == [None, None]
+
+
+def _one_does_not_see_the_mark(rank: int, name: str) -> str:
+    folder = Path(name) / "mark"
+    Checkpointer(linear(1), folder, trainer=Counter()).save("model")
+    distributed.barrier()
+    if rank == 0:
+        (folder / "last_checkpoint").unlink()
+    else:
+        checkpointer.is_ours = lambda path: False
+    model = linear(0)
+    Checkpointer(model, folder, trainer=Counter()).resume_or_load("")
+    return str(weight_of(model))
+
+
+def test_all_ranks_take_the_file_that_rank_0_takes(tmp_path):
+    assert on_two_ranks([_one_does_not_see_the_mark], tmp_path)["_one_does_not_see_the_mark"] == ["1.0", "1.0"]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text, writing
-from trainkit.checkpoint.file import SUFFIX
+from trainkit.checkpoint.file import SUFFIX, is_ours
 from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, find_checkpoint, local_folder, mirrors
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
 from trainkit.checkpoint.matching import Differences, table_of, without_prefix
@@ -242,7 +242,8 @@ class Checkpointer:
         if resume:
             keys = [*self.checkpointables]
             paths = comm.broadcast(together(lambda: self._candidates() if comm.is_main_process() else []))
-            last, state = choose(paths, partial(self._read_together, keys=keys))
+            read = partial(self._read_together, keys=keys)
+            last, state = choose(paths, read, lambda path: comm.broadcast(is_ours(path)))  # all ranks choose the same
             if last:
                 return self._apply(state, last, keys, strict=True)
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")

@@ -57,12 +57,14 @@ def find_checkpoint(folder: str) -> str:
     return tagged or next(filter(is_ours, others), "")
 
 
-def choose(paths: Sequence[str], read: Callable[[str], Any] = read_file) -> tuple[str, Any]:
+def choose(
+    paths: Sequence[str], read: Callable[[str], Any] = read_file, is_ours: Callable[[str], bool] = is_ours
+) -> tuple[str, Any]:
     """The path and the content of the tagged checkpoint, or else of the newest intact one; ``""`` if there is none.
 
     Args:
         paths: the `candidates` of a folder.
-        read: reads and verifies a file, or raises CheckpointError.
+        read: reads and verifies a file, or raises CheckpointError; ``is_ours``: whether trainkit has written it.
 
     Raises:
         CheckpointError: there are checkpoints, but none is intact.
