@@ -10,8 +10,7 @@ from torch.utils.data import default_collate
 from trainkit.projects.hooks.averaged import AVERAGED_PATH, EVALUATED, averaged_weights
 
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import CfgNode, ConfigError, import_modules
-from trainkit.config.checks import check_is_ours
+from trainkit.config import CfgNode, ConfigError, check_values, import_modules
 from trainkit.data.build import build_transform
 from trainkit.engine.hook_base import HookBase
 from trainkit.modeling import build_model, on_device
@@ -35,7 +34,7 @@ class DefaultPredictor:
     """
 
     def __init__(self, cfg: CfgNode, build: Callable[[CfgNode], nn.Module] = build_model) -> None:
-        check_is_ours(cfg)
+        check_values(cfg)
         import_modules(cfg.IMPORTS)
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.errors import not_accepted
-from trainkit.config.scaling import optimizer_argument
+from trainkit.solver.build import base_lr
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
 
 def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.update(BASE_LR=solver.BASE_LR * scale, BASE_LR_END=solver.BASE_LR_END * scale)
-    if optimizer_argument(solver, "LR")[0] == "SOLVER.OPTIMIZER.LR":
+    if base_lr(solver)[0] == "SOLVER.OPTIMIZER.LR":
         solver.OPTIMIZER["LR"] *= scale
     entries = [entry for entries in solver.values() if isinstance(entries, list) for entry in entries]
     for entry in entries:  # such as those of SCHEDULES

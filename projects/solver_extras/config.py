@@ -5,7 +5,7 @@ from trainkit.projects.solver_extras.rules import KEY_MATCHES
 from trainkit.config import CfgNode, ConfigError, choose
 from trainkit.config.checks import check_choices, check_ranges
 from trainkit.config.errors import not_accepted
-from trainkit.config.scaling import optimizer_argument
+from trainkit.solver.build import base_lr
 from trainkit.utils.numbers import is_number
 
 _GROUPS = "SOLVER.PARAM_GROUPS"
@@ -44,7 +44,7 @@ def check(cfg: CfgNode) -> None:
         check_choices(cfg, {f"{_GROUPS}.KEY_MATCH": KEY_MATCHES})
         check_ranges(cfg, {"[0, inf)": f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS"})
         _check_param_groups(cfg.SOLVER)
-    if cfg.SOLVER.get("OPTIMIZERS") and optimizer_argument(cfg.SOLVER, "LR")[0] == "SOLVER.OPTIMIZER.LR":
+    if cfg.SOLVER.get("OPTIMIZERS") and base_lr(cfg.SOLVER)[0] == "SOLVER.OPTIMIZER.LR":
         raise ConfigError("SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR")
 
 

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
-import yacs.config
-
 from trainkit.config.config import CfgNode, get_key, projects_of
 from trainkit.config.defaults import CHOICES, RANGES, get_cfg
 from trainkit.config.errors import ConfigError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
-from trainkit.utils.numbers import is_number, is_whole
+from trainkit.utils.numbers import is_number
 
 # (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (
@@ -21,15 +19,10 @@ _CONFLICTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def check_is_ours(cfg: object) -> None:
-    """Raises ConfigError if ``cfg`` is a CfgNode of another program, which lacks trainkit's keys and checks."""
-    if isinstance(cfg, yacs.config.CfgNode) and not isinstance(cfg, CfgNode):
-        raise ConfigError(f"cfg is a {type(cfg).__module__}.CfgNode; use trainkit's get_cfg, and merge your settings")
-
-
-def check_values(cfg: CfgNode) -> None:
+def check_values(cfg: Any) -> None:
     """Raises ConfigError for numbers out of range, unknown choices and contradictory settings."""
-    check_is_ours(cfg)
+    if not isinstance(cfg, CfgNode):
+        raise ConfigError(f"cfg is a {type(cfg).__module__}.{type(cfg).__name__}; use trainkit's get_cfg")
     check_ranges(cfg, RANGES)
     check_choices(cfg, CHOICES)
     check_conflicts(cfg, _CONFLICTS)
@@ -102,13 +95,6 @@ def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> 
     for one, other, reason in conflicts:
         if is_on(one) and is_on(other):
             raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
-
-
-def _check_pairs(key: str, pairs: list[Any], minimum: int, growing: slice, form: str) -> None:
-    is_pair = [isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs]
-    numbers: list[Any] = [number for pair in pairs for number in pair] if all(is_pair) else [None]
-    if not all(is_whole(n, minimum) for n in numbers) or numbers[growing] != sorted({*numbers[growing]}):
-        raise not_accepted(key, pairs, f"a list of {form}, whole numbers from {minimum} on, which grow")
 
 
 def similar_keys(node: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -23,7 +23,6 @@ from trainkit.config import (
     prepare_projects,
     resolve_lengths,
 )
-from trainkit.config.checks import check_is_ours
 from trainkit.config.errors import look_up
 from trainkit.config.imports import wrap_by_projects
 from trainkit.data.build import build_test_loader, build_train_loader
@@ -113,9 +112,8 @@ class DefaultTrainer(TrainerBase):
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
-        check_is_ours(cfg)
-        import_modules(cfg.IMPORTS)
         check_values(cfg)
+        import_modules(cfg.IMPORTS)
         use_local_folders(cfg)
         self.given_cfg = cfg
         cfg = prepare_projects(cfg)

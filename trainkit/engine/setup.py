@@ -19,7 +19,7 @@ import torch
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
-from trainkit.config.checks import check_is_ours, similar_keys
+from trainkit.config.checks import similar_keys
 from trainkit.config.config import changed_settings
 from trainkit.config.errors import not_accepted, unknown_name
 from trainkit.engine.folders import prepare_folders, use_local_folders
@@ -117,11 +117,10 @@ def default_setup(cfg: Any, args: Any) -> None:
     Raises:
         ConfigError: a folder cannot be written, a setting is not accepted, or ``num_gpus`` processes are not there.
     """
-    check_is_ours(cfg)
     given, text = cfg, ""
     if not isinstance(cfg, CfgNode):
         if type_name(cfg) not in CONFIG_TYPES:
-            raise not_accepted("cfg", cfg, f"a CfgNode of trainkit.config.get_cfg, {', '.join(CONFIG_TYPES)}")
+            check_values(cfg)  # refuses it
         cfg, text = load_plugin(CONFIG_TYPES[type_name(cfg)]).to_cfg(cfg, args)
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     when_ready = apply_options(given, args)

@@ -16,7 +16,6 @@ from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.errors import ConfigError, look_up, not_accepted, unknown_name
 from trainkit.config.imports import prepare_projects
-from trainkit.config.scaling import optimizer_argument
 from trainkit.solver.clipping import GradientClipType as GradientClipType  # detectron2's users find these here
 from trainkit.solver.clipping import maybe_add_gradient_clipping
 from trainkit.solver.lr_scheduler import LRMultiplier, WarmupParamScheduler
@@ -155,6 +154,12 @@ def start_late_buffers(num_params: int, optimizer: Optimizer, args: Any, kwargs:
                 state.update({param: {"momentum_buffer": torch.zeros_like(param)} for param in late})
 
 
+def base_lr(solver: CfgNode) -> tuple[str, Any]:
+    """The key and the value of the learning rate: SOLVER.OPTIMIZER.LR wins over SOLVER.BASE_LR."""
+    lr = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")  # a text is its name
+    return ("SOLVER.BASE_LR", solver.BASE_LR) if lr is None else ("SOLVER.OPTIMIZER.LR", lr)
+
+
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Build the schedule ``SOLVER.LR_SCHEDULER_NAME`` with its warm-up, or by ``SOLVER.LR_SCHEDULER_BUILDER``.
 
@@ -195,7 +200,7 @@ def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
 
 
 def _cosine(solver: CfgNode) -> param_scheduler.ParamScheduler:
-    key, lr = optimizer_argument(solver, "LR")
+    key, lr = base_lr(solver)
     if not 0.0 <= solver.BASE_LR_END <= lr or lr == 0:
         raise not_accepted("SOLVER.BASE_LR_END", solver.BASE_LR_END, f"from 0 to {key}, {lr}, which must not be 0")
     return param_scheduler.CosineParamScheduler(1.0, solver.BASE_LR_END / lr)
