@@ -12,7 +12,6 @@ import yaml
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, sgd
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, scale_workers
-from trainkit.data import build_test_loader, build_train_loader
 from trainkit.engine import DefaultPredictor, DefaultTrainer, default_argument_parser, default_setup, launch
 from trainkit.solver import build_lr_scheduler
 from trainkit.utils.logger import close_logger
@@ -31,8 +30,6 @@ class Detectron2CfgNode(fvcore.common.config.CfgNode):
         DefaultTrainer,
         DefaultPredictor,
         lambda cfg: default_setup(cfg, default_argument_parser().parse_args([])),
-        build_train_loader,
-        lambda cfg: build_test_loader(cfg, "a"),
     ],
 )
 def test_a_config_of_another_program_is_refused_with_what_to_use(node, take):
