@@ -50,10 +50,9 @@ def main(args: argparse.Namespace) -> int:
             return run_hook(args)
     # the output of the run's script is not part of the report
     with user_errors_exit(), contextlib.nullcontext() if args.pdb else contextlib.redirect_stdout(sys.stderr):
-        files = {"profile": args.profile, "save_state": args.save_state}
-        options = {"prove": args.prove, "verdict": not (args.once or args.parts)}
+        options = {"save_state": args.save_state, "prove": args.prove, "verdict": not (args.once or args.parts)}
         options |= {"anomaly": args.anomaly, "debug": args.pdb, "find_samples": find_samples if args.bisect else None}
-        found = replay(args.run, args.iter, args.command, **options, **files)
+        found = replay(args.run, args.iter, args.command, **options)
     if args.parts:
         Path(args.parts).write_text(json.dumps({"parts": found.inspection.parts, "values": found.values}))
     elif is_main():
@@ -80,12 +79,11 @@ def run_hook(args: argparse.Namespace) -> int:
     """Run ``--range``; returns the exit code."""
     (first, end), out = args.range, Path(args.out or f"replay_of_{Path(args.run).resolve().name}")
     file, _, name = (args.hook or "").rpartition(":")
-    if not 0 <= first < end:
-        raise ConfigError(f"--range is {first}:{end}; accepted: A:B with 0 <= A < B, B is not included")
-    if args.iter is not None or not os.path.isfile(file):
-        raise ConfigError(f"--range takes --hook FILE:CLASS of a file, and no --iter; got {args.hook}, {args.iter}")
+    if not 0 <= first < end or args.iter is not None or not os.path.isfile(file):
+        accepted = "--range A:B with 0 <= A < B, --hook FILE:CLASS of a file, and no --iter"
+        raise ConfigError(f"accepted: {accepted}; got --range {first}:{end}, --hook {args.hook}, --iter {args.iter}")
     if Path(args.run).resolve() in [out.resolve(), *out.resolve().parents]:
-        raise ConfigError(f"{out} is in the folder of the run, which is not changed; name another one with --out")
+        raise ConfigError(f"--out is {out}, in the folder of the run, which is not changed; name another one")
     if (make_hook := runpy.run_path(file).get(name)) is None:
         raise ConfigError(f"--hook is {args.hook}, but {file} has no {name!r}; name a class of this file")
     with contextlib.redirect_stdout(sys.stderr):
@@ -120,14 +118,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--prove", action="store_true", help="continue to the next checkpoint, and compare every byte")
     add("--once", action="store_true", help="perform the step only once, without a verdict")
     add("--bisect", action="store_true", help="find the samples with which the step fails")
-    add(
-        "--parts", default="", help=argparse.SUPPRESS
-    )  # write the digests of the step, for the replay that has started this one
+    add("--parts", default="", help=argparse.SUPPRESS)  # a replay reads this file of the one that it has started
     add("--module", default="", metavar="PATTERN", help="modules and parameters to show, such as layers.*")
     add("--json", action="store_true", help="print all results as JSON")
     add("--save-batch", default="", metavar="FILE", help="write the batch with torch.save")
     add("--save-state", default="", metavar="FILE", help="write the state before the step as a checkpoint")
-    add("--profile", default="", metavar="FILE", help="write a trace of the step, for chrome://tracing")
     add("--anomaly", action="store_true", help="let autograd name the operation with the first NaN")
     add("--pdb", action="store_true", help="stop in the debugger before the forward pass")
     add("--range", type=iterations, metavar="A:B", help="repeat these iterations, not one step; B is not included")

@@ -127,26 +127,22 @@ def _contents(
 
 def _storable(value: Any, path: str, notes: list[str]) -> Any:
     """``value`` converted to types that load without running code; adds to ``notes`` what was converted or left out."""
-    kind, where = type(value), f"the batch{f' at {path}' if path else ''}"
     if isinstance(value, Mapping):
-        if lost := [key for key in value if type(key) not in (str, int, float, bool)]:
-            notes.append(f"{where}: the keys {lost!r:.80} are left out")
-        return {key: _storable(value[key], f"{path}/{key}".lstrip("/"), notes) for key in value if key not in lost}
+        items = {key: item for key, item in value.items() if type(key) in (str, int, float, bool)}
+        lost = [key for key in value if key not in items]
+        notes += [f"the batch{path}: the keys {lost!r:.80} are left out"] * bool(lost)
+        return {key: _storable(item, f"{path}/{key}", notes) for key, item in items.items()}
     if isinstance(value, list | tuple):
-        if kind not in (list, tuple):
-            notes.append(f"{where}: the {kind.__name__} is a tuple now")
-        items = [_storable(item, f"{path}/{i}".lstrip("/"), notes) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+        stored = [_storable(item, f"{path}/{i}", notes) for i, item in enumerate(value)]
+        return stored if isinstance(value, list) else tuple(stored)
     with contextlib.suppress(TypeError):
         return plain_state(value)
     converted: Any = None
     with contextlib.suppress(Exception):
-        if isinstance(value, np.ndarray | np.generic):
-            converted = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.item()
-        elif isinstance(value, Tensor):
-            converted = value.detach().as_subclass(Tensor)
+        is_number = isinstance(value, np.generic)
+        converted = value.item() if is_number else torch.as_tensor(value).detach().as_subclass(Tensor).clone()
     what = "left out" if converted is None else f"a {type(converted).__name__} now"
-    notes.append(f"{where}: the {kind.__name__} is {what}")
+    notes.append(f"the batch{path}: the {type(value).__name__} is {what}")
     return converted
 
 

@@ -41,7 +41,7 @@ def replay_range(
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
         ConfigError: the run has fewer iterations.
     """
-    values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
+    values, text = Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():
         lines = []
         for iter, row in sorted(values.items()):
@@ -52,7 +52,9 @@ def replay_range(
     return str(text)
 
 
-class _Range(Session):
+class Range(Session):
+    """``work`` returns the values of the iterations, and their comparison with those of the run."""
+
     def __init__(self, run: str, first: int, end: int, make_hook: Callable[[], HookBase]) -> None:
         super().__init__(run, first, *around(run, first))
         self._after = around(run, end - 1)[1]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trainkit.projects.replay.checkpoints import around, checkpoints_of
+from trainkit.projects.replay.hindsight import Range
 from trainkit.projects.replay.inspection import floating_tensors
 from trainkit.projects.replay.origin import Saved
 from trainkit.projects.replay.session import Session, Start
@@ -18,7 +19,6 @@ from trainkit.projects.replay.session import Session, Start
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
-from trainkit.utils import comm
 from trainkit.utils.model import unwrap_model
 
 
@@ -73,7 +73,7 @@ class Quantity(HookBase):
         self._handles = []
         names = [list[str]()]
         with contextlib.suppress(AttributeError, RuntimeError):
-            names = self.trainer.data_loader.names_of_last(self.trainer.accumulation_steps)
+            names = self.trainer.data_loader.names_of_last(self.trainer.feed.drawn)
         self.found.append((self.trainer.iter, self._value, [name for batch in names for name in batch]))
 
 
@@ -136,21 +136,9 @@ def first_bad(
     return str(_Search(os.path.abspath(run), last, quantity, times).perform(start))
 
 
-class _Worst(Session):
-    def __init__(self, run: str, first: int, end: int, num: int) -> None:
-        super().__init__(run, first, *around(run, first))
-        self._end, self._num = end, num
-
-    def work(self, trainer: Any) -> str:
-        losses = Quantity("loss")
-        self._go_on(self._at - 1)
-        if self._go_on(min(self._end, trainer.max_iter) - 1, losses):
-            losses.note()
-        rows = heapq.nlargest(self._num, losses.found, lambda row: math.inf if math.isnan(row[1]) else row[1])
-        lines = [f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows]
-        return "\n".join(comm.all_gather("\n".join(lines)))
-
-
 def worst(run: str | os.PathLike[str], first: int, end: int, num: int, start: Start = None) -> str:
     """The iterations from ``first`` to ``end`` - 1 with the largest losses, with their samples, as text."""
-    return str(_Worst(os.path.abspath(run), first, end, num).perform(start))
+    losses = Quantity("loss")
+    way = Range(os.path.abspath(run), first, end, lambda: losses).perform(start)[1]
+    rows = heapq.nlargest(num, losses.found, lambda row: math.inf if math.isnan(row[1]) else row[1])
+    return "\n".join([*(f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows), way])

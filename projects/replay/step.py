@@ -35,7 +35,6 @@ def replay(
     find_samples: Callable[[Any, list[Any], list[list[str]]], str] | None = None,
     anomaly: bool = False,
     debug: bool = False,
-    profile: str = "",
     save_state: str = "",
 ) -> Replay:
     """Repeat and inspect step ``iter`` of a run, from its checkpoints; the run is not changed.
@@ -55,7 +54,6 @@ def replay(
             with the `SimpleTrainer`, the batches and the names of their samples; returns text.
         anomaly: perform the step under ``torch.autograd.detect_anomaly``; there is no verdict then.
         debug: stop in the debugger before the forward pass.
-        profile: where to write a trace of the step, for chrome://tracing.
         save_state: where to write the state before the step, as a checkpoint.
 
     Raises:
@@ -69,9 +67,9 @@ def replay(
     if (iter is None) != os.path.isfile(run) or (os.path.isfile(run) and prove):
         is_capsule = "is a capsule of one step: leave out --iter and --prove" if os.path.isfile(run) else ""
         raise ConfigError(f"{run!r} {is_capsule or 'is a run: give --iter'}; got iter={iter}, prove={prove}")
-    files = {"profile": profile and os.path.abspath(profile), "save_state": save_state and os.path.abspath(save_state)}
     options: dict[str, Any] = {"prove": prove, "verdict": verdict and not anomaly, "find_samples": find_samples}
-    options |= {"anomaly": anomaly, "debug": debug, "start": start, **files}
+    options |= {"anomaly": anomaly, "debug": debug, "start": start}
+    options["save_state"] = save_state and os.path.abspath(save_state)
     session = _Capsule(run, options) if iter is None else _Step(run, iter, options)
     return session.perform(start)
 
@@ -152,14 +150,9 @@ class _Step(Session):
     def _look(self, *own: HookBase, is_special: bool = True) -> tuple[Inspection, str]:
         """Perform the step now; return its inspection, and its error ("" if none)."""
         inspection = self.inspection = Inspection(self._at, debug=is_special and self._options["debug"])
-        with contextlib.ExitStack() as stack:
-            if is_special and self._options["anomaly"]:
-                stack.enter_context(torch.autograd.set_detect_anomaly(True))
-            traces = is_special and self._options["profile"]
-            profiler = stack.enter_context(torch.profiler.profile()) if traces else None
+        has_anomaly = is_special and self._options["anomaly"]
+        with torch.autograd.set_detect_anomaly(True) if has_anomaly else contextlib.nullcontext():
             error = self._go_on(self._at, inspection, *own)
-        if profiler is not None and comm.is_main_process():
-            profiler.export_chrome_trace(self._options["profile"])
         inspection.close()
         self.inspection = None
         return inspection, error

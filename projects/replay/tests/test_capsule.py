@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import pdb
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,19 @@ def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path)
     assert f"{capsule.REPLAY} {tmp_path}/capsule.rank0.pt, or from the checkpoint: {capsule.REPLAY} {tmp_path} " in line
 
 
+def test_anomaly_names_the_operation_with_the_first_nan_and_the_debugger_stops_before_it(tmp_path, monkeypatch):
+    job = failed(Job(tmp_path, make_hooks=lambda: [PlantNan("layers.0.weight", 7)]))
+    stops = []
+    monkeypatch.setattr(pdb, "set_trace", lambda: stops.append(1))
+
+    with pytest.warns(UserWarning, match="Error detected in"):
+        found = replay(tmp_path / "capsule.rank0.pt", start=job, anomaly=True, debug=True)
+
+    assert found.error.startswith("RuntimeError: Function ")
+    assert found.failure == "not compared: autograd stops at the first anomaly"
+    assert (found.verdict, found.is_equal, stops) == ("", True, [1])
+
+
 def test_a_run_without_a_script_asks_for_its_command(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["-c"])
     failed(Job(tmp_path, make_hooks=lambda: [PlantNan("layers.0.weight", 7)]))
@@ -157,17 +171,6 @@ def test_losses_and_gradients_are_seen_if_a_hook_fails_after_the_backward_pass(t
     assert found.failure.startswith("it has come back")
     assert found.losses.keys() == {"loss_cls"}
     assert len(found.gradients) == len(found.inspection.updates) > 0
-
-
-def test_a_module_at_fault_is_no_sample(tmp_path):
-    job = failed(Job(tmp_path, "MODEL.NAME", "OverflowingClassifier"))
-
-    found = replay(tmp_path, 7, job, find_samples=find_samples, verdict=False)
-
-    assert found.samples_at_fault == (
-        "the loss is not finite with each of the 8 samples alone, so none of them is the cause"
-    )
-    assert found.first_bad_module == "layers.3"
 
 
 def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_at_the_checkpoint(tmp_path):
@@ -253,15 +256,6 @@ def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch, capl
     assert f"To repeat the step: python -m trainkit.projects.replay {tmp_path} --iter 7" in last_line(tmp_path)
 
 
-def test_a_run_that_could_write_neither_checkpoint_nor_capsule_names_no_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(capsule, "write_file", lambda state, path: [][0])
-
-    failed(Job(tmp_path, make_hooks=lambda: [FailAt(2, KeyError("mine"))]), KeyError)
-
-    assert "The capsule of the failed step is not written" in (tmp_path / "log.txt").read_text()
-    assert "To repeat the step" not in (tmp_path / "log.txt").read_text()
-
-
 class Pair(NamedTuple):
     x: torch.Tensor
     label: int
@@ -298,60 +292,12 @@ def test_values_that_a_file_cannot_hold_are_converted_or_left_out_with_a_note(tm
     assert found.batch[0]["array"].tolist() == [0, 1]
     assert found.batch[3]["meta"] is None
     assert "with scan_017.png (1 of 40 samples" in found.samples_at_fault
-    assert [note for note in found.differences if note.startswith("the batch at 0")] == [
-        "the batch at 0: the keys [('a', 1)] are left out",
-        "the batch at 0/pair: the Pair is a tuple now",
-        "the batch at 0/id: the float32 is a float now",
-        "the batch at 0/array: the ndarray is a Tensor now",
-        "the batch at 0/meta: the Unknown is left out",
+    assert [note for note in found.differences if note.startswith("the batch/0")] == [
+        "the batch/0: the keys [('a', 1)] are left out",
+        "the batch/0/id: the float32 is a float now",
+        "the batch/0/array: the ndarray is a Tensor now",
+        "the batch/0/meta: the Unknown is left out",
     ]
-
-
-class PairScans(Scans):
-    def __getitem__(self, index):
-        return Pair(*super().__getitem__(index).values())
-
-
-DatasetCatalog.register("tiny_pairs", PairScans)
-
-
-@MODEL_REGISTRY.register()
-class PairClassifier(TinyClassifier):
-    def forward(self, batch):
-        return super().forward(batch._asdict())
-
-
-PAIRS = ("DATASETS.TRAIN", ("tiny_pairs",), "MODEL.NAME", "PairClassifier", "INPUT.TRAIN_TRANSFORM", "")
-
-
-def test_the_sample_of_a_batch_that_is_a_named_tuple_is_found(tmp_path):
-    job = Job(tmp_path, *PAIRS, "SOLVER.IMS_PER_BATCH", 40)
-    failed(job)
-
-    found = replay(tmp_path, 0, job, find_samples=find_samples, verdict=False)
-
-    assert "with scan_017.png (1 of 40 samples" in found.samples_at_fault
-
-
-def test_why_no_sample_can_be_looked_at_is_said(tmp_path, monkeypatch):
-    job = Job(tmp_path)
-    job()
-    monkeypatch.setattr("trainkit.projects.replay.bisect.num_samples", lambda batch: [][0])
-
-    found = replay(tmp_path, 2, job, find_samples=find_samples, verdict=False)
-
-    assert found.samples_at_fault.startswith("they cannot be looked at one by one: IndexError: list index")
-
-
-@pytest.mark.slow
-def test_the_capsule_of_a_failure_does_not_count_after_the_run_has_gone_on(tmp_path):
-    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
-    Job(tmp_path, "SOLVER.BASE_LR", 0.1, "SOLVER.MAX_ITER", 12)(True)
-
-    found = replay(tmp_path, 6, Job(tmp_path), prove=True)
-
-    assert "equal those in model_0000009.pth" in found.on_the_way
-    assert found.proof.startswith("every byte equals model_0000009.pth")
 
 
 @pytest.mark.slow

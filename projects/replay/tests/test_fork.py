@@ -90,20 +90,6 @@ def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [("SOLVER.BASE_LR", 0.05), ("SOLVER.WEIGHT_DECAY", 0.1), ("SEED", 2), ("SOLVER.STEPS", (7,))],
-    ids=lambda change: change[0],
-)
-@pytest.mark.slow
-def test_a_changed_setting_changes_the_bits(tmp_path, parent, change):
-    fork(f"{parent}@5", tmp_path, *change)
-
-    found = differences(tmp_path, parent)
-    assert any(line.startswith("model/") for line in found)
-    assert any(line.startswith(f"trainer/hooks/RunRecord/settings/{change[0]}") for line in found)
-
-
 def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, parent):
     change = ("SOLVER.BASE_LR", 0.05, "SEED", 3)
     fork(f"{parent}@5", tmp_path / "whole", *change)
@@ -149,14 +135,6 @@ def lr_of(folder):
     return {line["iteration"]: line["lr"] for line in lines(folder) if "lr" in line}
 
 
-def test_a_schedule_of_the_command_is_in_use_from_the_first_iteration(tmp_path, parent):
-    fork(f"{parent}@5", tmp_path, "SOLVER.STEPS", (5,))
-
-    rates = read_file(tmp_path / "model_final.pth")["trainer"]["storage"]["histories"]["lr"]
-    by_iter = dict(zip(rates["iterations"].tolist(), rates["values"].tolist(), strict=True))
-    assert [by_iter[iter] for iter in (4, 5, 6, 11)] == pytest.approx([0.1, 0.01, 0.01, 0.01])
-
-
 @pytest.mark.slow
 def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path, parent):
     class Batches(HookBase):
@@ -184,24 +162,6 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
         read_file(folder / "model_final.pth")["trainer"]["rng"]["torch"] for folder in (parent, tmp_path / "fork")
     ]
     assert not torch.equal(*numbers)  # of dropout
-
-
-@pytest.mark.slow
-def test_skipped_batches_are_the_business_of_a_fork(tmp_path, parent):
-    trainer = fork(f"{parent}@5", tmp_path, "DATALOADER.SKIP", "[[6, 8]]")
-
-    assert trainer.state_dict()["hooks"]["SkipBatches"]["left_out"] == [[6, 8]]
-
-
-@pytest.mark.slow
-def test_a_gradient_scale_of_the_command_wins(tmp_path):
-    amp = ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 256.0)
-    train(tmp_path / "a", *amp)
-
-    same = fork(f"{tmp_path}/a@5", tmp_path / "same")
-    other = fork(f"{tmp_path}/a@5", tmp_path / "other", "SOLVER.AMP.INIT_SCALE", 64.0)
-
-    assert [trainer._trainer.grad_scaler.get_scale() for trainer in (same, other)] == [256.0, 64.0]
 
 
 @pytest.mark.slow

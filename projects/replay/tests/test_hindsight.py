@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from trainkit.projects.replay import replay_range
 from trainkit.projects.replay.tests.job import Job, PlantNan, digest_of_folder
 
@@ -67,16 +66,3 @@ def test_a_range_that_ends_in_a_failure_is_written_up_to_it(tmp_path):
 
     assert text.startswith("FAILED in iteration 7: FloatingPointError: the loss is not finite in iteration 7")
     assert [row["iteration"] for row in rows(tmp_path) if "norm" in row] == [6]
-
-
-@pytest.mark.slow
-def test_values_that_are_not_finite_are_null(tmp_path):
-    Job(tmp_path / "run")()
-
-    class Infinite(HookBase):
-        def after_step(self):
-            self.trainer.storage.put_scalar("ratio", torch.inf)
-
-    replay_range(tmp_path / "run", 5, 6, Infinite, tmp_path, Job(tmp_path / "run"))
-
-    assert rows(tmp_path)[0]["ratio"] is None

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
-from trainkit.projects.replay import record, replay
+from trainkit.projects.replay import replay
 from trainkit.projects.replay.report import as_dict, as_text
 from trainkit.projects.replay.result import Elsewhere, judge
 from trainkit.projects.replay.tests.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
@@ -107,19 +107,6 @@ def test_numbers_of_modules_and_updates_are_those_of_the_step(run):
     assert found.verdict == found.error == found.first_bad_module == found.first_bad_gradient == ""
 
 
-def test_the_samples_of_the_batch_are_named(run):
-    found = replay(run.folder, 6, run, verdict=False)
-
-    data = {f"sample {i} of tiny_train": x for i, x in enumerate(xs())}
-    assert len(found.samples) == 8
-    for name, x in zip(found.samples, found.batch["x"], strict=True):
-        assert torch.equal(data[name] / 2, x)
-
-
-def xs():
-    return torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-
-
 def test_a_run_is_not_changed_by_a_replay(run):
     before = digest_of_folder(run.folder)
 
@@ -198,16 +185,6 @@ def test_a_sample_of_a_batch_that_is_a_list_is_named(tmp_path):
     assert [step.samples_of_first_bad_module for step in found] == [step.bad_samples for step in found]
     assert [len(step.samples) for step in found] == [16, 16, 16]
     assert {step.verdict for step in found} == {REPRODUCIBLE}
-
-
-def test_a_module_that_overflows_is_found(tmp_path):
-    job = failed(Job(tmp_path, "MODEL.NAME", "OverflowingClassifier"))
-
-    found = replay(tmp_path, 7, job)
-
-    assert found.first_bad_module == "layers.3"
-    assert found.inspection.not_finite_before == found.bad_samples == []
-    assert [row.is_finite for row in found.activations[:4]] == [True, True, True, False]
 
 
 # ---------------------------------------------------------------------- proofs
@@ -479,13 +456,3 @@ def test_a_checkpoint_says_how_its_run_was_started(run):
     (run.folder.parent / "config.yaml").write_text(origin["config"])
     cfg.merge_from_file(run.folder.parent / "config.yaml")
     assert cfg == tiny_cfg(run.folder)
-
-
-def test_how_a_run_was_started_is_found_out_once(tmp_path, monkeypatch):
-    calls = []
-    real = record.describe_origin
-    monkeypatch.setattr(record, "describe_origin", lambda *args: calls.append(1) or real(*args))
-
-    Job(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 1)()
-
-    assert len(calls) == 1

@@ -72,24 +72,6 @@ def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain, cap
 
 
 @pytest.mark.slow
-def test_of_a_range_that_the_run_has_reached_the_rest_is_left_out(tmp_path, plain):
-    train(tmp_path, last=6)
-
-    _, seen = train(tmp_path, "DATALOADER.SKIP", [[2, 9]], resume=True)
-
-    assert same(seen.batches, plain, {7: 9, 8: 10, 9: 11})
-
-
-@pytest.mark.slow
-def test_a_skip_that_is_taken_away_afterwards_shifts_nothing(tmp_path, plain):
-    train(tmp_path, *SKIP, last=6)
-
-    _, seen = train(tmp_path, resume=True)
-
-    assert same(seen.batches, plain, {iter: SHIFTED[iter] for iter in (7, 8, 9)})
-
-
-@pytest.mark.slow
 def test_a_second_run_of_a_trainer_leaves_out_again(tmp_path, plain):
     trainer, seen = train(tmp_path, *SKIP)
     seen.batches.clear()
@@ -97,16 +79,6 @@ def test_a_second_run_of_a_trainer_leaves_out_again(tmp_path, plain):
     trainer.train(0, 5)  # the data go on where they stand
 
     assert trainer.state_dict()["hooks"]["SkipBatches"]["left_out"] == [[3, 5]]
-
-
-@pytest.mark.slow
-def test_micro_batches_are_left_out_together(tmp_path):
-    options = ("SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 2)
-    _, plain = train(tmp_path / "plain", *options, "SOLVER.MAX_ITER", 13)
-
-    _, seen = train(tmp_path / "skip", *options, *SKIP)
-
-    assert same(seen.batches, plain.batches, SHIFTED)
 
 
 @pytest.mark.slow
