@@ -15,7 +15,7 @@ import torch
 
 from tests.engine import restarted_job
 from tests.engine.job import tiny_cfg
-from tests.engine.test_exact_runs import content
+from tests.exactness.machine import content
 from tests.forked import run_forked
 from trainkit.data import TrainingSampler, build_batch_data_loader
 from trainkit.engine import DefaultTrainer, EvaluationRun, default_argument_parser, launch

@@ -5,14 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from fvcore.common.param_scheduler import LinearParamScheduler
 
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, scalars, sgd
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.step import SimpleTrainer
-from trainkit.solver import LRMultiplier
 
 POINTS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
 BELOW = Priority.LOW
@@ -70,30 +68,6 @@ def resume(trainer, state, max_iter):
     trainer.load_state_dict(state)
     trainer.train(state["iteration"] + 1, max_iter)
     return trainer
-
-
-AT_THE_SAVE_POINT = [(point, iter, 50) for point in ("before_step", "after_step") for iter in (2, 3)]
-AT_THE_END = [("after_step", 2, BELOW), ("after_step", 3, BELOW), ("after_epoch", 3, 50), ("after_train", 4, 50)]
-
-
-@pytest.mark.parametrize(("point", "iter", "priority"), AT_THE_SAVE_POINT + AT_THE_END)
-def test_a_resumed_run_makes_the_calls_that_were_left_and_no_other(point, iter, priority):
-    seed(1)
-    whole, save = [], SaveAt(point, iter, priority)
-    job(whole, save).train(0, 4)
-    assert save.state["position"]["stage"] == (2 if priority == 50 and iter < 4 and point != "after_epoch" else 1)
-
-    seed(2)
-    resumed = []
-    trainer = resume(job(resumed), save.state, 4)
-
-    assert resumed[:2] == [(name, "before_train", trainer.start_iter, None) for name in ("above", "below")]
-    left = whole[save.calls_before :]
-    if point == "after_train":  # a run that was killed there repeats it
-        left = [call for call in whole if call[1] == "after_train"]
-        resumed, left = ([call[:3] for call in calls] for calls in (resumed, left))
-    assert resumed[2:] == left
-    assert trainer.status == "finished"
 
 
 def test_a_save_is_written_where_its_stage_ends():
@@ -169,21 +143,6 @@ def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with
     assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
 
 
-def test_without_the_random_state_the_same_calls_draw_other_numbers():
-    seed(1)
-    whole, save = [], SaveAt("after_step", 2)
-    job(whole, save).train(0, 4)
-
-    seed(2)
-    resumed = []
-    del save.state["rng"]
-    resume(job(resumed), save.state, 4)
-
-    left = whole[save.calls_before :]
-    assert [call[:3] for call in resumed[2:]] == [call[:3] for call in left]
-    assert resumed[2:] != left
-
-
 def test_a_state_counts_only_where_it_was_taken():
     save = SaveAt("after_step", 2)
     job([], save).train(0, 6)
@@ -213,67 +172,6 @@ def test_a_state_that_nothing_was_done_with_is_given_back_as_it_was():
 
 
 # ---------------------------------------------------------------------- late hooks
-
-
-class Smoothed(HookBase):
-    """Reads batch and losses in ``after_step``, and has a state of its own."""
-
-    def __init__(self):
-        self.value = 0.0
-
-    def after_step(self):
-        loss = self.trainer.losses["total_loss"].item() + len(self.trainer.batch)
-        self.value = 0.9 * self.value + 0.1 * loss
-        self.trainer.storage.put_scalar("smoothed", self.value)
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict):
-        self.value = state_dict["value"]
-
-
-class Counter(HookBase):
-    """Below the save point, with a state: does nothing if it is called again for an iteration."""
-
-    priority = Priority.LOW
-
-    def __init__(self):
-        self.seen = []
-
-    def after_step(self):
-        if self.trainer.iter not in self.seen:
-            self.seen.append(self.trainer.iter)
-
-    def state_dict(self):
-        return {"seen": list(self.seen)}
-
-    def load_state_dict(self, state_dict):
-        self.seen = list(state_dict["seen"])
-
-
-@pytest.mark.parametrize("period", [1, 2, 3])
-def test_hooks_that_are_registered_late_are_the_same_after_a_resume(tmp_path, period):
-    def make(folder):
-        model = Regression()
-        trainer = SimpleTrainer(model, batches(12), sgd(model))
-        trainer.checkpointer = Checkpointer(model, folder, trainer=trainer)
-        trainer.register_hooks([hooks.PeriodicCheckpointer(trainer.checkpointer, period)])
-        smoothed, counter = Smoothed(), Counter()
-        trainer.register_hooks([smoothed, counter])
-        return trainer, smoothed, counter
-
-    whole, whole_smoothed, whole_counter = make("")
-    whole.train(0, 12)
-    make(tmp_path)[0].train(0, 7)
-    done = 7 // period * period
-    trainer, smoothed, counter = make("")
-    trainer.data_loader = batches(12)[done:]
-    trainer.checkpointer.load(str(tmp_path / f"model_{done - 1:07d}.pth" if done < 7 else tmp_path / "model_final.pth"))
-    trainer.train(done, 12)
-    assert smoothed.value == whole_smoothed.value != 0.0
-    assert counter.seen == whole_counter.seen == [*range(12)]
-    assert scalars(trainer)["smoothed"] == scalars(whole)["smoothed"]
 
 
 @pytest.mark.parametrize("name", ["batch", "losses", "trained_losses"])
@@ -391,28 +289,6 @@ def test_a_run_whose_end_has_been_moved_to_where_it_stands_does_no_iteration_mor
 # ---------------------------------------------------------------------- with a model
 
 
-@pytest.mark.parametrize("place", [Priority.NORMAL, BELOW])
-@pytest.mark.parametrize("saved", [Priority.NORMAL, BELOW])
-def test_the_schedule_is_right_wherever_its_hook_and_the_checkpoint_stand(place, saved):
-    def make(save=()):
-        model = Regression()
-        optimizer = sgd(model)
-        trainer = SimpleTrainer(model, batches(8), optimizer)
-        trainer.scheduler = LRMultiplier(optimizer, LinearParamScheduler(1.0, 0.0), 8)
-        schedulers = [hooks.LRScheduler(), hooks.ParamScheduler("weight_decay", lambda t, base: t)]
-        trainer.register_hooks(schedulers, priority=place)
-        trainer.register_hooks(save)
-        return trainer
-
-    whole = make()
-    whole.train(0, 8)
-    save = SaveAt("after_step", 3, saved)
-    make([save]).train(0, 5)
-    trainer = resume(make(), save.state, 8)
-    for name in ("lr", "weight_decay"):
-        assert scalars(trainer)[name] == scalars(whole)[name]
-
-
 def test_the_values_of_the_optimizer_are_those_of_the_checkpoint_and_the_differences_are_shown(caplog):
     model = Regression()
     state = SimpleTrainer(model, batches(2), sgd(model, lr=0.1, momentum=0.9, weight_decay=0.01)).state_dict()
@@ -433,57 +309,6 @@ def test_what_a_loader_cannot_give_back_is_named_at_the_start_of_a_run_that_save
     trainer.train(1, 2)
     assert "A resumed run may differ from one that is never stopped: " in caplog.text
     assert "state_dict" in caplog.text
-
-
-class CountingLoader:
-    """Says where it stands, and draws from the global random state when it is iterated, as torch's loaders do."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        torch.rand(())
-        return self.batches()
-
-    def batches(self):
-        while self.position < 100:
-            self.position += 1
-            yield torch.full((2, 3), self.position / 10), torch.ones(2, 1)
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-class NoisyRegression(Regression):
-    def forward(self, batch):
-        return super().forward(batch) * (1 + torch.rand(()))
-
-
-def test_a_loader_of_ones_own_goes_on_where_it_stood_and_what_it_draws_does_not_count():
-    def make():
-        model = NoisyRegression()
-        return SimpleTrainer(model, CountingLoader(), sgd(model))
-
-    seed(1)
-    whole = make()
-    whole.train(0, 8)
-
-    seed(1)
-    stopped, save = make(), SaveAt("after_step", 4)
-    stopped.register_hooks([save])
-    stopped.train(0, 5)
-    model = {name: value.clone() for name, value in stopped.model.state_dict().items()}
-    seed(2)
-    resumed = make()
-    resumed.model.load_state_dict(model)
-    resumed.load_state_dict(save.state)
-    resumed.train(5, 8)
-
-    assert scalars(resumed) == scalars(whole)
-    assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
 
 
 def test_the_random_state_of_another_number_of_processes_is_derived_from_the_checkpoint(caplog):

@@ -22,8 +22,9 @@ from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng
 
 CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
-# a clock reading takes more or fewer digits in metrics.json; ids and folders of shards are random; origin has folders
-LEFT_OUT = {*CLOCK_READINGS, "length", "sizes", "id", "origin", "folder", ".metadata"}
+# a clock reading takes more or fewer digits in metrics.json; ids and folders of shards are random; the last two are of
+# the command
+LEFT_OUT = {*CLOCK_READINGS, "length", "sizes", "id", "origin", "folder", ".metadata", "HOOKS"}
 AGAIN = {"before_train", "after_load", "before_save"}  # a resumed run may make these calls once more
 DRAWS = {"before_epoch", "before_step", "after_backward", "after_step", "after_epoch"}  # others may be repeated
 
@@ -86,8 +87,7 @@ def train(job: Job, folder: Path, seed: int, kept: Path | None = None) -> tuple[
     before = first.before
     job.train(trainer)
     comm.synchronize()
-    files = {path.name: _flat(torch.load(path)) for path in sorted(folder.glob("*.pth"))}
-    return Run(calls, files, _metrics(folder)), before
+    return Run(calls, *content(folder)), before
 
 
 def check(job: Job, folder: Path, num_kills: int | None, seed: int = 0) -> None:
@@ -124,11 +124,13 @@ def _copy(folder: Path, target: Path) -> None:
                 shutil.copy(file, target)
 
 
-def _metrics(folder: Path) -> list[dict[str, Any]]:
+def content(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a run leaves: name -> content of each checkpoint, lines of metrics.json; clock readings aside."""
+    files = {path.name: _flat(torch.load(path)) for path in sorted(folder.glob("*.pth"))}
     file = folder / "metrics.json"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     lines = [{name: value for name, value in line.items() if name not in CLOCK_READINGS} for line in lines]
-    return [line for line in lines if line.keys() - {"iteration", "epoch"}]
+    return files, [line for line in lines if line.keys() - {"iteration", "epoch"}]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

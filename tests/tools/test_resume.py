@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from tests.engine.test_exact_runs import content
+from tests.exactness.machine import content
 from tests.tools.digits_run import OPTIONS as DIGITS
 from tests.two_ranks import IMPORTED_ONCE
 from tools import train_net

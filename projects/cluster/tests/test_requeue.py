@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from tests.engine.job import tiny_cfg
-from tests.engine.test_exact_runs import content
 from tests.engine.tiny import AfterStep
+from tests.exactness.machine import content
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.utils.logger import close_logger
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from projects.digits import DigitsCNN
-from tests.engine.test_exact_runs import content
+from tests.exactness.machine import content
 from tools import lazyconfig_train_net, train_net
 from trainkit.config import LazyConfig
 from trainkit.engine import default_argument_parser

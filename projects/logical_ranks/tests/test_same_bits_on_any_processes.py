@@ -6,7 +6,7 @@ from trainkit.projects.logical_ranks.tests.logical_job import EVERYTHING, read_m
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.tests.job import Job
 
-from tests.engine.test_exact_runs import content
+from tests.exactness.machine import content
 from trainkit.checkpoint.file import read_file
 from trainkit.data import DatasetCatalog
 

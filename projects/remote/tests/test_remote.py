@@ -8,8 +8,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.engine.job import tiny_cfg
-from tests.engine.test_exact_runs import content
 from tests.engine.tiny import AfterStep
+from tests.exactness.machine import content
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import local_folder, mirrors
 from trainkit.checkpoint.format import make_format

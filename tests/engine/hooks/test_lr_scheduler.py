@@ -95,33 +95,6 @@ def test_a_torch_scheduler_is_stepped_once_per_iteration(name):
     assert trainer.storage.history("lr").values() == used
 
 
-@pytest.mark.parametrize(
-    "scheduler",
-    [*(schedule for schedule, _ in PARAM_SCHEDULERS), *(scheduler for scheduler, _ in TORCH_SCHEDULERS.values())],
-    ids=[*(type(schedule).__name__ for schedule, _ in PARAM_SCHEDULERS), *TORCH_SCHEDULERS],
-)
-def test_a_run_resumed_in_the_middle_has_the_same_learning_rates(scheduler, tmp_path):
-    whole, expected = make(scheduler)
-    whole.train(0, ITERS)
-
-    first, before = make(scheduler)
-    # stopped by a save after iteration 4, when the learning rate of iteration 5 is set already
-    first.register_hooks([CallbackHook(after_step=lambda trainer: trainer.iter == 4 and save(trainer, tmp_path))])
-    first.train(0, ITERS)
-
-    second, after = make(scheduler)
-    second.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
-    saved = second.state_dict()["hooks"]  # of a hook that has not started yet
-    assert saved == torch.load(tmp_path / "state.pth", weights_only=True)["hooks"]
-    second.train(second.iter + 1, ITERS)
-    assert before[:5] + after == expected
-    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
-
-
-def save(trainer, folder):
-    torch.save(trainer.state_dict(), folder / "state.pth")
-
-
 def test_a_fresh_optimizer_can_begin_in_the_middle_of_a_schedule():
     trainer, used = make(LinearParamScheduler(1.0, 0.0))
     trainer.train(6, 8)
