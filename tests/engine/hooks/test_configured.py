@@ -152,11 +152,11 @@ def test_required_arguments_that_the_trainer_has_are_taken_from_it(tmp_path):
         ({"NAME": "Recorder", 5: 1}, r"HOOKS is a list of entries such as .* got {'NAME': 'Recorder', 5: 1}"),
         (
             {"NAME": "Recorder", "PRIORITY": 1, "BEFORE": "EvalHook"},
-            r"Recorder: give one of priority, before and after",
+            r"Recorder: register_hooks\(\) takes one of priority, before and after",
         ),
         ({"NAME": "Recorder", "PRIORITY": "FIRST"}, r"HOOKS: Recorder: priority must be .*got 'FIRST'"),
-        ({"NAME": "Recorder", "BEFORE": "EvalHok"}, r"HOOKS: Recorder: the anchor 'EvalHok' matches no registered"),
-        ({"NAME": "Recorder", "AFTER": "Recorder"}, r"HOOKS: Recorder: the anchor 'Recorder' matches no registered"),
+        ({"NAME": "Recorder", "BEFORE": "EvalHok"}, r"HOOKS: Recorder: the anchor 'EvalHok' matches 0 hooks"),
+        ({"NAME": "Recorder", "AFTER": "Recorder"}, r"HOOKS: Recorder: the anchor 'Recorder' matches 0 hooks"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_remedy_before_training(tmp_path, entry, message):

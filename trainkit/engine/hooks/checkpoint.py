@@ -114,10 +114,7 @@ class BestCheckpointer(MetricHook, _Saves):
 
     This does not move ``last_checkpoint``. A value counts as the best only if its file was written. The entry
     ``best_of`` of the file names the metric; a hook with ``evaluated_models`` makes these the ``model`` of the file.
-
-    Args:
-        eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
-        checkpointer: a trainkit or an fvcore checkpointer.
+    The checkpointer is trainkit's or fvcore's. For other arguments see `MetricHook`.
     """
 
     priority = SAVE_POINT + 3

@@ -11,10 +11,9 @@ from trainkit.utils.numbers import is_number, is_whole
 class EarlyStopping(MetricHook):
     """Finish the run after ``patience`` evaluations in a row without a new best value of ``val_metric``.
 
-    The run then counts as finished: the final evaluation runs, and ``model_final`` is written.
+    The final evaluation runs and ``model_final`` is written. For other arguments see `MetricHook`.
 
     Args:
-        eval_period, offset, val_metric, mode, min_delta: see `trainkit.engine.hooks.monitor.MetricHook`.
         threshold: also finish when a value is better than this threshold.
         check_finite: also finish when a value is not finite.
     """

@@ -21,19 +21,16 @@ _MOST_SHOWN = 6  # results in the line of an evaluation during training; all of 
 class EvalHook(PeriodicHook):
     """Call ``eval_function()`` every ``eval_period`` iterations and after training, and store its results.
 
-    The function returns a nested dict of numbers, stored as ``outer/inner``; None stores nothing, as on ranks other
-    than 0. Every rank calls it in the same iteration.
+    The function returns a nested dict of numbers, stored as ``outer/inner``, or None on ranks other than 0. Every rank
+    calls it in the same iteration.
 
     Args:
-        eval_period: in iterations; 0 evaluates only after training.
+        eval_period: 0: only after training.
         eval_after_train: True: the last evaluation is after training, not in the last iteration.
         eval_at_start: also evaluate before iteration 0, to find a broken evaluator early.
         offset: number of iterations before the first periodic evaluation; 0: one ``eval_period``.
         phase: passed to the evaluation hook points, see `HookBase.before_eval`.
         by_epoch: whether writers show the results over completed epochs instead of iterations.
-
-    Attributes:
-        evaluated_iters: number of iterations done at the last evaluation; -1 if there was none.
     """
 
     config_keys = (*PeriodicHook.config_keys, ("eval_at_start", "TEST.EVAL_AT_START"))
@@ -51,12 +48,9 @@ class EvalHook(PeriodicHook):
         by_epoch: bool = False,
     ) -> None:
         super().__init__(eval_period, offset)
-        if not callable(eval_function):
-            raise TypeError(f"eval_function must be a function without arguments, got {eval_function!r}")
-        if phase not in ("val", "test"):
-            raise ValueError(f'phase must be "val" or "test", got {phase!r}')
         self._func, self.acts_in_last, self._at_start = eval_function, not eval_after_train, eval_at_start
-        self.phase, self._by_epoch, self.evaluated_iters = phase, by_epoch, -1
+        self.phase, self._by_epoch = phase, by_epoch
+        self.evaluated_iters = -1  # number of iterations done at the last evaluation
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:

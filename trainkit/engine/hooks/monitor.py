@@ -72,10 +72,9 @@ class MetricHook(PeriodicHook):
             raise ValueError(f"val_metric must be a name such as 'task/top1', got {val_metric!r}")
         if mode not in ("max", "min", "auto") or not is_number(min_delta) or not min_delta >= 0:
             raise ValueError(f'mode must be "max", "min" or "auto", min_delta >= 0; got {mode!r} and {min_delta!r}')
-        self.monitored_metric = val_metric
+        self.monitored_metric, self._min_delta = val_metric, min_delta
         self.mode = infer_mode(val_metric) if mode == "auto" else mode
         self._sign = 1 if self.mode == "max" else -1
-        self._min_delta = min_delta
         self._forget()
 
     def _forget(self) -> None:
