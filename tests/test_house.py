@@ -188,7 +188,7 @@ def part_of(file):
         pytest.param("engine without hooks", 2300, marks=today("5,986 lines")),
         pytest.param("engine/hooks", 700, marks=today("2,827 lines")),
         pytest.param("utils", 1100, marks=today("3,497 lines")),
-        pytest.param("checkpoint", 650, marks=today("1,025 lines")),
+        pytest.param("checkpoint", 650, marks=today("1036 lines")),
         pytest.param("config", 600, marks=today("2,032 lines")),
         pytest.param("data", 650, marks=today("980 lines")),
         pytest.param("solver, evaluation and modeling", 800, marks=today("3,358 lines")),

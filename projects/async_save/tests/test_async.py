@@ -119,15 +119,6 @@ def test_a_lazily_conjugated_tensor_keeps_its_values(tmp_path):
     assert (saved.tolist(), imaginary.tolist()) == ([1 - 2j], [-2.0])
 
 
-def test_what_cannot_be_saved_is_named_at_once_and_nothing_is_written(tmp_path):
-    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True, state=Counter({1, 2}))
-
-    with pytest.raises(TypeError, match=r"the state at 'state.value' is .*set"):
-        checkpointer.save("model")
-    checkpointer.wait()
-    assert names(tmp_path) == []
-
-
 # ---------------------------------------------------------------------------------------- the memory of the copy
 def test_a_copy_takes_the_memory_of_an_earlier_one_where_it_is_large_enough():
     first = HostCopy({"a": torch.zeros(10), "b": torch.zeros(40)})
@@ -230,32 +221,6 @@ def test_whoever_reads_the_folder_waits(tmp_path, monkeypatch):
         monkeypatch.undo()
         for path in tmp_path.iterdir():
             path.unlink()
-
-
-def test_on_commit_is_called_behind_file_and_tag_and_only_if_they_are_there(tmp_path, disk):
-    seen = []
-    checkpointer = Checkpointer(linear(1), tmp_path, async_save=True)
-    checkpointer.save("model", on_commit=lambda: seen.append((names(tmp_path), threading.current_thread().name)))
-    assert seen == []
-    disk.go.set()
-    checkpointer.wait()
-    disk.error = FULL
-    checkpointer.save("other", on_commit=lambda: seen.append("other"))
-    with pytest.raises(CheckpointError):
-        checkpointer.wait()
-    disk.error = None
-    Checkpointer(linear(1), tmp_path).save("third", on_commit=lambda: seen.append(threading.current_thread().name))
-
-    assert seen == [(["last_checkpoint", "model.pth"], "checkpoint_0"), threading.main_thread().name]
-
-
-def test_a_process_that_does_not_write_has_nothing_to_wait_for(tmp_path, disk):
-    committed = []
-    checkpointer = Checkpointer(linear(1), tmp_path, save_to_disk=False, async_save=True)
-
-    assert checkpointer.save("model", on_commit=lambda: committed.append(1)) is None
-    checkpointer.wait()
-    assert (names(tmp_path), committed) == ([], [])
 
 
 # ---------------------------------------------------------------------------------------- failures
