@@ -114,7 +114,7 @@ def test_a_replayed_step_gives_the_device_nothing_but_copies_of_the_batch_and_of
                 super().run_step()
 
     on_cuda(Counted, non_finite="ignore").train(0, 6)
-    assert calls == [*["_to_copy"] * 2, *["record_stream"] * 2, "_foreach_copy_", "empty", "copy_"]
+    assert calls == [*["_to_copy"] * 2, *["record_stream"] * 2, "_foreach_copy_", "clone", "unbind"]
 
 
 @needs_cuda
@@ -126,7 +126,7 @@ def test_a_batch_that_is_used_before_its_copy_has_ended_is_found(watched, monkey
 
 def _on_another_stream(data, device):
     with torch.Stream(device):
-        return [tuple(tensor.to(device, non_blocking=True) for tensor in batch) for batch in data]
+        return tuple(tensor.to(device, non_blocking=True) for tensor in data)
 
 
 @needs_cuda

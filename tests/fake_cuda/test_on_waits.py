@@ -38,7 +38,7 @@ def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, graph, 
     found = waits_by_iteration(tmp_path, *options, *graph)
 
     settled = {iter: waits for iter, waits in found.items() if iter >= 10}
-    assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:add")}
+    assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:_keep")}
     assert max(len(waits) for waits in settled.values()) == 1
 
 
@@ -70,6 +70,5 @@ def test_beside_its_steps_a_run_waits_twice_for_each_save_and_in_evaluations(tmp
     del places["modeling.py:build_model"]
     assert places == {
         "finite.py:<listcomp>": 6,  # whether the model is finite, before each save; one read for all
-        "evaluator.py:_with_progress": 2,
-        "labelled.py:<listcomp>": 6,  # the predictions of a batch
+        "evaluator.py:process": 12,  # the labels and the predictions of a batch
     }

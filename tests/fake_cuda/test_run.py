@@ -37,7 +37,8 @@ def library(tmp_path_factory):
 
 
 def test_all_tests_that_need_a_gpu_pass_on_the_fake_one(library, tmp_path):
-    files = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if "needs_cuda" in path.read_text()]
+    paths = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "projects").rglob("test_*.py")]
+    files = [str(path) for path in paths if "needs_cuda" in path.read_text()]
     options = ["-p", "tests.fake_cuda.device", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "cuda", "-rs"]
     command = [sys.executable, "-m", "pytest", *options, f"--basetemp={tmp_path / 'tests'}", *sorted(files)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}

@@ -323,17 +323,6 @@ def test_what_is_no_capsule_is_refused(tmp_path):
 
 
 @needs_cuda
-def test_a_capsule_of_a_gpu_repeats_the_step_there(tmp_path):
-    job = failed(Job(tmp_path, *SCANS, "MODEL.DEVICE", "cuda", "LOG.ASYNC", False))
-
-    found = replay(tmp_path / "capsule.rank0.pt", start=job, find_samples=find_samples)
-
-    assert found.failure.startswith("it has come back")
-    assert found.batch["x"].is_cuda
-    assert found.samples_at_fault == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
-
-
-@needs_cuda
 def test_asynchronous_metrics_find_a_failure_too_late_for_its_step_and_name_the_way_from_the_checkpoint(tmp_path):
     job = Job(tmp_path, "MODEL.DEVICE", "cuda", "LOG.PERIOD", 4, make_hooks=lambda: [PlantNan("layers.0.weight", 5)])
     failed(job)
