@@ -638,9 +638,3 @@ def test_a_plain_fvcore_checkpointer_saves_and_resumes_the_trainer(tmp_path):
     assert second.start_iter == 10
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
     assert equal(weights(second), weights(first))
-
-
-def test_auto_scaling_refuses_a_batch_that_does_not_divide(tmp_path):
-    cfg = tiny_cfg(tmp_path, "SOLVER.REFERENCE_WORLD_SIZE", 3, "SOLVER.IMS_PER_BATCH", 8)
-    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH: got 8 .*for 2 processes, a multiple of"):
-        DefaultTrainer.auto_scale_workers(cfg, 2)
