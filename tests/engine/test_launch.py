@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from trainkit.config import ConfigError
 from trainkit.engine import launch, user_errors_exit
-from trainkit.engine.launch import _TORCHRUN, _run_rank
+from trainkit.engine.launch import _TORCHRUN
+from trainkit.engine.process import run_rank
 from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
 
@@ -239,7 +240,7 @@ def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: found.update(index=index))
     monkeypatch.setattr(dist, "init_process_group", init)
-    _run_rank(_identity, (1,), timedelta(seconds=9))
+    run_rank(_identity, (1,), timedelta(seconds=9))
 
     assert (found["backend"], str(found["device_id"])) == (backend, str(device))
     assert found.get("index") == (None if device is None else int(device[-1]))

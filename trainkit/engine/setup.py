@@ -23,7 +23,8 @@ from trainkit.config.checks import similar_keys
 from trainkit.config.config import changed_settings
 from trainkit.config.errors import not_accepted, unknown_name
 from trainkit.engine.folders import prepare_folders, use_local_folders
-from trainkit.engine.launch import check_processes, is_restarted
+from trainkit.engine.launch import check_processes
+from trainkit.engine.process import is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
