@@ -43,7 +43,7 @@ ELSEWHERE = {
         "test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same_bytes"
     ),
     "continue if a loss is NaN, and find the sample": (
-        "tests/engine/test_finite.py::test_a_skipped_update_leaves_weights_and_optimizer_as_they_were"
+        "projects/non_finite/tests/test_non_finite.py::test_a_skipped_update_leaves_weights_and_optimizer_as_they_were"
     ),
     "gradient accumulation": "tests/engine/test_trainers.py::test_accumulation_equals_one_batch_of_all_samples",
     "a GAN, which updates two models in turn": (

@@ -46,10 +46,13 @@ ALL = [
     (["CHECKPOINT.PUBLISH", "ema"], 'no EMAHook is registered; add one, or publish "model"'),
     (["CHECKPOINT.MAX_TO_KEEP", 0], "accepted: a number in [1, inf)"),
     (["SOLVER.AMP.PRECISION", "float8"], "SOLVER.AMP.PRECISION: got 'float8' (str); accepted: 'float16', 'bfloat16'"),
-    (["SOLVER.PARAM_GROUPS.FLAT_LR_FACTOR", -1.0], "FLAT_LR_FACTOR is -1.0; accepted: a number of at least 0"),
+    (
+        ["SOLVER.PARAM_GROUPS.FLAT_LR_FACTOR", -1.0],
+        "FLAT_LR_FACTOR: got -1.0 (float); accepted: a number of at least 0",
+    ),
     ([*EVERY_KIND, "MODEL.FROZEN", EVERY_PARAMETER], "has no trainable parameters"),
     (["SOLVER.OPTIMIZER.NAME", "Adan"], "did you mean 'Adam'?"),
-    (["SOLVER.OPTIMIZER.DAMPNING", 0.5], "did you mean 'DAMPENING'?"),
+    (["SOLVER.OPTIMIZER.DAMPNING", 0.5], "dampning=0.5"),
     (["SOLVER.OPTIMIZER.NAME", "AdamW"], "SOLVER.NESTEROV: got True (bool); accepted: False"),  # digits sets it
     (["SOLVER.MOMENTUM", 0.0], "Nesterov momentum requires a momentum and zero dampening"),
     (schedules({"NAME": "Cosin"}), "did you mean 'Cosine'?"),

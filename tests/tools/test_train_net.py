@@ -101,7 +101,7 @@ def test_the_trial_run_goes_through_every_part(tmp_path, tool):
         (("MODEL.NAME", "DigitsCNM"), "DigitsCNN"),
         (("DATASETS.TRAIN", "['digits_trian']"), "digits_train"),
         (("SOLVER.OPTIMIZER.NAME", "Adan"), "Adam"),
-        (("SOLVER.OPTIMIZER.BETA", "0.9"), "BETA"),
+        (("SOLVER.OPTIMIZER.BETA", "0.9"), "beta=0.9"),
         (("MODEL.WEIGHTS", "no/weights.pth"), "no/weights.pth"),
         (("TEST.EVALUATORS", "['ClassificationEvaluatr']"), "ClassificationEvaluator"),
         (("LOG.WRITERS", "['jsn']"), "jsn"),

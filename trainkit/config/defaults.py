@@ -85,9 +85,7 @@ _C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"  # "value", "norm": clip each param
 _C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0  # The largest value, or the largest norm.
 _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
 _C.SOLVER.NON_FINITE = CN()
-_C.SOLVER.NON_FINITE.POLICY = (
-    "raise"  # For NaN or inf: "raise", "gradients" (look at all), "skip" the update, "ignore".
-)
+_C.SOLVER.NON_FINITE.POLICY = "raise"  # For NaN and inf: "raise", "gradients" (look at all), "skip" updates, "ignore".
 _C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # The run ends after this many skipped updates in a row, in float16 too.
 _C.SOLVER.TRAINER = ""  # A name in TRAINER_REGISTRY. "": SimpleTrainer, or AMPTrainer if SOLVER.AMP.ENABLED.
 _C.SOLVER.AMP = CN()

@@ -150,7 +150,7 @@ def test_the_trial_run_goes_through_every_part_in_a_folder_of_its_own(tmp_path):
         (["--eval-only"], "there is nothing to evaluate"),
         (["--config-file", "no/such.py"], "no/such.py"),
         (["+model.depth=3"], "projects.digits.model.DigitsCNN(width, depth) failed: TypeError"),
-        (["model._target_=projects.digits.DigitsCNM"], "has no 'DigitsCNM'"),
+        (["model._target_=projects.digits.DigitsCNM"], "DigitsCNM"),
     ],
 )
 def test_mistakes_are_one_message(tmp_path, capsys, arguments, message):
