@@ -19,10 +19,8 @@ from trainkit.utils.events import JSONWriter
 class Configured:
     """A DefaultTrainer with these settings."""
 
-    has_epochs = True
-
-    def __init__(self, *options: Any) -> None:
-        self.options = options
+    def __init__(self, *options: Any, has_epochs: bool = True) -> None:
+        self.options, self.has_epochs = options, has_epochs
 
     def build(self, folder: Path) -> TrainerBase:
         trainer = DefaultTrainer(tiny_cfg(folder, *self.options))

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from trainkit.projects.solver_extras.schedules import Linear
 
-from tests.engine.tiny import Regression, Weight, batches, sgd
+from tests.engine.tiny import Weight, sgd
 from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRFunction
@@ -85,43 +85,6 @@ def test_a_function_can_be_given_instead_of_a_list():
     trainer, used = make(ParamScheduler("weight_decay", Linear(3, 0.5)))
     trainer.train(0, 3)
     assert used == [0.25, 0.375, 0.5]
-
-
-@pytest.mark.parametrize("stop", range(1, 6))
-def test_a_run_resumed_anywhere_has_the_same_values_and_weights(stop, tmp_path):
-    def run(start, weight_decay=0.5, *, resume=True):
-        model = Regression()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=weight_decay)
-        trainer = SimpleTrainer(model, batches(6)[start:], optimizer)
-        used = []
-        trainer.register_hooks(
-            [
-                ParamScheduler("weight_decay", [{"NAME": "Cosine", "END_VALUE": 2.0}]),
-                ParamScheduler("betas.0", [{"NAME": "Linear", "START_FACTOR": 0.5, "END": 4}]),
-                CallbackHook(after_backward=lambda trainer: used.append(read(optimizer.param_groups[0]))),
-                CallbackHook(after_step=lambda trainer: trainer.iter == stop - 1 and keep(trainer)),
-            ]
-        )
-        if start and resume:
-            state = torch.load(
-                tmp_path / "state.pth", weights_only=True
-            )  # anew: the optimizer goes on with its tensors
-            model.load_state_dict(state["model"])
-            trainer.load_state_dict(state["trainer"])
-        trainer.train(start, 6)
-        return used, model.linear.weight.tolist()
-
-    def read(group):
-        return group["weight_decay"], group["betas"]
-
-    def keep(trainer):
-        torch.save({"model": trainer.model.state_dict(), "trainer": trainer.state_dict()}, tmp_path / "state.pth")
-
-    whole, weights = run(0)
-    assert len(set(whole)) == 6
-    assert run(stop) == (whole[stop:], weights)
-    assert run(stop, weight_decay=0.25) == (whole[stop:], weights)  # the first values are those of the checkpoint
-    assert run(stop, weight_decay=0.25, resume=False)[0] != whole[stop:]
 
 
 def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
