@@ -61,6 +61,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     try:
         # with logical ranks, one process holds only a part of the step; a replay from the checkpoint repeats all parts
         is_whole = is_before_update and iteration == trainer.iter and not trainer.cfg.SOLVER.get("LOGICAL_RANKS")
+        is_whole = is_whole and trainer.accumulation_steps == 1  # of several micro-batches the others are gone
         has_step = is_whole and _of_step(trainer, "batch") is not None and not _updates(inside)
         # not .pth, so that no run resumes from it
         path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
@@ -106,7 +107,6 @@ def _contents(
     state["world_size"] = 1
     state["origin"] = origin or describe_origin(trainer.given_cfg.dump(), device_of(trainer.model), None)
     losses = (_of_step(trainer, "losses") if has_step else None) or {}
-    has_step = has_step and trainer.accumulation_steps == 1  # of several micro-batches the others are gone
     batches = [_of_step(trainer, "batch")] if has_step else []
     names_of_last = getattr(trainer.data_loader, "names_of_last", None)
     failure = {

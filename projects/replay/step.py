@@ -185,7 +185,7 @@ class _Step(Session):
         """Perform the step in a new process, which runs the same command."""
         start = self._options["start"]
         if callable(start) or "RANK" in os.environ:
-            return Elsewhere(reason="the run has several processes" if "RANK" in os.environ else "no command is given")
+            return Elsewhere(reason="it is under torchrun" if "RANK" in os.environ else "no command is given")
         with tempfile.TemporaryDirectory() as folder:
             words = [self._run, *(["--iter", str(self._at)] if os.path.isdir(self._run) else [])]
             words += ["--parts", file := os.path.join(folder, "parts"), *(["--", *start] if start else [])]
@@ -208,7 +208,7 @@ class _Capsule(_Step):
         if self._capsule is None:
             raise CheckpointError(f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder")
         if not self._capsule["batches"]:
-            reason = "the failure was noticed after the weights had been updated, or there was no batch"
+            reason = "the weights had been updated, or there was no batch, or there were several (accumulation)"
             raise CheckpointError(f"'{path}' holds no step: {reason}. Give {self._capsule['command']}")
         at = self._capsule["iteration"]
         Session.__init__(self, path, at, Saved(at, 1, path, state), None)
