@@ -45,13 +45,19 @@ class NoteSamples(HookBase):
     """One line per iteration: its number and the samples of this rank, by the micro-batches."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self._folder, self._batches = folder, []
+
+    def before_train(self):
+        def note(model, inputs):
+            if model.training:
+                self._batches.append([round(x, 4) for x in inputs[0]["x"][:, 0].tolist()])
+
+        self._handle = self.trainer.model.register_forward_pre_hook(note)
 
     def after_step(self):
-        batches = self.trainer.batch if isinstance(self.trainer.batch, list) else [self.trainer.batch]
-        firsts = [[round(x, 4) for x in batch["x"][:, 0].tolist()] for batch in batches]
         with open(f"{self._folder}/samples{comm.get_rank()}_of_{comm.get_world_size()}", "a") as file:
-            print(self.trainer.iter, firsts, file=file)
+            print(self.trainer.iter, self._batches, file=file)
+        self._batches.clear()
 
 
 @HOOK_REGISTRY.register()
