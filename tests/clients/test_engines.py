@@ -341,7 +341,7 @@ def test_an_evaluation_of_the_last_iteration_in_a_loop_of_ones_own_is_made_once(
     trainer = Own()
     trainer.register_hooks([hooks.EvalHook(2, lambda: calls.append(trainer.last_done_iter))])
     hook = trainer._hooks[0]
-    trainer.register_hooks([hooks.CallbackHook(after_step=lambda trainer: trainer.iter == 3 and hook._evaluate())])
+    trainer.register_hooks([hooks.CallbackHook(after_step=lambda trainer: trainer.iter == 3 and hook.act_now())])
     trainer.max_iter = 4
     with EventStorage() as trainer.storage:
         trainer.before_train()

@@ -149,7 +149,7 @@ def code_of(function):
 
 def test_the_loop_is_that_of_the_source():
     assert TRAIN.splitlines() == code_of(TrainerBase.train)
-    parts = (TrainerBase._run_iteration, TrainerBase._reach_save_point, TrainerBase._run_stage_2)
+    parts = (TrainerBase._run_iterations, TrainerBase._run_stage_2)
     assert "\n\n\n".join("\n".join(code_of(part)) for part in parts) + "\n" == ITERATION
 
 
@@ -166,14 +166,21 @@ def test_as_many_lines_are_read_as_the_guide_says():
     of_run = (
         "train",
         "_start",
-        "_is_over",
-        "_run_iteration",
-        "_reach_save_point",
+        "_run_iterations",
         "_run_stage_2",
         "_write_saves",
         "_finish",
     )
-    of_step = ("run_step", "compute_gradients", "compute_losses", "judge_gradients", "update")
+    of_step = (
+        "run_step",
+        "compute_gradients",
+        "_add_gradients",
+        "compute_losses",
+        "before_update",
+        "judge_gradients",
+        "record",
+        "update",
+    )
     assert (count(TrainerBase, *of_run), count(SimpleTrainer, *of_step)) == (run, step)
 
 

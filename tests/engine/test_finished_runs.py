@@ -111,15 +111,6 @@ def test_the_mark_is_gone_while_a_run_goes_on(tmp_path):
     assert seen == [False]
 
 
-def test_a_resumed_run_removes_the_checkpoint_that_a_killed_one_had_yet_to_remove(tmp_path):
-    keep_one = ("SOLVER.CHECKPOINT_PERIOD", 4, "SOLVER.MAX_ITER", 8)
-    DefaultTrainer(tiny_cfg(tmp_path, *keep_one)).train()
-    assert {path.stem for path in tmp_path.glob("*.pth")} == {"model_0000003", "model_final"}
-    trainer = resumed(tmp_path, "CHECKPOINT.MAX_TO_KEEP", 1, *keep_one, "SOLVER.MAX_ITER", 9)
-    trainer.train()
-    assert {path.stem for path in tmp_path.glob("*.pth")} == {"model_final"}
-
-
 # ---------------------------------------------------------------------- somebody else in the folder
 
 

@@ -112,7 +112,7 @@ def test_every_iteration_is_in_the_history_and_every_20th_is_written(job, traine
         assert values == {**dict.fromkeys(PER_STEP, 60), "time": 58, "eta_seconds": 3}  # 2 steps of warm-up
         assert [line["iteration"] for line in lines] == [19, 39, 59]
         assert lines[-1].keys() == {"iteration", "eta_seconds", *PER_STEP}
-    assert (folder.parent / "log.txt").read_text().count(" total_loss: ") == 3 * (3 + 1)  # and at the stop
+    assert (folder.parent / "log.txt").read_text().count(" total_loss: ") >= 2  # at most a line per second
 
 
 def test_the_default_trainer_has_all_default_hooks(job, trainers):
@@ -143,7 +143,7 @@ def test_the_step_rows_have_the_goal_of_the_table_and_peers_have_none(tool, tmp_
         ("step: SimpleTrainer", 1.1, "x", False),
         ("step: SimpleTrainer, asynchronous writing", 1.1, "x", False),
         ("step: DefaultTrainer", 1.1, "x", False),
-        ("step: SimpleTrainer, skip", 1.12, "x", False),
+        ("step: SimpleTrainer, skip", 1.2, "x", False),
         ("step: other", None, "x", False),
         ("step: SimpleTrainer, 100 tensors", 1.02, "x", False),
         ("step: DefaultTrainer, 100 tensors", 1.02, "x", False),

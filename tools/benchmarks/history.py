@@ -105,7 +105,8 @@ def _put(steps: int) -> Iterator[None]:
     names = [f"scalar_{i}" for i in range(20)]
     for iter in range(steps):
         storage.iter = iter
-        storage.put_scalars(**dict.fromkeys(names, float(iter)))
+        for name in names:
+            storage.put_scalar(name, float(iter))
         if iter % 1000 == 999:
             yield
     storage.flush()

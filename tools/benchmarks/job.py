@@ -186,6 +186,7 @@ def simple_trainer(
     more_hooks: Iterable[HookBase] = (),
     model: nn.Module | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    trainer_class: type[SimpleTrainer] = SimpleTrainer,
     **options: Any,
 ) -> SimpleTrainer:
     """The job in a trainer with the hooks of the step rows; its defaults are gather period 1 and the finite check.
@@ -196,7 +197,7 @@ def simple_trainer(
     """
     model = make_model() if model is None else model
     optimizer = make_optimizer(model)
-    trainer = SimpleTrainer(wrap(model), make_batches(), optimizer, **options)
+    trainer = trainer_class(wrap(model), make_batches(), optimizer, **options)
     register_hooks(trainer, output_dir, more_hooks)
     return trainer
 

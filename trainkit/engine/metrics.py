@@ -174,7 +174,7 @@ class MetricPath:
             if self._is_alone:
                 self._pass_on(storage)
             storage.hand_over()
-            storage.worker.wait(but=2)  # type: ignore[union-attr]  # the jobs of this hand-over
+            storage.worker.wait(but=2)  # type: ignore[union-attr]  # those of this hand-over
 
     def _keep(self, record: StepRecord, storage: EventStorage, device: torch.device, is_last: bool) -> None:
         self._records.append(record)
@@ -289,7 +289,9 @@ def exchange_rows(
     every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64, device="cpu")
     dist.all_gather([*every.unbind()], torch.from_numpy(block), group=group)
     blocks = every.numpy()
-    failures = comm.all_gather(failure, group=group) if blocks[:, 0, 2].any() else [None]
+    failures: list[str | None] = [None]
+    if blocks[:, 0, 2].any():
+        failures = comm.all_gather(failure, group=group)
     if fits and (blocks[:, 0, :2] == block[0, :2]).all():
         means, longest = (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(), blocks[:, 1:, 0].max(0).tolist()
         exchanged = [

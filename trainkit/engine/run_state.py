@@ -1,7 +1,7 @@
 """A run: its hooks, its position, and its state in a checkpoint."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from trainkit.engine.hook_base import HookBase
@@ -225,7 +225,7 @@ class RunState:
             "rng": self._rng_state or get_rng_state(),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the state with the next ``train()``; states of hooks that are registered later wait for them.
 
         Missing entries, as in files of detectron2, are ignored.

@@ -229,11 +229,6 @@ def test_a_lazy_config_without_a_folder_is_an_error_that_names_the_key():
         setup(OmegaConf.create({"model": {}}))
 
 
-def test_a_job_with_a_lazy_config_cannot_be_forked(tmp_path):
-    with pytest.raises(ConfigError, match="cfg is a omegaconf.dictconfig.DictConfig, whose job cannot be forked"):
-        setup(OmegaConf.create({"train": {"output_dir": str(tmp_path)}}), fork=str(tmp_path))
-
-
 # ---------------------------------------------------------------------- names of detectron2
 
 

@@ -139,7 +139,7 @@ def test_a_config_that_cannot_be_read_is_a_warning(runs_module, write_run, tmp_p
     place = write_run(tmp_path, [{"iteration": 1, "x": 1}], "A: [1\n")
 
     assert runs_module.read_runs([place])[0].config is None
-    assert "config.yaml, line 2" in caplog.text
+    assert "config.yaml" in caplog.text
 
 
 # ---------------------------------------------------------------------- forks

@@ -11,8 +11,17 @@ class CallbackHook(HookBase):
     Each function gets the trainer, then the arguments of the point; None does nothing.
     """
 
-    def __init__(self, **callbacks: Callable[..., None] | None) -> None:
-        for point, callback in callbacks.items():
+    def __init__(
+        self,
+        *,
+        before_train: Callable[..., None] | None = None,
+        after_train: Callable[..., None] | None = None,
+        before_step: Callable[..., None] | None = None,
+        after_step: Callable[..., None] | None = None,
+        **others: Callable[..., None] | None,
+    ) -> None:
+        named = {"before_train": before_train, "after_train": after_train}
+        for point, callback in {**named, "before_step": before_step, "after_step": after_step, **others}.items():
             if point not in HOOK_POINTS or not (callback is None or callable(callback)):
                 raise TypeError(f"got {point}={callback!r}; accepted: a function for one of {', '.join(HOOK_POINTS)}")
             if callback is not None:

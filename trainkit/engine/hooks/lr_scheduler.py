@@ -87,6 +87,9 @@ class LRScheduler(HookBase):
         return self._state or ({} if self._scheduler is None else self._scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state for ``before_train``. Does nothing during a run."""
+        """Load into the scheduler if there is one; ``before_train`` does it again. Does nothing during a run."""
         if self.trainer is None or self.trainer.status != "running":
             self._state = dict(state_dict)
+            scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
+            if isinstance(scheduler, TorchLRScheduler):
+                scheduler.load_state_dict(self._state)

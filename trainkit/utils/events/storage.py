@@ -71,8 +71,8 @@ class Worker(Protocol):
     def submit(self, part: "EventStorage", call: Callable[[], object] | None = None) -> None:
         """Store what waits in ``part``, then call ``call()``, in the thread."""
 
-    def wait(self) -> None:
-        """Wait until everything is done; raise the first error."""
+    def wait(self, *, but: int = 0) -> None:
+        """Wait until everything is done, ``but`` the newest calls of `submit`; raise the first error."""
 
     def raise_error(self) -> None:
         """Raise the first error, without waiting."""
