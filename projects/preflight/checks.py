@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from trainkit.projects.preflight.findings import Finding, check, judge, not_asked, some
-from trainkit.projects.preflight.job import STEPS, Job, reads
+from trainkit.projects.preflight.job import STEPS, Job
+from trainkit.projects.preflight.reads import reads
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings

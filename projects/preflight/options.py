@@ -1,22 +1,12 @@
 """``--preflight``: check the job instead of training it."""
 
 import argparse
-import json as json_module
-import logging
-import os
-import shutil
-import sys
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from trainkit.projects.preflight import checks
-from trainkit.projects.preflight.findings import PREFLIGHT_REGISTRY, report
-from trainkit.projects.preflight.job import Job, record_reads
+from trainkit.projects.preflight.reads import record_reads
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
 
 
@@ -35,52 +25,7 @@ def apply(cfg: Any, args: argparse.Namespace) -> None:
         raise ConfigError("--preflight is for a job with a config of get_cfg that trains")
     options = {"GIVEN": cfg.dump(), "QUICK": args.preflight_quick, "ALLOW": args.preflight_allow}
     cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Preflight", **options, "JSON": args.preflight_json}]
-    cfg["OUTPUT_DIR"] = cfg.CHECKPOINT["DIR"] = tempfile.mkdtemp(prefix="preflight-")
+    folder = comm.broadcast(tempfile.mkdtemp(prefix="preflight-") if comm.is_main_process() else "")
+    cfg["OUTPUT_DIR"] = cfg.CHECKPOINT["DIR"] = folder
     cfg["SEED"], cfg.LOG["LEVEL"] = max(cfg.SEED, 0), "ERROR"
     record_reads(cfg)
-
-
-@HOOK_REGISTRY.register()
-class Preflight(HookBase):
-    """Checks the job and ends the process, with code 0 if it is sound, else with code 3.
-
-    Args:
-        given: the settings of the job, as YAML.
-        quick: leave out the checks that need new processes.
-        allow: names of findings to accept; ``json``: a file for the findings.
-    """
-
-    def __init__(self, given: str, quick: bool = False, allow: Sequence[str] = (), json: str = "") -> None:
-        self._given, self._is_quick, self._allow, self._json = given, quick, allow, json
-
-    def before_train(self) -> None:
-        questions = dict(PREFLIGHT_REGISTRY)
-        if unknown := {*self._allow} - questions.keys():
-            raise ConfigError(
-                f"--preflight-allow: there is no check {', '.join(sorted(unknown))}; there are {[*questions]}"
-            )
-        job, found = Job(self.trainer, self._given), []
-        for name, question in questions.items():
-            if sys.stderr.isatty():
-                print(f"\r{name:<20}", end="", file=sys.stderr, flush=True)
-            if not (self._is_quick and name in checks.WITH_PROCESSES):
-                found.append(job.ask(name, question))
-        shutil.rmtree(job.folder, ignore_errors=True)
-        if comm.is_main_process():
-            print(report(found, self._allow), flush=True)
-            if self._json:
-                Path(self._json).write_text(json_module.dumps([finding._asdict() for finding in found], indent=2))
-        logging.disable()  # the end of this process is no failure of a run
-        sys.exit(0 if all(finding.is_sound or finding.name in self._allow for finding in found) else 3)
-
-
-@HOOK_REGISTRY.register()
-class KillAt(HookBase):
-    """Ends the process as a kill does, after ``at`` iterations."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def before_step(self) -> None:
-        if self.trainer.iter == self._at:
-            os._exit(9)

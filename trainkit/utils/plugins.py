@@ -82,7 +82,7 @@ NAMES: Mapping[str, str] = _by_name(
         "hooks.accumulation": "AccumulationSchedule",
         "hooks.epochs": "is_due_epoch",
         "fast_dev.options": "LoadsAgain fast_dev_config",
-        "preflight.options": "KillAt Preflight",
+        "preflight.hook": "KillAt Preflight",
         "scaling.batch": "KeepBatch",
         "scaling.scaling": "scale_lr_to_batch scale_workers",
         "predict.predictor": "DefaultPredictor",
