@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from trainkit.projects.evaluators.classification import check_topk
 from trainkit.projects.evaluators.labelled import LabelledEvaluator
+from trainkit.projects.evaluators.metadata import MetadataCatalog
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
-from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.run_folder import is_owned

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 from trainkit.projects.evaluators.labelled import LabelledEvaluator
+from trainkit.projects.evaluators.metadata import MetadataCatalog
 
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
-from trainkit.data.catalog import MetadataCatalog
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 
 

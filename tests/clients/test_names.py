@@ -253,7 +253,7 @@ def catalogs():
 def test_a_star_import_brings_the_names_of_detectron2_and_no_copy_random_or_logger(module):
     exec(f"from trainkit.data.{module} import *", namespace := {})
     theirs = {
-        "common": {"DatasetFromList", "MapDataset"},
+        "common": {"AspectRatioGroupedDataset", "DatasetFromList", "MapDataset", "ToIterableDataset"},
         "catalog": {"DatasetCatalog", "Metadata", "MetadataCatalog"},
     }
     assert namespace.keys() - {"__builtins__"} == theirs[module]

@@ -2,6 +2,8 @@
 
 import copy
 import statistics
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,8 +109,14 @@ def test_a_simple_trainer_logs_saves_and_resumes(tmp_path):
     assert {"log.txt", "metrics.json", "last_checkpoint"} <= {path.name for path in (tmp_path / "whole").iterdir()}
 
 
-def test_a_metric_is_an_evaluator():
-    class Accuracy:  # as those of torchmetrics
+def test_metrics_of_torchmetrics_are_an_evaluator(monkeypatch):
+    class F1Score:  # as that of torchmetrics
+        def __init__(self, **arguments):
+            assert arguments == {"task": "multiclass", "num_classes": 10, "average": "macro"}
+
+        def to(self, device):
+            return self
+
         def reset(self):
             self.hits = []
 
@@ -118,11 +126,12 @@ def test_a_metric_is_an_evaluator():
         def compute(self):
             return torch.tensor(self.hits).float().mean()
 
-    evaluator = run(METRICS, "recipes.md")["MetricEvaluator"]({"accuracy": Accuracy()})
+    monkeypatch.setitem(sys.modules, "torchmetrics", SimpleNamespace(F1Score=F1Score))
+    evaluator = run(METRICS, "recipes.md")["Trainer"].build_evaluator(None, "")
     model = nn.Linear(2, 2)
     model.forward = lambda batch: batch["x"]
     batches = [{"x": torch.eye(2), "label": torch.tensor(labels)} for labels in ([0, 1], [0, 0])]
-    assert inference_on_dataset(model, batches, evaluator) == {"metrics": {"accuracy": 0.75}}
+    assert inference_on_dataset(model, batches, evaluator) == {"metrics": {"f1": 0.75}}
 
 
 def test_each_token_has_the_same_weight_in_micro_batches_of_any_length():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         build_train_loader,
         build_transform,
     )
-    from trainkit.data.catalog import DatasetCatalog, Metadata, MetadataCatalog
+    from trainkit.data.catalog import DatasetCatalog
     from trainkit.data.common import DatasetFromList, MapDataset
     from trainkit.data.loader import ResumableLoader, trivial_batch_collator
     from trainkit.data.protocol import iters_per_epoch, resume_obstacle
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from trainkit.data.workers import worker_init_reset_seed
 
 _OF_PROJECTS = ["CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"]
-_OF_PROJECTS += ["ToIterableDataset"]
+_OF_PROJECTS += ["Metadata", "MetadataCatalog", "ToIterableDataset"]
 
-__all__ = ["DatasetCatalog", "MetadataCatalog", "Metadata", "MapDataset", "DatasetFromList", "SAMPLER_REGISTRY"]
+__all__ = ["DatasetCatalog", "MapDataset", "DatasetFromList", "SAMPLER_REGISTRY"]
 __all__ += ["TRANSFORM_REGISTRY", "build_transform", "build_train_loader", "build_test_loader"]
 __all__ += ["build_batch_data_loader", "ResumableLoader", "trivial_batch_collator", "worker_init_reset_seed"]
 __all__ += ["TrainingSampler", "InfiniteSampler", "InferenceSampler", "resume_obstacle", "iters_per_epoch"]

@@ -1,18 +1,20 @@
-"""Datasets and their metadata, by name."""
+"""Datasets by name."""
 
-import types
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from trainkit.utils.plugins import lazy_names
 from trainkit.utils.registry import did_you_mean
 
-__all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]
+__all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]  # noqa: F822  the last two are in a project
+
+__getattr__ = lazy_names(__name__, "Metadata", "MetadataCatalog")
 
 _T = TypeVar("_T")
 
 
-class _Catalog(UserDict[str, _T]):
+class Catalog(UserDict[str, _T]):
     """A dict from names to entries, in the order of registration."""
 
     def list(self) -> list[str]:
@@ -33,7 +35,7 @@ class _Catalog(UserDict[str, _T]):
         return f"{type(self).__name__[1:]}({', '.join(self)})"
 
 
-class _DatasetCatalog(_Catalog[Callable[[], Any]]):
+class _DatasetCatalog(Catalog[Callable[[], Any]]):
     """Names of datasets, each with the function that makes it: a list, a map-style dataset or an ``IterableDataset``.
 
     Each call must give the same samples in the same order, since the training order consists of indices.
@@ -52,42 +54,4 @@ class _DatasetCatalog(_Catalog[Callable[[], Any]]):
         return self[name]()
 
 
-class Metadata(types.SimpleNamespace):
-    """Facts about a dataset, such as its class names, as attributes that are set once (or again to an equal value)."""
-
-    name: str = "N/A"
-
-    def __init__(self, name: str | None = None, **attributes: Any) -> None:
-        super().__init__(**({} if name is None else {"name": name}), **attributes)
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        known = self.__dict__.setdefault(key, value)
-        if known is not value and known != value:
-            raise ValueError(f"metadata {key!r} of {self.name!r} is {known!r} and cannot become {value!r}")
-
-    def __getattr__(self, key: str) -> Any:
-        known = ", ".join(sorted(self.__dict__)) or "none"
-        raise AttributeError(f"metadata of {self.name!r} has no attribute {key!r}; it has: {known}")
-
-    def set(self, **attributes: Any) -> "Metadata":
-        """Set several attributes; return the object itself."""
-        for key, value in attributes.items():
-            setattr(self, key, value)
-        return self
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return getattr(self, key, default)
-
-    def as_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-
-class _MetadataCatalog(_Catalog[Metadata]):
-    """One `Metadata` per name, created when first used; the dataset need not be registered."""
-
-    def get(self, name: str) -> Metadata:  # type: ignore[override]
-        return self.setdefault(name, Metadata(name=name))
-
-
 DatasetCatalog = _DatasetCatalog()
-MetadataCatalog = _MetadataCatalog()

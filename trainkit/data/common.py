@@ -15,11 +15,10 @@ from torch.utils.data import IterableDataset
 
 from trainkit.utils.plugins import lazy_names
 
-__all__ = ["DatasetFromList", "MapDataset"]
+_OF_PROJECTS = ["AspectRatioGroupedDataset", "ToIterableDataset"]
+__all__ = ["DatasetFromList", "MapDataset", *_OF_PROJECTS]
 
-__getattr__ = lazy_names(
-    __name__, "AspectRatioGroupedDataset", "ToIterableDataset", "set_default_dataset_from_list_serialize_method"
-)
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS, "set_default_dataset_from_list_serialize_method")
 
 
 class MapDataset(data.Dataset[Any]):

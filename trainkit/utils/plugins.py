@@ -101,6 +101,7 @@ NAMES: Mapping[str, str] = _by_name(
         "evaluators.loss": "LossEvaluator",
         "evaluators.confusion": "ConfusionMatrixEvaluator",
         "evaluators.segmentation": "SemSegEvaluator",
+        "evaluators.metadata": "Metadata MetadataCatalog",
         "samplers.combined": "CombinedLoader",
         "samplers.grouped": "GroupedBatchSampler",
         "samplers.random_subset": "RandomSubsetTrainingSampler",
