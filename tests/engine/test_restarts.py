@@ -17,7 +17,6 @@ from tests.engine import restarted_job
 from tests.engine.job import tiny_cfg
 from tests.exactness.machine import content
 from tests.forked import run_forked
-from trainkit.data import TrainingSampler, build_batch_data_loader
 from trainkit.engine import DefaultTrainer, EvaluationRun, default_argument_parser, launch
 from trainkit.utils.env import seed_all_rng
 
@@ -165,38 +164,6 @@ def test_of_several_failures_torchrun_names_the_first_as_the_cause(tmp_path):
     cause = output[output.index("Root Cause") :]
     assert re.search(r"rank +: 1 \(local_rank: 1\)", cause)
     assert "RuntimeError: rank 1 has a problem\n" in cause
-
-
-def draw(world_size, batch_size, state, num_batches):
-    """The next batches of each rank, and the state behind them: [batch][rank] -> samples"""
-    by_rank = []
-    for rank in range(world_size):
-        sampler = TrainingSampler(12, seed=0)
-        sampler.rank, sampler.world_size = rank, world_size
-        loader = build_batch_data_loader(range(12), sampler, None, single_gpu_batch_size=batch_size)
-        if state is not None:
-            loader.load_state_dict(state)
-        batches = iter(loader)
-        by_rank.append([next(batches) for _ in range(num_batches)])
-        state_behind = loader.state_dict()
-    return list(map(list, zip(*by_rank, strict=True))), state_behind
-
-
-def test_more_or_fewer_ranks_share_the_same_samples_in_the_same_iteration():
-    whole, _ = draw(4, 2, None, 3)
-    assert whole == [
-        [[1, 3], [7, 10], [11, 0], [6, 2]],
-        [[9, 8], [4, 4], [8, 3], [5, 2]],  # in the middle starts the second epoch
-        [[1, 5], [11, 10], [7, 6], [9, 0]],
-    ]
-    _, state = draw(4, 2, None, 1)
-    two, _ = draw(2, 2, state, 4)
-    assert two == [[[9, 8], [4, 5]], [[8, 3], [4, 2]], [[1, 7], [11, 9]], [[5, 6], [10, 0]]]
-    eight, _ = draw(8, 1, state, 2)
-    assert eight == [[[9], [4], [8], [5], [8], [4], [3], [2]], [[1], [11], [7], [9], [5], [10], [6], [0]]]
-    in_order = [sorted(itertools.chain(*batches)) for batches in whole]
-    assert [sorted(itertools.chain(*two[i], *two[i + 1])) for i in (0, 2)] == in_order[1:]
-    assert [sorted(itertools.chain(*batches)) for batches in eight] == in_order[1:]
 
 
 def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluation_does_not(tmp_path, monkeypatch):

@@ -1,9 +1,10 @@
-"""What a project adds to every run: options of the command line, and hooks."""
+"""What a project adds: options of the command line and hooks of every run; with its key, wrappers of the parts."""
 
 import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup
@@ -61,6 +62,49 @@ def test_every_default_trainer_has_the_hooks_of_installed_projects(project, tmp_
 
     assert names.count("Recorder") == 1
     assert names.index("Recorder") < names.index("LRScheduler")
+
+
+class Wrapped:
+    """A loader around another one, with its own way to its first batches."""
+
+    def __init__(self, loader):
+        self.loader, self.num = loader, 0
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def first_batches(self, num):
+        self.num = num
+        return [*self.loader][:num]
+
+
+def test_a_project_whose_key_is_used_wraps_the_model_and_the_loaders(monkeypatch, tmp_path):
+    def wrap_model(cfg, model):
+        with torch.no_grad():
+            model.layers[0].weight.mul_(cfg.MODEL.SCALE)
+        return model
+
+    def wrap_loader(cfg, loader):
+        wrapped.append(Wrapped(loader))
+        return wrapped[-1]
+
+    module, wrapped = ModuleType("a_wrapper"), []
+    module.wrap_model, module.wrap_loader = wrap_model, wrap_loader
+    module.add_config = lambda cfg: cfg.MODEL.update(SCALE=0.0)
+    monkeypatch.setitem(sys.modules, "a_wrapper", module)
+    monkeypatch.setitem(plugins.CONFIG_KEYS, "MODEL.SCALE", "a_wrapper")
+
+    torch.manual_seed(0)
+    plain = DefaultTrainer(tiny_cfg(tmp_path))
+    torch.manual_seed(0)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MODEL.SCALE", 2.0, "TEST.MAX_BATCHES", 2))
+    trainer.test(trainer.cfg, trainer.model)
+
+    assert torch.equal(trainer.model.layers[0].weight, 2 * plain.model.layers[0].weight)
+    assert [trainer.data_loader, 2] == [wrapped[0], wrapped[1].num]
 
 
 def test_a_broken_project_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
