@@ -96,6 +96,7 @@ PUBLIC = {
         "BestCheckpoints",
         "CallbackHook",
         "CheckFiniteLoss",
+        "CopyAhead",
         "ConfiguredHooks",
         "EMAHook",
         "EarlyStopping",

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.projects.async_save.host_copy import HostCopy
 from trainkit.projects.graph.recorder import CudaRecorder
 from trainkit.projects.graph.tests.test_graph import Net, batches, fused_sgd
+from trainkit.projects.hooks.copy_ahead import CopyAhead
 
 from tests.cuda import needs_cuda
 from tests.fake_cuda.test_on_trainers import SETTINGS, train
 from trainkit.engine import GraphTrainer, SimpleTrainer
 from trainkit.engine.hooks import CallbackHook
-from trainkit.utils.device import Prefetcher
 
 CALLBACKS = {
     "EventCreation": "event_creation",
@@ -53,7 +53,9 @@ def on_cuda(trainer_type, **kwargs):
     model = Net().cuda()
     data = [tuple(part.pin_memory() for part in pair) for pair in batches(4)]
     torch.cuda.synchronize()
-    return trainer_type(model, data, fused_sgd(model), async_write_metrics=True, **kwargs)
+    trainer = trainer_type(model, data, fused_sgd(model), async_write_metrics=True, **kwargs)
+    trainer.register_hooks([CopyAhead()])
+    return trainer
 
 
 @needs_cuda
@@ -119,7 +121,7 @@ def test_a_replayed_step_gives_the_device_nothing_but_copies_of_the_batch_and_of
 
 @needs_cuda
 def test_a_batch_that_is_used_before_its_copy_has_ended_is_found(watched, monkeypatch):
-    monkeypatch.setattr(Prefetcher, "move", lambda self, data, device: _on_another_stream(data, device))
+    monkeypatch.setattr(CopyAhead, "move", lambda self, data, device: _on_another_stream(data, device))
     with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
         on_cuda(SimpleTrainer).train(0, 3)
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from tests.cuda import needs_cuda
-from trainkit.utils.device import Prefetcher, device_of, move_to_device, resolve_device
+from trainkit.utils.device import device_of, move_to_device, resolve_device
 
 META = torch.device("meta")  # a device that is not the CPU, on every machine
 Pair = namedtuple("Pair", "x y")
@@ -101,33 +100,3 @@ def test_the_device_of_a_model_is_that_of_its_first_parameter_or_buffer():
     buffers_only.register_buffer("mean", torch.zeros(1, device="meta"))
     assert device_of(buffers_only) == META
     assert device_of(nn.ReLU()) is None
-
-
-def test_a_prefetcher_moves_like_move_to_device():
-    batch = {"x": torch.ones(2), "name": "a"}
-    moved = Prefetcher().move([batch], META)
-    assert moved[0]["x"].device == META
-    assert moved[0]["name"] == "a"
-    assert batch["x"].device == torch.device("cpu")
-
-
-@needs_cuda
-def test_the_next_batch_is_copied_while_the_device_still_computes():
-    device = torch.device("cuda", torch.cuda.current_device())
-    prefetcher = Prefetcher()
-    batch = {"x": torch.arange(1000.0).pin_memory(), "pageable": torch.arange(10.0)}
-    first = prefetcher.move(batch, device)  # makes the stream
-    torch.cuda.synchronize()
-
-    torch.cuda._sleep(2_000_000_000)  # about a second of computation
-    computed = torch.cuda.Event()
-    computed.record()
-    moved = prefetcher.move(batch, device)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        while moved["x"].sum().item() != sum(range(1000)):
-            pass
-    assert not computed.query()  # the copy is there, and the computation still runs
-
-    total = (moved["x"].sum() + moved["pageable"].sum()).item()  # waits for both
-    assert total == sum(range(1000)) + sum(range(10))
-    assert torch.equal(first["x"].cpu(), batch["x"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainkit.data.protocol import iters_per_epoch, resume_obstacle
-from trainkit.utils.device import Prefetcher
+from trainkit.utils.device import move_to_device
 from trainkit.utils.periods import exact, whole_or_rounded
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ class Feed:
 
     Attributes:
         drawn: the number of batches drawn in this iteration; the trainer sets it to 0 at the start.
+        move: a function ``(batch, device)`` that brings a batch to the device of the model, if this is not a CPU.
         before_pass: called with ``drawn`` before the loader is iterated again.
     """
 
@@ -28,7 +29,7 @@ class Feed:
         self.loader = loader
         self.drawn = 0
         self.before_pass: Callable[[int], None] | None = None
-        self._prefetcher = Prefetcher()
+        self.move = move_to_device
 
     @property
     def loader(self) -> Iterable[Any]:
@@ -76,7 +77,7 @@ class Feed:
                 + "; give a loader that can be iterated again and has at least one batch (is the dataset smaller than "
                 "a batch, with drop_last?)"
             )
-        return batch if device.type == "cpu" else self._prefetcher.move(batch, device)
+        return batch if device.type == "cpu" else self.move(batch, device)
 
     def has_next(self) -> bool:
         """Whether there is a further batch, which is loaded now; False only for an iterator that has ended."""

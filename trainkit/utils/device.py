@@ -3,7 +3,6 @@
 import itertools
 from collections import UserDict
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,57 +69,18 @@ def move_to_device(data: Any, device: torch.device) -> Any:
     Copies from pinned memory do not block. Tensors that are on the device, and other objects, are returned as they are.
     A mapping whose class cannot be made from a dict becomes a dict.
     """
-    return _move(data, device, [], None)
-
-
-def _move(data: Any, device: torch.device, copies: list[torch.Tensor], outer: torch.Stream | None) -> Any:
-    """Like `move_to_device`. Adds copied plain tensors to ``copies``; moves other objects on the stream ``outer``."""
-    if isinstance(data, torch.Tensor):
-        if data.device == device:
-            return data
-        non_blocking = runs_ahead(device)  # tensors that are not pinned are read before this returns
-        if type(data) is torch.Tensor and data.layout is torch.strided and not data.is_nested:
-            copies.append(data.to(device, non_blocking=non_blocking))
-            return copies[-1]
-        with outer or nullcontext():
-            return data.to(device, non_blocking=non_blocking)
+    if isinstance(data, torch.Tensor):  # tensors that are not pinned are read before this returns
+        return data if data.device == device else data.to(device, non_blocking=runs_ahead(device))
     # a user's own batch class, or torch's PackedSequence; not dicts, because their `to` may wait for the device
     if not isinstance(data, dict | UserDict) and callable(getattr(data, "to", None)):
-        with outer or nullcontext():
-            return data.to(device)
+        return data.to(device)
     if isinstance(data, Mapping):
-        items = {key: _move(value, device, copies, outer) for key, value in data.items()}
+        items = {key: move_to_device(value, device) for key, value in data.items()}
         try:
             return items if type(data) is dict else type(data)(items)  # type: ignore[call-arg]
         except TypeError:  # this class cannot be made from a dict
             return items
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_move(value, device, copies, outer) for value in data))
     if isinstance(data, list | tuple):
-        return type(data)(_move(value, device, copies, outer) for value in data)
+        moved = [move_to_device(value, device) for value in data]
+        return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
     return data
-
-
-class Prefetcher:
-    """``move_to_device`` for a loop that runs ahead of its device: the next batch is copied during the computation.
-
-    Copies use a separate stream, and the stream of the computation waits for them on the device; the host does not
-    wait. No batch is drawn earlier than without a prefetcher, so the loader's saved position is correct.
-    """
-
-    def __init__(self) -> None:
-        self._stream: torch.Stream | None = None
-
-    def move(self, data: Any, device: torch.device) -> Any:
-        if not runs_ahead(device):
-            return move_to_device(data, device)
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.Stream(device)
-        current = torch.accelerator.current_stream(device)
-        copies: list[torch.Tensor] = []
-        with self._stream:
-            moved = _move(data, device, copies, current)
-        current.wait_stream(self._stream)
-        for copy in copies:
-            copy.record_stream(current)  # the next batch must not get this memory during the computation
-        return moved

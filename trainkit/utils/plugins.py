@@ -110,6 +110,7 @@ NAMES: Mapping[str, str] = _by_name(
         "sharding.fsdp": "fsdp",
         "hooks.best_checkpoints": "BestCheckpoints",
         "hooks.check_finite_loss": "CheckFiniteLoss",
+        "hooks.copy_ahead": "CopyAhead",
         "hooks.ema": "EMAHook",
         "hooks.freeze": "Freeze",
         "hooks.memory": "EmptyCache GarbageCollection TorchMemoryStats",
@@ -152,6 +153,7 @@ is in it.
 """
 
 RUN_HOOKS: Mapping[str, str] = {
+    "CopyAhead": "trainkit.projects.hooks.copy_ahead",
     "SamplerSeed": "trainkit.projects.hooks.sampler_seed",
     "RunRecord": "trainkit.projects.replay.record",
 }

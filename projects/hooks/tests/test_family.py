@@ -31,6 +31,7 @@ MAKE = {
     "BestCheckpoints": lambda job: hooks.BestCheckpoints(2, job.checkpointer, "top1"),
     "CallbackHook": lambda job: hooks.CallbackHook(after_step=lambda trainer: None),
     "CheckFiniteLoss": lambda job: hooks.CheckFiniteLoss(2),
+    "CopyAhead": lambda job: hooks.CopyAhead(),
     "EMAHook": lambda job: hooks.EMAHook(0.5, begin=2, interval=2),
     "EarlyStopping": lambda job: hooks.EarlyStopping(2, "top1", patience=9),
     "EmptyCache": lambda job: hooks.EmptyCache(True, True, True),
