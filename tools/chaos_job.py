@@ -260,8 +260,9 @@ class CountEvaluated(HookBase):
         self._count, self._last = 0, -1
 
     def after_step(self) -> None:
-        self.trainer.storage.put_scalar("used_lr", self.trainer.storage.history("lr").latest(), smoothing_hint=False)
-        seen = self.trainer.storage.latest().get("loss/total_loss", (0.0, -1))[1]
+        latest = self.trainer.storage.latest()  # without "lr" if the storage is left out of a checkpoint
+        self.trainer.storage.put_scalar("used_lr", latest.get("lr", (0.0, -1))[0], smoothing_hint=False)
+        seen = latest.get("loss/total_loss", (0.0, -1))[1]
         if comm.is_main_process() and seen > self._last:
             self._count, self._last = self._count + 1, seen
             self.trainer.storage.put_scalar("num_evaluated", self._count, smoothing_hint=False)
