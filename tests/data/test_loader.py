@@ -253,9 +253,16 @@ def test_the_seeds_of_the_checkpoint_win_and_are_logged(caplog):
     resumed = make(seed=6)
     with caplog.at_level(logging.INFO, logger="trainkit.data"):
         resumed.load_state_dict(first.state_dict())
+        resumed.load_state_dict(first.state_dict())  # now the seed is the same
 
     assert take(resumed, 2) == expected
-    assert "the checkpoint's seed 5, not of 6" in caplog.text
+    assert [record.args for record in caplog.records] == [(5, 6)]
+
+
+def test_the_samples_of_the_last_batches_have_names():
+    loader = make(num_workers=2)
+    batches = take(loader, 3)
+    assert loader.names_of_last(2) == [[f"sample {index} of Drawing" for index, *_ in batch] for batch in batches[1:]]
 
 
 def test_an_older_iterator_does_not_move_the_position_of_the_newer():
