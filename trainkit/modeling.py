@@ -18,13 +18,10 @@ __getattr__ = lazy_names(__name__, "losses_from")
 
 
 def build_model(cfg: CfgNode) -> nn.Module:
-    """Build the model ``cfg.MODEL.NAME`` on the device ``cfg.MODEL.DEVICE``.
-
-    The model has its initial weights; the checkpointer loads ``cfg.MODEL.WEIGHTS``.
+    """Build the model ``cfg.MODEL.NAME`` on the device ``cfg.MODEL.DEVICE``, with its initial weights.
 
     Raises:
-        ConfigError: nothing is registered under the name; the machine does not have the device; what is registered
-            returns no ``nn.Module``.
+        ConfigError: nothing is registered under the name, or it returns no ``nn.Module``; the device is not there.
     """
     name = cfg.MODEL.NAME
     entry = look_up(MODEL_REGISTRY, name, "MODEL.NAME" if name else "MODEL.NAME is empty; set it")
@@ -36,15 +33,9 @@ def build_model(cfg: CfgNode) -> nn.Module:
 
 
 def device_of_config(cfg: CfgNode) -> torch.device:
-    """The device ``cfg.MODEL.DEVICE``; a device with a number becomes the current one.
-
-    Raises:
-        ConfigError: the machine does not have it.
-    """
+    """The device ``cfg.MODEL.DEVICE``; one with a number becomes the current one."""
     try:
         device = resolve_device(cfg.MODEL.DEVICE)
-        if device.type == "cpu" and device.index:
-            raise ValueError(f"there is one cpu, got {cfg.MODEL.DEVICE!r}")
         if device.type == "cpu" and device.index:
             raise ValueError(f"there is one cpu, got {cfg.MODEL.DEVICE!r}")
     except ValueError as error:

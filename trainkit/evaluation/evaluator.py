@@ -84,7 +84,7 @@ def inference_on_dataset(
 ) -> dict[str, Any]:
     """Run ``model`` over ``data_loader`` in eval mode without gradients, and evaluate its outputs.
 
-    The mode of every submodule and the global random state are restored. The caller's ``torch.autocast`` applies.
+    The mode of every submodule and the global random state are restored.
 
     If all ranks must do each forward pass together, the model has a method ``batches_of_all_ranks(data_loader,
     evaluators, is_stopping)``: it yields this rank's batches, runs the model itself for those of other ranks, and

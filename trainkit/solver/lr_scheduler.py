@@ -85,19 +85,22 @@ class ScheduledLR(LRScheduler):
         self.seek(last_iter + 1)
 
     def step(self, epoch: int | None = None) -> None:
-        self.seek(self.last_epoch + 1 if epoch is None else epoch)
-
-    def seek(self, iter: int) -> None:
-        """Set the learning rates of an iteration."""
-        self.last_epoch, self._last_lr = iter, list[float | Tensor]()
-        values = {base: self.schedule(iter, base) for base in {*self.base_lrs}}
+        """Set the learning rates of the next iteration, or of iteration ``epoch``."""
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        values: dict[Any, float] = {}
+        self._last_lr: list[float | Tensor] = []
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            if base not in values:
+                values[base] = self.schedule(self.last_epoch, base)
             lr = base if group.get("fixed_lr") else math.prod(self.factors, start=values[base])
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
             else:
                 group["lr"] = lr
             self._last_lr.append(lr)
+
+    def seek(self, iter: int) -> None:
+        self.step(iter)
 
     def state_dict(self) -> dict[str, Any]:
         """The base rates, iteration and factors; the schedule and its length come from the config."""

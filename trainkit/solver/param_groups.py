@@ -99,6 +99,6 @@ def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    first = {name: group.get(f"initial_{name}", value) for name, value in group.items()}
-    names = [name for name in group if name != "params" and not name.startswith("initial_")]
-    return {name: first[name].tolist() if isinstance(first[name], Tensor) else first[name] for name in names}
+    first = {name: group.get(f"initial_{name}", value) for name, value in group.items() if name != "params"}
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in first.items()}
+    return {name: value for name, value in plain.items() if not name.startswith("initial_")}
