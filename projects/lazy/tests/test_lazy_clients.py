@@ -205,6 +205,13 @@ def setup(cfg, **arguments):
     close_logger()
 
 
+def test_the_folder_becomes_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = OmegaConf.create({"train": {"output_dir": "run", "seed": 0}})
+    setup(cfg)
+    assert cfg.train.output_dir == str(tmp_path / "run")
+
+
 @pytest.mark.parametrize("wrap", [DictConfig, OmegaConf.create])
 def test_default_setup_takes_a_lazy_config(tmp_path, wrap):
     model = L(nn.Linear)(in_features=1, out_features=1)
