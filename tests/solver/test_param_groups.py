@@ -79,6 +79,12 @@ def test_an_override_matches_a_leaf_name_or_a_full_name_which_wins():
     ]
 
 
+def test_the_callers_overrides_stay_as_they_are():
+    overrides = {"weight": {"lr": 0.5}}
+    get_default_optimizer_params(Net(), base_lr=0.1, bias_lr_factor=2.0, weight_decay_bias=0.0, overrides=overrides)
+    assert overrides == {"weight": {"lr": 0.5}}
+
+
 def test_the_lr_factor_of_a_name_and_the_factor_of_biases_multiply():
     model = Net()
     groups = get_default_optimizer_params(

@@ -267,6 +267,17 @@ def test_a_reader_sees_what_was_put_before_it_and_the_loop_does_not_wait_for_it(
     assert workers() == []
 
 
+def test_a_storage_opened_meanwhile_gets_nothing_of_what_the_worker_puts():
+    go = threading.Event()
+    with EventStorage() as storage:
+        defer(storage)
+        storage.publish(lambda: go.wait(20) and get_event_storage().put_scalar("late", 1.0))
+        with EventStorage() as meanwhile:
+            go.set()
+            storage.flush()
+        assert (storage.latest(), meanwhile.latest()) == ({"late": (1.0, 0)}, {})
+
+
 def test_the_first_error_of_a_worker_is_raised_once_and_what_follows_is_stored():
     with EventStorage() as storage:
         defer(storage)
