@@ -129,3 +129,4 @@ def test_inference_divides_the_samples_into_contiguous_shares(size, shares, as_r
 def test_an_empty_dataset_is_refused(sampler):
     with pytest.raises(ValueError, match="size must be >= 1 sample, got 0"):
         sampler(0)
+    assert next(iter(sampler(1))) == 0
