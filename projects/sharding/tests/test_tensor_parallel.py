@@ -154,13 +154,19 @@ def evaluated_alone(rank, folder):
 def skipped(rank, folder):
     """In iteration 1 one rank has a gradient that is not finite, in its part of a matrix."""
 
-    def spoil():
-        if hook.trainer.iter == 1 and rank == 1:
-            weight = hook.trainer.model.blocks[0].up.weight
-            handle = weight.register_hook(lambda grad: (handle.remove(), grad * float("nan"))[1])
+    def spoil_before_unscaling():
+        step = hook.trainer._trainer
+        unscale = step.unscale
+
+        def spoil():
+            if step.iter == 1 and rank == 1:
+                step.model.blocks[0].up.weight.grad.to_local().fill_(float("nan"))
+            unscale()
+
+        step.unscale = spoil
 
     hook = AfterStep(lambda trainer: None)
-    hook.before_step = spoil
+    hook.before_train = spoil_before_unscaling
     fp16 = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "float16", "SOLVER.AMP.INIT_SCALE", 128.0]
     return train(f"{folder}/skipped", "MODEL.NAME", "EmbedFirst", *fp16, hooks=[hook], until=3)
 
