@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config import CfgNode, ConfigError
+from trainkit.config.errors import not_accepted
 from trainkit.solver.build import OPTIMIZER_BUILDER_REGISTRY, build_one, start_late_buffers, with_optimizer
 from trainkit.utils.registry import did_you_mean
 
@@ -102,23 +103,16 @@ def divide_parameters(model: nn.Module, entries: Sequence[Mapping[str, Any]]) ->
     for entry in entries:
         patterns = entry.get("PARAMS", ["*"]) if isinstance(entry, Mapping) else None
         if not isinstance(patterns, list | tuple) or not patterns or not isinstance(entry.get("NAME"), str):
-            raise ConfigError(
-                f"SOLVER.OPTIMIZERS has the entry {entry!r}; accepted: a node with the NAME of an optimizer, its "
-                'arguments, and PARAMS, a list of patterns such as ["*.weight"]; without PARAMS it takes all others'
-            )
+            accepted = 'nodes with NAME, arguments, and PARAMS, a list such as ["*.weight"] (without it: all others)'
+            raise not_accepted("SOLVER.OPTIMIZERS", entry, accepted)
         found.append(set[Tensor]())
         for pattern in patterns:
             if not (fitting := fnmatch.filter(left, str(pattern))):
                 taken = fnmatch.filter(names, str(pattern))
                 reason = "only parameters of patterns before it" if taken else "no trainable parameter"
-                raise ConfigError(
-                    f"SOLVER.OPTIMIZERS: {pattern!r} (PARAMS of {entry['NAME']}) fits {reason}; "
-                    f"{'' if taken else did_you_mean(pattern, names)}correct it, or leave it out"
-                )
+                hint = "" if taken else did_you_mean(pattern, names)
+                raise ConfigError(f"SOLVER.OPTIMIZERS: {hint}{pattern!r} (PARAMS of {entry['NAME']}) fits {reason}")
             found[-1].update(left.pop(name) for name in fitting)
     if left:
-        raise ConfigError(
-            f"SOLVER.OPTIMIZERS: no pattern fits {', '.join([*left][:5])} ({len(left)} in all); name them in PARAMS, "
-            "or add an entry without PARAMS as the last one"
-        )
+        raise ConfigError(f"SOLVER.OPTIMIZERS: no PARAMS fit {', '.join([*left][:5])} ({len(left)} in all)")
     return found

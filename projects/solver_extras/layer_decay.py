@@ -100,16 +100,11 @@ def _named_depths(argument: Any, scheme: str, names: Sequence[str], prefix: str)
     depths = {own_names[own]: 0 if re.match(stem, own) else depth_of(argument, own, [*own_names]) for own in own_names}
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
-        raise ValueError(
-            f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r} (there are "
-            f"{', '.join(names[:3])}, ...); give another prefix or scheme, or use scheme 'model' and give the model a "
-            "method get_layer_depth(name)"
-        )
+        found_names = ", ".join(names[:3])
+        raise ValueError(f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r}: {found_names}")
     if max(known) != last_block:
-        raise ValueError(
-            f"the deepest layer of this model is {known[max(known)]} at depth {max(known)}, but num_layers or depths "
-            f"of the scheme {scheme!r} put the last one at {last_block}; correct them"
-        )
+        deepest = f"{known[max(known)]} at depth {max(known)}"
+        raise ValueError(f"num_layers or depths put the last layer at {last_block}, but the deepest one is {deepest}")
     found = {name: depths.get(name) for name in names}
     return {
         name: (num_blocks + rest if depth is None else depth, num_blocks + num_layers) for name, depth in found.items()
@@ -131,17 +126,12 @@ def _users_depths(model: nn.Module, scheme: str, names: Iterable[str]) -> dict[s
         function = LAYER_DEPTH_REGISTRY.get(scheme)
     else:
         registered = sorted(name for name, _ in LAYER_DEPTH_REGISTRY)
-        raise ValueError(
-            f"unknown scheme {scheme!r}; accepted: {', '.join([*_SCHEMES, 'model', *registered])}, or the dotted "
-            "name of a function. A module that registers one must have been imported: name it in IMPORTS"
-        )
+        accepted = ", ".join([*_SCHEMES, "model", *registered])
+        raise ValueError(f"unknown scheme {scheme!r}; accepted: {accepted}, or the dotted name of a function")
     found: dict[str, tuple[int, int]] = {name: function(name) for name in names}
     for name, (depth, num_layers) in found.items():
         if not 0 <= depth < num_layers:
-            raise ValueError(
-                f"scheme {scheme!r}: the depth of {name} must be between 0 and num_layers - 1, got "
-                f"({depth}, {num_layers})"
-            )
+            raise ValueError(f"scheme {scheme!r}: the depth of {name} must be in [0, {num_layers}), got {depth}")
     return found
 
 

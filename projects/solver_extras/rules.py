@@ -173,8 +173,7 @@ def _check_option(where: str, name: str, value: Any) -> None:
     if name in ("lr_factor", "decay_factor"):
         _check_factor(f"{where}[{name!r}]", value)
     elif name == "params" or difflib.get_close_matches(name, ("lr_factor", "decay_factor", *_NO_OPTIONS), 1, 0.9):
-        meant = "lr_factor" if "lr" in name else "lr_factor or decay_factor" if name == "params" else "decay_factor"
-        raise ValueError(f"{where}: {name!r} is no option of a group here; did you mean {meant}?")
+        raise ValueError(f"{where}: {name!r} is no option of a group; accepted: lr_factor, decay_factor")
 
 
 def _check_factor(where: str, factor: Any) -> None:

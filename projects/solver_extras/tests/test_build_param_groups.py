@@ -220,7 +220,7 @@ def test_several_groups_are_listed_in_the_log(caplog):
         ),
         (
             {"CUSTOM_KEYS": [{"KEY": "a", "LR_MULT": 2.0}]},
-            r"SOLVER.PARAM_GROUPS: .*'lr_mult'.*did you mean lr_factor\?",
+            r"SOLVER.PARAM_GROUPS: .*'lr_mult'.*accepted: lr_factor",
         ),
     ],
     ids=str,

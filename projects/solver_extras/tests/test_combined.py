@@ -135,12 +135,12 @@ def test_a_state_of_other_optimizers_is_refused():
     ("entries", "message"),
     [
         ([{"NAME": "Muon", "PARAMS": ["0.*"]}, {"NAME": "SGD"}], "entry of Muon: .*Muon refuses .* only supports 2D"),
-        ([{"NAME": "Muon", "PARAMS": ["0.weigth"]}, {"NAME": "SGD"}], "'0.weigth' .* did you mean '0.weight'?"),
-        ([{"NAME": "SGD", "PARAMS": ["0.*", "1.*"]}], r"no pattern fits 2.weight, 2.bias \(2 in all\)"),
+        ([{"NAME": "Muon", "PARAMS": ["0.weigth"]}, {"NAME": "SGD"}], "did you mean '0.weight'. '0.weigth' .*fits"),
+        ([{"NAME": "SGD", "PARAMS": ["0.*", "1.*"]}], r"no PARAMS fit 2.weight, 2.bias \(2 in all\)"),
         ([{"NAME": "SGD"}, {"NAME": "AdamW", "PARAMS": ["2.*"]}], "'2.*' .* fits only parameters of patterns"),
-        (["SGD"], "has the entry 'SGD'; accepted: a node with the NAME"),
-        ([{"NAME": "SGD", "PARAMS": "0.*"}], "has the entry .*; accepted: .* PARAMS, a list"),
-        ([{"PARAMS": ["*"]}], "has the entry .*; accepted: a node with the NAME"),
+        (["SGD"], "got 'SGD' .*accepted: nodes with NAME"),
+        ([{"NAME": "SGD", "PARAMS": "0.*"}], "got .*; accepted: .* PARAMS, a list"),
+        ([{"PARAMS": ["*"]}], "got .*; accepted: nodes with NAME"),
         ([{"NAME": "SGD", "RATE": 1}], "entry of SGD: .*SGD refuses .*'rate'"),
     ],
 )
