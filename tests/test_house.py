@@ -158,7 +158,7 @@ def loaded(code, folder):
     done = run("-c", code.format(root=str(ROOT), folder=str(folder / "run")) + LOADED, cwd=ROOT)
     if done.returncode != 0:
         raise RuntimeError(done.stderr)  # an AssertionError would be expected
-    return [Path(line) for line in done.stdout.splitlines() if line != "None"]
+    return [Path(line) for line in done.stdout.splitlines() if line.startswith(str(ROOT))]  # not the log
 
 
 @pytest.mark.slow

@@ -33,8 +33,12 @@ _stack: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]
 
 
 @contextmanager
-def observe_inference(observer: InferenceObserver, phase: Phase) -> Iterator[None]:
-    """Context in which ``inference_on_dataset`` calls the points of ``observer``; the innermost observer counts."""
+def observe_inference(observer: Any, phase: Phase) -> Iterator[None]:
+    """Context in which ``inference_on_dataset`` calls the points of ``observer``; the innermost observer counts.
+
+    Args:
+        observer: a trainer, or whatever else has the methods of `InferenceObserver`.
+    """
     _stack.append((observer, phase))
     try:
         yield
