@@ -131,7 +131,7 @@ WITHOUT_STATE = {
         "Freeze",
         "GarbageCollection",
     ),
-    *("GradNorm", "TimeLimit"),
+    *("CopyAhead", "GradNorm", "TimeLimit"),
     "IterationTimer",
     *("MemorySnapshot", "ParamScheduler", "PublishWeights", "RuntimeInfo", "SamplerSeed", "Throughput"),
     *("TorchMemoryStats", "TorchProfiler", "UnusedParameters", "VisualizationHook"),
