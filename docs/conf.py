@@ -77,7 +77,7 @@ def link_by_last_name(app: Sphinx, env: Any, node: Any, contnode: nodes.Element)
 
 def link_files(app: Sphinx, docname: str, source: list[str]) -> None:
     """Turn links to files outside of this folder into downloads."""
-    source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)#]+)\)", r"{download}`\1 <\2>`", source[0])
+    source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)#]+)(?:#[^)]*)?\)", r"{download}`\1 <\2>`", source[0])
 
 
 def set_dashes(app: Sphinx, doctree: nodes.document) -> None:

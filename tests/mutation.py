@@ -92,13 +92,16 @@ def mutated(source: bytes, mutant: dict[str, Any]) -> bytes:
     return b"".join([*lines[: line - 1], *changed, *lines[end_line:]])
 
 
-def main() -> None:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, help="JSON file; mutants that it has are not tried again")
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default="", help="of trainkit/, such as data")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(args: argparse.Namespace) -> None:
     record = json.loads(args.record.read_text()) if args.record.exists() else []
     known = [(mutant["file"], mutant["place"]) for mutant in record]
     fails = functools.cache(is_killed)  # without a mutant
@@ -128,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(parse_args())

@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 
 from tests.docs.pages import blocks, page, run
 from tests.engine.job import tiny_cfg
+from trainkit.config import get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
 from trainkit.evaluation import inference_on_dataset
 
 PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
+(OF_PICTURES,) = blocks("docs/recipes.md", "yaml")
 
 
 @pytest.fixture
@@ -36,8 +38,11 @@ def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
         image.new("RGB", (8, 6), (255, 0, 0)).save(path)
     run(PICTURES, "recipes.md")
 
-    samples = DatasetCatalog.get("pictures_train")
-    sample = TRANSFORM_REGISTRY.get("ReadPicture")(None)(samples[1])
+    (tmp_path / "config.yaml").write_text(OF_PICTURES)
+    cfg = get_cfg()
+    cfg.merge_from_file("config.yaml")
+    samples = DatasetCatalog.get(cfg.DATASETS.TRAIN[0])
+    sample = TRANSFORM_REGISTRY.get(cfg.INPUT.TRAIN_TRANSFORM)(cfg)(samples[1])
 
     assert [(path.split("/")[-2:], label) for path, label in map(dict.values, samples)] == [
         (["cat", "1.png"], 0),
