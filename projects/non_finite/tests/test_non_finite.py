@@ -8,17 +8,16 @@ from torch import nn
 from trainkit.projects.non_finite.trainers import CheckGradients, SkipNonFinite
 
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
+from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 
-
-class SkipAMP(SkipNonFinite, AMPTrainer):
-    pass
+(CLASS,) = blocks("projects/non_finite/README.md", "python")
+SkipAMP = run(CLASS, "README.md")["Trainer"]
 
 
 def is_marked(*gradients):
