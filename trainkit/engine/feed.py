@@ -113,9 +113,7 @@ class Feed:
         return resume_obstacle(self._loader)
 
     def explain(self, error: Exception, batch: Any) -> None:
-        """Raise a clearer error if a loader worker has ended; add a note if the model may not take such a batch."""
-        if isinstance(error, RuntimeError) and hasattr(self._loader, "explain"):
-            self._loader.explain(error)
+        """Add a note if the model may not take such a batch."""
         kind = type(batch).__name__
         if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
             getattr(error, "add_note", logger.error)(
