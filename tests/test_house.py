@@ -162,7 +162,7 @@ def loaded(code, folder):
 
 
 @pytest.mark.slow
-@today("160 modules, 22,084 lines")
+@today("47 modules, 4,904 lines")
 def test_a_simple_trainer_loads_few_modules(tmp_path):
     files = loaded("from trainkit.engine import SimpleTrainer", tmp_path)
 
@@ -170,7 +170,7 @@ def test_a_simple_trainer_loads_few_modules(tmp_path):
 
 
 @pytest.mark.slow
-@today("22,084 lines")
+@today("10,662 lines")
 def test_the_default_job_loads_few_lines(tmp_path):
     assert num_lines(loaded(DEFAULT_JOB, tmp_path)) <= 7500
 
@@ -185,13 +185,13 @@ def part_of(file):
 @pytest.mark.parametrize(
     ("part", "limit"),
     [
-        pytest.param("engine without hooks", 2300, marks=today("5,986 lines")),
-        pytest.param("engine/hooks", 700, marks=today("2,827 lines")),
-        pytest.param("utils", 1100, marks=today("3,497 lines")),
-        pytest.param("checkpoint", 650, marks=today("1036 lines")),
-        pytest.param("config", 600, marks=today("2,032 lines")),
+        pytest.param("engine without hooks", 2300, marks=today("3,858 lines")),
+        pytest.param("engine/hooks", 700, marks=today("994 lines")),
+        pytest.param("utils", 1100, marks=today("2,055 lines")),
+        pytest.param("checkpoint", 650, marks=today("1,031 lines")),
+        pytest.param("config", 600, marks=today("853 lines")),
         pytest.param("data", 650, marks=today("959 lines")),
-        pytest.param("solver, evaluation and modeling", 800, marks=today("994 lines")),
+        pytest.param("solver, evaluation and modeling", 800, marks=today("998 lines")),
     ],
 )
 def test_a_part_of_the_core_is_small(part, limit):
@@ -202,12 +202,12 @@ def test_a_part_of_the_core_is_small(part, limit):
     assert 0 < size <= (limit * 6 // 5 if num_lines(files) <= 6800 else limit)
 
 
-@today("23,318 lines")
+@today("10,751 lines")
 def test_the_core_is_small():
     assert num_lines(sources("trainkit")) <= 6800
 
 
-@today("10,802 lines")
+@today("12,900 lines")
 def test_the_capabilities_are_small():
     assert num_lines(sources(*FOLDERS)) <= 10_000
 
@@ -215,7 +215,7 @@ def test_the_capabilities_are_small():
 @pytest.mark.parametrize(
     "folders",
     [
-        pytest.param(["trainkit"], marks=today("5 files, up to 720 lines; 4 classes, up to 543 lines"), id="core"),
+        pytest.param(["trainkit"], id="core"),
         pytest.param(FOLDERS, id="capabilities"),
     ],
 )

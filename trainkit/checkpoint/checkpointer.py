@@ -87,7 +87,6 @@ class Checkpointer:
             raise TypeError(f"{key!r} is a {type(checkpointable).__name__} without state_dict() or load_state_dict()")
         self.checkpointables[key] = checkpointable
 
-    # ---------------------------------------------------------------------------------------- saving
     def save(
         self, name: str, *, tag_last: bool = True, on_commit: Callable[[], None] | None = None, **kwargs: Any
     ) -> "futures.Future[None] | None":
@@ -172,7 +171,6 @@ class Checkpointer:
     def _settle(self) -> None:
         futures.wait([self._writing] if self._writing is not None else [])
 
-    # ---------------------------------------------------------------------------------------- the end of a run
     def mark_finished(self, info: dict[str, Any]) -> None:
         """Record in the folder that the run has finished; ``info`` is for JSON. Every rank calls it."""
         self.wait()
@@ -195,7 +193,6 @@ class Checkpointer:
                 os.remove(self._finished_file)
                 sync_folder(self.save_dir)
 
-    # ---------------------------------------------------------------------------------------- loading
     def has_checkpoint(self) -> bool:
         """Whether ``save_dir`` holds a checkpoint to resume from."""
         return bool(self.get_checkpoint_file())
@@ -260,8 +257,7 @@ class Checkpointer:
     def _read_together(self, path: str, keys: list[str]) -> dict[str, Any]:
         if self.save_dir in mirrors:
             together(lambda: mirrors[self.save_dir].fetch(path) if comm.is_main_process() else None)
-        state = together(partial(self._load_file, path))
-        return together(partial(self._fill, state, path, keys))
+        return together(partial(self._fill, together(partial(self._load_file, path)), path, keys))
 
     def _fill(self, state: dict[str, Any], path: str, keys: list[str]) -> dict[str, Any]:
         """The content of a file with this rank's part of the states of ``keys``, and with what is in further files."""
@@ -342,6 +338,5 @@ class Checkpointer:
                 state_dict[key] = torch.as_tensor(value)
 
     def _log_incompatible_keys(self, incompatible: Any) -> None:
-        """Log the result of ``_load_model``."""
         if table := table_of(incompatible):
             _logger.warning("Some weights in '%s' do not fit the model and are not loaded:\n%s", self._source, table)

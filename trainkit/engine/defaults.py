@@ -1,17 +1,14 @@
 """The default trainer, which is built from a config."""
 
 import contextlib
-import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
@@ -25,8 +22,6 @@ from trainkit.config import (
 )
 from trainkit.config.errors import look_up
 from trainkit.config.imports import wrap_by_projects
-from trainkit.data.build import build_test_loader, build_train_loader
-from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
 from trainkit.engine.evaluation_run import evaluate_models
@@ -37,6 +32,7 @@ from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options
+from trainkit.engine.parts import DefaultParts, kept_loaders
 from trainkit.engine.process import is_restarted
 from trainkit.engine.setup import (
     default_argument_parser,
@@ -47,19 +43,13 @@ from trainkit.engine.setup import (
 from trainkit.engine.step import SimpleTrainer
 from trainkit.engine.summary import ENDS, summarize
 from trainkit.evaluation import (
-    DatasetEvaluator,
-    build_evaluator,
-    inference_on_dataset,
-    print_csv_format,
     verify_results,
 )
-from trainkit.evaluation.observer import for_details
-from trainkit.modeling import build_model, device_of_config, on_device
-from trainkit.solver import build_lr_scheduler, build_optimizer
+from trainkit.modeling import device_of_config, on_device
 from trainkit.utils import comm
 from trainkit.utils.events import EventWriter
 from trainkit.utils.model import is_part_of
-from trainkit.utils.plugins import NAMES, RUN_HOOKS, installed, lazy_names, load_plugin
+from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +68,7 @@ __all__ = [  # noqa: F822 - DefaultPredictor is in a project
 __getattr__ = lazy_names(__name__, "DefaultPredictor")
 
 
-# test loaders that the current run keeps: dataset -> (config, loader)
-_kept_loaders: ContextVar[dict[str, tuple[CfgNode, Iterable[Any]]] | None] = ContextVar("kept_loaders", default=None)
-
-
-class DefaultTrainer(TrainerBase):
+class DefaultTrainer(DefaultParts, TrainerBase):
     """A standard job from a config: model, optimizer, schedule, data, checkpoints, evaluation, logs.
 
     To change a part, override its method in a subclass (``build_model``, ``build_hooks``, ...). If your job is too
@@ -233,7 +219,7 @@ class DefaultTrainer(TrainerBase):
         marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer cannot mark a run as finished
         if marks:
             self.checkpointer.forget_finished()
-        token = _kept_loaders.set({})
+        token = kept_loaders.set({})
         try:
             super().train(start_iter, max_iter)
             if marks and self.status == "finished":
@@ -243,7 +229,7 @@ class DefaultTrainer(TrainerBase):
             self.status = "failed"
             raise
         finally:
-            _kept_loaders.reset(token)  # ends their workers
+            kept_loaders.reset(token)  # ends their workers
             if comm.is_main_process() and self.status in ENDS:
                 logger.info("%s", summarize(self))
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
@@ -351,112 +337,6 @@ class DefaultTrainer(TrainerBase):
         self._last_eval_results = evaluate_models(self.test, cfg, self.model, self.hooks)
         return self._last_eval_results
 
-    # ------------------------------------------------------------------ parts to override
-
-    @classmethod
-    def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """The model MODEL.NAME of the registry, on MODEL.DEVICE."""
-        model = build_model(cfg)
-        logger.debug("Model:\n%s", model)
-        return model
-
-    @classmethod
-    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(cfg, model)
-
-    @classmethod
-    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
-        return build_lr_scheduler(cfg, optimizer)
-
-    @classmethod
-    def build_train_loader(cls, cfg: CfgNode) -> Iterable[Any]:
-        return build_train_loader(cfg)
-
-    @classmethod
-    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Iterable[Any]:
-        return build_test_loader(cfg, dataset_name)
-
-    @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator | list[DatasetEvaluator]:
-        """The evaluators of TEST.EVALUATORS. Raises NotImplementedError if TEST.EVALUATORS is empty."""
-        if not cfg.TEST.EVALUATORS:
-            raise NotImplementedError(
-                "name evaluators in TEST.EVALUATORS, or override DefaultTrainer.build_evaluator(cfg, dataset_name) to "
-                "return a DatasetEvaluator"
-            )
-        return build_evaluator(cfg, dataset_name)
-
-    @classmethod
-    def test(
-        cls,
-        cfg: CfgNode,
-        model: nn.Module,
-        evaluators: DatasetEvaluator | list[DatasetEvaluator] | None = None,
-    ) -> dict[str, Any]:
-        """Evaluate ``model`` on each dataset of ``cfg.DATASETS.TEST``; log the results as tables.
-
-        Args:
-            evaluators: one per dataset, instead of those of ``build_evaluator``.
-
-        Returns:
-            dataset -> results; for a single dataset, its results directly.
-
-        Raises:
-            ValueError: the numbers of evaluators and datasets differ.
-        """
-        names = cfg.DATASETS.TEST
-        if evaluators is not None:
-            evaluators = [evaluators] if isinstance(evaluators, DatasetEvaluator) else list(evaluators)
-            if len(evaluators) != len(names):
-                raise ValueError(f"need one evaluator per dataset in {names}, got {len(evaluators)}")
-        results: dict[str, Any] = {}
-        for i, name in enumerate(names):
-            if evaluators is not None:
-                evaluator: Any = evaluators[i]
-            else:
-                try:
-                    evaluator = cls.build_evaluator(cfg, name)
-                except NotImplementedError as error:
-                    logger.warning("%s is not evaluated: %s", name, error)
-                    results[name] = {}
-                    continue
-            loader = _test_loader(cls.build_test_loader, cfg, name)
-            if cfg.TEST.MAX_BATCHES:
-                own: Any = getattr(loader, "first_batches", None)  # a loader may do this itself
-                number = cfg.TEST.MAX_BATCHES
-                loader = itertools.islice(loader, number) if own is None else own(number)
-            results[name] = inference_on_dataset(model, loader, evaluator, name=name)
-            if comm.is_main_process():
-                logger.log(for_details(), "Results on %s:", name)
-                print_csv_format(results[name])
-        return next(iter(results.values())) if len(results) == 1 else results
-
-    @staticmethod
-    def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
-        reference = cfg.SOLVER.get("REFERENCE_WORLD_SIZE")
-        return load_plugin(NAMES["scale_workers"]).scale_workers(cfg, num_workers) if reference else cfg
-
-    def _build(self, method: str, *args: Any) -> Any:
-        built = getattr(self, method)(*args)
-        if built is None:  # without this check, the error would come in code that is not the user's
-            raise TypeError(f"{type(self).__name__}.{method}() returned None; return the object that it builds")
-        return built
-
-    @classmethod
-    def _is_default(cls, method: str) -> bool:
-        return inspect.getattr_static(cls, method) is vars(DefaultTrainer)[method]
-
-    @classmethod
-    def _check_names(cls, cfg: CfgNode) -> None:
-        """Find wrong names now, not at the first evaluation. Names used only by overridden methods are not checked."""
-        for key in ("VAL", "TEST"):
-            for name in cfg.DATASETS[key]:
-                if cls._is_default("build_test_loader") and name not in DatasetCatalog:
-                    raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
-                if cls._is_default("build_evaluator") and cfg.TEST.EVALUATORS:
-                    cls.build_evaluator(cfg, name)
-
     def __getattr__(self, name: str) -> Any:
         """What only the trainer of a step knows: batch, losses, outputs, feed, ..."""
         if name.startswith("_") or "_step_trainer" not in self.__dict__:
@@ -475,17 +355,6 @@ class DefaultTrainer(TrainerBase):
     @property
     def _step(self) -> SimpleTrainer:
         return self._step_trainer
-
-
-def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:
-    """A new loader, or the loader of the last evaluation of this run if it keeps its workers."""
-    kept = _kept_loaders.get()
-    if kept is not None and name in kept and kept[name][0] == cfg:
-        return kept[name][1]
-    loader = wrap_by_projects("wrap_loader", cfg, build(cfg, name))
-    if kept is not None and getattr(loader, "persistent_workers", False):
-        kept[name] = cfg, loader
-    return loader
 
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:

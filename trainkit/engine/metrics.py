@@ -17,7 +17,8 @@ from trainkit.engine.finite import describe_failure, raise_failure
 from trainkit.utils import comm
 from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
-from trainkit.utils.events.storage import MAX_ROWS, Numbers
+from trainkit.utils.events.later import Numbers
+from trainkit.utils.events.storage import MAX_ROWS, own_stack
 from trainkit.utils.losses import Losses
 from trainkit.utils.numbers import tree_sum
 from trainkit.utils.periods import check_period, is_nth
@@ -37,7 +38,7 @@ class MetricWorker:
 
     def __init__(self, storage: EventStorage) -> None:
         self._storage = storage
-        self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=storage.own_stack)
+        self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=own_stack)
         self._jobs: deque[Future[EventStorage]] = deque()
         self._error: BaseException | None = None  # the first one since it was raised
 

@@ -4,9 +4,8 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -18,11 +17,11 @@ from trainkit.engine.feed import Feed
 from trainkit.engine.finite import describe_failure, describe_model, non_finite_names
 from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, write_metrics
+from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath
+from trainkit.engine.own_metrics import OwnMetrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils.device import first_tensor
-from trainkit.utils.events import get_event_storage
 from trainkit.utils.losses import Losses, mean_losses, parse_losses
 from trainkit.utils.periods import check_period
 
@@ -44,7 +43,7 @@ def _of_step(name: str, path: str, doc: str) -> Any:
     return property(read, doc=doc)
 
 
-class SimpleTrainer(TrainerBase):
+class SimpleTrainer(OwnMetrics, TrainerBase):
     """One model, one loss (or a sum of losses), one optimizer, one data source.
 
     For two optimizers or a GAN, subclass `TrainerBase` and define ``run_step``. Hooks can read ``batch``, ``losses``
@@ -70,7 +69,6 @@ class SimpleTrainer(TrainerBase):
     gather_metric_period = forwarded("metrics.gather_period")
     _data_loader_iter = forwarded("feed.iterator")
     _data_loader_iter_obj = forwarded("feed._iterator", "None: the next iteration iterates over the loader again.")
-    write_metrics = staticmethod(write_metrics)
 
     def __init__(
         self,
@@ -241,10 +239,10 @@ class SimpleTrainer(TrainerBase):
         if self.extra:
             check_names(losses, self.extra)  # a model may return an entry only later
         scalars = losses.scalars | self.extra
-        if self._writes_itself:
-            self._let_write(losses, data_time)
+        if self.writes_itself:
+            self.let_write(losses, data_time)
         is_last = self.iter + 1 == self.max_iter
-        self.metrics.add(self.iter, data_time, scalars, is_last=is_last, is_stored=not self._writes_itself)
+        self.metrics.add(self.iter, data_time, scalars, is_last=is_last, is_stored=not self.writes_itself)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -264,43 +262,6 @@ class SimpleTrainer(TrainerBase):
             if not math.isfinite(values.get("grad_norm", 0.0)):
                 return describe_failure("gradients are", iter, values)
         return None
-
-    # ------------------------------------------------------------------ metrics of a subclass
-
-    @staticmethod
-    def _is_stock(method: Any, stock: Any) -> bool:
-        return getattr(method, "__func__", method) is stock
-
-    @cached_property
-    def _writes_itself(self) -> bool:
-        stock = self._is_stock(self._write_metrics, SimpleTrainer._write_metrics)
-        return not stock or self.write_metrics is not write_metrics
-
-    def _write_metrics(
-        self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
-    ) -> None:
-        """Call `write_metrics` in iterations whose metrics are gathered.
-
-        If a subclass overrides one of the two, `record` calls this method in these iterations instead of storing the
-        losses, in the worker if ``async_write_metrics``. The losses have no graph.
-        """
-        if ((iter := self.iter if iter is None else iter) + 1) % self.gather_metric_period == 0:
-            self.write_metrics(loss_dict, data_time, iter, prefix)
-
-    def _let_write(self, losses: Losses, data_time: float) -> None:
-        if (self.iter + 1) % self.gather_metric_period:
-            return
-        # copies, since the worker reads them later; `write_metrics` adds up those that require grad
-        copies = {name: value.detach().clone() for name, value in losses.values.items()}
-        for name in losses.trained:
-            copies[name].requires_grad_()
-        for name, value in self.extra.items():
-            if not name.startswith("[flag]"):
-                get_event_storage().put_scalar(name, value)
-        if self.concurrent_executor is None:
-            self._write_metrics(copies, data_time)
-        else:
-            self.concurrent_executor.submit(self._write_metrics, copies, data_time, iter=self.iter)
 
     # ------------------------------------------------------------------ parts that may be replaced between runs
 

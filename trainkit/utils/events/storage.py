@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainkit.utils.device import new_event, runs_ahead
+from trainkit.utils.device import runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
+from trainkit.utils.events.later import Numbers
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,9 @@ def has_event_storage() -> bool:
     return bool(getattr(_thread, "stack", _stack))
 
 
-class Row(NamedTuple):
-    """A value that waits to be stored: a float, or a tensor of shape ``[]`` that is read with all others."""
-
-    iter: int
-    name: str
-    value: Any
-    epoch: int | None = None
+def own_stack() -> None:
+    """Let the present thread have its own open storages; a worker calls it first."""
+    _thread.stack = []
 
 
 class Image(NamedTuple):
@@ -89,7 +86,8 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration, counted from 0; the loop sets it.
-        rows: tuples like `Row`, in the order of their puts. The trainer appends its losses here.
+        rows: (iter, name, value, epoch) in the order of their puts; a tensor, of shape ``[]``, is read later with all
+            others. The trainer appends its losses here.
         before_read: called before a read stores what waits; the trainer adds what it still holds.
         worker: stores and writes in a thread, if the trainer asks for it.
     """
@@ -315,7 +313,7 @@ class EventStorage:
 
     def histograms(self) -> list[Histogram]:
         self.flush()
-        return list(self._histograms)
+        return [*self._histograms]
 
     def clear_images(self) -> None:
         if not self._holds_images:
@@ -334,13 +332,6 @@ class EventStorage:
         finally:
             self._holds_images = False
 
-    # ------------------------------------------------------------------ iteration, state, context
-
-    @staticmethod
-    def own_stack() -> None:
-        """Let the present thread have its own open storages; a worker calls it first."""
-        _thread.stack = []
-
     @property
     def iteration(self) -> int:
         """``iter`` under detectron2's name."""
@@ -351,7 +342,7 @@ class EventStorage:
         self.iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything stored; not ``iter``, which belongs to the loop."""
+        """Everything stored, without ``iter``, which belongs to the loop."""
         return {
             "histories": {name: history.state_dict() for name, history in self.histories().items()},
             "smoothing_hints": dict(self._smoothing_hints),
@@ -387,39 +378,6 @@ class EventStorage:
         finally:
             self.worker.close()
             self.worker = None
-
-
-class Numbers:
-    """Values that are read together: one stack, one copy and one event per device and type.
-
-    Args:
-        values: floats, and tensors of shape ``[]``. Copies from a device that runs ahead start now, without waiting.
-    """
-
-    def __init__(self, values: list[Any]) -> None:
-        self._values, groups = values, dict[tuple[torch.device, torch.dtype], list[int]]()
-        for place, value in enumerate(values):
-            if type(value) is not float:
-                groups.setdefault((value.device, value.dtype), []).append(place)
-        self._copies = [(places, *_start_copy([values[i] for i in places])) for places in groups.values()]
-
-    def read(self) -> Sequence[float]:
-        """Wait for the copies; returns the numbers in the order of ``values``."""
-        for places, packed, arrived in self._copies:
-            if arrived is not None:
-                arrived.synchronize()
-            for place, number in zip(places, packed.tolist(), strict=True):
-                self._values[place] = float(number)
-        return self._values
-
-
-@torch.no_grad()
-def _start_copy(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
-    packed = torch.stack([*tensors])
-    if not runs_ahead(packed.device):
-        return packed, None
-    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-    return host.copy_(packed, non_blocking=True), new_event(packed.device)
 
 
 def _writable(prefix: str, name: str) -> str:
