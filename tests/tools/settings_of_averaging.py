@@ -1,6 +1,5 @@
 """Averaged weights."""
 
-import re
 from collections.abc import Callable, Sequence
 from math import exp
 from typing import Any
@@ -67,11 +66,6 @@ def evaluates(averaged: str | None, trained: str | None) -> Callable[[Run], None
     return effect
 
 
-def both_are_in_one_table(run: Run) -> None:
-    for weights, metric in (("ema", LOSS), ("raw", f"raw/{LOSS}")):
-        assert re.search(rf"\| {weights} +\| loss +\| total_loss +\| +{run.metric(metric)[12]:.4f} \|", run.log)
-
-
 AVERAGING = [
     Setting("EMAHook", hook("EMAHook", DECAY=0.5), average_moves({1: 0.5, 5: 0.5, 10: 0.5}), SAVE_ALL),
     *(
@@ -123,7 +117,7 @@ AVERAGING = [
     Setting(
         "EMAHook: evaluate both",
         hook("EMAHook", DECAY=0.9, EVALUATE="both"),
-        all_of(evaluates(LOSS, f"raw/{LOSS}"), both_are_in_one_table),
+        evaluates(LOSS, f"raw/{LOSS}"),
         hook("EMAHook", DECAY=0.9),
     ),
 ]

@@ -19,7 +19,7 @@ from tests.tools.settings import (
     metric_is,
 )
 from tests.tools.settings_of_averaging import average
-from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.format import make_format
 
 SAVE_FIFTH = ["SOLVER.CHECKPOINT_PERIOD", 5]
 EVERY_EPOCH = ["TEST.EVAL_PERIOD", "1ep"]
@@ -52,7 +52,7 @@ def published(
         files = [file for file in run.files if file.startswith(f"{name}_published-")]
         assert len(files) == 1
         assert files[0].endswith(f".{suffix}")
-        state = read_file(run.folder / files[0])
+        state = make_format("" if suffix == "pth" else suffix).read(run.folder / files[0])
         assert {*state} == {"model"}
         assert all(torch.equal(state["model"][key], value) for key, value in weights(run).items())
 

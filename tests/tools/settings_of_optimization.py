@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from tests.tools.digits_run import MAX_ITER, Run
-from tests.tools.settings import EVERY_KIND, IMPORTS, QUICK, Setting, all_of, last_weights, logs, metric_at, metric_is
+from tests.tools.settings import EVERY_KIND, IMPORTS, QUICK, Setting, all_of, last_weights, metric_at, metric_is
 
 LR = 0.1
 # base of settings by which an update, LR times the gradient, is changed
@@ -65,7 +65,7 @@ SIGN_SGD = {"SOLVER.NESTEROV": False, "SOLVER.OPTIMIZER.NAME": "SignSGD"}
 LAST_LAYER = {"KEY": "layers.15", "MOMENTUM": 0.5}
 OPTIMIZERS = [
     Setting("momentum", ["SOLVER.MOMENTUM", 0.5], every_group(momentum=0.5), QUICK),
-    Setting("no fused form", ["SOLVER.OPTIMIZER.FUSED", False], logs("Optimizer SGD, implementation: default"), QUICK),
+    Setting("no fused form", ["SOLVER.OPTIMIZER.FUSED", False], every_group(fused=False), QUICK),
     Setting(
         "AdamW",
         [item for pair in ADAMW.items() for item in pair],
