@@ -28,7 +28,6 @@ predictions without changes. A file is written completely or not at all.
 """
 
 import argparse
-import inspect
 import itertools
 import json
 import math
@@ -205,7 +204,7 @@ def predict_dataset(
         ConfigError: no dataset has this name.
     """
     batches: Iterable[tuple[list[Any], Any]]
-    if vars(DefaultTrainer)["build_test_loader"] is not inspect.getattr_static(trainer, "build_test_loader"):
+    if not trainer.is_default("build_test_loader"):
         loader = trainer.build_test_loader(predictor.cfg, name)
         batches = ((_told_of_batch(batch), batch) for batch in loader)
     elif name not in DatasetCatalog:

@@ -121,7 +121,8 @@ class DefaultParts:
         return built
 
     @classmethod
-    def _is_default(cls, method: str) -> bool:
+    def is_default(cls, method: str) -> bool:
+        """Whether no subclass overrides the method."""
         return inspect.getattr_static(cls, method) is vars(DefaultParts)[method]
 
     @classmethod
@@ -129,9 +130,9 @@ class DefaultParts:
         """Find wrong names now, not at the first evaluation. Names used only by overridden methods are not checked."""
         for key in ("VAL", "TEST"):
             for name in cfg.DATASETS[key]:
-                if cls._is_default("build_test_loader") and name not in DatasetCatalog:
+                if cls.is_default("build_test_loader") and name not in DatasetCatalog:
                     raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
-                if cls._is_default("build_evaluator") and cfg.TEST.EVALUATORS:
+                if cls.is_default("build_evaluator") and cfg.TEST.EVALUATORS:
                     cls.build_evaluator(cfg, name)
 
 
