@@ -44,6 +44,12 @@ class BestCheckpoints(BestCheckpointer):
         super()._forget()
         self._kept: list[list[Any]] = []  # [name, value] of numbered files, the best first; on rank 0
 
+    def after_load(self, state: dict[str, Any]) -> None:
+        """In older checkpoints the states of these hooks have the name of the base class."""
+        states = state.get("trainer", {}).get("hooks", {})
+        for name in [name for name in states if name.startswith("BestCheckpointer") and "kept" in states[name]]:
+            states[name.replace("BestCheckpointer", "BestCheckpoints")] = states.pop(name)
+
     def judge(self, value: float) -> list[str]:
         names = super().judge(value)
         if math.isfinite(value):

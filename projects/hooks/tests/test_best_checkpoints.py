@@ -67,6 +67,19 @@ def test_the_best_k_files_are_those_of_the_whole_run_after_a_resume(tmp_path):
     assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
 
 
+def test_a_checkpoint_of_before_has_the_best_k_files_under_the_name_of_the_base_class(tmp_path):
+    values = [50.0, 70.0, 60.0, 80.0, 65.0, 75.0]
+    run_of_best(tmp_path, values).train(0, 4)
+    state = load(tmp_path / "model_0000002.pth")
+    state["trainer"]["hooks"]["BestCheckpointer"] = state["trainer"]["hooks"].pop("BestCheckpoints")
+    torch.save(state, tmp_path / "before.pth")
+    again = run_of_best(tmp_path, values[2:])
+    again.hooks[0].checkpointer.load(tmp_path / "before.pth")
+    (tmp_path / "before.pth").unlink()
+    again.train(3, 6)
+    assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
+
+
 def test_a_best_value_whose_file_cannot_be_written_is_not_one_of_the_best_k(tmp_path, save_format, caplog):
     for iteration in (0, 3):
         (tmp_path / f"model_best_000000{iteration}.pth").mkdir()
