@@ -129,7 +129,7 @@ def test_the_sample_of_a_logical_rank_is_named(tmp_path, accumulation):
 
 
 def failed_at(folder):
-    return int(last_line(folder).rpartition(" --iter ")[2])
+    return int(last_line(folder).rpartition(" --iter ")[2].split()[0])
 
 
 @pytest.mark.parametrize("kind", [KeyError, torch.OutOfMemoryError])
