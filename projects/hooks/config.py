@@ -13,6 +13,7 @@ def add_config(cfg: CfgNode) -> None:
     cfg.CHECKPOINT.PUBLISH = ""  # "model" or "ema": at the end, write files of only these weights (final and best).
     cfg.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
     cfg.MAX_TIME = ""  # "23h", "1d 12h": stop and save the run after this time of training. "": no limit.
+    cfg.SOLVER.ACCUMULATION_FACTORS = []  # [[1000, 4]]: 4 times as many from iteration 1000 on. Without epochs ("3ep").
     cfg.TEST.PRECISE_BN = CfgNode()
     cfg.TEST.PRECISE_BN.ENABLED = False  # True: compute the statistics of batch norm layers before each evaluation.
     cfg.TEST.PRECISE_BN.NUM_ITER = 200  # The number of batches for these statistics.
@@ -44,5 +45,7 @@ def prepare(cfg: CfgNode) -> None:
         cfg.HOOKS = [*cfg.HOOKS, *entries]
     if cfg.MAX_TIME and "TimeLimit" not in names:
         cfg.HOOKS = [*cfg.HOOKS, {"NAME": "TimeLimit"}]
+    if cfg.SOLVER.ACCUMULATION_FACTORS and "AccumulationSchedule" not in names:
+        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "AccumulationSchedule", "FACTORS": cfg.SOLVER.ACCUMULATION_FACTORS}]
     if cfg.CHECKPOINT.PUBLISH and "PublishWeights" not in names:
         cfg.HOOKS = [{"NAME": "PublishWeights"}, *cfg.HOOKS]

@@ -60,7 +60,6 @@ _C.SOLVER.LR_SCHEDULER_BUILDER = ""  # Another function that builds the schedule
 _C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
 _C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
 _C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
-_C.SOLVER.ACCUMULATION_FACTORS = []  # [[1000, 4]]: 4 times as many from iteration 1000 on. Without epochs ("3ep").
 _C.SOLVER.BASE_LR = 0.001  # The learning rate after the warm-up, before any factors.
 _C.SOLVER.BASE_LR_END = 0.0  # WarmupCosineLR: the learning rate at the end.
 _C.SOLVER.MOMENTUM = 0.9  # For SGD, LARS, RMSprop, ... An error if you change it and the optimizer does not take it.

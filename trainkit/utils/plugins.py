@@ -22,7 +22,10 @@ CONFIG_KEYS: dict[str, str] = _by_name(
     {
         "cluster.config": "REQUEUE_SIGNAL STEP_TIMEOUT",
         "async_save.config": "CHECKPOINT.ASYNC",
-        "hooks.config": "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.PUBLISH CHECKPOINT.PUBLISH_FORMAT MAX_TIME TEST.PRECISE_BN",
+        "hooks.config": (
+            "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.PUBLISH CHECKPOINT.PUBLISH_FORMAT MAX_TIME SOLVER.ACCUMULATION_FACTORS "
+            "TEST.PRECISE_BN"
+        ),
         "trainable_only.config": "CHECKPOINT.TRAINABLE_ONLY",
         "samplers.config": (
             "DATALOADER.OVERFIT_BATCHES DATALOADER.RANDOM_SUBSET_RATIO DATALOADER.REPEAT_THRESHOLD "

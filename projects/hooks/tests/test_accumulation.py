@@ -7,13 +7,14 @@ from trainkit.projects.hooks.accumulation import AccumulationSchedule
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer
 
-FACTORS = [{"NAME": "AccumulationSchedule", "FACTORS": [[3, 2], [6, 4]]}]
+HOOK = ("HOOKS", [{"NAME": "AccumulationSchedule", "FACTORS": [[3, 2], [6, 4]]}])
+KEY = ("SOLVER.ACCUMULATION_FACTORS", [[3, 2], [6, 4]])
 
 
-def train(folder, *options, last=10, resume=False):
+def train(folder, *options, last=10, resume=False, factors=HOOK):
     """The trainer, and the batches of each iteration."""
     torch.manual_seed(0)
-    trainer = DefaultTrainer(tiny_cfg(folder, "SOLVER.IMS_PER_BATCH", 4, "HOOKS", FACTORS, *options))
+    trainer = DefaultTrainer(tiny_cfg(folder, "SOLVER.IMS_PER_BATCH", 4, *factors, *options))
     trainer.resume_or_load(resume=resume)
     drawn, fetch = {}, trainer._trainer.fetch
 
@@ -27,10 +28,11 @@ def train(folder, *options, last=10, resume=False):
     return trainer, drawn
 
 
-def test_iterations_draw_more_and_more_of_one_stream_also_after_a_resume(tmp_path):
-    whole, batches = train(tmp_path / "whole")
-    train(tmp_path / "stopped", "SOLVER.CHECKPOINT_PERIOD", 1, last=4)
-    resumed, rest = train(tmp_path / "stopped", "SOLVER.CHECKPOINT_PERIOD", 1, resume=True)
+@pytest.mark.parametrize("factors", [HOOK, KEY], ids=["hook", "key"])
+def test_iterations_draw_more_and_more_of_one_stream_also_after_a_resume(tmp_path, factors):
+    whole, batches = train(tmp_path / "whole", factors=factors)
+    train(tmp_path / "stopped", "SOLVER.CHECKPOINT_PERIOD", 1, last=4, factors=factors)
+    resumed, rest = train(tmp_path / "stopped", "SOLVER.CHECKPOINT_PERIOD", 1, resume=True, factors=factors)
 
     assert [len(batches[iter]) for iter in range(10)] == [1] * 3 + [2] * 3 + [4] * 4
     stream = iter(DefaultTrainer.build_train_loader(whole.cfg))
