@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -357,6 +358,7 @@ trainer.train()
 )
 def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch, model, start):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))  # the script imports from tests
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["train.py", "MODEL.NAME", model]
     subprocess.run([sys.executable, *words], check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
