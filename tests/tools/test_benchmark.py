@@ -220,7 +220,7 @@ def test_the_import_rows(tool, tmp_path):
     rows = tool.imports.imports(1, scratch=tmp_path)
 
     assert described(rows) == [
-        ("import trainkit.engine", 0.25, "s", False),
+        ("import SimpleTrainer", 0.1, "s", False),
         ("tensorboard, matplotlib, omegaconf in its sys.modules", 0, "modules", False),
     ]
     assert (rows[1].value, rows[1].note) == (0, "")
