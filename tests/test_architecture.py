@@ -78,7 +78,7 @@ PURE |= {
     "property",
     "startswith",
 }
-PURE |= {"_point", "lazy_names", "staticmethod", "timedelta", "vars"}
+PURE |= {"lazy_names", "staticmethod", "timedelta", "vars"}
 JOBS = ("charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text")  # not capabilities
 
 

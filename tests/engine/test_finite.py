@@ -6,37 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import AfterStep, Regression, Weight, batches, scalars, sgd
+from tests.engine.tiny import AfterStep, Weight, poisoned, scalars, sgd, state_of
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hooks import CallbackHook
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage
-
-
-def state_of(trainer):
-    return [
-        *trainer.model.parameters(),
-        *(v for s in trainer.optimizer.state.values() for v in s.values() if v is not None),
-    ]
-
-
-def poison_at(*iters, value=math.nan):
-    """The gradient of the first parameter, behind the backward pass."""
-
-    def poison(trainer):
-        if trainer.iter in iters:
-            next(trainer.model.parameters()).grad.view(-1)[0] = value
-
-    return CallbackHook(after_backward=poison)
-
-
-def poisoned(iters, make=sgd, trainer_class=SimpleTrainer, **kwargs):
-    model = Regression()
-    trainer = trainer_class(model, batches(10), make(model), **kwargs)
-    trainer.register_hooks([poison_at(*iters)])
-    return trainer
 
 
 def test_gradients_that_are_not_finite_end_the_run_before_the_update():

@@ -1,5 +1,6 @@
 """Small things that the tests of the engine train."""
 
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ from torch import nn
 
 from trainkit.engine import metrics
 from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hooks import CallbackHook
 from trainkit.engine.loop import TrainerBase
+from trainkit.engine.step import SimpleTrainer
 
 CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
 
@@ -123,3 +126,28 @@ def metrics_by_worker():
 def defer(storage):
     """Let a worker store what is put into ``storage``, as in an asynchronous run."""
     storage.worker = storage.worker or metrics.MetricWorker(storage)
+
+
+def state_of(trainer):
+    """The tensors that updates change."""
+    return [
+        *trainer.model.parameters(),
+        *(v for s in trainer.optimizer.state.values() for v in s.values() if v is not None),
+    ]
+
+
+def poison_at(*iters, value=math.nan):
+    """The gradient of the first parameter, after the backward pass."""
+
+    def poison(trainer):
+        if trainer.iter in iters:
+            next(trainer.model.parameters()).grad.view(-1)[0] = value
+
+    return CallbackHook(after_backward=poison)
+
+
+def poisoned(iters, make=sgd, trainer_class=SimpleTrainer, **kwargs):
+    model = Regression()
+    trainer = trainer_class(model, batches(10), make(model), **kwargs)
+    trainer.register_hooks([poison_at(*iters)])
+    return trainer

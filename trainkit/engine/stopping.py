@@ -72,10 +72,6 @@ class StopRequests:
         """Whether this rank was asked to stop."""
         return bool(self._requests)
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
     def reset(self) -> None:
         """Forget all requests; every rank calls it in the thread of the loop when a run starts."""
         self._requests, self.stop, self._exchange = [], None, None

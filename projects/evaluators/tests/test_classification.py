@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from trainkit.projects.evaluators.tests.host_reads import HostReads
 
 from trainkit.evaluation import ClassificationEvaluator, inference_on_dataset
 
@@ -62,20 +62,6 @@ def test_the_key_of_hugging_face_is_read_if_there_is_no_other():
     assert evaluate(({"label": LABELS, "labels": LABELS * 0}, SCORES)) == evaluate(({"label": LABELS}, SCORES))
     with pytest.raises(KeyError, match="no labels under 'target'"):
         evaluate(({"labels": LABELS}, SCORES), label_key="target")
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operations whose result or size the host has to wait for."""
-
-    WAITING = frozenset(("_local_scalar_dense", "nonzero", "bincount", "masked_select"))
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in self.WAITING
-        return func(*args, **(kwargs or {}))
 
 
 def test_counting_a_batch_does_not_wait_for_the_device():

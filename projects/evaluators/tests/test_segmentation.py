@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from trainkit.projects.evaluators.tests.host_reads import HostReads
 
 from tests.two_ranks import on_two_ranks
 from trainkit.config import get_cfg
@@ -129,20 +129,6 @@ def test_the_metadata_of_a_data_set_name_the_classes_and_what_is_ignored(caplog)
         "| c       |        0 |  0.00 |          - |\n"
         "| d       |        0 |     - |          - |"
     ]
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operations whose result or size the host has to wait for."""
-
-    WAITING = frozenset(("_local_scalar_dense", "nonzero", "bincount", "masked_select"))
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in self.WAITING
-        return func(*args, **(kwargs or {}))
 
 
 def test_counting_a_batch_does_not_wait_for_the_device():

@@ -1,5 +1,4 @@
 import hashlib
-import importlib
 import os
 
 import pytest
@@ -158,14 +157,7 @@ def test_what_is_no_tensor_is_not_published_as_safetensors(tmp_path):
     assert names(tmp_path) == ["model_final.pth"]
 
 
-def test_the_package_is_asked_for(tmp_path, monkeypatch):
-    path, real = save(tmp_path), importlib.import_module
-
-    def missing(name):
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name)
-
-    monkeypatch.setattr("importlib.import_module", missing)
+def test_the_package_is_asked_for(tmp_path, without_safetensors):
+    path = save(tmp_path)
     with pytest.raises(CheckpointError, match=r"needs the package safetensors: pip install 'trainkit\[safetensors\]'"):
         publish_weights(path, format="safetensors")

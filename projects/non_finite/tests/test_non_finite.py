@@ -10,7 +10,18 @@ from trainkit.projects.non_finite.trainers import CheckGradients, SkipNonFinite
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
+from tests.engine.tiny import (
+    AfterStep,
+    PlainOptimizer,
+    Regression,
+    Weight,
+    batches,
+    poison_at,
+    poisoned,
+    scalars,
+    sgd,
+    state_of,
+)
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter
@@ -52,30 +63,6 @@ class Normalized(nn.Module):
 
     def forward(self, batch):
         return self.loss(self.weight, self.norm(batch))
-
-
-def poison_at(*iters, value=math.nan):
-    """The gradient of the first parameter, behind the backward pass."""
-
-    def poison(trainer):
-        if trainer.iter in iters:
-            next(trainer.model.parameters()).grad.view(-1)[0] = value
-
-    return CallbackHook(after_backward=poison)
-
-
-def poisoned(iters, make=sgd, trainer_class=SimpleTrainer, **kwargs):
-    model = Regression()
-    trainer = trainer_class(model, batches(10), make(model), **kwargs)
-    trainer.register_hooks([poison_at(*iters)])
-    return trainer
-
-
-def state_of(trainer):
-    return [
-        *trainer.model.parameters(),
-        *(v for s in trainer.optimizer.state.values() for v in s.values() if v is not None),
-    ]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

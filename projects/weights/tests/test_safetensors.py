@@ -1,7 +1,5 @@
 """Weights in files of safetensors."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -41,14 +39,6 @@ def test_a_damaged_file_is_an_error(path, damage):
         Checkpointer(tied()).load(path.parent / "absent.safetensors")
 
 
-def test_the_package_is_asked_for(path, monkeypatch):
-    real = importlib.import_module
-
-    def missing(name):
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name)
-
-    monkeypatch.setattr("importlib.import_module", missing)
+def test_the_package_is_asked_for(path, without_safetensors):
     with pytest.raises(CheckpointError, match=r"needs the package safetensors: pip install 'trainkit\[safetensors\]'"):
         Checkpointer(tied()).load(path)
