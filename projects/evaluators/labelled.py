@@ -1,4 +1,4 @@
-"""The common part of evaluators that compare scores with labels."""
+"""The common part of evaluators that count the predictions of each label."""
 
 import logging
 import math
@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trainkit.projects.evaluators.classification import check_labels, labels_of, scores_of, sum_over_ranks
+from trainkit.projects.evaluators.counting import CountingEvaluator, check_largest_k, sum_over_ranks
 
-from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
 from trainkit.utils.tables import format_table
@@ -17,14 +16,11 @@ from trainkit.utils.tables import format_table
 logger = logging.getLogger(__name__)
 
 
-class LabelledEvaluator(DatasetEvaluator):
+class LabelledEvaluator(CountingEvaluator):
     """Counts how often each class was predicted for each label; a subclass computes metrics from the counts.
 
-    The counts stay on the device of the scores, and ``process`` does not wait for this device. So labels out of range
-    are counted and reported at the end.
-
     Args:
-        dims: one letter per dimension of the scores, such as ``NC``; labels have the same dimensions except C.
+        dims: see `CountingEvaluator`.
         ignore_label: labels to leave out; None: count all.
         largest_k: number of highest scores that are compared with the label of a sample; 0: none.
     """
@@ -40,34 +36,22 @@ class LabelledEvaluator(DatasetEvaluator):
         largest_k: int = 0,
     ) -> None:
         self._class_names = None if class_names is None else list(class_names)
-        self._dims, self._label_key, self._task = dims, label_key, task
         self._ignore_label, self._largest_k = ignore_label, largest_k
-        self.reset()
+        super().__init__(dims, label_key, task)
 
-    def reset(self) -> None:
-        # int64: [C, C] label and prediction; [largest k] how often the label has the j-th highest score; [] labels out
-        # of range
-        self._counts: list[Tensor] = []
+    def count_shapes(self, num_classes: int) -> Sequence[tuple[int, ...]]:
+        """[C, C] label and prediction; [largest k] how often the label has the j-th highest score; [] labels out of
+        range."""
+        names = self._class_names
+        if names is not None and len(names) != num_classes:
+            raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")
+        check_largest_k(self._largest_k, num_classes)
+        return (num_classes, num_classes), (self._largest_k,), ()
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Count one batch.
-
-        Raises:
-            TypeError: inputs or outputs have another form.
-            KeyError: the labels are missing.
-            ValueError: shapes do not match, or C differs from the arguments or from earlier batches.
-        """
-        scores = scores_of(outputs, self._dims)
-        labels = labels_of(inputs, self._label_key, scores.device)
-        num_classes = check_labels(labels, scores)
-        if not self._counts:
-            self._check_classes(num_classes)
-            shapes: tuple[tuple[int, ...], ...] = ((num_classes, num_classes), (self._largest_k,), ())
-            self._counts = [torch.zeros(shape, dtype=torch.int64, device=scores.device) for shape in shapes]
+        """Count one batch; raises as `compare`."""
+        scores, labels, num_classes = self.compare(inputs, outputs)
         confusion, hits_at, num_bad_labels = self._counts
-        if len(confusion) != num_classes:
-            raise ValueError(f"scores have {num_classes} classes, those of the batches before had {len(confusion)}")
-        labels = labels.long()
         in_range = (labels >= 0) & (labels < num_classes)
         counted = labels != self._ignore_label if self._ignore_label is not None else torch.ones_like(in_range)
         valid = in_range & counted
@@ -96,15 +80,8 @@ class LabelledEvaluator(DatasetEvaluator):
         return {self._task: self.compute_metrics(confusion, hits_at)} if comm.is_main_process() else {}
 
     def compute_metrics(self, confusion: Tensor, hits_at: Tensor) -> dict[str, float]:
-        """Metrics by name. ``confusion[label, prediction]`` and ``hits_at[j]``, see ``reset``, are on the CPU."""
+        """Metrics by name. ``confusion[label, prediction]`` and ``hits_at[j]``, see `count_shapes`, are on the CPU."""
         raise NotImplementedError
-
-    def _check_classes(self, num_classes: int) -> None:
-        names = self._class_names
-        if names is not None and len(names) != num_classes:
-            raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")
-        if self._largest_k > num_classes:
-            raise ValueError(f"topk has k = {self._largest_k}, but the model scores only {num_classes} classes")
 
     def _names(self, confusion: Tensor) -> list[str]:
         return self._class_names or [str(label) for label in range(len(confusion))]
