@@ -1,8 +1,6 @@
 """A run that has finished is not started again, and goes on if its end is moved."""
 
 import json
-import logging
-import shutil
 from argparse import Namespace
 
 import pytest
@@ -36,14 +34,6 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     assert (trainer.status, trainer.iter) == ("finished", 10)
     assert "This run has finished after 10 iterations, so nothing is done; to train on, raise max_iter" in caplog.text
     assert files(tmp_path) == before
-
-
-@pytest.mark.parametrize("content", ['{"max_iter": 10}', '{"iterations": 10, "max_iter": 1e999, "results": {}}', "{}"])
-def test_a_note_with_other_keys_does_not_count(tmp_path, caplog, content):
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
-    (tmp_path / "finished").write_text(content)
-    assert resumed(tmp_path).status == "not started"
-    assert "The file 'finished' of this run is damaged and is ignored" in caplog.text
 
 
 def test_a_larger_max_iter_trains_on(tmp_path):
@@ -87,59 +77,7 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_does_the_rest(tmp_path
     assert [line["iteration"] for line in stored if "classification/top1" in line] == [1]  # it is not made again
 
 
-def test_without_the_mark_a_finished_run_is_looked_at_again_and_nothing_is_trained(tmp_path, caplog):
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
-    (tmp_path / "finished").unlink()
-    caplog.set_level(logging.INFO)
-    trainer = resumed(tmp_path)
-    trainer.train()
-    assert trainer.status == "finished"
-    assert "Training from iteration 10 to 10" in caplog.text
-
-
-def test_the_mark_is_gone_while_a_run_goes_on(tmp_path):
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
-    seen = []
-
-    class Look(HookBase):
-        def before_train(self):
-            seen.append((tmp_path / "finished").exists())
-
-    trainer = resumed(tmp_path, "SOLVER.MAX_ITER", 12)
-    trainer.register_hooks([Look()])
-    trainer.train()
-    assert seen == [False]
-
-
 # ---------------------------------------------------------------------- somebody else in the folder
-
-
-class DeleteFolder(HookBase):
-    """Delete OUTPUT_DIR, once."""
-
-    def __init__(self, folder, iter):
-        self.folder, self.iter = folder, iter
-
-    def after_step(self):
-        if self.trainer.iter == self.iter:
-            shutil.rmtree(self.folder)
-
-    def after_train(self):
-        if self.iter is None:
-            shutil.rmtree(self.folder)
-
-
-def train_in(folder, *options, delete_at=-1):
-    """As a script does; the trainer."""
-    cfg = tiny_cfg(folder, *options)
-    try:
-        default_setup(cfg, Namespace())
-        trainer = DefaultTrainer(cfg)
-        trainer.register_hooks([DeleteFolder(folder, delete_at)], before="PeriodicWriter")
-        trainer.train()
-    finally:
-        close_logger()
-    return trainer
 
 
 @pytest.mark.parametrize("key", ["OUTPUT_DIR", "CHECKPOINT.DIR"])

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import AfterStep, Weight, poisoned, scalars, sgd, state_of
+from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hooks import CallbackHook
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
-from trainkit.utils.events import EventStorage
 
 
 def test_gradients_that_are_not_finite_end_the_run_before_the_update():
@@ -36,15 +35,6 @@ def test_one_micro_batch_is_enough(micro_batch):
     assert model.weight.item() == 1.0
 
 
-def test_a_run_that_failed_can_begin_anew():
-    trainer = poisoned([1], clip_gradients=GradientClipper("norm", 1.0))
-    with pytest.raises(FloatingPointError):
-        trainer.train(0, 3)
-    trainer.train(2, 3)
-    assert trainer.status == "finished"
-    trainer.check_finite()
-
-
 def test_a_value_that_is_only_in_a_gradient_is_named_one_step_later():
     trainer = poisoned([3])
     with pytest.raises(FloatingPointError, match="the loss is not finite in iteration 4"):
@@ -66,17 +56,6 @@ class Normalized(nn.Module):
 
     def forward(self, batch):
         return self.loss(self.weight, self.norm(batch))
-
-
-def test_ignoring_looks_at_nothing(asynchronous):
-    model = Weight()
-    data = [torch.tensor(1.0), torch.tensor(math.nan)]
-    trainer = SimpleTrainer(model, data, sgd(model), non_finite="ignore", async_write_metrics=asynchronous)
-    trainer.train(0, 3)
-    trainer.check_finite()
-    assert trainer.status == "finished"
-    assert [math.isnan(value) for value, _ in scalars(trainer)["total_loss"]] == [False, True, True]
-    assert list(scalars(trainer)) == ["total_loss"]
 
 
 @pytest.mark.parametrize("non_finite", ["raise", "ignore"])
@@ -110,14 +89,6 @@ def test_only_floating_values_that_are_there_are_looked_at():
     assert non_finite_names(model) == ["norm.running_var"]
 
 
-def test_detectron2s_write_metrics_raises_as_ever():
-    with (
-        EventStorage(),
-        pytest.raises(FloatingPointError, match=r"the loss is not finite in iteration 4: {'total_loss"),
-    ):
-        SimpleTrainer.write_metrics({"loss_a": math.nan}, 0.0, 4)
-
-
 def test_an_unknown_policy_is_an_error_of_the_constructor():
     with pytest.raises(ValueError, match="non_finite must be 'raise' or 'ignore', got 'warn'"):
         SimpleTrainer(Weight(), [], sgd(Weight()), non_finite="warn")
@@ -137,25 +108,3 @@ def test_a_failure_is_not_found_again_in_a_run_that_follows(asynchronous):
     trainer.reset_data_loader(lambda: [torch.tensor(1.0)])
     trainer.train(0, 3)
     assert trainer.status == "finished"
-
-
-def test_a_clipper_that_raises_leaves_no_flag_behind():
-    model = Weight()
-
-    def clip(parameters):
-        return torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
-
-    trainer = SimpleTrainer(model, [torch.tensor(math.inf)], sgd(model), clip_gradients=clip)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        trainer.train(0, 1)
-    trainer.reset_data_loader(lambda: [torch.tensor(1.0)])
-    trainer.train(0, 3)
-    assert trainer.status == "finished"
-
-
-@pytest.mark.parametrize("name", ["data_time", "rank_data_time", "skipped_updates"])
-def test_a_loss_with_the_name_of_something_that_the_trainer_stores_is_refused(name):
-    model = Weight(lambda weight, batch: {"loss": weight, name: weight.detach()})
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
-    with pytest.raises(ValueError, match=rf"the trainer stores \['{name}'\] itself; give the model's entry another"):
-        trainer.train(0, 1)

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.job import TinyClassifier, tiny_cfg
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from tests.utils.png import decode_png
-from trainkit.checkpoint import Checkpointer
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS
-from trainkit.engine.hooks import HOOK_REGISTRY, VISUALIZER_REGISTRY, CallbackHook, EvalHook, PeriodicCheckpointer
-from trainkit.evaluation import ClassificationEvaluator, inference_on_dataset, observe_inference
+from trainkit.engine.hooks import HOOK_REGISTRY, VISUALIZER_REGISTRY, CallbackHook
+from trainkit.evaluation import inference_on_dataset, observe_inference
 
 
 class Recorder(HookBase):
@@ -134,21 +133,6 @@ def record(trainer):
     return recorder
 
 
-def simple_trainer(output_dir):
-    """The same job from parts: a loader, an evaluation and a checkpointer of one's own."""
-    torch.manual_seed(0)
-    model = TinyClassifier(None)
-    trainer = SimpleTrainer(model, loader("tiny_train", 20), sgd(model))
-
-    def evaluate(name):
-        return lambda: inference_on_dataset(model, loader(name, 6), ClassificationEvaluator(), name=name)
-
-    checkpointer = Checkpointer(model, output_dir, trainer=trainer)
-    hooks = [PeriodicCheckpointer(checkpointer, 2), EvalHook(2, evaluate("tiny_val"))]
-    trainer.register_hooks([*hooks, EvalHook(0, evaluate("tiny_test"), phase="test")])
-    return trainer, record(trainer)
-
-
 def loader(name, batch_size):
     return torch.utils.data.DataLoader(DatasetCatalog.get(name), batch_size, generator=torch.Generator())
 
@@ -224,17 +208,6 @@ def test_a_run_that_is_resumed_between_two_epochs(tmp_path):
     assert recorder.take() == loaded + left + SECOND_EPOCH_BEGINS + SECOND_EPOCH_ENDS
 
 
-def test_a_run_that_starts_from_the_weights_of_another_is_shown_what_was_read(tmp_path):
-    default_trainer(tmp_path / "first")[0].train()
-    weights = str(tmp_path / "first" / "model_final.pth")
-    trainer, recorder = default_trainer(tmp_path / "second", "MODEL.WEIGHTS", weights)
-
-    trainer.resume_or_load()
-    trainer.train()
-
-    assert recorder.take() == ["0 after_load iteration+model+trainer", *WHOLE_RUN]
-
-
 def test_the_same_trainer_goes_through_the_points_again(tmp_path):
     trainer, recorder = default_trainer(tmp_path)
 
@@ -242,23 +215,6 @@ def test_the_same_trainer_goes_through_the_points_again(tmp_path):
     assert recorder.take() == WHOLE_RUN
     trainer.train(0, 4)
     assert recorder.take() == WHOLE_RUN
-
-
-def test_a_simple_trainer_with_parts_of_its_own_goes_through_the_same_points(tmp_path):
-    trainer, recorder = simple_trainer(tmp_path)
-    trainer.train(0, 4)
-    assert recorder.take() == WHOLE_RUN
-
-    checkpointer = Checkpointer(trainer.model, tmp_path, trainer=trainer)
-    checkpointer.resume_or_load("", resume=True)
-    assert recorder.take() == ["4 after_load iteration+model+trainer"]
-
-
-def test_another_job_gives_another_sequence(tmp_path):
-    trainer, recorder = default_trainer(tmp_path, "TEST.IMS_PER_BATCH", 12)
-    trainer.train()
-
-    assert recorder.take() != WHOLE_RUN
 
 
 def test_a_run_that_fails_has_its_after_train_and_no_evaluation_behind_it(tmp_path):
@@ -304,13 +260,6 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
     assert not np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[0]))
 
 
-def test_a_run_that_only_tests_draws_nothing_unless_told_to(tmp_path):
-    default_trainer(tmp_path)[0].train()
-    EvaluationRun(tiny_cfg(tmp_path, *JOB), DefaultTrainer).run()
-
-    assert list(tmp_path.rglob("*.png")) == []
-
-
 # ---------------------------------------------------------------------- who is called
 
 
@@ -352,10 +301,6 @@ class OverridingDefaultTrainer(Overriding, DefaultTrainer):
     pass
 
 
-class OverridingSimpleTrainer(Overriding, SimpleTrainer):
-    pass
-
-
 class OverridingEvaluationRun(Overriding, EvaluationRun):
     pass
 
@@ -391,32 +336,6 @@ def test_points_that_a_trainer_class_overrides_are_called_with_those_of_its_hook
     run.run()
     steps = ["before_eval_step", "after_eval_step"]
     assert run.points == ["after_load", "before_eval", *steps, *steps, "after_eval"]
-
-
-def test_points_that_a_simple_trainers_class_overrides_are_called(tmp_path):
-    model = TinyClassifier(None)
-    trainer = OverridingSimpleTrainer(model, loader("tiny_train", 20), sgd(model))
-    trainer.register_hooks([PeriodicCheckpointer(Checkpointer(model, tmp_path, trainer=trainer), 2)])
-    recorder = record(trainer)
-    trainer.train(0, 2)
-
-    expected = [point for point in points_of(FIRST_EPOCH) if "eval" not in point]
-    assert trainer.points == points_of(recorder.take()) == [*expected, "after_train"]
-
-
-def test_a_trainer_class_that_passes_a_point_on_to_nobody_keeps_it_from_the_hooks(tmp_path):
-    class Silent(DefaultTrainer):
-        def before_eval_step(self, phase, index, inputs):
-            pass
-
-        def before_save(self, state):
-            pass
-
-    trainer, recorder = default_trainer(tmp_path, trainer_class=Silent)
-    trainer.train()
-
-    kept = {"before_eval_step", "before_save"}
-    assert recorder.take() == [line for line in WHOLE_RUN if line.split()[1] not in kept]
 
 
 def test_an_evaluation_of_somebody_else_inside_an_evaluation_is_not_ours(tmp_path):
@@ -460,15 +379,6 @@ def test_a_hook_that_wants_epochs_is_refused_by_a_stream_before_training(point):
     ):
         trainer.train(0, 2)
     assert (seen, trainer.status) == ([], "not started")
-
-
-def test_a_stream_needs_no_epochs_if_no_hook_wants_them():
-    steps = []
-    trainer = stream_trainer(CallbackHook(after_step=lambda trainer: steps.append(trainer.iter)))
-
-    trainer.train(0, 3)
-
-    assert (steps, trainer.has_epochs) == ([0, 1, 2], False)
 
 
 def test_an_epoch_that_the_end_of_the_run_cuts_short_has_no_end():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.tiny import AfterStep, Regression, Steps, batches, scalars, sgd
+from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
 from trainkit.engine.hook_base import HookBase, Priority
@@ -101,12 +101,6 @@ def test_two_hooks_that_ask_for_one_file_get_it_once_and_outside_of_iterations_i
     assert written == [(0, 2), "end", "asked", "end", "asked"]
 
 
-def test_without_a_checkpointer_a_save_needs_a_function():
-    trainer = Steps([AfterStep(lambda trainer: trainer.request_save("model"))])
-    with pytest.raises(ValueError, match=r"Steps has no checkpointer; give request_save\(\) a function"):
-        trainer.train(0, 1)
-
-
 def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name(tmp_path, caplog):
     model = Regression()
     trainer = SimpleTrainer(model, batches(2), sgd(model))
@@ -141,34 +135,6 @@ def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with
     assert resumed.last_done_iter == 3  # the weights have the update of iteration 3
     resumed.train(4, 6)
     assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
-
-
-def test_a_state_counts_only_where_it_was_taken():
-    save = SaveAt("after_step", 2)
-    job([], save).train(0, 6)
-    calls = []
-    trainer = job(calls)
-    trainer.load_state_dict(save.state)
-    trainer.train(5, 6)
-    assert [call[1:3] for call in calls if call[0] in ("below", "step")][1:4] == [
-        ("before_step", 5),
-        ("run_step", 5),
-        ("after_step", 5),
-    ]
-
-
-def test_a_state_that_nothing_was_done_with_is_given_back_as_it_was():
-    save = SaveAt("after_step", 2)
-    job([], save).train(0, 4)
-    seed(5)
-    trainer = job([])
-    trainer.load_state_dict(save.state)
-    state = trainer.state_dict()
-    assert (state["iteration"], state["position"]) == (
-        2,
-        {"stage": 2, "max_iter": 4, "finished_early": None},
-    )
-    assert state["rng"] is save.state["rng"]
 
 
 # ---------------------------------------------------------------------- late hooks
@@ -221,31 +187,6 @@ def test_a_larger_max_iter_moves_the_end_of_a_run_that_has_finished_early(point,
     trainer.load_state_dict(save.state)
     trainer.train(3, 10)
     assert steps == [3, 4, 5, 6, 7, 8, 9]
-
-
-def test_training_goes_on_after_a_stop_as_if_there_had_been_none():
-    def run(trainer):
-        trainer.register_hooks(
-            [
-                hooks.IterationTimer(),
-                AfterStep(lambda trainer: trainer.storage.put_scalar("drawn", random.random())),
-            ]
-        )
-        return trainer
-
-    seed(1)
-    whole = run(Steps())
-    whole.train(0, 6)
-
-    seed(1)
-    trainer = run(Steps())
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == 3 and trainer.request_stop("enough"))])
-    trainer.train(0, 6)
-    assert (trainer.status, trainer.iter) == ("stopped", 4)
-    trainer.train(4, 6)
-
-    assert trainer.status == "finished"
-    assert scalars(trainer) == scalars(whole)
 
 
 @pytest.mark.parametrize("stop_at", [2, 3])  # inside an epoch and at its end

@@ -39,13 +39,6 @@ def test_one_process_stops_at_once_when_it_was_asked_to():
     assert stops.agreed(7) == stops.agreed(8) == stops.agree_now() == Stop("enough", None)
 
 
-def test_the_first_request_counts():
-    stops = StopRequests()
-    stops.request("enough")
-    stops.request("too much")
-    assert stops.agreed(0) == Stop("enough", None)
-
-
 def test_a_signal_counts_before_a_request():
     stops = StopRequests()
     stops.request("enough")
@@ -54,29 +47,8 @@ def test_a_signal_counts_before_a_request():
     assert stops.agreed(0) == Stop("SIGTERM", SIGTERM)
 
 
-def test_another_thread_may_ask():
-    stops = StopRequests()
-    thread = threading.Thread(target=stops.request, args=("the time is over",))
-    thread.start()
-    thread.join()
-    assert stops.agreed(0) == Stop("the time is over", None)
-
-
-def test_a_new_run_has_forgotten_the_requests_of_the_last_one():
-    stops = StopRequests()
-    stops.request("enough")
-    assert stops.agreed(0) is not None
-    stops.reset()
-    assert (stops.pending, stops.agreed(1)) == (False, None)
-
-
 def test_the_exit_code_is_that_of_a_shell():
     assert [Stop("", signum).exit_code for signum in (None, SIGTERM, SIGINT, SIGHUP)] == [0, 143, 130, 129]
-
-
-def test_a_period_of_no_step_is_refused():
-    with pytest.raises(ValueError, match="stop_check_period must be a whole number of iterations >= 1, got 0"):
-        StopRequests(0)
 
 
 def test_the_log_says_once_who_was_asked_by_what(caplog):
@@ -103,21 +75,6 @@ def test_a_signal_is_a_request_inside_and_what_it_was_before_outside(signum, rec
     assert received == []
     signal.raise_signal(SIGTERM)
     assert received == [SIGTERM]
-
-
-def test_the_handlers_are_put_back_by_a_failure_too():
-    def handlers():
-        return [signal.getsignal(signum) for signum in (SIGTERM, SIGINT)]
-
-    def fail():
-        inside.extend(handlers())
-        raise ZeroDivisionError
-
-    before, inside = handlers(), []
-    with pytest.raises(ZeroDivisionError), StopRequests().listening():
-        fail()
-    assert inside != before
-    assert handlers() == before
 
 
 def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
@@ -150,14 +107,6 @@ def test_a_signal_that_is_ignored_stays_ignored(signum):
         signal.raise_signal(signum)
     assert not stops.pending
     assert signal.getsignal(signum) == signal.SIG_IGN
-
-
-def test_a_handler_that_python_does_not_know_is_left_alone(monkeypatch, received):
-    monkeypatch.setattr(signal, "getsignal", lambda signum: None)  # as for one that a program in C has set
-    stops = StopRequests()
-    with stops.listening():
-        signal.raise_signal(SIGTERM)
-    assert (stops.pending, received) == (False, [SIGTERM])
 
 
 def test_a_thread_that_is_not_the_main_one_takes_no_signals():
@@ -217,11 +166,6 @@ def ask_rank_0_at_each_step(rank, folder):
     }
 
 
-def ask_nobody(rank, folder):
-    stops = StopRequests()
-    return run(stops, {}), stops.agree_now()
-
-
 def ask_both(rank, folder):
     stops = StopRequests()
     return [
@@ -241,12 +185,6 @@ def agree_between_the_steps(rank, folder):
     found += [stops.pending, stops.agree_now(), stops.agreed(2)]
     stops.reset()
     return [*found, stops.pending, stops.agree_now()]
-
-
-def change_the_period(rank, folder):
-    stops = StopRequests()
-    stops.check_period = 4
-    return run(stops, on_rank(1, rank, {5: ("enough",)}))
 
 
 def one_rank_is_ahead(rank, folder):
@@ -295,10 +233,8 @@ CHECKS = [
     *(
         ask_rank_1,
         ask_rank_0_at_each_step,
-        ask_nobody,
         ask_both,
         agree_between_the_steps,
-        change_the_period,
     ),
     *(one_rank_is_ahead, leave_without_an_error, leave_by_an_error),
 ]
@@ -327,10 +263,6 @@ def test_the_run_ends_less_than_a_period_behind_the_request(found):
     assert found["ask_rank_0_at_each_step"] == [behind] * 2
 
 
-def test_without_a_request_nothing_ends(found):
-    assert found["ask_nobody"] == [(None, None)] * 2
-
-
 def test_signals_count_first_and_then_the_lowest_rank_that_was_asked(found):
     stopped = [(10, ("rank 0", None)), (10, ("SIGTERM", 15)), (10, ("SIGINT", 2)), (10, ("late on rank 0", None))]
     assert found["ask_both"] == [stopped] * 2
@@ -342,10 +274,6 @@ def test_ranks_can_agree_at_once_with_an_exchange_under_way(found):
         [None, None, False, stop, stop, False, None],
         [None, None, True, stop, stop, False, None],
     ]
-
-
-def test_the_period_can_be_changed(found):
-    assert found["change_the_period"] == [(8, ("enough", None))] * 2
 
 
 def test_no_rank_waits_for_another_inside_a_period(found):

@@ -1,4 +1,3 @@
-import functools
 import gc
 import json
 import logging
@@ -7,7 +6,7 @@ import weakref
 
 import pytest
 
-from tests.engine.tiny import AfterStep, defer
+from tests.engine.tiny import defer
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
 from trainkit.engine.loop import TrainerBase
@@ -63,20 +62,6 @@ def iter_and_status(trainer):
 
 def raise_(error):
     raise error
-
-
-def test_the_representation_says_where_the_run_stands():
-    trainer = Trainer(fail_at=3)
-    stands = [repr(trainer)]
-    trainer.train(0, 3)
-    stands.append(repr(trainer))
-    with pytest.raises(RuntimeError):
-        trainer.train(0, 5)
-    assert [*stands, repr(trainer)] == [
-        "Trainer(after 0 of 0 iterations, not started)",
-        "Trainer(after 3 of 3 iterations, finished)",
-        "Trainer(after 3 of 5 iterations, failed)",
-    ]
 
 
 # ---------------------------------------------------------------------- the sequence of calls
@@ -163,33 +148,6 @@ def test_a_start_behind_the_end_is_refused_before_anything_happens(start_iter, m
     assert (calls, trainer.status) == ([], "not started")
 
 
-def test_a_subclass_without_run_step_is_told_to_define_it():
-    class Lazy(TrainerBase):
-        pass
-
-    with pytest.raises(NotImplementedError, match=r"Lazy must define run_step\(\)"):
-        Lazy().train(0, 1)
-
-
-def test_a_subclass_may_put_something_around_the_hooks():
-    calls = []
-
-    class Wrapping(Trainer):
-        def before_step(self):
-            calls.append(("before", self.iter))
-            super().before_step()
-
-        def after_step(self):
-            super().after_step()
-            calls.append(("after", self.iter))
-
-    Wrapping(
-        [CallbackHook(before_step=lambda t: calls.append("hook"), after_step=lambda t: calls.append("hook"))]
-    ).train(0, 2)
-
-    assert calls == [("before", 0), "hook", "hook", ("after", 0), ("before", 1), "hook", "hook", ("after", 1)]
-
-
 def test_a_hook_registered_during_training_runs_from_the_next_point_on():
     calls = []
 
@@ -228,37 +186,6 @@ def test_a_failing_step_is_logged_with_its_iteration_and_raised_behind_after_tra
     assert record.getMessage() == f"Training failed in iteration {fail_at}: RuntimeError: out of memory"
     assert record.exc_info[1] is error
     assert not has_event_storage()
-
-
-def test_a_failing_before_train_still_gives_every_hook_its_after_train():
-    calls = []
-    hooks = [
-        Spy(calls, lambda t: ("a", t.status)),
-        Spy(calls, lambda t: ("b", t.status), "before_train", lambda t: raise_(OSError("b"))),
-        Spy(calls, lambda t: ("c", t.status)),
-    ]
-
-    with pytest.raises(OSError, match="b"):
-        Trainer(hooks).train(0, 3)
-
-    assert calls == [
-        ("before_train", "a", "running"),
-        ("before_train", "b", "running"),
-        ("after_train", "a", "failed"),
-        ("after_train", "b", "failed"),
-        ("after_train", "c", "failed"),
-    ]
-
-
-@pytest.mark.parametrize("point", ["before_step", "after_backward", "after_step"])
-def test_a_failing_hook_ends_the_run(point):
-    calls = []
-    trainer = Trainer([Spy(calls, iter_and_status, point, lambda t: raise_(OSError(point)))])
-
-    with pytest.raises(OSError, match=point):
-        trainer.train(0, 3)
-
-    assert calls[-2:] == [(point, 0, "running"), ("after_train", 0, "failed")]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
@@ -311,19 +238,6 @@ def test_a_failure_in_after_train_does_not_hide_the_one_before_it(caplog):
     assert "Spy failed in after_train: KeyError: 'later'" in caplog.text
 
 
-def test_a_trainer_trains_again_behind_a_failure():
-    calls = []
-    trainer = Trainer([Spy(calls, iter_and_status)], fail_at=1)
-    with pytest.raises(RuntimeError, match="step failed"):
-        trainer.train(0, 2)
-    trainer.fail_at = None
-    calls.clear()
-
-    trainer.train(trainer.iter, 2)
-
-    assert calls == [*((point, 1, "running") for point in POINTS[:4]), ("after_train", 2, "finished")]
-
-
 # ---------------------------------------------------------------------- stopping
 
 
@@ -363,37 +277,6 @@ def test_a_stop_of_a_run_that_has_reached_its_goal_counts_as_finished():
     assert (trainer.iter, trainer.max_iter) == (2, 2)
 
 
-def test_a_stop_in_the_last_iteration_changes_nothing():
-    calls = []
-    trainer = Trainer([Spy(calls, iter_and_status, "after_step", stop_at(4))])
-
-    trainer.train(0, 5)
-
-    assert calls[-1] == ("after_train", 5, "finished")
-
-
-def test_a_run_that_has_reached_its_goal_is_finished_also_if_it_was_asked_to_stop():
-    calls = []
-    trainer = Trainer([Spy(calls, iter_and_status, "before_step", stop_at(1))])
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.request_stop("goal", finished=True))])
-
-    trainer.train(1, 5)
-
-    assert (trainer.iter, trainer.status) == (2, "finished")
-
-
-def test_a_stopped_run_goes_on_later_also_if_a_hook_says_at_its_end_that_it_has_reached_its_goal():
-    calls = []
-    trainer = Trainer([Spy(calls, iter_and_status, "after_step", stop_at(1))])
-    at_the_end = CallbackHook(after_train=lambda trainer: trainer.request_stop("goal", finished=True))
-    trainer.register_hooks([at_the_end])
-
-    trainer.train(0, 5)
-    assert (trainer.iter, trainer.status) == (2, "stopped")
-    trainer.train(2, 5)
-    assert (trainer.iter, trainer.status) == (5, "finished")
-
-
 def test_a_stop_in_before_train_ends_the_run_without_an_iteration():
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status, "before_train", stop_at(3))])
@@ -401,18 +284,6 @@ def test_a_stop_in_before_train_ends_the_run_without_an_iteration():
     trainer.train(3, 5)
 
     assert calls == [("before_train", 3, "running"), ("after_train", 3, "stopped")]
-
-
-def test_train_goes_on_behind_a_stop():
-    calls = []
-    trainer = Trainer([Spy(calls, iter_and_status, "after_step", stop_at(1))])
-    trainer.train(0, 4)
-    calls.clear()
-
-    trainer.train(trainer.iter, 4)
-
-    assert [iteration for point, iteration, _ in calls if point == "after_step"] == [2, 3]
-    assert calls[-1] == ("after_train", 4, "finished")
 
 
 # ---------------------------------------------------------------------- metrics of a worker
@@ -452,28 +323,6 @@ def test_the_last_deferred_values_of_each_run_reach_the_writers(tmp_path):
         {"iteration": 3, "loss": 3.0},
         {"iteration": 4, "result": 4.0},
     ]
-
-
-def test_an_error_of_the_worker_in_the_last_iteration_is_a_failed_run():
-    calls = []
-    spy = Spy(
-        calls, iter_and_status, "after_step", lambda t: t.storage.publish(lambda: raise_(FloatingPointError("nan")))
-    )
-    trainer = Deferring([spy])
-
-    with pytest.raises(FloatingPointError, match="nan"):
-        trainer.train(0, 1)
-
-    assert calls[-1] == ("after_train", 1, "failed")
-
-
-def test_an_error_of_the_worker_in_after_train_is_a_failed_run():
-    trainer = Deferring([CallbackHook(after_train=lambda t: t.storage.publish(lambda: raise_(OSError("disk full"))))])
-
-    with pytest.raises(OSError, match="disk full"):
-        trainer.train(0, 1)
-
-    assert trainer.status == "failed"
 
 
 def test_an_error_of_the_worker_is_raised_before_the_next_step_of_any_trainer():
@@ -600,14 +449,6 @@ def test_the_timer_runs_first_and_the_writer_last_whenever_they_and_others_are_r
     assert order(trainer) == ["IterationTimer", "B", "Early", "A", "Late", "C", "PeriodicWriter"]
 
 
-def test_none_is_left_out_and_any_iterable_will_do():
-    trainer = Trainer()
-    trainer.register_hooks(hook for hook in [None, A(), None, B()])
-    trainer.register_hooks([])
-
-    assert order(trainer) == ["A", "B"]
-
-
 @pytest.mark.parametrize("anchor", [lambda b: B, lambda b: b, lambda b: "B"], ids=["class", "object", "name"])
 def test_an_anchor_gives_the_place_next_to_it(anchor):
     b = B()
@@ -616,22 +457,6 @@ def test_an_anchor_gives_the_place_next_to_it(anchor):
     trainer.register_hooks([Timer()], after=anchor(b))
 
     assert order(trainer) == ["A", "Early", "C", "B", "Timer", "Late"]
-
-
-def test_an_anchor_gives_its_priority_to_those_that_come_later():
-    late = Late()
-    trainer = Trainer([A(), late])
-    trainer.register_hooks([B()], before=late)  # is as late as its anchor
-    trainer.register_hooks([C()])
-
-    assert order(trainer) == ["A", "C", "B", "Late"]
-
-
-def test_the_anchor_of_a_class_is_also_found_as_a_subclass():
-    trainer = Trainer([A(), Timer()])
-    trainer.register_hooks([B()], after=IterationTimer)
-
-    assert order(trainer) == ["Timer", "B", "A"]
 
 
 @pytest.mark.parametrize(
@@ -669,14 +494,6 @@ def test_a_priority_out_of_range_is_refused(priority):
         Trainer().register_hooks([A()], priority=priority)
 
 
-def test_a_class_with_a_priority_out_of_range_is_refused():
-    class Wrong(A):
-        priority = 102
-
-    with pytest.raises(ValueError, match="got 102"):
-        Trainer().register_hooks([Wrong()])
-
-
 class NoHook:
     def after_step(self):
         pass
@@ -701,62 +518,6 @@ def test_what_is_no_hook_is_refused_and_nothing_is_registered(hooks, message):
     with pytest.raises(TypeError, match=message):
         trainer.register_hooks([B(), *hooks] if isinstance(hooks, list) else hooks)
     assert order(trainer) == []
-
-
-class OfAnotherLibrary(HookBase):
-    def after_step(self, trainer):
-        pass
-
-
-class TooFew(HookBase):
-    def before_eval(self):
-        pass
-
-
-class OnlyByName(HookBase):
-    def after_train(self, *, trainer):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("hook", "message"),
-    [
-        (OfAnotherLibrary(), r"OfAnotherLibrary.after_step is called with \(\): .*'trainer'"),
-        (TooFew(), r"TooFew.before_eval is called with \(phase, name\): too many positional arguments"),
-        (OnlyByName(), r"OnlyByName.after_train is called with \(\): .*'trainer'"),
-    ],
-)
-def test_a_method_that_cannot_be_called_is_refused_when_its_hook_is_registered(hook, message):
-    trainer = Trainer()
-    with pytest.raises(TypeError, match=message):
-        trainer.register_hooks([hook])
-    assert order(trainer) == []
-
-
-def test_methods_with_defaults_with_any_arguments_with_other_names_and_without_self_are_accepted():
-    class Lenient(HookBase):
-        def before_train(self, trainer=None):
-            pass
-
-        def before_step(self, *arguments, **options):
-            pass
-
-        def before_eval(self, part, dataset, extra=0):
-            pass
-
-        @staticmethod
-        def after_step():
-            pass
-
-        @functools.wraps(OfAnotherLibrary.after_step)
-        def after_train(self):
-            pass
-
-    hook = Lenient()
-    hook.after_backward = dict  # on the object, as by hand
-    trainer = Trainer([hook])
-    trainer.train(0, 1)
-    assert trainer.status == "finished"
 
 
 def test_the_same_hook_twice_is_refused():
@@ -792,25 +553,6 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
     assert f"Hooks in order:\n{trainer.describe_hooks()}" in caplog.messages
 
 
-def test_hooks_that_were_taken_out_by_hand_take_their_names_and_states_with_them():
-    first, second, third = (Counting(count) for count in (1, 2, 3))
-    trainer = TrainerBase()
-    trainer.register_hooks([first, second])
-    trainer._hooks = [second]
-    trainer.register_hooks([third])
-    assert trainer.state_dict()["hooks"] == {"Counting#2": {"count": 2}, "Counting": {"count": 3}}
-
-
-def test_people_who_rearrange_the_list_of_hooks_by_hand_get_their_order():
-    calls = []
-    trainer = Trainer([Spy(calls, lambda _, name=name: name) for name in "abc"])
-
-    trainer._hooks = trainer._hooks[:-2] + trainer._hooks[-2:][::-1]
-    trainer.train(0, 1)
-
-    assert calls == [(point, name) for point in POINTS for name in "acb"]
-
-
 # ---------------------------------------------------------------------- state
 
 
@@ -842,14 +584,6 @@ def test_hooks_of_one_class_keep_a_state_each():
     assert [hook.count for hook in hooks] == [10, 20, 30]
 
 
-def test_hooks_of_two_classes_with_one_name_keep_a_state_each():
-    first, second = (type("Counting", (Counting,), {}) for _ in range(2))
-
-    state = Trainer([first(1), Counting(2), second(3)]).state_dict()
-
-    assert state["hooks"] == {"Counting": {"count": 1}, "Counting#2": {"count": 2}, "Counting#3": {"count": 3}}
-
-
 def test_hooks_registered_behind_the_loading_get_their_state(caplog):
     state = Trainer([Counting(10), Counting(20)]).state_dict()
     early, late = Counting(), Counting()
@@ -861,15 +595,6 @@ def test_hooks_registered_behind_the_loading_get_their_state(caplog):
 
     assert (early.count, late.count) == (10, 20)
     assert caplog.messages == []
-
-
-def test_loading_leaves_the_given_state_as_it_was():
-    state = Trainer([Counting(10)]).state_dict()
-
-    for _ in range(2):  # as for two trainers that load one checkpoint
-        hook = Counting()
-        Trainer([hook]).load_state_dict(state)
-        assert hook.count == 10
 
 
 def test_states_that_no_hook_takes_are_warned_about_by_name(caplog):
@@ -908,40 +633,6 @@ def test_the_saved_iteration_is_the_last_one_whose_step_is_done():
     assert trainer.state_dict()["iteration"] == 4
 
 
-def test_the_saved_iteration_behind_a_stop_and_a_failure():
-    stopped = Trainer([Spy([], iter_and_status, "after_step", stop_at(1))])
-    stopped.train(0, 5)
-    in_step = Trainer(fail_at=3)
-    with pytest.raises(RuntimeError, match="step failed"):
-        in_step.train(0, 5)
-    behind_step = Trainer([CallbackHook(after_step=lambda t: t.iter == 3 and raise_(OSError()))])
-    with pytest.raises(OSError):  # noqa: PT011
-        behind_step.train(0, 5)
-
-    assert [trainer.state_dict()["iteration"] for trainer in (stopped, in_step, behind_step)] == [1, 2, 3]
-
-
-def test_loading_gives_the_iteration_back_and_saving_again_gives_the_same_state():
-    trainer = Trainer([Counting()])
-    trainer.train(0, 5)
-    state = trainer.state_dict()
-
-    loaded = Trainer([Counting()])
-    loaded.load_state_dict(state)
-
-    assert loaded.iter == 4  # the last one done: the next run starts with iter + 1
-    assert loaded.state_dict() == state
-    assert (state["iteration"], state["hooks"]) == (4, {"Counting": {"count": 5}})
-
-
-def test_a_state_without_hooks_is_loaded():
-    trainer = Trainer([Counting(7)])
-    trainer.load_state_dict({"iteration": 2})
-
-    state = trainer.state_dict()
-    assert (state["iteration"], state["hooks"]) == (2, {"Counting": {"count": 7}})
-
-
 # ---------------------------------------------------------------------- hooks that say when they are due
 
 
@@ -971,29 +662,6 @@ def test_a_hook_with_next_due_is_called_where_it_or_another_one_is_due_and_other
 
     assert each.called == tuple(range(1, 12))
     assert threes.called == fives.called == [1, 3, 5, 6, 9, 10]  # the first iteration looks at every hook
-
-
-def test_a_subclass_with_another_after_step_is_called_in_each_iteration():
-    class Own(Every):
-        def after_step(self):
-            super().after_step()
-
-    hook = Own(3)
-    trainer = Trainer()
-    trainer.register_hooks([hook])
-    trainer.train(0, 5)
-
-    assert hook.called == [1, 2, 3, 4, 5]
-
-
-def test_a_hook_that_is_registered_during_a_run_is_called_when_it_is_due():
-    late = Every(4)
-    trainer = Trainer()
-    register = CallbackHook(after_step=lambda trainer: trainer.iter == 4 and trainer.register_hooks([late]))
-    trainer.register_hooks([register, Every(100)])
-    trainer.train(0, 9)
-
-    assert late.called == [8]
 
 
 def test_the_hooks_of_a_failure_are_told_the_error_and_one_that_fails_hides_nothing(caplog):
