@@ -275,7 +275,8 @@ def faults_of_the_rules():
 
 def main():
     """Print each fault; 1 if there is one."""
-    files = [file for folder in SOURCES for file in sorted((ROOT / folder).rglob("*.py")) if "tests" not in file.parts]
+    paths = [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
+    files = [path for path in paths if "tests" not in path.relative_to(ROOT).parts]
     messages = Messages({str(file.relative_to(ROOT)): file.read_text() for file in files}).all
     problems = [*faults_of_the_rules(), *faults(messages, EXCEPTIONS)]
     for exception in EXCEPTIONS:
