@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -12,13 +11,10 @@ import torch
 import torch.distributed as dist
 
 from trainkit.config import ConfigError
-from trainkit.engine import launch, user_errors_exit
-from trainkit.engine.launch import _TORCHRUN
-from trainkit.engine.process import run_rank
+from trainkit.engine import is_restarted, launch, user_errors_exit
+from trainkit.engine.launch import run_rank
 from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
-
-Failed, Killed = torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException
 
 
 def _work(folder):
@@ -30,10 +26,6 @@ def _fail_on_rank_1():
     if comm.get_rank() == 1:
         raise RuntimeError("rank 1 has a problem")
     comm.synchronize()
-
-
-def _exit(code):
-    sys.exit(code)
 
 
 def _make_a_mistake(ranks):
@@ -60,39 +52,27 @@ def _stop_by(signum, to_launcher, folder):
     sys.exit(stop.exit_code)
 
 
-def _hear(signum, folder):
+def _hear_sigterm(folder):
     """On all ranks when this returns: a function that waits for the signal. The file has the number of this process."""
     reads, writes = os.pipe()
-    signal.signal(signum, lambda signum, frame: os.write(writes, b"!"))
+    signal.signal(signal.SIGTERM, lambda signum, frame: os.write(writes, b"!"))
     (folder / f"pid{comm.get_rank()}").write_text(str(os.getpid()))
     comm.synchronize()
     return lambda: os.read(reads, 1)
 
 
 def _finish_all_the_same(folder):
-    wait_for_sigterm = _hear(signal.SIGTERM, folder)
+    wait_for_sigterm = _hear_sigterm(folder)
     if comm.get_rank() == 1:
         os.kill(os.getppid(), signal.SIGTERM)
     wait_for_sigterm()
 
 
 def _be_killed_on_rank_1(folder):
-    _hear(signal.SIGTERM, folder)
+    _hear_sigterm(folder)
     if comm.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     comm.synchronize()
-
-
-def _hang(signum, folder):
-    """Rank 1 sends the signal to the launcher, again after it was passed on; nobody ends by himself."""
-    wait_for_sigterm = _hear(signal.SIGTERM, folder)
-    if comm.get_rank() == 1:
-        os.kill(os.getppid(), signum)
-        wait_for_sigterm()
-        time.sleep(0 if signum == signal.SIGINT else 2.1)
-        os.kill(os.getppid(), signum)
-    while True:
-        signal.pause()
 
 
 def _identity(value):
@@ -108,14 +88,6 @@ def interruptible():
     signal.signal(signal.SIGHUP, former[1])
 
 
-def has_ended(folder, rank):
-    try:
-        os.kill(int((folder / f"pid{rank}").read_text()), 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_two_processes_are_one_run(tmp_path):
     assert launch(_work, 2, args=(tmp_path,)) is None
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[0, 1] 0", "[0, 1] 1"]
@@ -123,24 +95,20 @@ def test_two_processes_are_one_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_rank_that_fails_ends_the_run_with_its_number_and_its_error(forked_ranks):
-    with pytest.raises(Failed, match=r"Process 1[\s\S]*rank 1 has a problem"):
+def test_a_rank_that_fails_or_is_killed_ends_the_run_with_its_number_and_its_error(forked_ranks, tmp_path):
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"):
         launch(_fail_on_rank_1, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("code", "expected"), [(0, nullcontext()), (2, pytest.raises(SystemExit, match="^2$"))])
-def test_a_process_that_exits_ends_the_run_with_its_code(forked_ranks, code, expected):
-    with expected:
-        launch(_exit, 2, args=(code,))
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+        launch(_be_killed_on_rank_1, 2, args=(tmp_path,))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid0").read_text()), 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_mistake_is_told_once_whichever_rank_finds_it(forked_ranks, capfd, ranks):
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="^2$"):
         launch(_make_a_mistake, 2, args=(ranks,))
-    assert caught.value.code == 2
     assert capfd.readouterr().err.count("MAX_ITER is wrong") == 1
 
 
@@ -172,45 +140,38 @@ def test_a_run_that_finishes_in_spite_of_a_signal_has_finished(forked_ranks, tmp
     assert launch(_finish_all_the_same, 2, args=(tmp_path,)) is None
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_run_with_its_number(forked_ranks, tmp_path):
-    with pytest.raises(Killed, match="process 1 terminated with signal SIGKILL"):
-        launch(_be_killed_on_rank_1, 2, args=(tmp_path,))
-    assert has_ended(tmp_path, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_kills_ranks_that_hang(forked_ranks, tmp_path, interruptible, signum):
-    with pytest.raises(SystemExit) as caught:
-        launch(_hang, 2, args=(signum, tmp_path))
-    assert caught.value.code == 128 + signum
-    assert [has_ended(tmp_path, rank) for rank in range(2)] == [True, True]
-
-
 def test_one_process_is_a_plain_call_without_a_process_group():
     assert launch(_identity, 1, args=("x",)) == "x"
     assert not dist.is_initialized()
 
 
-def be_rank(monkeypatch, **values):
-    """Have the variables of torchrun."""
+@pytest.fixture
+def be_rank(monkeypatch):
+    """Have the variables of torchrun, which keeps one store for all starts."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    values = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **values}
-    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert {*_TORCHRUN} <= values.keys()
-    for name, value in values.items():
-        monkeypatch.setenv(name, str(value))
-    return store
+
+    def be(**values):
+        values = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **values}
+        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return be
 
 
-def test_under_torchrun_its_process_is_one_of_the_run(monkeypatch):
-    store = be_rank(monkeypatch)
-    found = launch(lambda: (dist.is_initialized(), dist.get_backend(), os.environ["TORCHELASTIC_RESTART_COUNT"]), 1)
-    assert found == (True, "gloo", "0")
+def test_under_torchrun_its_process_is_one_of_the_run_and_each_start_has_names_of_its_own(be_rank):
+    def work():
+        return dist.is_initialized(), dist.get_backend(), is_restarted(), dist.distributed_c10d._get_default_store()
+
+    be_rank(TORCHELASTIC_RESTART_COUNT=0)
+    *first, store = launch(work, 1)
+    store.set("address", "of the first start")
+    be_rank(TORCHELASTIC_RESTART_COUNT=1)
+    *second, store = launch(work, 1)
+
+    assert (first, second) == ([True, "gloo", False], [True, "gloo", True])
+    assert not store.check(["address"])
     assert not dist.is_initialized()
-    assert launch(lambda: os.environ["TORCHELASTIC_RESTART_COUNT"], 1) == "1"  # the second start with this store
-    del store
 
 
 @pytest.mark.parametrize(
@@ -225,10 +186,9 @@ def test_under_torchrun_its_process_is_one_of_the_run(monkeypatch):
     ],
 )
 def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
-    kind, num_devices, num_local, slurm, device, backend, monkeypatch
+    kind, num_devices, num_local, slurm, device, backend, be_rank, monkeypatch
 ):
-    more = {"SLURM_PROCID": 1} if slurm else {}
-    store = be_rank(monkeypatch, LOCAL_RANK=num_local - 1, LOCAL_WORLD_SIZE=num_local, **more)
+    be_rank(LOCAL_RANK=num_local - 1, LOCAL_WORLD_SIZE=num_local, **({"SLURM_PROCID": 1} if slurm else {}))
     found, init_process_group = {}, dist.init_process_group
 
     def init(backend, **kwargs):
@@ -244,17 +204,14 @@ def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
 
     assert (found["backend"], str(found["device_id"])) == (backend, str(device))
     assert found.get("index") == (None if device is None else int(device[-1]))
-    del store
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((-1,), "got -1, 0 and 1"),
-        ((1, 0), "got 1, 0 and 0"),
         ((1, 2, 2), "got 1, 2 and 2"),
         ((1, 2, 0), "dist_url: got None; accepted: tcp://HOST:PORT"),
-        ((2, 1, 0, "nonsense"), "dist_url: got 'nonsense'"),
         ((2, 1, 0, "tcp://host"), "dist_url: got 'tcp://host'"),
     ],
 )

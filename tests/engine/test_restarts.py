@@ -111,12 +111,15 @@ def test_a_run_whose_worker_is_killed_is_started_again_and_ends_as_one_left_alon
 
 
 @pytest.mark.slow
-def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_the_first_checkpoint(tmp_path, whole):
+def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_the_first_checkpoint(
+    tmp_path, whole, monkeypatch
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = ("--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", str(port))
     nodes = [(*TORCHRUN, "1", *address, "--node-rank", str(node)) for node in range(2)]
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     codes, output = run(*(command(node, tmp_path, KillFirstStart={"iter": 2}) for node in nodes))
     assert codes == [0, 0], output
     assert begins(tmp_path) == [0, 0]

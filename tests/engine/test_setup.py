@@ -76,9 +76,6 @@ def test_an_unknown_option_ends_with_code_2(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-gpus", "-1"], "num_gpus .*: got -1, 0 and 1"),
-        (["--num-machines", "2", "--machine-rank", "2"], "machine_rank .*: got 1, 2 and 2"),
-        (["--num-machines", "2"], "dist_url: got 'auto'"),
         (["--res"], "unrecognized arguments: --res"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.engine.launch import DEFAULT_TIMEOUT, launch  # now: the module has the name of the function
+from trainkit.engine.launch import DEFAULT_TIMEOUT, is_restarted, launch  # now: the module has the name of the function
 from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
     from trainkit.engine.loop import TrainerBase
     from trainkit.engine.parallel import create_ddp_model
-    from trainkit.engine.process import is_restarted
     from trainkit.engine.setup import default_argument_parser, default_setup, default_writers, user_errors_exit
     from trainkit.engine.step import SimpleTrainer
 

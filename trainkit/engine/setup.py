@@ -23,8 +23,7 @@ from trainkit.config.checks import similar_keys
 from trainkit.config.config import changed_settings
 from trainkit.config.errors import not_accepted, unknown_name
 from trainkit.engine.folders import prepare_folders, use_local_folders
-from trainkit.engine.launch import check_processes
-from trainkit.engine.process import is_restarted
+from trainkit.engine.launch import is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
@@ -45,12 +44,7 @@ class _Parser(argparse.ArgumentParser):
     """Accepts options after the ``KEY VALUE`` pairs too."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found = self.parse_intermixed_args(args, namespace)
-        try:
-            check_processes(found.num_gpus, found.num_machines, found.machine_rank, found.dist_url)
-        except ValueError as error:
-            self.error(str(error))
-        return found
+        return self.parse_intermixed_args(args, namespace)
 
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
