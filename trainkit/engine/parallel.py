@@ -3,17 +3,19 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.config import CfgNode
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.events import EventStorage
 from trainkit.utils.rng import preserve_rng_state
+
+if TYPE_CHECKING:
+    from trainkit.config import CfgNode
 
 
 def create_ddp_model(
@@ -38,7 +40,7 @@ def create_ddp_model(
     return ddp
 
 
-def ddp_options(cfg: CfgNode) -> dict[str, Any]:
+def ddp_options(cfg: "CfgNode") -> dict[str, Any]:
     """MODEL.DDP as arguments of `create_ddp_model`."""
     options = {key.lower(): value for key, value in cfg.MODEL.DDP.items()}
     kind = options.pop("compression")
