@@ -1,6 +1,7 @@
 """The kinds of runs that must resume exactly; each one is small."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,36 @@ from torch.utils.data import IterableDataset, Sampler
 from tests.engine.job import tiny_cfg
 from tests.same_bits_jobs import GANTrainer
 from trainkit.checkpoint import Checkpointer
+from trainkit.config import CfgNode
 from trainkit.data import ResumableLoader, TrainingSampler, build_batch_data_loader
-from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, hooks
+from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model, hooks
+from trainkit.utils import comm
 from trainkit.utils.events import JSONWriter
 
 
 class Configured:
-    """A DefaultTrainer with these settings."""
+    """A DefaultTrainer with these settings.
 
-    def __init__(self, *options: Any, has_epochs: bool = True) -> None:
-        self.options, self.has_epochs = options, has_epochs
+    Args:
+        make_cfg: called with the folder of the run and the settings.
+        hooks: make further hooks.
+    """
+
+    def __init__(
+        self,
+        *options: Any,
+        make_cfg: Callable[..., CfgNode] = tiny_cfg,
+        trainer_class: type[DefaultTrainer] = DefaultTrainer,
+        hooks: Sequence[Callable[[], HookBase]] = (),
+        has_epochs: bool = True,
+    ) -> None:
+        self.options, self.make_cfg, self.trainer_class = options, make_cfg, trainer_class
+        self.hooks, self.has_epochs = hooks, has_epochs
 
     def build(self, folder: Path) -> TrainerBase:
-        trainer = DefaultTrainer(tiny_cfg(folder, *self.options))
+        trainer = self.trainer_class(self.make_cfg(folder, *self.options))
         trainer.resume_or_load()
+        trainer.register_hooks([make() for make in self.hooks])
         return trainer
 
     def train(self, trainer: Any) -> None:
@@ -43,7 +60,7 @@ class Scripted:
     def build(self, folder: Path) -> TrainerBase:
         trainer, model, more = self.parts()
         checkpointer = Checkpointer(model, str(folder), trainer=trainer)
-        writers = [JSONWriter(str(folder / "metrics.json"))]
+        writers = [JSONWriter(str(folder / "metrics.json"))] if comm.is_main_process() else []
         trainer.register_hooks([*more, hooks.PeriodicCheckpointer(checkpointer, 3), hooks.PeriodicWriter(writers, 2)])
         checkpointer.resume_or_load("", resume=True)
         self.start = trainer.last_done_iter + 1 if checkpointer.has_checkpoint() else 0
@@ -172,3 +189,45 @@ class Forgetful(FiniteData):
         trainer, model, _ = super().parts()
         forgetful = type("Forgetful", (Smoothed,), {"state_dict": HookBase.state_dict})
         return trainer, model, [forgetful("smoothed", 0.9)]
+
+
+class Student(DefaultTrainer):
+    """A second model follows the first one, in a ``run_step`` of its own."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.teacher = self.build_model(cfg)
+        self.checkpointer.add_checkpointable("teacher", self.teacher)
+
+    def run_step(self):
+        super().run_step()
+        for theirs, ours in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            theirs.data.lerp_(ours.data, 0.1)
+
+
+class Shuffled(nn.Module):
+    """Calls its layers in another order than it has them, so that DDP puts its buckets into another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(37, 37) for _ in range(5))
+
+    def forward(self, x):
+        for i in (3, 0, 4, 1, 2):
+            x = torch.tanh(self.layers[i](x)) + x
+        return (x * torch.rand(x.shape)).square().mean()
+
+
+class Buckets(Scripted):
+    """DDP with one of its options; three ranks add up gradients in an order that the buckets decide."""
+
+    num_iters, has_epochs = 8, True
+
+    def __init__(self, trainer_class=SimpleTrainer, **options):
+        self.trainer_class, self.options = trainer_class, options
+
+    def parts(self):
+        model = create_ddp_model(Shuffled(), **self.options)
+        generator = torch.Generator().manual_seed(comm.get_rank())
+        data = [torch.randn(4, 37, generator=generator)] * 100
+        return self.trainer_class(model, data, torch.optim.SGD(model.parameters(), 0.1)), model, []

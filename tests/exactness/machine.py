@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from tests.same_bits import CLOCK_READING
 from trainkit.engine import HookBase, TrainerBase
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS
 from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng
 
-CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
 # a clock reading takes more or fewer digits in metrics.json; ids and folders of shards are random; the last two are of
 # the command
-LEFT_OUT = {*CLOCK_READINGS, "length", "sizes", "id", "origin", "folder", ".metadata", "HOOKS"}
+LEFT_OUT = {"length", "sizes", "id", "origin", "folder", ".metadata", "HOOKS"}
 AGAIN = {"before_train", "after_load", "before_save"}  # a resumed run may make these calls once more
 DRAWS = {"before_epoch", "before_step", "after_backward", "after_step", "after_epoch"}  # others may be repeated
 
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     """What a run did and left."""
 
     calls: list[tuple[Any, ...]]  # (spy, point, iteration, arguments, random number) of each event
-    files: dict[str, Any]  # name -> content of each checkpoint
+    files: dict[str, Any]  # name -> content of each checkpoint and picture
     metrics: list[dict[str, Any]]  # lines of metrics.json
 
 
@@ -90,7 +90,7 @@ def train(job: Job, folder: Path, seed: int, kept: Path | None = None) -> tuple[
     return Run(calls, *content(folder)), before
 
 
-def check(job: Job, folder: Path, num_kills: int | None, seed: int = 0) -> None:
+def check(job: Job, folder: Path, num_kills: int | None = 3, seed: int = 0) -> None:
     """Kill the job at ``num_kills`` events, drawn by ``seed`` (None: at all), and compare each resumed run."""
     whole, _ = train(job, folder / "whole", 1, folder / "kept")
     events = [event for event in range(len(whole.calls)) if any((folder / "kept" / str(event)).glob("*.pth"))]
@@ -125,18 +125,19 @@ def _copy(folder: Path, target: Path) -> None:
 
 
 def content(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a run leaves: name -> content of each checkpoint, lines of metrics.json; clock readings aside."""
-    files = {path.name: _flat(torch.load(path)) for path in sorted(folder.glob("*.pth"))}
+    """Name -> content of each checkpoint and picture; lines of metrics.json, without clock readings."""
+    files = {path.name: _flat(torch.load(path, map_location="cpu")) for path in sorted(folder.glob("*.pth"))}
+    files |= {str(path.relative_to(folder)): {"": path.read_bytes()} for path in sorted(folder.rglob("*.png"))}
     file = folder / "metrics.json"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    lines = [{name: value for name, value in line.items() if name not in CLOCK_READINGS} for line in lines]
+    lines = [{name: value for name, value in line.items() if not CLOCK_READING.fullmatch(name)} for line in lines]
     return files, [line for line in lines if line.keys() - {"iteration", "epoch"}]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     """path -> value of everything in a checkpoint; tensors as bytes."""
     if isinstance(value, dict):
-        kept = {name: item for name, item in value.items() if name not in LEFT_OUT}
+        kept = {k: item for k, item in value.items() if k not in LEFT_OUT and not CLOCK_READING.fullmatch(str(k))}
         return {k: v for name, item in kept.items() for k, v in _flat(item, f"{path}/{name}").items()}
     if isinstance(value, list | tuple):
         return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}/{i}").items()}

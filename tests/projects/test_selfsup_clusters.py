@@ -1,4 +1,3 @@
-import copy
 import itertools
 import random
 from pathlib import Path
@@ -9,10 +8,8 @@ import torch
 
 from projects.digits import load_split
 from projects.selfsup import DeepCluster, normalized_mutual_info, pool
-from tests.projects.kill import Killed, Killer
 from tests.two_ranks import SLOW, on_two_ranks
-from tools.chaos import differences, differing
-from trainkit.config import ConfigError, get_cfg
+from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.modeling import build_model
@@ -72,39 +69,12 @@ def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members(se
     assert labels.dtype == torch.int64
 
 
-def test_what_the_generator_draws_decides_the_clusters_and_the_global_state_does_not():
-    features = torch.randn(200, 4, generator=generator())
-    results = []
-    for seed in (1, 1, 2):
-        torch.rand(1)
-        results.append(kmeans(features, 20, generator(seed)))
-    for first, second, other in zip(*results, strict=True):
-        assert torch.equal(first, second)
-        assert not torch.equal(first, other)
-
-
-def test_of_several_trials_the_one_with_the_smallest_distances_counts():
-    features = torch.randn(100, 2, generator=generator())
-
-    def spread(num_trials):
-        labels, centroids = kmeans(features, 10, generator(3), num_trials=num_trials)
-        return (features - centroids[labels]).square().sum().item()
-
-    assert spread(8) < spread(1)
-
-
 def test_no_cluster_is_empty_even_if_samples_coincide():
     features = torch.tensor([[0.0], [0.0], [0.0], [0.0], [5.0]])
     labels, centroids = kmeans(features, 4, generator())
 
     assert sorted(torch.bincount(labels, minlength=4).tolist()) == [1, 1, 1, 2]
     assert torch.equal(centroids[labels], features)
-
-
-@pytest.mark.parametrize("num_clusters", [0, 7])
-def test_a_number_of_clusters_that_cannot_be_is_refused(num_clusters):
-    with pytest.raises(ValueError, match=f"must be 1 to the 6 samples, got {num_clusters}"):
-        kmeans(SIX_POINTS, num_clusters, generator())
 
 
 @pytest.mark.parametrize(
@@ -142,12 +112,6 @@ def test_features_of_all_samples_leave_modes_and_random_state_as_they_were(tmp_p
     assert [module.training for module in model.modules()] == modes
     assert not features.requires_grad
     torch.testing.assert_close(features, model.eval()({"image": images}))
-
-
-def test_clustering_several_datasets_is_refused(tmp_path):
-    trainer = start("deepcluster.yaml", tmp_path, "DATASETS.TRAIN", ["few_scans", "few_scans"])
-    with pytest.raises(ConfigError, match=r"must name the one dataset to cluster, got \['few_scans', 'few_scans'\]"):
-        trainer.train()
 
 
 def test_whitened_features_have_as_many_components_of_equal_weight_in_rows_of_length_1():
@@ -243,13 +207,6 @@ def test_the_optimizer_forgets_the_old_head_and_nothing_else(recorded):
         assert all(backbone)
 
 
-def test_a_new_head_is_small_and_unlike_the_old_one(recorded):
-    for iter in (2, 5):
-        assert recorded.heads[iter].std().item() == pytest.approx(0.01, rel=0.5)
-        moved = (recorded.heads[iter] - recorded.heads[iter - 1]).norm()
-        assert moved > 0.5 * recorded.heads[iter].norm()
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("period", [3, 100])
 def test_the_place_in_the_data_does_not_depend_on_clusterings_or_workers(recorded, tmp_path, period, num_workers):
@@ -259,28 +216,6 @@ def test_the_place_in_the_data_does_not_depend_on_clusterings_or_workers(recorde
     assert torch.equal(other.column("index"), recorded.column("index"))
     assert torch.equal(other.column("view1"), recorded.column("view1"))
     assert torch.equal(other.column("label"), recorded.column("label")) == (period == 3)
-
-
-def test_a_second_run_from_the_start_begins_anew(tmp_path):
-    trainer = start("deepcluster.yaml", tmp_path)
-    trainer.train(0, 4)
-    trainer.train(0, 4)
-    assert trainer.state_dict()["hooks"]["DeepClusterHook"]["num_clusterings"] == 2
-
-
-def test_sizes_of_the_clusters_are_stored_with_each_clustering(recorded, tmp_path):
-    trainer = start("deepcluster.yaml", tmp_path)
-    trainer.train()
-    labels = [recorded.states[iter]["labels"] for iter in (0, 2, 5)]
-    sizes = [torch.bincount(of_one) for of_one in labels]
-    histories = {
-        name: trainer.storage.history(f"clusters/{name}").values() for name in ("smallest", "largest", "empty")
-    }
-    assert histories == {
-        "smallest": [(float(of_one.min()), iter) for of_one, iter in zip(sizes, (0, 2, 5), strict=True)],
-        "largest": [(float(of_one.max()), iter) for of_one, iter in zip(sizes, (0, 2, 5), strict=True)],
-        "empty": [(0.0, 0), (0.0, 2), (0.0, 5)],
-    }
 
 
 # ---------------------------------------------------------------------- the memory of ODC
@@ -305,20 +240,6 @@ def test_a_memory_begins_with_directions_and_the_means_of_the_clusters():
     assert filled.sizes().tolist() == [2, 1, 0]
 
 
-@pytest.mark.parametrize(("momentum", "degrees", "label"), [(0.5, 40.0, 0), (1.0, 80.0, 1), (0.0, 0.0, 0)])
-def test_a_feature_is_mixed_into_that_of_its_sample_which_joins_a_cluster(momentum, degrees, label):
-    filled = memory([0.0, 0.0, 90.0], [0, 0, 1], num_clusters=2, momentum=momentum)
-    change_ratio = filled.update_samples_memory(torch.tensor([1]), 7 * unit(80.0))
-
-    torch.testing.assert_close(filled.feature_bank, unit(0.0, degrees, 90.0))
-    assert filled.label_bank.tolist() == [0, label, 1]
-    assert change_ratio.item() == label
-    torch.testing.assert_close(filled.centroids, unit(0.0, 90.0))  # until they are updated
-    filled.update_centroids_memory()
-    expected = unit(0.0, degrees).mean(0) if label == 0 else unit(0.0)[0]
-    torch.testing.assert_close(filled.centroids[0], expected)
-
-
 # the centroids: (0.5, 0) of directions 60 degrees to both sides of 0, and (0, 1); a sample at 30 degrees has the inner
 # products 0.433 and 0.5 with them, and the distances 0.620 and 1.0
 @pytest.mark.parametrize(("options", "label"), [({}, 1), ({"assign_by": "distance"}, 0)])
@@ -328,29 +249,6 @@ def test_a_sample_joins_the_cluster_of_the_largest_inner_product_as_in_the_origi
     change_ratio = filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0))
     assert filled.label_bank.tolist() == [label, 0, 1, label]
     assert change_ratio.item() == 0.5
-
-
-def test_on_random_data_the_two_rules_differ_and_the_default_is_the_inner_product():
-    features = torch.nn.functional.normalize(torch.randn(1000, 16, generator=generator()))
-    labels = torch.randint(10, [1000], generator=generator(1))
-    banks = {}
-    for rule in ("inner_product", "distance"):
-        banks[rule] = ODCMemory(1000, 16, 1.0, 10, 1, assign_by=rule)
-        banks[rule].init_memory(features, labels)
-        banks[rule].update_samples_memory(torch.arange(1000), features)
-    centroids = torch.stack([features[labels == cluster].mean(0) for cluster in range(10)])
-    assert torch.equal(banks["inner_product"].label_bank, (centroids @ features.T).argmax(0))
-    assert torch.equal(banks["distance"].label_bank, torch.cdist(features, centroids).argmin(1))
-    same = (banks["inner_product"].label_bank == banks["distance"].label_bank).float().mean()
-    assert 0.5 < same < 0.999
-    assert ODCMemory(4, 2, 0.5, 2, 1).assign_by == "inner_product"
-
-
-def test_an_empty_cluster_keeps_its_centroid():
-    filled = memory([0.0, 90.0], [0, 1], num_clusters=2)
-    filled.label_bank.fill_(0)
-    filled.update_centroids_memory()
-    torch.testing.assert_close(filled.centroids, torch.stack([unit(0.0, 90.0).mean(0), unit(90.0)[0]]))
 
 
 def test_small_clusters_join_the_others_and_become_halves_of_the_largest():
@@ -367,26 +265,6 @@ def test_small_clusters_join_the_others_and_become_halves_of_the_largest():
         expected = filled.feature_bank[filled.label_bank == cluster].mean(0)
         torch.testing.assert_close(filled.centroids[cluster], expected)
     assert torch.equal(filled.centroids[1], before[1])  # until all are updated
-
-
-def test_where_no_cluster_is_small_the_memory_stays():
-    filled = memory([0.0, 1.0, 90.0, 91.0], [0, 0, 1, 1], num_clusters=2, min_cluster=2)
-    before = copy.deepcopy(filled.state_dict())
-    filled.deal_with_small_clusters()
-    assert list(differing(filled.state_dict(), before)) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_cluster": 3}, "min_cluster must be from 1 to 2, .*4 samples.*2 clusters, got 3"),
-        ({"min_cluster": 1, "momentum": 1.5}, "momentum must be from 0 to 1, got 1.5"),
-        ({"min_cluster": 1, "assign_by": "cosine"}, "assign_by must be .* got 'cosine'"),
-    ],
-)
-def test_a_memory_that_cannot_work_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ODCMemory(**{"length": 4, "feat_dim": 2, "momentum": 0.5, "num_classes": 2, **options})
 
 
 # ---------------------------------------------------------------------- ODC
@@ -422,33 +300,9 @@ def changes(values):
     return [not torch.equal(before, after) for before, after in itertools.pairwise(values)]
 
 
-def test_each_step_changes_the_features_of_its_samples_alone(remembered):
-    for former, features, index in zip(remembered.former, remembered.features, remembered.column("index"), strict=True):
-        changed = (former != features).any(1).nonzero().flatten()
-        assert changed.tolist() == index.sort().values.tolist()
-
-
 def test_centroids_are_updated_every_second_and_small_clusters_dissolved_every_third_iteration(remembered):
     # iterations 1, 3, 5, 7 and 2, 5; small clusters are dissolved, so that centroids change there
     assert changes(remembered.centroids) == [True, True, True, False, True, False, True]
-
-
-def test_with_the_periods_of_the_hook_beyond_the_run_the_clusters_stay_where_they_are(remembered, tmp_path):
-    off = {**ODC, "CENTROIDS_UPDATE_INTERVAL": 100, "DEAL_WITH_SMALL_CLUSTERS_INTERVAL": 100}
-    off = record_memory(tmp_path, "HOOKS", [INIT, off])
-
-    assert changes(off.centroids) == [False] * 7
-    assert torch.equal(off.features[1], remembered.features[1])  # nothing is due before
-    assert not torch.equal(off.features[-1], remembered.features[-1])
-    assert torch.equal(off.column("index"), remembered.column("index"))
-
-
-def test_what_is_trained_in_bfloat16_is_remembered_in_float32(remembered, tmp_path):
-    recorder = record_memory(tmp_path, "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16")
-
-    assert [features.dtype for features in recorder.features] == [torch.float32] * 8
-    torch.testing.assert_close(recorder.features[0], remembered.features[0], atol=0.1, rtol=0)
-    assert not torch.equal(recorder.features[0], remembered.features[0])  # the control
 
 
 def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_parameters(tmp_path):
@@ -468,66 +322,6 @@ def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_paramet
 
 
 # ---------------------------------------------------------------------- killed and resumed
-
-
-class Forgetful(HookBase):
-    """Leaves the state of a hook out of checkpoints."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def before_save(self, state):
-        hooks = {name: of_hook for name, of_hook in state["trainer"]["hooks"].items() if name != self.name}
-        state["trainer"] = {**state["trainer"], "hooks": hooks}
-
-
-def run(name, folder, *hooks, kill_at=-1, place):
-    trainer = start(name, folder)
-    trainer.register_hooks(hooks)
-    trainer.register_hooks([Killer(kill_at)], **place)
-    trainer.train()
-
-
-def run_whole_and_killed(name, folder, *hooks, kill_at, place):
-    """Where the two end differently; there is no best checkpoint."""
-    run(name, folder / "whole", *hooks, place=place)
-    with pytest.raises(Killed):
-        run(name, folder / "killed", *hooks, kill_at=kill_at, place=place)
-    run(name, folder / "killed", *hooks, place=place)
-    found = differences(folder / "whole", folder / "killed")
-    return [line for line in found if not line.startswith("model_best.pth: absent")]
-
-
-# behind a checkpoint of iteration 2: right behind what the hook does, behind the next checkpoint, in between
-@pytest.mark.parametrize("place", [(5, "hook"), (5, "end"), (4, "end")])
-@pytest.mark.parametrize(("name", "hook"), [("deepcluster.yaml", "DeepClusterHook"), ("odc.yaml", "ODCHook")])
-def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(tmp_path, name, hook, place):
-    kill_at, where = place
-    place = {"after": hook} if where == "hook" else {"priority": "LOWEST"}
-    assert run_whole_and_killed(name, tmp_path, kill_at=kill_at, place=place) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "hook", "changed"),
-    [
-        ("deepcluster.yaml", "DeepClusterHook", "model_final.pth/model"),
-        ("odc.yaml", "DeepClusterHook", "model_final.pth/model"),
-    ],
-)
-def test_a_run_that_is_resumed_without_the_state_of_its_hook_differs(tmp_path, name, hook, changed):
-    found = run_whole_and_killed(name, tmp_path, Forgetful(hook), kill_at=4, place={"priority": "LOWEST"})
-    assert [line for line in found if line.startswith(changed)] != []
-
-
-@pytest.mark.parametrize("name", SHORT)
-def test_a_second_call_of_train_goes_on_with_the_clusters_of_the_first(tmp_path, name):
-    whole, parts = start(name, tmp_path / "whole"), start(name, tmp_path / "parts")
-    for trainer, ends in ((whole, [0, 8]), (parts, [0, 4, 8])):
-        seed_all_rng(0)
-        for begin, end in itertools.pairwise(ends):
-            trainer.train(begin, end)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(parts.model.state_dict()[name], value), name
 
 
 # ---------------------------------------------------------------------- several ranks
