@@ -45,14 +45,6 @@ def test_a_simple_trainer_moves_a_weight_by_no_more_than_the_clipped_gradient(tr
     assert model.weight.item() == pytest.approx(-1e-3)
 
 
-def test_under_a_gradient_scaler_the_true_gradients_are_clipped():
-    model = Regression()
-    before = model.linear.weight.clone()
-    trainer = AMPTrainer(model, batches(1), build_optimizer(clipping_cfg("value", 1e-3), model), loss_scale=1024.0)
-    trainer.train(0, 1)
-    torch.testing.assert_close((model.linear.weight - before).abs(), torch.full((1, 3), 1e-3))
-
-
 def test_a_plain_loop_with_a_schedule_and_full_model_clipping_trains_as_one_that_clips_itself():
     def trained(cfg, clipper=None):
         model = Regression()
@@ -154,15 +146,3 @@ def test_an_optimizer_with_a_clipping_step_of_its_own_is_left_to_it(tmp_path, ca
     # to clip twice would shrink the gradients by another tenth
     assert trained(tmp_path / "enabled", *clip("full_model", 1e-5)) == alone
     assert "SOLVER.CLIP_GRADIENTS is left to the step() of FullModelClipping; if it does not clip" in caplog.text
-
-
-def test_an_optimizer_of_torch_that_a_trainer_builds_itself_is_clipped_by_the_trainer(tmp_path):
-    class Trainer(DefaultTrainer):
-        @classmethod
-        def build_optimizer(cls, cfg, model):
-            return torch.optim.SGD(model.parameters(), 0.1)
-
-    trainer = Trainer(tiny_cfg(tmp_path, *clip("full_model", 1e-3)))
-    norms = norms_at_the_step(trainer.optimizer)
-    trainer.train()
-    assert norms == [pytest.approx(1e-3, rel=1e-2)] * 10

@@ -14,13 +14,10 @@ from torch.optim import lr_scheduler
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
 from trainkit import solver
-from trainkit.checkpoint import Checkpointer
 from trainkit.config import get_cfg, global_cfg, set_global_cfg
 from trainkit.data import (
     DatasetCatalog,
-    Metadata,
     MetadataCatalog,
-    build_batch_data_loader,
     build_test_loader,
     build_train_loader,
     trivial_batch_collator,
@@ -33,11 +30,9 @@ from trainkit.data.common import (
 )
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
 from trainkit.engine import DefaultTrainer, SimpleTrainer, hooks
-from trainkit.solver.build import _expand_param_groups, reduce_param_groups
 from trainkit.solver.lr_scheduler import LRScheduler, _get_warmup_factor_at_iter
 from trainkit.utils import comm
-from trainkit.utils.events import CommonMetricPrinter, EventStorage, TensorboardXWriter
-from trainkit.utils.logger import _log_api_usage
+from trainkit.utils.events import CommonMetricPrinter, EventStorage
 from trainkit.utils.memory import retry_if_cuda_oom
 from trainkit.utils.registry import _convert_target_to_string, locate
 from trainkit.utils.serialize import PicklableWrapper
@@ -79,50 +74,13 @@ def test_the_first_multi_step_schedule_multiplies_its_warm_up_and_its_steps(meth
     assert found == pytest.approx(expected)
 
 
-def test_the_first_cosine_schedule_multiplies_its_warm_up_and_its_cosine():
-    found = rates(lambda optimizer: solver.WarmupCosineLR(optimizer, 4, warmup_factor=0.0, warmup_iters=2), 5)
-    assert found == pytest.approx([0.0, 0.5 * (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, 0.0])
-
-
 def test_a_schedule_on_the_warm_up_of_the_first_ones_trains():
     assert rates(lambda optimizer: WarmupPolyLR(optimizer, 10, 0.1, 2, "linear"), 3) == pytest.approx(
         [0.1, 0.55 * 0.9**0.9, 0.8**0.9]
     )
 
 
-def test_what_the_first_schedules_do_not_take_is_a_value_error():
-    with pytest.raises(ValueError, match=r"milestones must be in ascending order, got \[5, 3\]"):
-        rates(lambda optimizer: solver.WarmupMultiStepLR(optimizer, [5, 3]))
-    with pytest.raises(ValueError, match="the method of a warm-up must be linear or constant, got 'burnin'"):
-        _get_warmup_factor_at_iter("burnin", 0, 10, 0.1)
-
-
 # ---------------------------------------------------------------------- hooks
-
-
-def test_a_scheduler_that_takes_the_place_of_the_one_that_was_loaded_goes_on_as_well():
-    model = Weight()
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.5))
-    hook = hooks.LRScheduler()
-    trainer.register_hooks([hook])
-    trainer.scheduler = lr_scheduler.StepLR(trainer.optimizer, 5)
-    hook.load_state_dict({**trainer.scheduler.state_dict(), "last_epoch": 3})
-    assert hook.state_dict()["last_epoch"] == 3
-    trainer.scheduler = lr_scheduler.StepLR(trainer.optimizer, 5)
-    trainer.train(3, 4)
-    assert trainer.scheduler.last_epoch == 4
-
-
-def test_a_state_that_is_loaded_in_a_run_leaves_its_schedule_where_it_is():
-    model = Weight()
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.5))
-    trainer.scheduler = lr_scheduler.StepLR(trainer.optimizer, 5)
-    before = trainer.scheduler.state_dict()
-    hook = hooks.LRScheduler()
-    back = hooks.CallbackHook(after_step=lambda trainer: trainer.iter == 2 and hook.load_state_dict(before))
-    trainer.register_hooks([hook, back])
-    trainer.train(0, 4)
-    assert trainer.scheduler.last_epoch == hook.state_dict()["last_epoch"] == 4
 
 
 def test_the_hook_of_the_learning_rate_shows_its_scheduler_and_its_group():
@@ -137,29 +95,6 @@ def test_the_hook_of_the_learning_rate_shows_its_scheduler_and_its_group():
     assert of_trainer.scheduler is scheduler
     assert isinstance(given.scheduler, ConstantParamScheduler)
     assert hooks.LRScheduler.get_best_param_group_id(optimizer) == 0
-
-
-def test_a_torch_scheduler_has_its_state_as_soon_as_a_checkpoint_is_loaded(tmp_path):
-    def make():
-        model = Weight()
-        optimizer = sgd(model, lr=0.5)
-        trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
-        scheduler = lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
-        trainer.register_hooks([hooks.LRScheduler(scheduler=scheduler)])
-        checkpointer = Checkpointer(model, tmp_path, optimizer=optimizer, trainer=trainer)
-        return trainer, scheduler, checkpointer
-
-    whole, _, _ = make()
-    whole.train(0, 20)
-    first, _, checkpointer = make()
-    first.train(0, 12)
-    checkpointer.save("model_0000011")
-
-    second, scheduler, checkpointer = make()
-    checkpointer.resume_or_load("", resume=True)
-    assert (scheduler.last_epoch, second.optimizer.param_groups[0]["lr"]) == (12, 0.125)
-    second.train(12, 20)
-    assert torch.equal(second.model.weight, whole.model.weight)
 
 
 def test_a_default_trainer_that_has_resumed_has_the_schedule_where_it_was(tmp_path):
@@ -183,14 +118,6 @@ def test_an_evaluation_of_a_subclass_takes_the_place_of_the_hooks_own():
     assert trainer.storage.history("twice").values() == [(42.0, 1), (42.0, 4)]
 
 
-def test_an_evaluation_can_be_asked_for_by_hand():
-    trainer = Steps()
-    hook = hooks.EvalHook(0, lambda: {"top1": 50}, eval_after_train=False)
-    trainer.register_hooks([hook, hooks.CallbackHook(after_step=lambda trainer: hook._do_eval())])
-    trainer.train(0, 2)
-    assert trainer.storage.history("top1").values() == [(50.0, 0), (50.0, 1)]
-
-
 def test_the_older_profiler_writes_a_trace_for_each_iteration_that_it_is_to(tmp_path):
     trainer = Steps()
     trainer.register_hooks([hooks.AutogradProfiler(lambda trainer: trainer.iter in (1, 2), tmp_path, use_cuda=False)])
@@ -210,19 +137,6 @@ def test_the_printer_logs_to_the_logger_that_it_is_given(caplog):
         storage.put_scalar("total_loss", 0.5)
         printer.write()
     assert [(record.name, "total_loss: 0.5" in record.message) for record in caplog.records] == [("mine", True)]
-
-
-def test_the_writer_of_tensorboard_is_opened_where_somebody_asks_for_it(tmp_path):
-    writer = TensorboardXWriter(tmp_path)
-    assert [*tmp_path.iterdir()] == []
-    with EventStorage() as storage:
-        opened = writer._writer
-        opened.add_scalar("by_hand", 1.0, 0)
-        storage.put_scalar("total_loss", 0.5)
-        writer.write()
-        assert writer._writer is opened
-        writer.close()
-    assert len([*tmp_path.iterdir()]) == 1
 
 
 def test_images_are_read_and_put_under_detectron2s_name():
@@ -249,16 +163,6 @@ def catalogs():
         catalog.update(entries)
 
 
-@pytest.mark.parametrize("module", ["common", "catalog"])
-def test_a_star_import_brings_the_names_of_detectron2_and_no_copy_random_or_logger(module):
-    exec(f"from trainkit.data.{module} import *", namespace := {})
-    theirs = {
-        "common": {"AspectRatioGroupedDataset", "DatasetFromList", "MapDataset", "ToIterableDataset"},
-        "catalog": {"DatasetCatalog", "Metadata", "MetadataCatalog"},
-    }
-    assert namespace.keys() - {"__builtins__"} == theirs[module]
-
-
 @pytest.mark.usefixtures("catalogs")
 def test_the_catalogs_are_dicts():
     DatasetCatalog.clear()
@@ -278,24 +182,6 @@ def test_the_catalogs_are_dicts():
     assert MetadataCatalog.pop("b") is metadata
     with pytest.raises(KeyError, match="MetadataCatalog has no 'b'"):
         MetadataCatalog["b"]
-
-
-def test_metadata_have_a_name_and_are_equal_where_their_facts_are():
-    assert Metadata.name == Metadata().name == Metadata().get("name") == "N/A"
-    assert Metadata(name="a", classes=[1]) == Metadata("a").set(classes=[1]) != Metadata(name="a")
-    assert Metadata(name="a", classes=[1]).as_dict() == {"name": "a", "classes": [1]}
-
-
-def test_the_shares_of_an_inference_can_be_asked_for():
-    shares = [InferenceSampler._get_local_indices(10, 4, rank) for rank in range(4)]
-    assert shares == [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
-
-
-def test_the_endless_stream_is_that_of_all_ranks():
-    sampler = TrainingSampler(5, seed=3)
-    stream = list(itertools.islice(sampler._infinite_indices(), 12))
-    assert stream == list(itertools.islice(sampler, 12))
-    assert sorted(stream[:5]) == [0, 1, 2, 3, 4]
 
 
 def test_a_stream_of_a_subclass_is_drawn_from_by_each_rank_and_can_be_entered(monkeypatch):
@@ -330,13 +216,6 @@ def test_samples_of_a_shape_come_together_and_the_rest_waits():
 
     assert drawn() == [[(2, 1), (3, 1)], [(1, 2), (1, 1)]]
     assert drawn() == [[(5, 1), (2, 1)], [(1, 2), (1, 1)], [(3, 1), (5, 1)]]
-
-
-def test_samples_of_a_shape_that_somebody_has_had_do_not_come_again():
-    dataset = AspectRatioGroupedDataset([{"width": i, "height": 0} for i in range(1, 5)], 2)
-    for _ in range(2):  # whoever breaks off leaves nothing behind
-        assert [sample["width"] for sample in next(iter(dataset))] == [1, 2]
-    assert [len(bucket) for bucket in dataset._buckets] == [0, 0]
 
 
 def first_batch(loader):
@@ -389,26 +268,6 @@ def test_the_sampler_of_rare_categories_reads_detectron2s_dicts_by_a_config():
         build_train_loader(cfg, [samples[0], {"annotations": 3}])
 
 
-def test_groups_of_parameters_are_taken_apart_and_merged():
-    given = [{"params": ["a", "b"], "lr": 1}, {"params": ["b", "c"], "lr": 2, "momentum": 3}]
-    expanded = [
-        {"params": ["a"], "lr": 1},
-        {"params": ["b"], "lr": 2, "momentum": 3},
-        {"params": ["c"], "lr": 2, "momentum": 3},
-    ]
-    assert _expand_param_groups(given) == expanded
-    merged = [{"params": ["a"], "lr": 1}, {"params": ["b", "c"], "lr": 2, "momentum": 3}]
-    assert reduce_param_groups(given) == reduce_param_groups(expanded) == merged
-    assert given[0] == {"params": ["a", "b"], "lr": 1}
-
-
-def test_a_loader_takes_no_grouping_and_says_what_does():
-    loader = build_batch_data_loader([1, 2], TrainingSampler(2), 2, aspect_ratio_grouping=False)
-    assert sorted(next(iter(loader))) == [1, 2]
-    with pytest.raises(ValueError, match="use GroupedBatchSampler"):
-        build_batch_data_loader([1, 2], TrainingSampler(2), 2, aspect_ratio_grouping=True)
-
-
 # ---------------------------------------------------------------------- utilities
 
 OFFSET = 100
@@ -428,12 +287,6 @@ def test_functions_that_no_module_holds_are_pickled_by_their_code():
     held = pickle.loads(pickle.dumps(PicklableWrapper({"functions": [function, outer]})))
     assert held["functions"][0](2) == 114
     assert held["functions"][1] is outer
-
-
-def test_a_wrapper_is_used_like_what_is_inside():
-    wrapper = PicklableWrapper(PicklableWrapper(np.float32(2.5)))
-    assert (wrapper.dtype, type(wrapper._obj)) == (np.float32, np.float32)
-    assert PicklableWrapper(max)(1, 2) == 2
 
 
 def test_a_call_without_enough_memory_is_made_again_and_then_on_the_cpu(caplog):
@@ -468,13 +321,6 @@ def test_objects_become_the_shortest_path_that_leads_to_them():
     for found in (torch.optim.SGD, torch.nn.Linear.forward, WarmupPolyLR, int):
         assert locate(_convert_target_to_string(found)) is found
     assert locate("torch.optim.sgd.SGD") is torch.optim.SGD
-
-
-def test_a_use_can_be_counted(monkeypatch):
-    counted = []
-    monkeypatch.setattr(torch._C, "_log_api_usage_once", counted.append)
-    _log_api_usage("modeling.meta_arch.Net")
-    assert counted == ["trainkit.modeling.meta_arch.Net"]
 
 
 def test_the_global_config_is_the_one_that_was_set_last():
