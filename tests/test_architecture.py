@@ -62,7 +62,7 @@ LATE_IMPORTS = {
     "trainkit.projects.sharding.fsdp": "torch.distributed.fsdp takes as long to import as torch",
     "trainkit.projects.sharding.tensors": "torch.distributed.tensor takes as long to import as torch",
     "trainkit.utils.plugins": "projects, and the names of packages; when they are first used",
-    "trainkit.utils.tables": "tabulate takes a third as long to import as the rest of trainkit",
+    "trainkit.utils.logger": "tabulate takes a third as long to import as the rest of trainkit",
 }
 
 PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}

@@ -23,4 +23,4 @@ def test_the_tests_of_a_module_are_its_own_and_those_that_name_it():
     own, naming = files_testing("trainkit/data/loader.py")
     assert own == ("tests/data/test_loader.py",)
     assert {*own} < {*naming}
-    assert files_testing("trainkit/utils/events/json_writer.py")  # of the folder above
+    assert files_testing("trainkit/utils/events/writers.py")  # of the folder above

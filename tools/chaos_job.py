@@ -42,7 +42,7 @@ from trainkit.engine import DefaultTrainer, HookBase, Priority, default_setup, l
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
-from trainkit.utils.events import json_writer
+from trainkit.utils.events import writers
 
 HELD_SEC = 5  # how long a save waits for the training to pass a point
 GRACE_SEC = 30  # like torchrun, which gives the other ranks this time after one has died
@@ -128,7 +128,7 @@ def _add_fail_points() -> None:
 
     os.replace, os.fsync = _between_points("rename", os.replace), _between_points("fsync", os.fsync)
     builtins.open = opened
-    json_writer.FileIO = File  # type: ignore[misc]
+    writers.FileIO = File  # type: ignore[misc]
 
 
 def _between_points(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

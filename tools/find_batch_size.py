@@ -31,8 +31,8 @@ from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, user_errors_exit
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device
 from trainkit.utils.env import seed_all_rng
+from trainkit.utils.logger import format_table
 from trainkit.utils.periods import exact
-from trainkit.utils.tables import format_table
 
 _WARM_UP = 2  # steps before the time is measured
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")

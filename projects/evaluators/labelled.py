@@ -11,7 +11,7 @@ from trainkit.projects.evaluators.counting import CountingEvaluator, check_large
 
 from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 logger = logging.getLogger(__name__)
 

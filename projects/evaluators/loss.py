@@ -17,8 +17,8 @@ from trainkit.config.from_config import configurable
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.losses import parse_losses
-from trainkit.utils.model import unwrap_model
 
 # Modules that act randomly or update running statistics in train mode: dropout (also inside recurrent and attention
 # layers), batch and instance norm.

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from trainkit.utils.numbers import is_number, is_whole
+from trainkit.utils.periods import is_number, is_whole
 from trainkit.utils.plugins import load_plugin
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.engine.hook_base import HOOK_REGISTRY
 from trainkit.engine.hooks.checkpoint import BestCheckpointer
 from trainkit.engine.hooks.monitor import Mode
-from trainkit.utils.numbers import is_whole
+from trainkit.utils.periods import is_whole
 
 logger = logging.getLogger(__name__)
 

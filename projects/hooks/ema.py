@@ -13,7 +13,7 @@ from trainkit.projects.hooks.averaging import AveragingKind, ModelAverage, avera
 from trainkit.checkpoint.matching import Differences, table_of
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)

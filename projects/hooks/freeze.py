@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import check_period
 from trainkit.utils.registry import did_you_mean
 

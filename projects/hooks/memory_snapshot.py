@@ -7,7 +7,7 @@ import torch
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
-from trainkit.utils.numbers import is_whole
+from trainkit.utils.periods import is_whole
 
 logger = logging.getLogger(__name__)
 

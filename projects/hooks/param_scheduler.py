@@ -11,8 +11,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.solver.lr_scheduler import Schedule
-from trainkit.utils.numbers import is_number
-from trainkit.utils.periods import check_period
+from trainkit.utils.periods import check_period, is_number
 from trainkit.utils.registry import did_you_mean
 
 _ANY_LENGTH = 2**40  # stands for the unknown length of the run

@@ -14,11 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainkit.data.protocol import resume_obstacle
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
-from trainkit.utils.device import move_to_device
+from trainkit.utils.device import move_to_device, unwrap_model
+from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.events import EventStorage
-from trainkit.utils.model import unwrap_model
 from trainkit.utils.periods import check_period, is_due
-from trainkit.utils.rng import preserve_rng_state
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.solver.lr_scheduler import ScheduledLR
-from trainkit.utils.numbers import is_number, is_whole
+from trainkit.utils.periods import is_number, is_whole
 
 logger = logging.getLogger(__name__)
 

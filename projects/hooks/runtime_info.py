@@ -10,7 +10,7 @@ from trainkit.projects.solver_extras.names import group_names
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.utils import comm
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import check_period, exact, is_due
 
 logger = logging.getLogger(__name__)

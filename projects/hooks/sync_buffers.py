@@ -7,7 +7,7 @@ from trainkit.projects.hooks.ema import EMAHook
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import check_period, is_due
 
 

@@ -13,8 +13,8 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.utils import comm
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.events import get_event_storage
-from trainkit.utils.model import unwrap_model
 from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)

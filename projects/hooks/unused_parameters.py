@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ import io
 import os
 from pathlib import Path
 
-from trainkit.utils.events.json_writer import LinesWriter
-from trainkit.utils.events.writers import WRITER_REGISTRY, Row
+from trainkit.utils.events.writers import WRITER_REGISTRY, LinesWriter, Row
 
 
 class CSVWriter(LinesWriter):

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.utils.events.writers import WRITER_REGISTRY, EventWriter
-from trainkit.utils.numbers import is_number
+from trainkit.utils.periods import is_number
 
 
 class TensorboardSettings(EventWriter):

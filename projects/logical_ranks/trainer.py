@@ -21,9 +21,9 @@ from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
 from trainkit.engine.parallel import without_gradient_sync
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
+from trainkit.utils.comm import tree_sum
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.losses import Losses
-from trainkit.utils.model import unwrap_model
-from trainkit.utils.numbers import tree_sum
 
 logger = logging.getLogger(__name__)
 

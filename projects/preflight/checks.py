@@ -22,7 +22,7 @@ from trainkit.projects.preflight.reads import reads
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.data import DatasetCatalog
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.plugins import CONFIG_KEYS
 
 WITH_PROCESSES = ("reproducible", "resumes")

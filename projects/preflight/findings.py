@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from trainkit.utils.logger import format_table
 from trainkit.utils.registry import Registry
-from trainkit.utils.tables import format_table
 
 PREFLIGHT_REGISTRY = Registry("PREFLIGHT")
 """Functions ``check(job) -> Finding``; the order of registration is the order of the report."""

@@ -20,8 +20,8 @@ from trainkit.projects.preflight.findings import Finding, not_asked
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine.hook_base import HookBase
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.model import unwrap_model
 
 STEPS = 20  # of the ordinary run
 ONE_BATCH_STEPS = 30

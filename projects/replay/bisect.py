@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from trainkit.projects.evaluators.batches import num_samples
 
-from trainkit.utils.model import unwrap_model
-from trainkit.utils.rng import get_rng_state, set_rng_state
+from trainkit.utils.device import unwrap_model
+from trainkit.utils.env import get_rng_state, set_rng_state
 
 _Outcome = float | str  # the loss, or the error
 

@@ -22,8 +22,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
-from trainkit.utils.device import device_of
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import device_of, unwrap_model
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from trainkit.config import CfgNode
 from trainkit.config.errors import not_accepted
-from trainkit.utils.numbers import is_whole
+from trainkit.utils.periods import is_whole
 
 
 def add_config(cfg: CfgNode) -> None:

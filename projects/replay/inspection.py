@@ -14,7 +14,7 @@ from trainkit.projects.replay.contents import CLOCK_READINGS
 
 from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 
 
 class Output(NamedTuple):

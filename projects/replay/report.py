@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.projects.replay.result import Replay, shortened
 
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 _MAX_ROWS = 40  # rows of a table
 _WIDTH = 44  # characters of a name

@@ -19,7 +19,7 @@ from trainkit.projects.replay.session import Session, Start
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 
 
 class Quantity(HookBase):

@@ -10,7 +10,7 @@ import torch
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.config.yaml_files import parse_literal
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 _THREADS = "threads of torch"
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS

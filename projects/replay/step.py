@@ -22,7 +22,7 @@ from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase, hooks
 from trainkit.utils import comm
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 
 
 def replay(

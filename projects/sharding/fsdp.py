@@ -19,7 +19,7 @@ from trainkit.config.errors import not_accepted
 from trainkit.engine.build import WRAPPER_REGISTRY, ModelBuilder
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
-from trainkit.utils.rng import get_rng_state, set_rng_state
+from trainkit.utils.env import get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from trainkit.config.config import CfgNode
 from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.solver.build import LR_SCHEDULER_BUILDER_REGISTRY
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
-from trainkit.utils.numbers import is_whole
-from trainkit.utils.periods import exact, periods_done
+from trainkit.utils.periods import exact, is_whole, periods_done
 
 _logger = logging.getLogger(__name__)
 

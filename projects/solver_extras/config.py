@@ -6,7 +6,7 @@ from trainkit.config import CfgNode, ConfigError, choose
 from trainkit.config.checks import check_choices, check_ranges
 from trainkit.config.errors import not_accepted
 from trainkit.solver.build import base_lr
-from trainkit.utils.numbers import is_number
+from trainkit.utils.periods import is_number
 
 _GROUPS = "SOLVER.PARAM_GROUPS"
 

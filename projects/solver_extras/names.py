@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.solver.param_groups import NORM_LAYERS
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 
 def group_names(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> list[str]:

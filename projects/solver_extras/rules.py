@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from trainkit.solver.param_groups import NORM_LAYERS, reduce_param_groups
-from trainkit.utils.numbers import is_number
+from trainkit.utils.periods import is_number
 
 _logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 from trainkit.solver.lr_scheduler import Schedule
-from trainkit.utils.numbers import is_number, is_whole
-from trainkit.utils.periods import exact, periods_done
+from trainkit.utils.periods import exact, is_number, is_whole, periods_done
 from trainkit.utils.registry import Registry
 
 Anneal: TypeAlias = Literal["cos", "linear"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 
 
 @HOOK_REGISTRY.register()

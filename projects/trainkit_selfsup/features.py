@@ -12,8 +12,8 @@ from trainkit.data import build_test_loader
 from trainkit.evaluation import inference_context
 from trainkit.utils import comm
 from trainkit.utils.device import move_to_device
+from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.events import EventStorage
-from trainkit.utils.rng import preserve_rng_state
 from trainkit_selfsup.protocol import is_number
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
-from trainkit.utils.model import unwrap_model
+from trainkit.utils.device import unwrap_model
 
 Kind: TypeAlias = Literal["a number", "a method", "a tensor", "an attribute"]
 

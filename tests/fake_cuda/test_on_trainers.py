@@ -11,7 +11,7 @@ from trainkit.config import ConfigError
 from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, MemorySnapshot
-from trainkit.utils.rng import get_rng_state, set_rng_state
+from trainkit.utils.env import get_rng_state, set_rng_state
 
 HOOKS = [{"NAME": "EMAHook"}, {"NAME": "RuntimeInfo"}]
 FUSED = ("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.FUSED", True, "SOLVER.BASE_LR", 0.01)

@@ -21,9 +21,9 @@ from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.modeling import build_model
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.logger import close_logger
-from trainkit.utils.model import unwrap_model
 
 FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
 

@@ -9,10 +9,7 @@ import pytest
 from tests.engine.tiny import Steps
 from trainkit.engine.hooks import PeriodicWriter
 from trainkit.utils.events import CommonMetricPrinter, get_event_storage
-from trainkit.utils.logger import (
-    close_logger,
-    setup_logger,
-)
+from trainkit.utils.logger import close_logger, setup_logger
 
 NAME = "logger_under_test"
 
@@ -28,38 +25,28 @@ def messages(text):
     return [line.split(": ", 1)[1] for line in text.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [({}, {}), ({}, {"color": False}), ({"output": True}, {"output": True}), ({"output": True}, {"output": "b.log"})],
-)
-def test_setting_up_again_never_doubles_a_line(tmp_path, capsys, first, second):
-    for arguments in (first, second):
-        if "output" in arguments:
-            output = tmp_path if arguments["output"] is True else tmp_path / arguments["output"]
-            arguments = arguments | {"output": output}
-        logger = setup_logger(name=NAME, **arguments)
+def test_setting_up_again_never_doubles_a_line_and_closing_ends_it(tmp_path, capsys):
+    for output in (tmp_path, tmp_path, tmp_path / "new" / "b.log"):
+        logger = setup_logger(output, name=NAME)
     logger.info("once")
+    close_logger(NAME)
+    logger.info("not after the end")
     assert messages(capsys.readouterr().out) == ["once"]
-    assert [messages(file.read_text()) for file in tmp_path.iterdir() if file.read_text()] in ([], [["once"]])
+    assert (tmp_path / "log.txt").read_text() == ""
+    assert messages((tmp_path / "new" / "b.log").read_text()) == ["once"]
+    assert (logger.level, logger.propagate) == (logging.NOTSET, True)
 
 
 def test_rank_0_writes_to_stdout_and_each_rank_to_its_file(tmp_path, capsys):
     for rank in (0, 1, 12):
         setup_logger(tmp_path, rank, name=NAME).info("rank %d", rank)
+    setup_logger(tmp_path, name=NAME, configure_stdout=False).info("appended \ud800")
     assert messages(capsys.readouterr().out) == ["rank 0"]
     assert {file.name: messages(file.read_text()) for file in tmp_path.iterdir()} == {
-        "log.txt": ["rank 0"],
+        "log.txt": ["rank 0", "appended \\ud800"],
         "log.txt.rank1": ["rank 1"],
         "log.txt.rank12": ["rank 12"],
     }
-
-
-def test_a_file_can_be_named_and_is_appended_to(tmp_path):
-    path = tmp_path / "new" / "train.log"
-    setup_logger(str(path), name=NAME, configure_stdout=False).info("one")
-    close_logger(NAME)
-    setup_logger(path, name=NAME, configure_stdout=False).info("two")
-    assert messages(path.read_text()) == ["one", "two"]
 
 
 def test_two_loggers_share_a_file(tmp_path):
@@ -69,18 +56,16 @@ def test_two_loggers_share_a_file(tmp_path):
     assert messages((tmp_path / "log.txt").read_text()) == ["one", "two", "three"]
 
 
-def test_each_line_is_in_the_file_at_once_and_names_logger_and_level(tmp_path):
-    logger = setup_logger(tmp_path, name=NAME, abbrev_name="short", configure_stdout=False)
-    path = tmp_path / "log.txt"
-    logger.getChild("part").debug("a %s", "b")
-    assert path.read_text()[15:] == " short.part]: a b\n"
-    logger.warning("careful")
-    assert path.read_text().splitlines()[1][15:] == " short] WARNING: careful"
-
-
-def test_stdout_is_configured_only_if_wanted(capsys):
-    setup_logger(name=NAME, configure_stdout=False).info("silent")
-    assert capsys.readouterr().out == ""
+def test_a_line_names_the_level_and_the_logger_on_stdout_by_its_last_word(tmp_path, capsys):
+    logger = setup_logger(tmp_path, name=NAME, stdout_level="INFO").getChild("a.part")
+    logger.debug("only in the file")
+    logger.warning("a %s", "b")
+    assert capsys.readouterr().out[15:] == " part] WARNING: a b\n"
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line[15:] for line in lines] == [f" {NAME}.a.part]: only in the file", f" {NAME}.a.part] WARNING: a b"]
+    setup_logger(name=NAME, abbrev_name="short")
+    logger.info("text")
+    assert capsys.readouterr().out[15:] == " short.a.part]: text\n"
 
 
 class Terminal(io.StringIO):
@@ -106,20 +91,6 @@ def test_propagation_is_off_unless_wanted(caplog):
     assert caplog.messages == ["passed on"]
 
 
-def test_closing_leaves_the_logger_as_found(tmp_path):
-    logger = logging.getLogger(NAME)
-    own = logging.NullHandler()
-    logger.addHandler(own)
-    logger.setLevel(logging.ERROR)
-    for _ in range(2):
-        setup_logger(tmp_path, name=NAME)
-    close_logger(NAME)
-    close_logger(NAME)
-    assert (logger.handlers, logger.level, logger.propagate) == ([own], logging.ERROR, True)
-    logger.removeHandler(own)
-    logger.setLevel(logging.NOTSET)
-
-
 def test_a_folder_that_cannot_be_written_is_named_and_the_old_log_stays(tmp_path):
     logger = setup_logger(tmp_path / "good", name=NAME, configure_stdout=False)
     (tmp_path / "file").write_text("")
@@ -130,39 +101,16 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_old_log_stays(tmp_path
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BrokenPipeError(32, "Broken pipe")])
-def test_a_stdout_or_file_that_cannot_be_written_is_named_once_on_stderr_and_the_run_continues(
-    tmp_path, capsys, monkeypatch, error
-):
+def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(tmp_path, capsys, monkeypatch, error):
     class Full(io.StringIO):
-        name = "<stdout>"
-
         def flush(self):
             raise error
 
     logger = setup_logger(tmp_path, name=NAME)
     monkeypatch.setattr(sys, "stdout", Full())
-    monkeypatch.setattr(logger.handlers[0]._file, "flush", Full().flush)
-    for text in ("one", "two"):
-        logger.info(text)
-    assert capsys.readouterr().err.splitlines() == [
-        f"{name} cannot be written, the run continues: {error}" for name in (tmp_path / "log.txt", "<stdout>")
-    ]
-
-
-def test_stdout_shows_the_last_word_of_the_name_and_the_file_all_of_it(tmp_path, capsys):
-    logger = setup_logger(tmp_path, name=NAME).getChild("a.part")
     logger.info("text")
-    assert capsys.readouterr().out[15:] == " part]: text\n"
-    assert (tmp_path / "log.txt").read_text()[15:] == f" {NAME}.a.part]: text\n"
-    setup_logger(name=NAME, abbrev_name="short")
-    logger.info("text")
-    assert capsys.readouterr().out[15:] == " short.a.part]: text\n"
-
-
-def test_a_line_that_is_no_unicode_is_logged(tmp_path, capsys):
-    setup_logger(tmp_path, name=NAME, configure_stdout=False).info("lone \ud800")
-    assert messages((tmp_path / "log.txt").read_text()) == ["lone \\ud800"]
-    assert capsys.readouterr().err == ""
+    assert str(error) in capsys.readouterr().err
+    assert messages((tmp_path / "log.txt").read_text()) == ["text"]
 
 
 @pytest.mark.parametrize("is_configured", [False, True])

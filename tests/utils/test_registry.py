@@ -1,5 +1,3 @@
-"""Registries and dotted paths."""
-
 import pytest
 import torch
 
@@ -15,16 +13,12 @@ def test_registered_objects_are_found_by_their_name():
     def build(): ...
 
     assert registry.register(build) is build
-    assert (registry.get("Net"), registry.get("build")) == (Net, build)
     assert list(registry) == [("Net", Net), ("build", build)]
-    assert "Net" in registry
-    assert "net" not in registry
+    assert (registry.get("Net"), "Net" in registry, "net" in registry) == (Net, True, False)
 
 
 def test_an_unknown_name_lists_the_known_ones_and_names_imports():
     registry = Registry("MODEL")
-    with pytest.raises(KeyError, match=r"no 'Net' in the MODEL registry; registered: nothing, and modules in IMPORTS"):
-        registry.get("Net")
     registry.register(torch.nn.Linear)
     registry.register(torch.nn.Conv2d)
     with pytest.raises(KeyError, match=r"did you mean 'Linear'\? registered: Conv2d, Linear, and modules in IMPORTS"):

@@ -20,8 +20,8 @@ from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
 from trainkit.checkpoint.matching import Differences, table_of, without_prefix
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.file_io import PathManager
-from trainkit.utils.model import unwrap_model
 from trainkit.utils.plugins import FORMATS, NAMES, MissingProjectError, load_plugin
 
 _logger = logging.getLogger(__name__)

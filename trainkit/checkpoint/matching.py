@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 _PREFIX = "module."  # added to every key by DistributedDataParallel and DataParallel
 _MAX_ROWS = 60

@@ -10,7 +10,7 @@ from trainkit.config.config import CfgNode, get_key, projects_of
 from trainkit.config.defaults import CHOICES, RANGES, get_cfg
 from trainkit.config.errors import ConfigError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
-from trainkit.utils.numbers import is_number
+from trainkit.utils.periods import is_number
 
 # (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on
 _CONFLICTS: tuple[tuple[str, str, str], ...] = (

@@ -47,8 +47,8 @@ from trainkit.evaluation import (
 )
 from trainkit.modeling import device_of_config, on_device
 from trainkit.utils import comm
+from trainkit.utils.device import is_part_of
 from trainkit.utils.events import EventWriter
-from trainkit.utils.model import is_part_of
 from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from operator import attrgetter
 from typing import Any
 
-from trainkit.utils.model import is_part_of
+from trainkit.utils.device import is_part_of
 
 
 def forwarded(path: str, doc: str = "") -> Any:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from trainkit.config.errors import ConfigError
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
 from trainkit.utils import comm
-from trainkit.utils.numbers import is_whole
+from trainkit.utils.periods import is_whole
 
 logger = logging.getLogger(__name__)
 

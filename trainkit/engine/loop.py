@@ -12,10 +12,10 @@ from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm
+from trainkit.utils.env import set_rng_state
 from trainkit.utils.events import EventStorage
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.periods import is_nth, next_due
-from trainkit.utils.rng import set_rng_state
 
 __all__ = ["Position", "TrainerBase"]
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from trainkit.engine.finite import describe_failure, raise_failure
 from trainkit.utils import comm
+from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.events.later import Numbers
 from trainkit.utils.events.storage import MAX_ROWS, own_stack
 from trainkit.utils.losses import Losses
-from trainkit.utils.numbers import tree_sum
 from trainkit.utils.periods import check_period, is_nth
 
 # names that the trainer, default hooks or writers store

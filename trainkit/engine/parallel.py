@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
+from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.events import EventStorage
-from trainkit.utils.rng import preserve_rng_state
 
 if TYPE_CHECKING:
     from trainkit.config import CfgNode

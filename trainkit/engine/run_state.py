@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.utils import comm
+from trainkit.utils.env import get_rng_state, rng_state_for_rank
 from trainkit.utils.events import EventStorage
 from trainkit.utils.periods import periods_done, say_done
-from trainkit.utils.rng import get_rng_state, rng_state_for_rank
 
 _T = TypeVar("_T")
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from trainkit.evaluation.observer import EvaluationAbandoned, current_observer, for_details
 from trainkit.utils import comm
-from trainkit.utils.device import device_of, move_to_device
-from trainkit.utils.model import unwrap_model
-from trainkit.utils.rng import preserve_rng_state
+from trainkit.utils.device import device_of, move_to_device, unwrap_model
+from trainkit.utils.env import preserve_rng_state
 
 _LOG_PERIOD_SEC = 5.0
 

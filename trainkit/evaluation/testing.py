@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.config.config import CfgNode
 from trainkit.evaluation.observer import for_details
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 logger = logging.getLogger(__name__)
 

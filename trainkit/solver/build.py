@@ -22,7 +22,7 @@ from trainkit.solver.lr_scheduler import LRMultiplier, WarmupParamScheduler
 from trainkit.solver.param_groups import _expand_param_groups as _expand_param_groups
 from trainkit.solver.param_groups import get_default_optimizer_params
 from trainkit.solver.param_groups import reduce_param_groups as reduce_param_groups
-from trainkit.utils.numbers import is_whole
+from trainkit.utils.periods import is_whole
 from trainkit.utils.registry import Registry
 
 _logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainkit.config.errors import ConfigError
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 # _NormBase: all batch and instance norms
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)

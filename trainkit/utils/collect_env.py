@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import trainkit
-from trainkit.utils.tables import format_table
+from trainkit.utils.logger import format_table
 
 
 def collect_env_info() -> str:

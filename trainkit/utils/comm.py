@@ -19,6 +19,14 @@ _by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weak
 _alone: dict[str, Any] = {}  # the entries of a process without a group
 
 
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _entries() -> dict[str, Any]:
+    return _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {}) if _is_initialized() else _alone
+
+
 def get_world_size() -> int:
     """Number of processes of the run."""
     return dist.get_world_size() if _is_initialized() else 1
@@ -34,9 +42,6 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-# ---------------------------------------------------------------------- the parts of a global batch
-
-
 def set_data_ranks(rank: int | None = None, num: int | None = None) -> None:
     """Say that this process has the data of rank ``rank`` of ``num``; None: each process has data of its own.
 
@@ -47,12 +52,12 @@ def set_data_ranks(rank: int | None = None, num: int | None = None) -> None:
 
 def get_data_world_size() -> int:
     """Number of parts of a global batch: the number of processes, unless `set_data_ranks` says otherwise."""
-    return _data_ranks()[1]
+    return (_entries().get("data ranks") or (0, get_world_size()))[1]
 
 
 def get_data_rank() -> int:
     """Number of this process's part of a global batch, from 0."""
-    return _data_ranks()[0]
+    return (_entries().get("data ranks") or (get_rank(), 0))[0]
 
 
 def get_data_group_size() -> int:
@@ -60,20 +65,13 @@ def get_data_group_size() -> int:
     return max(1, get_world_size() // get_data_world_size())
 
 
-# ---------------------------------------------------------------------- the processes of a machine
-
-
 def create_local_process_group(num_workers_per_machine: int) -> None:
     """Declare which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once."""
-    if "local group" in _entries():
-        raise RuntimeError("the local process group exists already; create_local_process_group is called once")
     _entries()["local group"], _ = dist.new_subgroups(num_workers_per_machine)
 
 
 def get_local_process_group() -> dist.ProcessGroup:
-    """The group of the processes on this machine. Raises RuntimeError before `create_local_process_group`."""
-    if "local group" not in _entries():
-        raise RuntimeError("there is no local process group; call create_local_process_group on all ranks first")
+    """The group of the processes on this machine. Raises KeyError before `create_local_process_group`."""
     return cast(dist.ProcessGroup, _entries()["local group"])
 
 
@@ -89,9 +87,6 @@ def get_local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())) if group is None else dist.get_world_size(group)
 
 
-# ---------------------------------------------------------------------- exchange
-
-
 def side_group(purpose: str) -> dist.ProcessGroup | None:
     """A Gloo group of all processes for one purpose, so that two threads can exchange at once; None with one process.
 
@@ -100,20 +95,23 @@ def side_group(purpose: str) -> dist.ProcessGroup | None:
     """
     if get_world_size() == 1:
         return None
-    key = f"side group for {purpose}"
-    if key not in _entries():
-        _entries()[key] = dist.new_group(backend="gloo")
-    return cast(dist.ProcessGroup, _entries()[key])
+    entries, key = _entries(), f"side group for {purpose}"
+    if key not in entries:
+        entries[key] = dist.new_group(backend="gloo")
+    return cast(dist.ProcessGroup, entries[key])
+
+
+def _object_group() -> dist.ProcessGroup | None:
+    """A Gloo group of all processes, which exchanges objects without a device; None: use the default group."""
+    return None if "cpu:gloo" in dist.get_backend_config() else side_group("objects")
 
 
 def synchronize() -> None:
     """Wait until all processes have called this."""
-    if get_world_size() == 1:
-        return
-    if dist.get_backend_config() == "cuda:nccl":  # without device_ids, NCCL would guess the device and warn
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-    else:
-        dist.barrier()
+    if get_world_size() > 1:
+        # without device_ids, NCCL would guess the device and warn
+        on_devices = dist.get_backend_config() == "cuda:nccl"
+        dist.barrier(device_ids=[torch.cuda.current_device()] if on_devices else None)
 
 
 def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
@@ -145,9 +143,9 @@ def broadcast(data: _T, src: int = 0) -> _T:
     """The ``data`` of rank ``src``, which can be pickled, on every rank; all ranks must call it."""
     if get_world_size() == 1:
         return data
-    objects = [data if get_rank() == src else None]
+    objects: list[Any] = [data if get_rank() == src else None]
     dist.broadcast_object_list(objects, src=src, group=_object_group())
-    return objects[0]  # type: ignore[return-value]
+    return cast(_T, objects[0])
 
 
 def shared_random_seed() -> int:
@@ -164,28 +162,16 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
     Returns:
         Name -> sum or mean over ranks, sorted by name, with the same bits on every rank.
     """
-    if get_world_size() == 1:
-        return dict(sorted(input_dict.items()))
-    by_rank = all_gather({name: input_dict[name].detach().cpu() for name in sorted(input_dict)})
+    by_rank = all_gather({name: value.detach().cpu() for name, value in sorted(input_dict.items())})
     sums = {name: torch.stack([values[name] for values in by_rank]).sum(dim=0) for name in by_rank[0]}
     return {
         name: (value / len(by_rank) if average else value).to(input_dict[name].device) for name, value in sums.items()
     }
 
 
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _entries() -> dict[str, Any]:
-    """The entries of the default group, by name."""
-    return _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {}) if _is_initialized() else _alone
-
-
-def _data_ranks() -> tuple[int, int]:
-    return _entries().get("data ranks") or (get_rank(), get_world_size())
-
-
-def _object_group() -> dist.ProcessGroup | None:
-    """A Gloo group of all processes, which exchanges objects without a device; None: use the default group."""
-    return None if "cpu:gloo" in dist.get_backend_config() else side_group("objects")
+def tree_sum(parts: Any) -> Any:
+    """The sum over the first dimension of an array or a tensor, a power of two of them in one binary tree."""
+    while len(parts) % 2 == 0:
+        half = len(parts) // 2
+        parts = parts[:half] + parts[half:]
+    return parts.sum(0)

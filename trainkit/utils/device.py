@@ -1,4 +1,4 @@
-"""Find devices by name, and move data to a device."""
+"""Find devices by name, move data to a device, and look into a model."""
 
 import itertools
 from collections import UserDict
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
@@ -21,12 +22,10 @@ def resolve_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"no device is called {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
-    if device.type in ("cpu", "meta"):
-        return device
+        raise ValueError(f"no device is called {name!r}; accepted: auto, cpu, cuda, cuda:N, mps") from error
     count = torch.accelerator.device_count() if accelerator and accelerator.type == device.type else 0
-    if (device.index or 0) >= count:
-        raise ValueError(f"there is no device {name!r}: torch sees {count} of type {device.type}; use auto or cpu")
+    if device.type not in ("cpu", "meta") and (device.index or 0) >= count:
+        raise ValueError(f"there is no device {name!r}: torch sees {count} of type {device.type}")
     return device
 
 
@@ -39,6 +38,18 @@ def device_of(model: nn.Module) -> torch.device | None:
 def first_tensor(model: nn.Module) -> torch.Tensor | None:
     """The first parameter, else the first buffer; None if ``model`` has neither."""
     return next(itertools.chain(model.parameters(), model.buffers()), None)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The module inside data-parallel wrappers; ``model`` itself if it has no wrapper."""
+    while isinstance(model, (DistributedDataParallel, DataParallel)):
+        model = model.module
+    return model
+
+
+def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
+    """Whether every parameter of ``model`` is a parameter of ``whole``, as for a model and its wrapper."""
+    return {*map(id, model.parameters())} <= {*map(id, whole.parameters())}
 
 
 def runs_ahead(device: torch.device) -> bool:

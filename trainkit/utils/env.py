@@ -1,12 +1,18 @@
-"""The version of torch, seeds for all random number generators, and the signals that stop a run."""
+"""Random number generators, the version of torch, and the signals that stop a run."""
 
 import logging
 import os
 import random
 import signal
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+
+from trainkit.utils import comm
 
 TORCH_VERSION: tuple[int, ...] = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """(major, minor) of torch."""
@@ -27,6 +33,63 @@ def seed_all_rng(seed: int | None = None) -> int:
     np.random.seed(seed)  # raises ValueError if the seed is out of range
     torch.manual_seed(seed)
     return seed
+
+
+def get_rng_state() -> dict[str, Any]:
+    """The state of every global generator of this process, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # reading the state would initialize CUDA
+        state["cuda"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore the state from ``get_rng_state``; states of missing devices are ignored with a warning."""
+    if "seed" in state:
+        seed_all_rng(state["seed"])
+        return
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    of_cuda = state.get("cuda", [])
+    for device, cuda_state in zip(_cuda_devices() if of_cuda else [], of_cuda, strict=False):
+        torch.cuda.set_rng_state(cuda_state, device)
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
+    if len(of_cuda) > torch.cuda.device_count():
+        _logger.warning("The random state of devices that this machine does not have is ignored")
+
+
+def _cuda_devices() -> list[int]:
+    """All CUDA devices, the current one first, since its number may differ in a resumed run."""
+    return sorted(range(torch.cuda.device_count()), key=lambda device: device != torch.cuda.current_device())
+
+
+def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, iteration: int) -> dict[str, Any] | None:
+    """``state``; if there were ``saved`` ranks, not ``present``: one made from it, the rank and the iteration."""
+    if state is None or saved == present:
+        return state
+    _logger.info("The checkpoint is of %s ranks, now there are %d: each takes a new random state", saved, present)
+    entropy, key = zlib.crc32(repr(state["python"]).encode()), (comm.get_data_rank(), iteration)
+    return {"seed": int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1)[0])}
+
+
+@contextmanager
+def preserve_rng_state() -> Iterator[None]:
+    """Context that at its end restores the global random state of this process and of the devices that it uses."""
+    state = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def stop_signals() -> set[signal.Signals]:

@@ -4,8 +4,6 @@ from iopath.common.file_io import HTTPURLHandler
 from iopath.common.file_io import PathHandler as PathHandler  # from here too, as in detectron2
 from iopath.common.file_io import PathManager as _PathManager
 
-__all__ = ["PathManager"]
-
 PathManager = _PathManager()
 """Opens local paths, and http(s) and ftp addresses; others by handlers that projects register."""
 

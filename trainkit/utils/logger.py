@@ -1,15 +1,16 @@
 """Set up the log of a process."""
 
+import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from trainkit.utils.plugins import lazy_names
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
-
-# logger -> handlers that `setup_logger` has added, and the earlier level and propagation
-_setups: dict[str, tuple[list[logging.Handler], int, bool]] = {}
+_handlers: dict[str, list[logging.Handler]] = {}  # logger -> what `setup_logger` has added
 
 
 def setup_logger(
@@ -25,8 +26,7 @@ def setup_logger(
 ) -> logging.Logger:
     """Write a logger's lines, from DEBUG on, to stdout (rank 0, from ``stdout_level`` on) and to a file (every rank).
 
-    A second call with the same ``name`` replaces the first; ``close_logger`` undoes it. If stdout or the file cannot be
-    written later, stderr says so once, and the run continues.
+    A second call with the same ``name`` replaces the first; ``close_logger`` undoes it.
 
     Args:
         output: a file, if it ends in ``.txt`` or ``.log``, else a folder for ``log.txt``; other ranks add ``.rankN``.
@@ -41,14 +41,13 @@ def setup_logger(
         path = os.fspath(output) if os.fspath(output).endswith((".txt", ".log")) else os.path.join(output, "log.txt")
         path += f".rank{distributed_rank}" if distributed_rank else ""
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        handlers.append(_Handler(path))
+        handlers.append(logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"))
         handlers[0].setFormatter(_Formatter(name, abbrev_name or name))
     if configure_stdout and distributed_rank == 0 and sys.stdout is not None:
-        handlers.append(_Handler(level=stdout_level))
+        handlers.append(_StdoutHandler(stdout_level))
         handlers[-1].setFormatter(_Formatter(name, abbrev_name, color))
     close_logger(name)
-    logger = logging.getLogger(name)
-    _setups[name] = handlers, logger.level, logger.propagate
+    _handlers[name], logger = handlers, logging.getLogger(name)
     logger.setLevel(logging.DEBUG)
     logger.propagate = enable_propagation
     for handler in handlers:
@@ -58,42 +57,24 @@ def setup_logger(
 
 def close_logger(name: str = "trainkit") -> None:
     """Undo ``setup_logger`` for a logger, and close its file; does nothing if it was not set up."""
-    if name in _setups:
+    if name in _handlers:
         logger = logging.getLogger(name)
-        handlers, level, logger.propagate = _setups.pop(name)
-        logger.setLevel(level)
-        for handler in handlers:
+        for handler in _handlers.pop(name):
             logger.removeHandler(handler)
             handler.close()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
 
 
-class _Handler(logging.Handler):
-    """Writes to a file, or to the present ``sys.stdout``, even if it was redirected."""
+class _StdoutHandler(logging.StreamHandler[Any]):
+    """Writes to the present ``sys.stdout``, even if it was redirected."""
 
-    _has_failed = False
+    def __init__(self, level: int | str) -> None:
+        logging.Handler.__init__(self, level)
 
-    def __init__(self, path: str = "", level: int | str = logging.DEBUG) -> None:
-        super().__init__(level)
-        self._file = open(path, "a", encoding="utf-8", errors="backslashreplace") if path else None  # noqa: SIM115
-
-    def emit(self, record: logging.LogRecord) -> None:
-        stream = self._file or sys.stdout
-        try:
-            stream.write(f"{self.format(record)}\n")
-            stream.flush()
-        except OSError as error:
-            if not self._has_failed:
-                print(
-                    f"{getattr(stream, 'name', stream)} cannot be written, the run continues: {error}", file=sys.stderr
-                )
-            self._has_failed = True
-        except Exception:
-            self.handleError(record)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        super().close()
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
 
 
 class _Formatter(logging.Formatter):
@@ -104,8 +85,8 @@ class _Formatter(logging.Formatter):
         self._name, self._short, self._color = name, short, color
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        name, known = record.name, f"{record.name}.".startswith(f"{self._name}.")
-        if known and self._name:
+        name = record.name
+        if self._name and f"{name}.".startswith(f"{self._name}."):
             name = name.rpartition(".")[2] if self._short is None else self._short + name[len(self._name) :]
         head = f"[{self.formatTime(record, self.datefmt)} {name}]"
         level = f" {record.levelname}" if record.levelno >= logging.WARNING else ""
@@ -113,6 +94,15 @@ class _Formatter(logging.Formatter):
             head = f"{_GREEN}{head}{_RESET}"
             level = level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
         return f"{head}{level}: {record.message}"
+
+
+def format_table(
+    rows: Iterable[Sequence[Any]], headers: Sequence[str] = (), *, max_rows: int | None = None, **options: Any
+) -> str:
+    """``tabulate.tabulate(rows, headers, **options)`` of the first rows; imports tabulate when called."""
+    rows = list(rows)
+    text: str = importlib.import_module("tabulate").tabulate(rows[:max_rows], headers, **options)
+    return text if max_rows is None or len(rows) <= max_rows else f"{text}\n... and {len(rows) - max_rows} more"
 
 
 __getattr__ = lazy_names(

@@ -1,9 +1,17 @@
-"""The one rule that says in which iterations periodic actions are due."""
+"""Numbers, and the one rule that says in which iterations periodic actions are due."""
 
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
-from trainkit.utils.numbers import is_whole
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is an int or a float, also inf or NaN, but no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object, minimum: int) -> TypeGuard[int]:
+    """Whether ``value`` is an int of at least ``minimum``, but no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 class RoundedLength(int):

@@ -7,38 +7,44 @@ trainkit for one of its classes. Packages of other authors are named by ``IMPORT
 import ast
 import contextlib
 import importlib
-import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 
-def _by_name(names: Mapping[str, str]) -> dict[str, str]:
-    """Name -> module, from module of ``trainkit.projects`` -> names."""
-    return {name: f"trainkit.projects.{module}" for module, some in names.items() for name in some.split()}
+def _by_name(projects: Mapping[str, str]) -> dict[str, str]:
+    """Name -> module, from project -> "module: name name; module: name"; without "module:" it is ``config``."""
+    found: dict[str, str] = {}
+    for project, text in projects.items():
+        for part in text.split("; "):
+            module, _, names = part.rpartition(": ")
+            found |= dict.fromkeys(names.split(), f"trainkit.projects.{project}.{module or 'config'}")
+    return found
 
 
 CONFIG_KEYS: dict[str, str] = _by_name(
     {
-        "cluster.config": "REQUEUE_SIGNAL STEP_TIMEOUT",
-        "async_save.config": "CHECKPOINT.ASYNC",
-        "hooks.config": (
+        "cluster": "REQUEUE_SIGNAL STEP_TIMEOUT",
+        "async_save": "CHECKPOINT.ASYNC",
+        "hooks": (
             "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.PUBLISH CHECKPOINT.PUBLISH_FORMAT MAX_TIME SOLVER.ACCUMULATION_FACTORS "
             "TEST.PRECISE_BN"
         ),
-        "trainable_only.config": "CHECKPOINT.TRAINABLE_ONLY",
-        "samplers.config": (
+        "trainable_only": "CHECKPOINT.TRAINABLE_ONLY",
+        "samplers": (
             "DATALOADER.OVERFIT_BATCHES DATALOADER.RANDOM_SUBSET_RATIO DATALOADER.REPEAT_THRESHOLD "
             "DATALOADER.REPEAT_SQRT SOLVER.MAX_BATCHES_PER_EPOCH"
         ),
-        "loggers.config": "LOG.PROGRESS",
-        "model_options.config": "MODEL.ACTIVATION_CHECKPOINT MODEL.CHANNELS_LAST MODEL.COMPILE",
-        "replay.config": "DATALOADER.SKIP DATALOADER.SKIP_MODE FORK",
-        "sharding.config": "MODEL.FSDP MODEL.TENSOR_PARALLEL",
-        "logical_ranks.config": "SOLVER.LOGICAL_RANKS",
-        "graph.config": "SOLVER.GRAPH",
-        "scaling.config": "SOLVER.REFERENCE_BATCH_SIZE SOLVER.REFERENCE_WORLD_SIZE",
-        "solver_extras.config": "SOLVER.OPTIMIZERS SOLVER.PARAM_GROUPS SOLVER.SCHEDULES",
+        "loggers": "LOG.PROGRESS",
+        "model_options": "MODEL.ACTIVATION_CHECKPOINT MODEL.CHANNELS_LAST MODEL.COMPILE",
+        "replay": "DATALOADER.SKIP DATALOADER.SKIP_MODE FORK",
+        "sharding": "MODEL.FSDP MODEL.TENSOR_PARALLEL",
+        "logical_ranks": "SOLVER.LOGICAL_RANKS",
+        "graph": "SOLVER.GRAPH",
+        "scaling": "SOLVER.REFERENCE_BATCH_SIZE SOLVER.REFERENCE_WORLD_SIZE",
+        "solver_extras": "SOLVER.OPTIMIZERS SOLVER.PARAM_GROUPS SOLVER.SCHEDULES",
     }
 )
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
@@ -49,105 +55,81 @@ raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a
 ``build_model``, and ``wrap_loader(cfg, loader)`` the training or test loader.
 """
 
-CONFIG_TYPES: Mapping[str, str] = {
-    "omegaconf.dictconfig.DictConfig": "trainkit.projects.lazy.settings",
-}
+CONFIG_TYPES: dict[str, str] = {"omegaconf.dictconfig.DictConfig": "trainkit.projects.lazy.settings"}
 """The type of a config that `default_setup` and `configurable` accept beside CfgNode -> the module that reads it.
 
 The module has a function ``to_cfg(cfg, args)``: a CfgNode with the settings that `default_setup` needs, and the text of
 ``config.yaml``.
 """
 
-NAMES: Mapping[str, str] = _by_name(
+NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_name(
     {
-        "cluster.requeue": "Requeue",
-        "cluster.timeout": "StepTimeout",
-        "graph.trainer": "GraphTrainer GraphAMPTrainer graph_trainer",
-        "non_finite.trainers": "gradients skip",
-        "logical_ranks.trainer": "LogicalTrainer LogicalAMPTrainer logical_trainer",
-        "async_save.format": "async_save staged",
-        "remote.mirror": "Mirror",
-        "remote.addresses": "register_addresses",
-        "remote.store": "CheckpointStore STORE_REGISTRY",
-        "weights.safetensors": "safetensors",
-        "weights.pickles": "load_trusted_pickle",
-        "sharding.format": "shards",
-        "replay.skip": "SkipBatches",
-        "lazy.config": "LazyCall LazyConfig",
-        "lazy.instantiate": "instantiate",
-        "lazy.testing": "reload_lazy_config",
-        "lazy.locate": "locate _convert_target_to_string",
-        "compat.global_config": "global_cfg set_global_cfg",
-        "compat.serialize": "PicklableWrapper",
-        "compat.memory": "retry_if_cuda_oom",
-        "compat.datasets": "AspectRatioGroupedDataset ToIterableDataset set_default_dataset_from_list_serialize_method",
-        "compat.log": "_log_api_usage create_small_table log_every_n log_every_n_seconds log_first_n",
-        "hooks.accumulation": "AccumulationSchedule",
-        "hooks.epochs": "is_due_epoch",
-        "fast_dev.options": "LoadsAgain fast_dev_config",
-        "preflight.hook": "KillAt Preflight",
-        "scaling.batch": "KeepBatch",
-        "scaling.scaling": "scale_lr_to_batch scale_workers",
-        "predict.predictor": "DefaultPredictor",
-        "solver_extras.lars": "LARS",
-        "solver_extras.combined": "CombinedOptimizer combined_optimizer",
-        "solver_extras.layer_decay": "LAYER_DEPTH_REGISTRY build_layer_decay",
-        "solver_extras.rules": "ParamRules build_param_groups",
-        "solver_extras.composed": "listed_schedules build_schedule",
-        "solver_extras.schedules": "SCHEDULE_REGISTRY",
-        "solver_extras": "schedules",
-        "solver_extras.names": "describe_param_groups",
-        "compat.schedules": "KeepLastValue WarmupCosineLR WarmupMultiStepLR _get_warmup_factor_at_iter",
-        "solver_extras.groups": "groups_by_rules",
-        "adapters.logits": "losses_from",
-        "evaluators.classification": "ClassificationEvaluator",
-        "evaluators.loss": "LossEvaluator",
-        "evaluators.confusion": "ConfusionMatrixEvaluator",
-        "evaluators.segmentation": "SemSegEvaluator",
-        "evaluators.metadata": "Metadata MetadataCatalog",
-        "samplers.combined": "CombinedLoader",
-        "samplers.grouped": "GroupedBatchSampler",
-        "samplers.random_subset": "RandomSubsetTrainingSampler",
-        "samplers.repeat_factor": "RepeatFactorTrainingSampler",
-        "samplers.limited": "limited_sampler",
-        "sharding.fsdp": "fsdp",
-        "hooks.best_checkpoints": "BestCheckpoints",
-        "hooks.check_finite_loss": "CheckFiniteLoss",
-        "hooks.copy_ahead": "CopyAhead",
-        "hooks.ema": "EMAHook",
-        "hooks.freeze": "Freeze",
-        "hooks.memory": "EmptyCache GarbageCollection TorchMemoryStats",
-        "hooks.grad_norm": "GradNorm",
-        "hooks.time_limit": "TimeLimit",
-        "hooks.memory_snapshot": "MemorySnapshot",
-        "hooks.param_scheduler": "ParamScheduler",
-        "hooks.precise_bn": "PreciseBN",
-        "hooks.profiler": "AutogradProfiler TorchProfiler",
-        "hooks.publish": "PublishWeights",
-        "hooks.reduce_on_plateau": "ReduceOnPlateau",
-        "hooks.runtime_info": "RuntimeInfo",
-        "hooks.sampler_seed": "SamplerSeed",
-        "trainable_only.frozen": "FrozenWeights",
-        "hooks.sync_buffers": "SyncBuffers",
-        "hooks.throughput": "Throughput",
-        "hooks.unused_parameters": "UnusedParameters",
-        "hooks.visualization": "VISUALIZER_REGISTRY VisualizationHook",
-        "loggers.csv_writer": "CSVWriter csv",
-        "loggers.progress_bar": "ProgressBar progress_bar",
-        "loggers.tensorboard_settings": "tensorboard_settings",
-        "loggers.mlflow_writer": "MLflowWriter mlflow",
-        "loggers.wandb_writer": "WandbWriter wandb",
+        "adapters": "logits: losses_from",
+        "async_save": "format: async_save staged",
+        "cluster": "requeue: Requeue; timeout: StepTimeout",
+        "compat": (
+            "datasets: AspectRatioGroupedDataset ToIterableDataset set_default_dataset_from_list_serialize_method; "
+            "global_config: global_cfg set_global_cfg; "
+            "log: _log_api_usage create_small_table log_every_n log_every_n_seconds log_first_n; "
+            "memory: retry_if_cuda_oom; "
+            "schedules: KeepLastValue WarmupCosineLR WarmupMultiStepLR _get_warmup_factor_at_iter; "
+            "serialize: PicklableWrapper"
+        ),
+        "evaluators": (
+            "classification: ClassificationEvaluator; confusion: ConfusionMatrixEvaluator; loss: LossEvaluator; "
+            "metadata: Metadata MetadataCatalog; segmentation: SemSegEvaluator"
+        ),
+        "fast_dev": "options: LoadsAgain fast_dev_config",
+        "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
+        "hooks": (
+            "accumulation: AccumulationSchedule; best_checkpoints: BestCheckpoints; "
+            "check_finite_loss: CheckFiniteLoss; copy_ahead: CopyAhead; ema: EMAHook; epochs: is_due_epoch; "
+            "freeze: Freeze; grad_norm: GradNorm; memory: EmptyCache GarbageCollection TorchMemoryStats; "
+            "memory_snapshot: MemorySnapshot; param_scheduler: ParamScheduler; precise_bn: PreciseBN; "
+            "profiler: AutogradProfiler TorchProfiler; publish: PublishWeights; reduce_on_plateau: ReduceOnPlateau; "
+            "runtime_info: RuntimeInfo; sampler_seed: SamplerSeed; sync_buffers: SyncBuffers; throughput: Throughput; "
+            "time_limit: TimeLimit; unused_parameters: UnusedParameters; "
+            "visualization: VISUALIZER_REGISTRY VisualizationHook"
+        ),
+        "lazy": (
+            "config: LazyCall LazyConfig; instantiate: instantiate; locate: locate _convert_target_to_string; "
+            "testing: reload_lazy_config"
+        ),
+        "loggers": (
+            "csv_writer: CSVWriter csv; mlflow_writer: MLflowWriter mlflow; progress_bar: ProgressBar progress_bar; "
+            "tensorboard_settings: tensorboard_settings; wandb_writer: WandbWriter wandb"
+        ),
+        "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",
+        "non_finite": "trainers: gradients skip",
+        "predict": "predictor: DefaultPredictor",
+        "preflight": "hook: KillAt Preflight",
+        "remote": "addresses: register_addresses; mirror: Mirror; store: CheckpointStore STORE_REGISTRY",
+        "replay": "skip: SkipBatches",
+        "samplers": (
+            "combined: CombinedLoader; grouped: GroupedBatchSampler; limited: limited_sampler; "
+            "random_subset: RandomSubsetTrainingSampler; repeat_factor: RepeatFactorTrainingSampler"
+        ),
+        "scaling": "batch: KeepBatch; scaling: scale_lr_to_batch scale_workers",
+        "sharding": "format: shards; fsdp: fsdp",
+        "solver_extras": (
+            "combined: CombinedOptimizer combined_optimizer; composed: listed_schedules build_schedule; "
+            "groups: groups_by_rules; lars: LARS; layer_decay: LAYER_DEPTH_REGISTRY build_layer_decay; "
+            "names: describe_param_groups; rules: ParamRules build_param_groups; schedules: SCHEDULE_REGISTRY"
+        ),
+        "trainable_only": "frozen: FrozenWeights",
+        "weights": "pickles: load_trusted_pickle; safetensors: safetensors",
     }
 )
 """The name of a class or function, also of one in a registry -> the module that has and registers it."""
 
-OPTIONS: dict[str, str] = {
-    "--fast-dev-run": "trainkit.projects.fast_dev.options",
-    "--fork": "trainkit.projects.replay.fork",
-    "--preflight": "trainkit.projects.preflight.options",
-    "--preflight-quick": "trainkit.projects.preflight.options",
-    "--overfit-batches": "trainkit.projects.samplers.options",
-}
+OPTIONS: dict[str, str] = _by_name(
+    {
+        "fast_dev": "options: --fast-dev-run",
+        "replay": "fork: --fork",
+        "preflight": "options: --preflight --preflight-quick",
+        "samplers": "options: --overfit-batches",
+    }
+)
 """Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.
 
 If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module before it uses the config. ``apply``
@@ -155,11 +137,12 @@ may change both in place, and may return a function, which is called when OUTPUT
 is in it.
 """
 
-RUN_HOOKS: Mapping[str, str] = {
-    "CopyAhead": "trainkit.projects.hooks.copy_ahead",
-    "SamplerSeed": "trainkit.projects.hooks.sampler_seed",
-    "RunRecord": "trainkit.projects.replay.record",
-}
+RUN_HOOKS: dict[str, str] = _by_name(
+    {
+        "hooks": "copy_ahead: CopyAhead; sampler_seed: SamplerSeed",
+        "replay": "record: RunRecord",
+    }
+)
 """The name of a hook class -> its module. Every `DefaultTrainer` has a hook of each class, if its project is there.
 
 The class takes no arguments, and its ``priority`` says where the hook stands. It may refuse a trainer by ``is_needed``.
@@ -183,9 +166,9 @@ def load_plugin(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        project = ".".join(module.split(".")[:3])
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
+        project = ".".join(module.split(".")[:3])
         raise MissingProjectError(f"this needs the project {project}, which is not installed") from error
 
 
@@ -194,12 +177,6 @@ def installed(table: Mapping[str, str]) -> Iterator[tuple[str, ModuleType]]:
     for name, module in table.items():
         with contextlib.suppress(MissingProjectError):
             yield name, load_plugin(module)
-
-
-def import_plugin_of(name: str) -> None:
-    """Import the project that brings ``name``, if there is one; it registers what it has."""
-    if name in NAMES:
-        load_plugin(NAMES[name])
 
 
 def lazy_names(package: str, *names: str) -> Callable[[str], Any]:
@@ -212,23 +189,16 @@ def lazy_names(package: str, *names: str) -> Callable[[str], Any]:
         package: its ``__name__``.
         names: further names, which are in `NAMES`.
     """
-    spec = importlib.util.find_spec(package)
-    source = getattr(spec and spec.loader, "get_source", lambda _: "")(package) or ""
-    blocks = [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
+    blocks = [node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     modules = {alias.name: str(node.module) for node in imports for alias in node.names}
-    all_of = modules.pop("*", "")  # the package whose names are names of this one too
     modules |= {name: NAMES[name] for name in names}
 
     def get(name: str) -> Any:
-        module = modules.get(name, "")
-        if not module and all_of and name in importlib.import_module(all_of).__all__:
-            module = all_of
-        if not module:
+        module = modules.get(name)
+        if module is None and "*" in modules and name in importlib.import_module(modules["*"]).__all__:
+            module = modules["*"]
+        if module is None or name == "*":
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return importlib.import_module(f"{package}.{name}") if module == package else getattr(load_plugin(module), name)
 

@@ -4,13 +4,14 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainkit.utils.plugins import NAMES, import_plugin_of, lazy_names
+from trainkit.utils.plugins import NAMES, lazy_names, load_plugin
 
 
 class Registry:
     """Maps names to registered classes or functions, so that a config can name them.
 
-    ``@MODEL_REGISTRY.register()`` before ``class Net`` registers it; ``MODEL_REGISTRY.get("Net")`` gives it.
+    ``@MODEL_REGISTRY.register()`` before ``class Net`` registers it; ``MODEL_REGISTRY.get("Net")`` gives it. A name of
+    `NAMES` imports the project that registers it.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,13 +31,13 @@ class Registry:
         """The object registered under ``name``. Raises KeyError if there is no such object."""
         if name not in self:
             hint = did_you_mean(name, [*self._objects, *NAMES])
-            registered = f"registered: {', '.join(sorted(self._objects)) or 'nothing'}, and modules in IMPORTS may add"
-            raise KeyError(f"no {name!r} in the {self._name} registry; {hint}{registered}")
+            known = f"registered: {', '.join(sorted(self._objects)) or 'nothing'}, and modules in IMPORTS may add"
+            raise KeyError(f"no {name!r} in the {self._name} registry; {hint}{known}")
         return self._objects[name]
 
     def __contains__(self, name: str) -> bool:
-        if name not in self._objects:
-            import_plugin_of(name)
+        if name not in self._objects and name in NAMES:
+            load_plugin(NAMES[name])
         return name in self._objects
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

@@ -6,11 +6,12 @@ import os
 import socket
 import time
 from datetime import datetime
+from pathlib import Path
 
 LOCK_FILE = "run.lock"
 _PATIENCE_SEC = 2.0  # a killed process releases its locks only at its very end
 
-_owned: dict[tuple[str, int], int] = {}  # (real path, process id) -> descriptor; a forked process does not own the lock
+_owned: dict[str, int] = {}  # real path -> descriptor of the lock file
 
 
 def own_folder(folder: str | os.PathLike[str]) -> None:
@@ -23,51 +24,46 @@ def own_folder(folder: str | os.PathLike[str]) -> None:
         return
     os.makedirs(folder, exist_ok=True)
     deadline = time.monotonic() + _PATIENCE_SEC
-    while isinstance(found := _lock(folder, os.O_CREAT), str):
+    while (descriptor := _lock(folder)) is None:
         if time.monotonic() > deadline:
-            raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run, {found}; wait for it or stop it")
+            owner = Path(folder, LOCK_FILE).read_text(errors="replace")
+            raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run, {owner}; wait for it or stop it")
         time.sleep(0.05)
-    os.truncate(found, 0)
+    os.truncate(descriptor, 0)
     text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
-    os.pwrite(found, text.encode(), 0)
-    _owned[_key(folder)] = found
+    os.pwrite(descriptor, text.encode(), 0)
+    _owned[os.path.realpath(folder)] = descriptor
 
 
 def release_folder(folder: str | os.PathLike[str]) -> None:
     """Release the folder for other runs; does nothing if this process does not own it."""
     if is_owned(folder):
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, LOCK_FILE))
-        os.close(_owned.pop(_key(folder)))
+        Path(folder, LOCK_FILE).unlink(missing_ok=True)
+        os.close(_owned.pop(os.path.realpath(folder)))
 
 
 def is_owned(folder: str | os.PathLike[str]) -> bool:
     """Whether this process owns the folder."""
-    return _key(folder) in _owned
+    return os.path.realpath(folder) in _owned
 
 
 def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
     """Whether another process owns the folder."""
-    if is_owned(folder) or not os.path.exists(os.path.join(folder, LOCK_FILE)):
+    if is_owned(folder) or not Path(folder, LOCK_FILE).exists():
         return False
-    found = _lock(folder)
-    if isinstance(found, int):
-        os.close(found)
-    return isinstance(found, str)
+    descriptor = _lock(folder)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None
 
 
-def _key(folder: str | os.PathLike[str]) -> tuple[str, int]:
-    return os.path.realpath(folder), os.getpid()
-
-
-def _lock(folder: str | os.PathLike[str], flags: int = 0) -> int | str:
-    """The descriptor of the lock file if this process has locked it, else the name of the owner."""
-    descriptor = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_NOFOLLOW | flags, 0o666)
-    owner = os.read(descriptor, 4096).decode(errors="replace")
+def _lock(folder: str | os.PathLike[str]) -> int | None:
+    """The descriptor of the lock file; None if another process has locked it."""
+    descriptor = os.open(Path(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with contextlib.suppress(BlockingIOError, PermissionError):
         # not `flock`: loader workers would inherit the lock, and may outlive a killed run by seconds
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink > 0:  # its former owner has not deleted it meanwhile
             return descriptor
     os.close(descriptor)
-    return owner
+    return None

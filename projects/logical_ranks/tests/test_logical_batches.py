@@ -12,7 +12,7 @@ from trainkit.data.build import build_test_loader, build_train_loader, trivial_b
 from trainkit.data.common import MapDataset
 from trainkit.data.protocol import iters_per_epoch
 from trainkit.utils import comm
-from trainkit.utils.numbers import tree_sum
+from trainkit.utils.comm import tree_sum
 from trainkit.utils.periods import exact
 
 

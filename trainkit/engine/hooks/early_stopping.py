@@ -4,7 +4,7 @@ import math
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.utils.numbers import is_number, is_whole
+from trainkit.utils.periods import is_number, is_whole
 
 
 @HOOK_REGISTRY.register()

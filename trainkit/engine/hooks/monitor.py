@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.utils import comm
-from trainkit.utils.numbers import is_number
-from trainkit.utils.periods import check_period, is_due, is_last, next_due
+from trainkit.utils.periods import check_period, is_due, is_last, is_number, next_due
 from trainkit.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)

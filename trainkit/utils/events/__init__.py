@@ -6,10 +6,15 @@ from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.utils.events.history import HistoryBuffer
-    from trainkit.utils.events.json_writer import JSONWriter
     from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
     from trainkit.utils.events.tensorboard_writer import TensorboardXWriter
-    from trainkit.utils.events.writers import WRITER_REGISTRY, CommonMetricPrinter, EventWriter, estimate_eta_sec
+    from trainkit.utils.events.writers import (
+        WRITER_REGISTRY,
+        CommonMetricPrinter,
+        EventWriter,
+        JSONWriter,
+        estimate_eta_sec,
+    )
 
 __all__ = [
     "EventStorage",
