@@ -1,7 +1,5 @@
 """A job of ten iterations for torchrun and ``launch``, that dies or fails where it is told to."""
 
-import atexit
-import contextlib
 import os
 import signal
 import sys
@@ -71,29 +69,6 @@ class KillFirstStart(HookBase):
         is_last_rank = comm.get_rank() == comm.get_world_size() - 1
         if self.trainer.iter == self._iter and is_last_rank and not is_restarted():
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-@HOOK_REGISTRY.register()
-class FailOnBothRanks(HookBase):
-    """Rank 1 fails first, but its process ends last."""
-
-    def __init__(self, folder: str) -> None:
-        self._sign = Path(folder) / "rank 1 has failed"
-
-    def after_step(self):
-        pids = comm.all_gather(os.getpid())
-        if comm.get_rank() == 1:
-            atexit.register(self._let_rank_0_go_first, pids[0])
-            raise RuntimeError("rank 1 has a problem")
-        while not self._sign.exists():
-            pass
-        raise RuntimeError("rank 0 has lost rank 1")
-
-    def _let_rank_0_go_first(self, pid: int) -> None:
-        self._sign.touch()
-        with contextlib.suppress(ProcessLookupError):
-            while True:
-                os.kill(pid, 0)
 
 
 def main(args):

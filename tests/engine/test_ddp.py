@@ -1,6 +1,5 @@
 """DistributedDataParallel under the trainers, with each of its options: two ranks are one process that accumulates."""
 
-import logging
 import os
 from functools import partial
 
@@ -9,32 +8,44 @@ import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
-from tests.engine.test_world_sizes import Net, part
 from tests.engine.tiny import Weight, scalars, sgd
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
-from trainkit.engine.hooks import CallbackHook, EMAHook, PreciseBN, UnusedParameters
+from trainkit.engine.hooks import CallbackHook, EMAHook, PreciseBN
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 from trainkit.solver import GradientClipper
-from trainkit.utils import comm
 
 
-class Counts(nn.Module):
-    """A buffer grows by rank + 1 in each step."""
+class Net(nn.Module):
+    """Without batch norm and dropout; a batch is ``(x [N, 6], y [N, 1])``."""
 
-    def __init__(self):
+    def __init__(self, seed):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
 
     def forward(self, batch):
-        if self.training:
-            self.steps += comm.get_rank() + 1
-        return self.weight * batch
+        x, y = batch
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"loss": (self.head(x) - y).square().mean()}
+
+
+def part(rank, num_ranks, steps):
+    """What a rank gets of ten batches of 24 samples, each in ``steps`` micro-batches."""
+    generator = torch.Generator().manual_seed(7)
+    xs = torch.randn(10, 24, 6, generator=generator)
+    ys = xs.square().mean(2, keepdim=True) + xs.mean(2, keepdim=True)
+    of_all = [micro for x, y in zip(xs, ys, strict=True) for micro in zip(x.chunk(steps), y.chunk(steps), strict=True)]
+    return [(x.chunk(num_ranks)[rank], y.chunk(num_ranks)[rank]) for x, y in of_all]
 
 
 COPIES = ["MODEL.DDP.GRADIENT_AS_BUCKET_VIEW", False]
@@ -73,26 +84,20 @@ OVERFLOW_AT = 3  # on the second rank, in float16
 
 
 def train(make_trainer, model, data, **kwargs):
-    """The weights, their average and what is stored; evaluated in between, and no parameter is without a gradient."""
+    """The weights, their average and what is stored; evaluated in between."""
     trainer = make_trainer(model, data, sgd(model, 0.05, momentum=0.9), **kwargs)
-    average, pieces = EMAHook(0.75), set()
+    average = EMAHook(0.75)
 
     def evaluate(trainer):
         if trainer.iter % 4 == 3:
             inference_on_dataset(trainer.model, data[:1], None)
 
-    def look(trainer):
-        pieces.clear()
-        pieces.update(parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters())
-
-    watch = CallbackHook(after_backward=look, after_step=evaluate)
-    trainer.register_hooks([average, UnusedParameters(3, raise_error=True), watch])
+    trainer.register_hooks([average, CallbackHook(after_step=evaluate)])
     trainer.train(0, 10)
     return {
         "weights": [parameter.detach() for parameter in model.parameters()],
         "average": list(average.state_dict()["model"].values()),
         "stored": {name: [value for value, _ in values] for name, values in scalars(trainer).items()},
-        "gradients in": len(pieces),
     }
 
 
@@ -114,86 +119,15 @@ def settings(rank, folder):
     return found
 
 
+def four(rank, folder):
+    return train(SimpleTrainer, create_ddp_model(Net(seed=rank)), part(rank, 4, 1))["weights"]
+
+
 def accumulation(rank, folder):
     data = part(rank, 2, 2)
     return {
         option: train(SimpleTrainer, create_ddp_model(Net(seed=rank), **options(*values)), data, accumulation_steps=2)
         for option, values in OPTIONS.items()
-    }
-
-
-class InTurn(nn.Module):
-    """Each batch uses one of three heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ParameterList(torch.tensor([1.0, 2.0]) for _ in range(3))
-
-    def forward(self, batch):
-        head, x = batch
-        return (self.heads[int(head)] * x).square().sum()
-
-
-def in_turn(model, turns, xs):
-    """The heads after six iterations, and the heads that are reported as never used; or the error."""
-    reported = []
-
-    class Log(logging.Handler):
-        def emit(self, record):
-            reported.append(record.getMessage().partition("forward pass: ")[2].partition(";")[0])
-
-    data = [(torch.tensor(head), torch.tensor(x)) for head in turns for x in xs]
-    trainer = SimpleTrainer(model, data, sgd(model, 0.25), accumulation_steps=len(xs))
-    trainer.register_hooks([UnusedParameters()])
-    logger, log = logging.getLogger("trainkit.projects.hooks.unused_parameters"), Log(level=logging.ERROR)
-    logger.addHandler(log)
-    try:
-        trainer.train(0, 6)
-    except RuntimeError as error:
-        return str(error)[:42]
-    finally:
-        logger.removeHandler(log)
-    return [parameter.detach() for parameter in model.parameters()], reported
-
-
-XS = [0.25, 0.5, 0.125, 1.0]  # every other one is rank 0's
-
-
-def heads(rank, folder):
-    jobs = {
-        "in turn": (OPTIONS["unused"], [0, 1]),
-        "in turn, views": (["MODEL.DDP.FIND_UNUSED_PARAMETERS", True], [0, 1]),
-        "in turn, unknown": ([], [0, 1]),
-        "first": (OPTIONS["static"], [0]),
-        "first, views": (OPTIONS["static, views"], [0]),
-        "first, unknown": ([], [0]),
-    }
-    return {
-        name: in_turn(create_ddp_model(InTurn(), **options(*values)), turns, XS[rank::2])
-        for name, (values, turns) in jobs.items()
-    }
-
-
-def counts(names_and_values, **kwargs):
-    """The buffer behind each iteration; behind each, rank 0 evaluates two batches and rank 1 none."""
-    model = create_ddp_model(Counts(), **options(*names_and_values))
-    trainer = SimpleTrainer(model, [torch.ones(())] * 6, sgd(model, 0.0), **kwargs)
-    seen = []
-
-    def look(trainer):
-        seen.append(model.module.steps.item())
-        inference_on_dataset(trainer.model, [torch.ones(())] * (2 - 2 * comm.get_rank()), None)
-
-    trainer.register_hooks([CallbackHook(after_step=look)])
-    trainer.train(0, 3)
-    return seen
-
-
-def buffers(rank, folder):
-    return {
-        (option, steps): counts(OPTIONS[option], accumulation_steps=steps)
-        for option in ("none", "broadcast")
-        for steps in (1, 2)
     }
 
 
@@ -255,7 +189,7 @@ def from_config(rank, folder):
     return found
 
 
-CHECKS = (settings, accumulation, heads, buffers, precise_bn, compression, from_config)
+CHECKS = (settings, accumulation, precise_bn, compression, from_config)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -303,12 +237,6 @@ def test_a_setting_makes_a_difference(plain, setting):
     assert not torch.allclose(run["average"][0], run["weights"][0], atol=1e-4)
 
 
-def test_gradients_are_parts_of_the_bucket_if_that_is_asked_for(ranks):
-    for found in ranks["settings"]:
-        pieces = {option: {found[option, setting]["gradients in"] for setting in SETTINGS} for option in OPTIONS}
-        assert pieces == {option: {1 if "views" in option else 8} for option in OPTIONS}
-
-
 def test_two_ranks_that_accumulate_are_one_process_whatever_the_options(ranks):
     expected = train(SimpleTrainer, Net(seed=0), part(0, 1, 4), accumulation_steps=4)
     for found in ranks["accumulation"]:
@@ -317,28 +245,11 @@ def test_two_ranks_that_accumulate_are_one_process_whatever_the_options(ranks):
             torch.testing.assert_close(run["average"], expected["average"], atol=1e-6, rtol=0)
 
 
-def test_parameters_may_be_unused_if_that_is_said(ranks):
-    reported = {"in turn": ["heads.1, heads.2", "heads.0, heads.2"] * 3, "first": ["heads.1, heads.2"]}
-    for name, turns in (("in turn", [0, 1]), ("first", [0])):
-        expected, as_one = in_turn(InTurn(), turns, XS)
-        assert as_one == reported[name]
-        for found in ranks["heads"]:
-            for trained, unused in (found[name], found[f"{name}, views"]):
-                torch.testing.assert_close(trained, expected, atol=1e-6, rtol=0)
-                assert unused == reported[name]
-            assert found[f"{name}, unknown"] == "Expected to have finished reduction in the"
-
-
-def test_buffers_are_those_of_rank_0_before_each_forward_pass_if_that_is_asked_for(ranks):
-    first, second = ranks["buffers"]  # rank 0 adds 1 in each forward pass, rank 1 adds 2
-    assert first == {
-        **{("none", 1): [1, 2, 3], ("none", 2): [2, 4, 6]},
-        **{("broadcast", 1): [1, 2, 3], ("broadcast", 2): [2, 4, 6]},
-    }
-    assert second == {
-        **{("none", 1): [2, 4, 6], ("none", 2): [4, 8, 12]},
-        **{("broadcast", 1): [2, 3, 4], ("broadcast", 2): [4, 6, 8]},
-    }
+@pytest.mark.slow
+def test_four_ranks_are_one_process(tmp_path):
+    expected = train(SimpleTrainer, Net(seed=0), part(0, 1, 1))["weights"]
+    for weights in on_two_ranks([four], tmp_path, num_ranks=4)["four"]:
+        torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)
 
 
 def test_precise_bn_waits_for_no_rank_in_a_forward_pass(ranks):

@@ -10,7 +10,6 @@ import torch
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from tests.utils.png import decode_png
-from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS
 from trainkit.engine.hooks import HOOK_REGISTRY, VISUALIZER_REGISTRY, CallbackHook
@@ -133,10 +132,6 @@ def record(trainer):
     return recorder
 
 
-def loader(name, batch_size):
-    return torch.utils.data.DataLoader(DatasetCatalog.get(name), batch_size, generator=torch.Generator())
-
-
 # ---------------------------------------------------------------------- training
 
 
@@ -154,8 +149,7 @@ class EndOfRun(HookBase):
         self.at_the_end = list(self.evaluated)
 
 
-PLACES = [{}, {"priority": 0}, {"priority": 56}, {"priority": "LOWEST"}, {"before": "EvalHook"}]
-PLACES += [{"before": "PeriodicCheckpointer"}, {"after": "FinalEvalHook"}]
+PLACES = [{}, {"priority": "LOWEST"}, {"before": "EvalHook"}, {"after": "FinalEvalHook"}]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

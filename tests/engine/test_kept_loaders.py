@@ -43,18 +43,6 @@ def test_workers_are_started_anew_for_each_evaluation_where_data_change(tmp_path
     assert not found[0] & found[1]
 
 
-def test_another_config_gets_another_loader(tmp_path):
-    class Changing(DefaultTrainer):
-        def _validation_cfg(self):
-            cfg = super()._validation_cfg()
-            cfg.TEST.IMS_PER_BATCH = 3 + self.iter // 4
-            return cfg
-
-    found = evaluate(tmp_path, trainer_class=Changing)
-    assert found[0] == found[1]
-    assert not found[1] & found[2]
-
-
 def test_a_loader_of_the_users_is_built_for_each_evaluation(tmp_path):
     calls = []
 

@@ -159,16 +159,6 @@ def test_a_run_of_one_process_goes_on_with_two_with_one_line_about_it(tmp_path):
     assert len([line for line in output.splitlines() if "now there are 2" in line]) == 1
 
 
-@pytest.mark.slow
-def test_of_several_failures_torchrun_names_the_first_as_the_cause(tmp_path):
-    codes, output = run(command(ONE_NODE, tmp_path, FailOnBothRanks={"folder": str(tmp_path)}))
-    assert codes == [1]
-    assert "RuntimeError: rank 0 has lost rank 1\n" in output
-    cause = output[output.index("Root Cause") :]
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", cause)
-    assert "RuntimeError: rank 1 has a problem\n" in cause
-
-
 def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluation_does_not(tmp_path, monkeypatch):
     cfg = tiny_cfg(tmp_path)
     DefaultTrainer(cfg).train(max_iter=6)

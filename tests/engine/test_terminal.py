@@ -50,13 +50,3 @@ def test_a_quiet_run_shows_nothing_but_warnings_and_errors(command, shown):
 
     assert terminal == ""
     assert "after 10 of 10 iterations" in log
-
-
-def test_the_list_of_hooks_fits_into_80_columns(shown):
-    terminal, _ = shown(
-        "HOOKS", "[{NAME: EMAHook}, {NAME: RuntimeInfo}, {NAME: Throughput}, {NAME: GarbageCollection}]"
-    )
-
-    hooks = terminal[terminal.index("Hooks in order:") : terminal.index("Training from iteration")].splitlines()[1:-1]
-    assert len(hooks) > 10
-    assert max(map(len, hooks)) <= 80
