@@ -1,20 +1,19 @@
 """Running averages of weights."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from trainkit.utils.periods import is_number, is_whole
+from trainkit.utils.periods import is_whole
 from trainkit.utils.plugins import load_plugin
 
-AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
+AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean"]
 
-_GAMMA = {"annealing": 100.0, "warmup": 2000.0, "mmcv": 100.0}
+_GAMMA = {"annealing": 100.0, "warmup": 2000.0}
 
 
 def averaging_rule(
@@ -28,14 +27,11 @@ def averaging_rule(
     - "exponential": ``m``;
     - "annealing": ``max(m, gamma / (gamma + steps))``, OpenMMLab's ``MomentumAnnealingEMA``;
     - "warmup": ``m + (1 - m) * exp(-(1 + steps) / gamma)``, mmdet's ``ExpMomentumEMA``;
-    - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407;
-    - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``.
-      With a usual ``m`` this is not a warm-up; for a warm-up use "warmup" or "annealing".
+    - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407.
 
     Args:
         decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
-        gamma: about the number of updates that the start lasts; default is 2000 for "warmup" and 100 for "annealing"
-            and "mmcv". Not for the other kinds.
+        gamma: about the number of updates that the start lasts; default is 2000 for "warmup" and 100 for "annealing".
 
     Returns:
         A function from ``steps`` to the weight: 1 copies the new values, 0 keeps the average.
@@ -43,75 +39,48 @@ def averaging_rule(
     Raises:
         ValueError: an argument is not accepted.
     """
-    if kind not in get_args(AveragingKind):
-        raise ValueError(f"kind must be one of {', '.join(get_args(AveragingKind))}; got {kind!r}")
-    if (decay is not None and kind == "mean") or (gamma is not None and kind not in _GAMMA):
-        raise ValueError(f'kind "{kind}" does not use both: got decay {decay!r} and gamma {gamma!r}')
-    if not is_whole(interval, 1):
-        raise ValueError(f"interval must be a whole number of updates >= 1, got {interval!r}")
-    decay, scale = 0.999 if decay is None else decay, _GAMMA.get(kind, 1.0) if gamma is None else gamma
-    if not is_number(decay) or not 0 <= decay < 1:
-        raise ValueError(f"decay (1 - momentum) must be a number from 0 to below 1, got {decay!r}")
-    if not is_number(scale) or not 0 < scale < math.inf:
-        raise ValueError(f"gamma must be a number of updates > 0, got {scale!r}")
-    m = 1 - decay
+    m, scale = 1 - (0.999 if decay is None else decay), _GAMMA.get(kind, 1.0) if gamma is None else gamma
     later: dict[str, Callable[[int], float]] = {
         "exponential": lambda steps: m,
         "annealing": lambda steps: max(m, scale / (scale + steps)),
         "warmup": lambda steps: (1 - m) * math.exp(-(1 + steps) / scale) + m,
         "mean": lambda steps: 1 / (steps // interval + 1),
-        "mmcv": lambda steps: min(m**interval, (1 + steps) / (scale + steps)),
     }
+    if kind not in later or not is_whole(interval, 1) or not 0 < m <= 1 or not 0 < scale < math.inf:
+        raise ValueError(
+            f"kind must be one of {', '.join(later)}, decay from 0 to below 1, gamma above 0 and interval a whole "
+            f"number >= 1; got {kind!r}, {decay!r}, {gamma!r} and {interval!r}"
+        )
     return lambda steps: 1.0 if steps == 0 else 0.0 if steps % interval else later[kind](steps)
 
 
 class ModelAverage:
-    """A running average of ``model``, in a copy of it; of a sharded model each rank averages its shards.
+    """A running average of the weights of ``model``; of a sharded model each rank averages its shards.
 
-    Parameters are averaged; buffers are averaged if ``average_buffers``, else copied. Tensors that are not
-    floating-point are copied. Non-persistent buffers of the copy are never changed. Nothing waits for the device.
+    Parameters are averaged; buffers are averaged if ``average_buffers``, else copied, unless they are not persistent.
+    Tensors that are not floating-point are copied. Nothing waits for the device.
 
     Attributes:
-        module: the copy, in eval mode; its tensors are the average, with the ``requires_grad`` of the model, so that an
-            evaluation of losses knows which are minimized. For a sharded model, which cannot be copied, this is the
-            model itself, and it holds the average only inside ``standing_in``.
-        stands_in: whether a sharded model holds the average now.
         steps: number of updates so far.
-
-    Raises:
-        TypeError: the model cannot be copied.
+        is_held: whether the model holds the average now.
     """
 
     def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
-        self._shards: dict[str, Tensor] = {}  # for a sharded model: name -> average
-        if not any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-            try:
-                self.module = copy.deepcopy(model).eval()
-            except Exception as error:  # __deepcopy__ of the model may raise anything
-                reason = f"{type(error).__name__}: {error}"
-                raise TypeError(f"{type(model).__name__} must allow copy.deepcopy for an EMAHook ({reason})") from error
-            averages = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        else:
-            _sharding().release_gathered(model)
-            self.module = model
-            # keep_vars: a tensor that modules share gets one average
-            own = model.state_dict(keep_vars=True)
-            once = {id(tensor): tensor.detach().clone() for tensor in own.values()}
-            averages = self._shards = {name: once[id(tensor)] for name, tensor in own.items()}
-        self.stands_in = False
-        self.steps = 0
-        self._rule = rule
+        self.steps, self.is_held, self._model, self._rule = 0, False, model, rule
+        self._is_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
+        own = self._tensors()
+        once = {id(tensor): tensor.detach().clone() for tensor in own.values()}  # modules may share a tensor
+        self._averages = {name: once[id(tensor)] for name, tensor in own.items()}
         # (averages, sources): one foreach call for all tensors of one device and dtype
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in model.named_parameters():
-            self._add(averages[name], source.detach(), True)
+            self._add(self._averages[name], source.detach(), True)
         self._buffers: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
         for path, buffer in model.named_buffers():
-            owner_path, _, name = path.rpartition(".")
-            owner = model.get_submodule(owner_path)
-            if name not in owner._non_persistent_buffers_set:
-                sources = self._add(averages[path], buffer, average_buffers)
-                self._buffers.append((sources, len(sources) - 1, owner._buffers, name))
+            if path in self._averages:
+                sources = self._add(self._averages[path], buffer, average_buffers)
+                owner, _, name = path.rpartition(".")
+                self._buffers.append((sources, len(sources) - 1, model.get_submodule(owner)._buffers, name))
 
     def update(self) -> None:
         """Update the average with the model's current weights."""
@@ -130,34 +99,38 @@ class ModelAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """The averaged tensors, under the names of the model's state dict."""
-        return self._shards or self.module.state_dict()
+        return self._averages
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load an average; the model that it comes from may have other shards, or none."""
-        if not self._shards:
-            self.module.load_state_dict(state_dict, strict=False)
-        for name, average in self._shards.items():
-            _local_part(average).copy_(_local_part(_sharding().shard_like(state_dict[name], average)))
+        for name, average in self._averages.items():
+            saved = state_dict[name]
+            _local_part(average).copy_(
+                _local_part(_sharding().shard_like(saved, average)) if self._is_sharded else saved
+            )
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Context in which ``module`` holds the average; changes only a sharded model. Every rank enters it."""
-        if not self._shards:
-            yield
-            return
-        _sharding().release_gathered(self.module)
+    def held(self) -> Iterator[nn.Module]:
+        """Context in which the model holds the average, without its own weights; every rank enters it."""
         with torch.no_grad():
-            own = [_local_part(tensor) for tensor in self.module.state_dict().values()]
+            own = [_local_part(tensor) for tensor in self._tensors().values()]
             former = [tensor.clone() for tensor in own]
-            torch._foreach_copy_(own, [_local_part(average) for average in self._shards.values()])
-            self.stands_in = True
-            try:
-                yield
-            finally:
-                _sharding().release_gathered(self.module)
+            torch._foreach_copy_(own, [_local_part(average) for average in self._averages.values()])
+        self.is_held = True
+        try:
+            yield self._model
+        finally:
+            self.is_held = False
+            with torch.no_grad():
+                self._tensors()
                 torch._foreach_copy_(own, former)
-                self.stands_in = False
+
+    def _tensors(self) -> dict[str, Tensor]:
+        if self._is_sharded:
+            _sharding().release_gathered(self._model)
+        state = self._model.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
         averaged = averaged and (average.is_floating_point() or average.is_complex())

@@ -1,6 +1,6 @@
 """Keep the checkpoints of several best values."""
 
-import logging
+import contextlib
 import math
 from concurrent.futures import Future
 from functools import partial
@@ -9,9 +9,7 @@ from typing import Any
 from trainkit.engine.hook_base import HOOK_REGISTRY
 from trainkit.engine.hooks.checkpoint import BestCheckpointer
 from trainkit.engine.hooks.monitor import Mode
-from trainkit.utils.periods import is_whole
-
-logger = logging.getLogger(__name__)
+from trainkit.utils.periods import check_period
 
 
 @HOOK_REGISTRY.register()
@@ -36,9 +34,7 @@ class BestCheckpoints(BestCheckpointer):
         offset: int = 0,
     ) -> None:
         super().__init__(eval_period, checkpointer, val_metric, mode, file_prefix, offset=offset)
-        if not is_whole(num_to_keep, 1):
-            raise ValueError(f"num_to_keep must be a number of files >= 1, got {num_to_keep!r}")
-        self._num_to_keep = num_to_keep
+        self._num_to_keep = check_period("num_to_keep", num_to_keep, minimum=1)
 
     def _forget(self) -> None:
         super()._forget()
@@ -69,10 +65,8 @@ class BestCheckpoints(BestCheckpointer):
         """Remove the files of ``entries`` that are not among the best."""
         for entry in entries:
             if entry not in self._kept:
-                try:
+                with contextlib.suppress(OSError):  # a file that stays only costs space
                     self.checkpointer.remove(entry[0])
-                except OSError as error:
-                    logger.warning("A checkpoint that is no longer among the best is not removed: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
         tried = self._kept

@@ -1,5 +1,7 @@
 """The config keys of this project."""
 
+from typing import Any
+
 from trainkit.projects.hooks.time_limit import parse_time
 
 from trainkit.config import CfgNode, ConfigError
@@ -34,18 +36,17 @@ def check(cfg: CfgNode) -> None:
 
 def prepare(cfg: CfgNode) -> None:
     """Put the hooks that the keys switch on into HOOKS."""
-    names = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
-    if cfg.TEST.PRECISE_BN.ENABLED and "PreciseBN" not in names:
-        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "PreciseBN"}]
-    if cfg.CHECKPOINT.BEST_TO_KEEP > 1:
-        best = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": cfg.CHECKPOINT.BEST_TO_KEEP}
-        metrics = best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC)
+    factors, kept = cfg.SOLVER.ACCUMULATION_FACTORS, cfg.CHECKPOINT.BEST_TO_KEEP
+    wanted: list[tuple[Any, dict[str, Any]]] = [
+        (cfg.TEST.PRECISE_BN.ENABLED, {"NAME": "PreciseBN"}),
+        (cfg.MAX_TIME, {"NAME": "TimeLimit"}),
+        (factors, {"NAME": "AccumulationSchedule", "FACTORS": factors}),
+        (cfg.CHECKPOINT.PUBLISH, {"NAME": "PublishWeights"}),
+    ]
+    if kept > 1:
+        for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items():
+            best = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": kept, "VAL_METRIC": metric, "FILE_PREFIX": prefix}
+            cfg.HOOKS = [*cfg.HOOKS, best]
         cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
-        entries = [{**best, "VAL_METRIC": metric, "FILE_PREFIX": prefix} for metric, prefix in metrics.items()]
-        cfg.HOOKS = [*cfg.HOOKS, *entries]
-    if cfg.MAX_TIME and "TimeLimit" not in names:
-        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "TimeLimit"}]
-    if cfg.SOLVER.ACCUMULATION_FACTORS and "AccumulationSchedule" not in names:
-        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "AccumulationSchedule", "FACTORS": cfg.SOLVER.ACCUMULATION_FACTORS}]
-    if cfg.CHECKPOINT.PUBLISH and "PublishWeights" not in names:
-        cfg.HOOKS = [{"NAME": "PublishWeights"}, *cfg.HOOKS]
+    names = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
+    cfg.HOOKS = [*cfg.HOOKS, *(entry for is_on, entry in wanted if is_on and entry["NAME"] not in names)]

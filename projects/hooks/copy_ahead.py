@@ -14,13 +14,12 @@ from trainkit.utils.device import device_of, move_to_device, runs_ahead
 class CopyAhead(HookBase):
     """Batches are copied on a separate stream, so the next one is copied while the device still computes.
 
-    The stream of the computation waits for the copies on the device; the host does not wait. No batch is drawn earlier,
-    so the loader's saved position is correct. Batches that hold other objects than plain tensors are copied by the
-    stream of the computation. Every `DefaultTrainer` on CUDA or XPU has this hook.
+    The stream of the computation waits for the copies on the device; the host does not wait. No batch is drawn earlier.
+    Batches with other objects than plain tensors are copied by the stream of the computation. Every `DefaultTrainer` on
+    CUDA or XPU has this hook.
     """
 
-    def __init__(self) -> None:
-        self._stream: torch.Stream | None = None
+    _stream: torch.Stream | None = None
 
     @classmethod
     def is_needed(cls, trainer: Any) -> bool:

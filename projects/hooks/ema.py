@@ -2,15 +2,13 @@
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
 from trainkit.projects.hooks.averaged import EVALUATED, TRAINED
 from trainkit.projects.hooks.averaging import AveragingKind, ModelAverage, averaging_rule
 
-from trainkit.checkpoint.matching import Differences, table_of
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.device import unwrap_model
@@ -23,11 +21,9 @@ logger = logging.getLogger(__name__)
 class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
-    The average is a separate module, and a checkpoint holds both; `trainkit.projects.hooks.averaged` says which of them
-    is ``model`` in the file. Every rank averages its own model: parameters are equal on all ranks, buffers may differ.
-    An iteration whose update is skipped by a gradient scaler counts too.
-
-    For a sharded model, the model itself holds the average during the evaluation; saving is refused in that time.
+    A checkpoint holds the weights and the average; `trainkit.projects.hooks.averaged` says which is ``model`` in the
+    file. Every rank averages its own model: parameters are equal on all ranks, buffers may differ. In an evaluation the
+    model itself holds the average, and saving is refused. Of several hooks, the first that is not raw is evaluated.
 
     Args:
         decay: weight of the old average in an update, default 0.999; ``1 - momentum`` in OpenMMLab. See
@@ -37,9 +33,6 @@ class EMAHook(HookBase):
         buffers: "copy" copies the model's buffers, "average" averages the floating-point ones.
         evaluate: which weights are evaluated: "ema" (the average), "raw" (the model's), or "both"; then the results of
             the model's weights are under "raw".
-
-    Attributes:
-        was_evaluated: whether an evaluation has used the average.
     """
 
     priority = 44  # after the update, before anything that evaluates or saves
@@ -55,23 +48,21 @@ class EMAHook(HookBase):
         buffers: Literal["copy", "average"] = "copy",
         evaluate: Literal["ema", "raw", "both"] = "ema",
     ) -> None:
-        self._rule = averaging_rule(kind, decay, gamma, interval)
-        self._begin = check_period("begin", begin)
-        if buffers not in ("copy", "average"):
-            raise ValueError(f'buffers must be "copy" or "average", got {buffers!r}')
-        if evaluate not in ("ema", "raw", "both"):
-            raise ValueError(f'evaluate must be "ema", "raw" or "both", got {evaluate!r}')
+        if buffers not in ("copy", "average") or evaluate not in ("ema", "raw", "both"):
+            raise ValueError(
+                'buffers must be "copy" or "average", and evaluate "ema", "raw" or "both"; got '
+                f"{buffers!r} and {evaluate!r}"
+            )
+        self._rule, self._begin = averaging_rule(kind, decay, gamma, interval), check_period("begin", begin)
+        self._average_buffers, self.evaluate = buffers == "average", evaluate
         if evaluate == "raw":  # then this hook offers no other model
             self.evaluated_models = super().evaluated_models  # type: ignore[method-assign, assignment]
-        self._average_buffers = buffers == "average"
-        self.evaluate, self.was_evaluated = evaluate, False
+        self._was_evaluated = False  # whether an evaluation has used the average
         self._average: ModelAverage | None = None
         self._waiting_state: dict[str, Any] = {}
 
     def before_train(self) -> None:
-        """Raises ConfigError if ``begin`` is after the end of the run, or another `EMAHook` is evaluated too."""
-        if sum(isinstance(hook, EMAHook) and hook.evaluate != "raw" for hook in self.trainer.hooks) > 1:
-            raise ConfigError('two EMAHooks offer an average to evaluate; set evaluate of one to "raw"')
+        """Raises ConfigError if ``begin`` is after the end of the run."""
         cfg = getattr(self.trainer, "cfg", None)  # max_iter of this train() may be only a part of the run
         end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
         if self._begin > end:
@@ -101,20 +92,13 @@ class EMAHook(HookBase):
         """
         if self._waiting_state:
             self._make_average(model, self._waiting_state)
-        else:
-            self.copy_buffers()
         if self._average is None:
             logger.warning("EMAHook has no averaged weights, so those of the model are evaluated")
             return {"": nullcontext(model)}
-        self.was_evaluated = True
-        return {"": self._holding(self._average), **({"raw": nullcontext(model)} if self.evaluate == "both" else {})}
-
-    @staticmethod
-    @contextmanager
-    def _holding(average: ModelAverage) -> Iterator[nn.Module]:
+        self.copy_buffers()
+        self._was_evaluated = True
         logger.info("Evaluating the averaged weights")
-        with average.standing_in():
-            yield average.module
+        return {"": self._average.held(), **({"raw": nullcontext(model)} if self.evaluate == "both" else {})}
 
     def before_save(self, state: dict[str, Any]) -> None:
         """Make the average the ``model`` of a best checkpoint that it was chosen for.
@@ -122,9 +106,9 @@ class EMAHook(HookBase):
         Raises:
             RuntimeError: the model holds averaged weights.
         """
-        if self._average is not None and self._average.stands_in:
-            raise RuntimeError("a sharded model cannot be saved in the evaluation of its average; save in after_step")
-        if "best_of" not in state or not self.was_evaluated:
+        if self._average is not None and self._average.is_held:
+            raise RuntimeError("a model cannot be saved in the evaluation of its average; save in after_step")
+        if "best_of" not in state or not self._was_evaluated:
             return
         is_raw = self.evaluate == "both" and state["best_of"].startswith("raw/")
         state[EVALUATED] = "model" if is_raw else "ema"
@@ -137,8 +121,8 @@ class EMAHook(HookBase):
         """Raises ValueError if the state is of another model."""
         average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
         if state:
-            if differences := Differences(state["model"], average.state_dict()):
-                raise ValueError(f"the saved average of EMAHook is of another model:\n{table_of(differences)}")
+            if other := state["model"].keys() ^ average.state_dict().keys():
+                raise ValueError(f"the saved average of EMAHook is of another model: it differs in {sorted(other)}")
             average.load_state_dict(state["model"])
             average.steps = state["steps"]
         self._average, self._waiting_state = average, {}
@@ -148,9 +132,9 @@ class EMAHook(HookBase):
         if self._waiting_state or self._average is None:
             return self._waiting_state
         self.copy_buffers()
-        counts = {"steps": self._average.steps, "was_evaluated": self.was_evaluated}
+        counts = {"steps": self._average.steps, "was_evaluated": self._was_evaluated}
         return {"model": self._average.state_dict(), **counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.was_evaluated = state_dict.get("was_evaluated", False)
+        self._was_evaluated = state_dict.get("was_evaluated", False)
         self._waiting_state = dict(state_dict)

@@ -8,7 +8,6 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import check_period
-from trainkit.utils.registry import did_you_mean
 
 
 @HOOK_REGISTRY.register()
@@ -16,35 +15,28 @@ class Freeze(HookBase):
     """Do not train the parameters with certain names in iterations ``begin <= iter < end``.
 
     A frozen parameter gets no gradient, so weight decay and momentum do not change it either. The statistics of batch
-    norm layers still change. What is frozen depends on the iteration alone, so a resumed run is exact. In a model
-    inside DistributedDataParallel or ``fully_shard`` the gradients are computed and then removed, which saves no time.
+    norm layers still change. In a model inside DistributedDataParallel or ``fully_shard`` the gradients are computed
+    and then removed, which saves no time.
 
     Args:
-        names: patterns such as ``backbone.*``, in which ``*`` stands for any text, or one pattern.
+        names: patterns such as ``backbone.*``, in which ``*`` stands for any text, or one pattern. Each must fit a
+            trainable parameter.
         end: None: the parameters stay frozen.
-
-    Raises:
-        ConfigError: before training, if a pattern fits no trainable parameter.
     """
 
     def __init__(self, names: str | list[str], begin: int = 0, end: int | None = None) -> None:
         self._names = [names] if isinstance(names, str) else list(names)
-        if not self._names or not all(isinstance(name, str) and name for name in self._names):
-            raise ValueError(f"names must be one or more patterns such as 'backbone.*', got {names!r}")
         self._begin = check_period("begin", begin)
-        self._targets: list[Parameter] = []
         self._end = end if end is None else check_period("end", end, minimum=begin + 1)
+        self._targets: list[Parameter] = []
 
     def before_train(self) -> None:
         model = unwrap_model(self.trainer.model)
         trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        targets: dict[str, Parameter] = {}
-        for pattern in self._names:
-            if not (found := fnmatch.filter(trainable, pattern)):
-                hint = did_you_mean(pattern, trainable)
-                raise ConfigError(f"names of Freeze has {pattern!r}; {hint}trainable are: {', '.join(trainable)}")
-            targets |= {name: trainable[name] for name in found}
-        self._targets = [*targets.values()]
+        found = {pattern: fnmatch.filter(trainable, pattern) for pattern in self._names}
+        if wrong := [pattern for pattern, names in found.items() if not names]:
+            raise ConfigError(f"names of Freeze has {wrong}; trainable are: {', '.join(trainable)}")
+        self._targets = [trainable[name] for name in {name for names in found.values() for name in names}]
         # these wrappers decide in their constructors which parameters get gradients
         self._removes_gradients = model is not self.trainer.model or hasattr(model, "set_requires_gradient_sync")
 

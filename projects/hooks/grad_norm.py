@@ -20,8 +20,7 @@ class GradNorm(HookBase):
         self._period = check_period("period", period, minimum=1)
 
     def before_train(self) -> None:
-        cfg = getattr(self.trainer, "cfg", None)
-        if cfg is not None and cfg.SOLVER.CLIP_GRADIENTS.ENABLED:
+        if getattr(self.trainer, "clip_gradients", None) is not None:
             raise ConfigError("SOLVER.CLIP_GRADIENTS stores grad_norm already; leave GradNorm out")
 
     def after_backward(self) -> None:

@@ -11,8 +11,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.solver.lr_scheduler import Schedule
-from trainkit.utils.periods import check_period, is_number
-from trainkit.utils.registry import did_you_mean
+from trainkit.utils.periods import is_number
 
 _ANY_LENGTH = 2**40  # stands for the unknown length of the run
 
@@ -31,7 +30,7 @@ class ParamScheduler(HookBase):
         max_iter: the END of entries that give none; default is the ``max_iter`` of each ``train()`` call.
 
     Raises:
-        ConfigError: before training, if no group has the field or another hook sets it.
+        ConfigError: before training, if no group has the field.
     """
 
     priority = 46  # after the learning rate
@@ -40,20 +39,21 @@ class ParamScheduler(HookBase):
     def __init__(
         self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule, max_iter: int | None = None
     ) -> None:
-        if max_iter is not None:
-            check_period("max_iter", max_iter, minimum=1)
-        self.param = param
-        self._where = f"ParamScheduler of {param}"
-        self._given, self._max_iter = schedules, max_iter
-        if not callable(schedules):
-            build_schedule(schedules, _ANY_LENGTH, self._where)
+        self.param, self._given, self._max_iter = param, schedules, max_iter
+        self._build(_ANY_LENGTH)  # raises its errors now
+
+    def _build(self, max_iter: int) -> Schedule:
+        return (
+            self._given
+            if callable(self._given)
+            else build_schedule(self._given, max_iter, f"ParamScheduler of {self.param}")
+        )
 
     def before_train(self) -> None:
-        self._check_alone()
-        given, max_iter = self._given, self._max_iter or self.trainer.max_iter
-        self._schedule = given if callable(given) else build_schedule(given, max_iter, self._where)
-        groups = self.trainer.optimizer.param_groups
-        fields = [(group, _fields(group)) for group in groups]
+        if self.param == "lr" and any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
+            raise ConfigError("ParamScheduler of lr and LRScheduler both set the rate; use SOLVER.SCHEDULES")
+        self._schedule = self._build(self._max_iter or self.trainer.max_iter)
+        fields = [(group, _fields(group)) for group in self.trainer.optimizer.param_groups]
         self._targets = [
             (group, *found[self.param])
             for group, found in fields
@@ -61,8 +61,7 @@ class ParamScheduler(HookBase):
         ]
         if not self._targets:
             accepted = sorted({name for _, found in fields for name in found})
-            hint = did_you_mean(self.param, accepted)
-            raise ConfigError(f"ParamScheduler: no parameter group has {self.param!r}; {hint}accepted: {accepted}")
+            raise ConfigError(f"ParamScheduler: no parameter group has {self.param!r}; accepted: {accepted}")
         # read from the device once, not in each step
         self._bases = [
             float(group.setdefault(f"initial_{self.param}", float(_get(group, key, index))))
@@ -87,23 +86,14 @@ class ParamScheduler(HookBase):
             else:
                 group[key] = (*group[key][:index], value, *group[key][index + 1 :])
 
-    def _check_alone(self) -> None:
-        for hook in self.trainer.hooks:
-            if self.param == "lr" and isinstance(hook, LRScheduler):
-                raise ConfigError("ParamScheduler of lr and LRScheduler both set the rate; use SOLVER.SCHEDULES")
-            if isinstance(hook, ParamScheduler) and hook is not self and hook.param == self.param:
-                raise ConfigError(f"two ParamScheduler hooks set {self.param}; list their schedules in one of them")
-
 
 def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
-    """name -> where the number is in the group: (key, None), or (key, index) for an item, such as one of ``betas``."""
-    found: dict[str, tuple[str, int | None]] = {}
-    for key, value in group.items():
-        if isinstance(value, Tensor) or is_number(value):
-            found[key] = key, None
-        elif isinstance(value, tuple | list):
-            found |= {f"{key}.{i}": (key, i) for i, item in enumerate(value) if is_number(item) or key == "betas"}
+    """name -> where the number is in the group: (key, None), or (key, index) for an item of ``betas``."""
+    found: dict[str, tuple[str, int | None]] = {
+        key: (key, None) for key, value in group.items() if isinstance(value, Tensor) or is_number(value)
+    }
     if "betas" in group:
+        found |= {"betas.0": ("betas", 0), "betas.1": ("betas", 1)}
         found.setdefault("momentum", ("betas", 0))
     return found
 

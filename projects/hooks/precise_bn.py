@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,16 +39,15 @@ class PreciseBN(HookBase):
 
     priority = 47  # before the checkpointer: the statistics are part of what is saved and evaluated
 
-    def __init__(self, period: int, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
+    def __init__(self, period: int, model: nn.Module, data_loader: Any, num_iter: int) -> None:
         self._period = check_period("period", period)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
         self._model = unwrap_model(model)  # a wrapper may exchange buffers: not with unequal numbers of batches
         self._data_loader = data_loader
         # the state holds the seed: with SEED -1, a resumed run would draw another seed
-        self._data_state = {} if resume_obstacle(data_loader) else data_loader.state_dict()  # type: ignore[attr-defined]
-        self._layers = [
-            m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats
-        ]
+        self._data_state = {} if resume_obstacle(data_loader) else self._data_loader.state_dict()
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._layers = [module for module in norms if module.training and module.track_running_stats]
         if not self._layers:
             logger.warning("PreciseBN is off: the model has no batch norm in train mode")
 
@@ -72,7 +71,7 @@ class PreciseBN(HookBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["data"] and not resume_obstacle(self._data_loader):
             self._data_state = state_dict["data"]
-            self._data_loader.load_state_dict(self._data_state)  # type: ignore[attr-defined]
+            self._data_loader.load_state_dict(self._data_state)
 
     @torch.no_grad()
     def update_stats(self) -> None:

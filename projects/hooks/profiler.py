@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,11 @@ class TorchProfiler(HookBase):
         activities: Sequence[profiler.ProfilerActivity] | None = None,
         save_tensorboard: bool = True,
     ) -> None:
-        self._enable_predicate = enable_predicate if callable(enable_predicate) else _within(enable_predicate)
-        self._output_dir = None if output_dir is None else Path(output_dir)
-        self._activities = activities
-        self._save_tensorboard = save_tensorboard
+        self._enable_predicate = enable_predicate
+        if not callable(enable_predicate):
+            begin, end = enable_predicate
+            self._enable_predicate = lambda trainer: begin <= trainer.iter < end
+        self._output_dir, self._activities, self._save_tensorboard = output_dir, activities, save_tensorboard
         self._profile: profiler.profile | None = None
 
     def before_train(self) -> None:
@@ -50,30 +50,25 @@ class TorchProfiler(HookBase):
             self._output_dir = Path(self.trainer.cfg.OUTPUT_DIR, "profile")
 
     def before_step(self) -> None:
-        if not self._enable_predicate(self.trainer):
-            return
-        folder = self._output_dir
-        assert folder is not None  # before_train has set it
-        folder.mkdir(parents=True, exist_ok=True)
+        if self._enable_predicate(self.trainer):  # type: ignore[operator]
+            options: Any = dict.fromkeys(("record_shapes", "profile_memory", "with_stack", "with_flops"), True)
+            self._profile = profiler.profile(activities=self._activities, on_trace_ready=self._save, **options)
+            self._profile.start()
+
+    def _save(self, profile: profiler.profile) -> None:
         name = f"trace_iter{self.trainer.iter:07d}" + (f"_rank{comm.get_rank()}" if comm.get_rank() else "")
-        save: Any = partial(profiler.profile.export_chrome_trace, path=f"{folder}/{name}.json")
         if self._save_tensorboard:
-            save = profiler.tensorboard_trace_handler(str(folder), worker_name=name)
-        self._profile = profiler.profile(
-            activities=self._activities,
-            on_trace_ready=save,
-            record_shapes=True,
-            profile_memory=True,
-            with_stack=True,
-            with_flops=True,
-        )
-        self._profile.start()
+            profiler.tensorboard_trace_handler(str(self._output_dir), worker_name=name)(profile)
+        else:
+            file = Path(str(self._output_dir), f"{name}.json")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(file))
+        logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
 
     def after_step(self) -> None:
         if self._profile is not None:
             profile, self._profile = self._profile, None
             profile.stop()
-            logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
 
     def after_train(self) -> None:
         self.after_step()  # writes the profile of a step that failed
@@ -91,14 +86,3 @@ class AutogradProfiler(TorchProfiler):
     ) -> None:
         activities = None if use_cuda else [profiler.ProfilerActivity.CPU]
         super().__init__(enable_predicate, output_dir, activities=activities, save_tensorboard=False)
-
-
-def _within(limits: Any) -> Callable[[Any], bool]:
-    is_pair = isinstance(limits, Sequence) and len(limits) == 2 and all(type(limit) is int for limit in limits)
-    if not is_pair or not 0 <= limits[0] < limits[1]:
-        raise ValueError(
-            "enable_predicate must be a function of the trainer, or [begin, end] in iterations with 0 <= begin < end, "
-            f"got {limits!r}"
-        )
-    begin, end = limits
-    return lambda trainer: begin <= trainer.iter < end

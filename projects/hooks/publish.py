@@ -12,7 +12,6 @@ from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
-from trainkit.utils.plugins import NAMES, load_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -30,30 +29,20 @@ class PublishWeights(HookBase):
 
     priority = SAVE_POINT + 4  # after the last save
     ends = True
+    config_keys = (("weights", "CHECKPOINT.PUBLISH"), ("format", "CHECKPOINT.PUBLISH_FORMAT"))
 
     def __init__(
-        self, weights: Literal["model", "ema"] = "model", format: Literal["pth", "safetensors"] = "pth"
+        self, weights: Literal["", "model", "ema"] = "model", format: Literal["pth", "safetensors"] = "pth"
     ) -> None:
-        if weights not in ("model", "ema"):
-            raise ValueError(f'weights must be "model" or "ema", got {weights!r}')
-        if format not in ("pth", "safetensors"):
-            raise ValueError(f'format must be "pth" or "safetensors", got {format!r}')
-        self._weights, self._format = weights, format
-
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> dict[str, Any]:
-        chosen = trainer.cfg.CHECKPOINT
-        return {"weights": chosen.PUBLISH or "model", "format": chosen.PUBLISH_FORMAT}
+        if weights not in ("", "model", "ema") or format not in ("pth", "safetensors"):
+            raise ValueError(
+                f'accepted are weights "model" or "ema", format "pth" or "safetensors"; got {weights}, {format}'
+            )
+        self._weights: Literal["model", "ema"] = weights or "model"
+        self._format: Literal["pth", "safetensors"] = format
 
     def before_train(self) -> None:
-        """Raises ValueError if the run will have nothing to publish, CheckpointError if safetensors is missing."""
-        if self._format == "safetensors":
-            load_plugin(NAMES["safetensors"]).import_safetensors()
-        if not list(self._checkpoints()):
-            raise ConfigError(
-                "PublishWeights finds no hook whose checkpoint it could publish; register a PeriodicCheckpointer with "
-                "save_last, or a BestCheckpointer"
-            )
+        """Raises ConfigError if there will be no average to publish."""
         if self._weights == "ema" and all(type(hook).__name__ != "EMAHook" for hook in self.trainer.hooks):
             raise ConfigError('weights is "ema", but no EMAHook is registered; add one, or publish "model"')
 

@@ -7,10 +7,8 @@ from typing import Any, Literal
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.evaluation import EvalHook
-from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.solver.lr_scheduler import ScheduledLR
-from trainkit.utils.periods import is_number, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +17,8 @@ logger = logging.getLogger(__name__)
 class ReduceOnPlateau(MetricHook):
     """Multiply the learning rate by ``factor`` after more than ``patience`` evaluations without a better value.
 
-    It decides like torch's ``ReduceLROnPlateau``; the trainer's scheduler keeps the factor and sets the rate.
+    It decides like torch's ``ReduceLROnPlateau``; the trainer's scheduler, which an `LRScheduler` hook steps, keeps the
+    factor and sets the rate.
 
     Args:
         eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
@@ -29,8 +28,7 @@ class ReduceOnPlateau(MetricHook):
         min_factor: the product of all reductions stays at or above it.
 
     Raises:
-        ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, no `LRScheduler` hook steps it, or no
-            `EvalHook` has the same period.
+        ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `EvalHook` has the same period.
     """
 
     priority = SAVE_POINT + 2  # after the evaluation, before the best checkpoint
@@ -51,13 +49,11 @@ class ReduceOnPlateau(MetricHook):
         offset: int = 0,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, threshold, offset=offset)
-        if threshold_mode not in ("rel", "abs"):
-            raise ValueError(f'threshold_mode must be "rel" or "abs", got {threshold_mode!r}')
-        if not is_number(factor) or not is_number(min_factor) or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
-            raise ValueError(f"factor and min_factor must be from 0 to below 1, got {factor!r} and {min_factor!r}")
-        for name, value in (("patience", patience), ("cooldown", cooldown)):
-            if not is_whole(value, 0):
-                raise ValueError(f"{name} must be a whole number of evaluations >= 0, got {value!r}")
+        if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
+            raise ValueError(
+                'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1; got '
+                f"{threshold_mode!r}, {factor!r} and {min_factor!r}"
+            )
         self._factor, self._min_factor, self._is_relative = factor, min_factor, threshold_mode == "rel"
         self._patience, self._cooldown = patience, cooldown
 
@@ -69,11 +65,7 @@ class ReduceOnPlateau(MetricHook):
         super().before_train()
         scheduler = getattr(self.trainer, "scheduler", None)
         if not isinstance(scheduler, ScheduledLR):
-            raise ConfigError(
-                f"ReduceOnPlateau needs an LRMultiplier or LRFunction as trainer.scheduler, got {scheduler!r}"
-            )
-        if not any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
-            raise ConfigError("ReduceOnPlateau needs an LRScheduler hook, which steps and saves the scheduler")
+            raise ConfigError(f"ReduceOnPlateau needs a trainer.scheduler of trainkit, got {scheduler!r}")
         evaluations = [(hook._period, hook._offset) for hook in self.trainer.hooks if type(hook) is EvalHook]
         if evaluations and (self._period, self._offset) not in evaluations:
             raise ConfigError(f"ReduceOnPlateau has eval_period {self._period}, unlike every EvalHook; leave it out")
@@ -93,15 +85,11 @@ class ReduceOnPlateau(MetricHook):
         return True
 
     def act(self, decision: bool) -> None:
-        scheduler = self.trainer.scheduler
-        factors = [*scheduler.factors, self._factor]
+        factors = [*self.trainer.scheduler.factors, self._factor]
         self._set_factors(factors if math.prod(factors) > self._min_factor else [self._min_factor])
-        logger.info(
-            "%s has not been better in %d evaluations; the learning rate is multiplied by %g from now on",
-            self.monitored_metric,
-            self._patience + 1,
-            math.prod(scheduler.factors),
-        )
+        text = "%s has not been better in %d evaluations; the learning rate is multiplied by %g from now on"
+        factor = math.prod(self.trainer.scheduler.factors)
+        logger.info(text, self.monitored_metric, self._patience + 1, factor)
 
     def _set_factors(self, factors: list[float]) -> None:
         scheduler = self.trainer.scheduler

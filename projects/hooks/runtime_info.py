@@ -20,9 +20,8 @@ logger = logging.getLogger(__name__)
 class RuntimeInfo(HookBase):
     """Store ``epoch``, momentum and learning rates; at the start log the length, hardware and size of the run.
 
-    If there are several parameter groups, ``lr/<name>`` is stored for each, under its name in the table at the start;
-    if their momenta differ, ``momentum/<name>`` too. The log says to which group the plain ``lr`` belongs. The momentum
-    of Adam is its first beta.
+    If there are several parameter groups, ``lr/<name>`` is stored for each, under its name in the table at the start.
+    The momentum is that of the first group; that of Adam is its first beta.
 
     Args:
         period: in iterations; use the period of the writers.
@@ -36,8 +35,11 @@ class RuntimeInfo(HookBase):
         self._used: list[Any] = []
 
     def before_train(self) -> None:
-        self._names = self._names_of_groups()
-        logger.info("This run: %s", "; ".join(self._describe()))
+        model, optimizer = getattr(self.trainer, "model", None), getattr(self.trainer, "optimizer", None)
+        self._names: list[str] = []
+        if isinstance(model, nn.Module) and optimizer is not None:
+            self._names = group_names(optimizer.param_groups, unwrap_model(model))
+        logger.info("This run: %s", "; ".join(self._describe(model)))
 
     def before_step(self) -> None:
         if is_due(self.trainer, self._period, or_last=True) and hasattr(self.trainer, "optimizer"):
@@ -53,25 +55,14 @@ class RuntimeInfo(HookBase):
                     self.trainer.storage.put_scalar(name, value, smoothing_hint=False)
 
     def _of_optimizer(self) -> dict[str, Any]:
-        groups = self.trainer.optimizer.param_groups
-        names = [*self._names, *map(str, range(len(self._names), len(groups)))]  # a hook may add groups
-        momenta = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]
-        used = zip(names, self._used, strict=False)  # a hook may add a group after the update
-        found = {f"lr/{name}": lr for name, lr in used if len(groups) > 1}
-        if any(momentum is not momenta[0] and momentum != momenta[0] for momentum in momenta):
-            found |= {f"momentum/{name}": momentum for name, momentum in zip(names, momenta, strict=True)}
-        elif all(getattr(hook, "param", None) != "momentum" for hook in self.trainer.hooks):  # that hook stores it
-            found["momentum"] = momenta[0]
-        return {name: value for name, value in found.items() if value is not None}
+        names = [*self._names, *map(str, range(len(self._names), len(self._used)))]  # a hook may add groups
+        found = {f"lr/{name}": lr for name, lr in zip(names, self._used, strict=True) if len(names) > 1}
+        group = self.trainer.optimizer.param_groups[0]
+        momentum = group.get("momentum", group.get("betas", (None,))[0])
+        is_stored = any(getattr(hook, "param", None) == "momentum" for hook in self.trainer.hooks)
+        return found if momentum is None or is_stored else {**found, "momentum": momentum}
 
-    def _names_of_groups(self) -> list[str]:
-        """Those of the table at the start of a run; without a model, numbers."""
-        groups, model = getattr(self.trainer, "optimizer", None), getattr(self.trainer, "model", None)
-        if isinstance(model, nn.Module) and groups is not None:
-            return group_names(groups.param_groups, unwrap_model(model))
-        return []
-
-    def _describe(self) -> Iterator[str]:
+    def _describe(self, model: Any) -> Iterator[str]:
         trainer = self.trainer
         length = f"{trainer.max_iter} iterations"
         if trainer.has_epochs:
@@ -86,8 +77,7 @@ class RuntimeInfo(HookBase):
         if cfg is not None:
             yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration"
             yield "seed " + (str(cfg.SEED) if cfg.SEED >= 0 else "drawn at random")
-        model = getattr(trainer, "model", None)
         if isinstance(model, nn.Module):
-            total = sum(parameter.numel() for parameter in model.parameters())
-            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+            trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
             yield f"{trained:,} of {total:,} parameters trained"

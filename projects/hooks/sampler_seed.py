@@ -1,14 +1,11 @@
 """A new order of the data in every epoch."""
 
-import logging
 from fractions import Fraction
 from math import floor
 from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.periods import exact
-
-logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
@@ -31,11 +28,6 @@ class SamplerSeed(HookBase):
         self.before_epoch()
         if hasattr(self.trainer, "feed"):
             self.trainer.feed.before_pass = self._begin_pass
-        if not _listeners(self.trainer.data_loader):
-            logger.warning(
-                "SamplerSeed has no effect: nothing of the data loader (%s) has a set_epoch() method; leave it out",
-                type(self.trainer.data_loader).__name__,
-            )
 
     def before_epoch(self) -> None:
         # not trainer.epoch, which is rounded: the pass that a resumed run continues may end inside this iteration

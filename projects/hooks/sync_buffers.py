@@ -35,9 +35,8 @@ class SyncBuffers(HookBase):
 
     def after_step(self) -> None:
         self._has_stepped = True
-        trainer = self.trainer
-        period = self._period or (trainer.iters_per_epoch if trainer.has_epochs else 0)
-        if is_due(trainer, period, or_last=True):
+        period = self._period or (self.trainer.iters_per_epoch if self.trainer.has_epochs else 0)
+        if is_due(self.trainer, period, or_last=True):
             self._sync()
 
     def before_eval(self, phase: Phase, name: str) -> None:
@@ -49,15 +48,13 @@ class SyncBuffers(HookBase):
         self._has_stepped = False
         if comm.get_world_size() == 1:
             return
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in unwrap_model(self.trainer.model).buffers():
-            if buffer.is_floating_point():
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.flatten() for buffer in buffers])
+        buffers = [buffer for buffer in unwrap_model(self.trainer.model).buffers() if buffer.is_floating_point()]
+        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+            alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.flatten() for buffer in alike])
             dist.all_reduce(flat)
             flat /= comm.get_world_size()
-            for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            for buffer, mean in zip(alike, flat.split([buffer.numel() for buffer in alike]), strict=True):
                 buffer.copy_(mean.view_as(buffer))
         for hook in self.trainer.hooks:
             if isinstance(hook, EMAHook):

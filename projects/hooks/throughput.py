@@ -1,9 +1,7 @@
 """Samples per second and the utilization of the device."""
 
-import logging
 import time
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +14,6 @@ from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.events import get_event_storage
 from trainkit.utils.periods import check_period, is_due
-
-logger = logging.getLogger(__name__)
-
 
 # 10^12 dense operations per second in 16 bits, from the makers' data sheets; the first part of a device's name counts
 PEAK_TFLOPS = {
@@ -38,7 +33,7 @@ class Throughput(HookBase):
     """Store ``samples_per_sec``, over all ranks and the last ``period`` iterations.
 
     The time is the host time of the steps, with data loading, without the hooks between them. The hook does not wait
-    for the device.
+    for the device. It counts the samples in ``trainer.batch`` by `num_samples`.
 
     If the model has ``flops_per_sample`` (a number, or a method without arguments: operations of forward and backward
     pass), ``mfu_pct`` is stored too: these operations as a percentage of ``peak_tflops``, see Chowdhery et al., "PaLM",
@@ -53,10 +48,9 @@ class Throughput(HookBase):
     priority = 41  # early: the time of a step must not include other hooks
 
     def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:
-        self._period = check_period("period", period, minimum=1)
-        if peak_tflops is not None and not (isinstance(peak_tflops, int | float) and peak_tflops > 0):
+        self._period, self._peak_tflops = check_period("period", period, minimum=1), peak_tflops
+        if peak_tflops is not None and not peak_tflops > 0:
             raise ValueError(f"peak_tflops must be a number > 0, or None, got {peak_tflops!r}")
-        self._peak_tflops = peak_tflops
         self._forget()
 
     def _forget(self) -> None:
@@ -67,9 +61,9 @@ class Throughput(HookBase):
         self._forget()
         model = unwrap_model(self.trainer.model)
         flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
-        if self._peak_tflops is not None and flops is None:
-            raise ConfigError(f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample")
         peak = self._peak_tflops
+        if peak is not None and flops is None:
+            raise ConfigError(f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample")
         if peak is None and any(parameter.is_cuda for parameter in model.parameters()):
             peak = peak_tflops_of(torch.cuda.get_device_name())
         self._mfu_pct_per_sample = 100 * flops / 1e12 / peak if flops and peak else None
@@ -80,19 +74,12 @@ class Throughput(HookBase):
 
     def after_step(self) -> None:
         self._sec += time.perf_counter() - self._step_begin
-        if not hasattr(self.trainer, "batch"):
-            raise ConfigError("Throughput counts the samples in trainer.batch; set it in run_step()")
         number = self.trainer.feed.drawn if hasattr(self.trainer, "feed") else 1  # micro-batches, of equal size
-        self._samples += number * self.count_samples(self.trainer.batch)
+        self._samples += number * num_samples(self.trainer.batch)
         if is_due(self.trainer, self._period, or_last=True):
             # after the metrics of this step, which use the same process group
             self.trainer.storage.publish(partial(self._store, self.trainer.iter, self._samples, self._sec))
             self._forget()
-
-    @staticmethod
-    def count_samples(batch: Any) -> int:
-        """See `trainkit.projects.evaluators.batches.num_samples`, also for errors; a subclass may override this."""
-        return num_samples(batch)
 
     def _store(self, iter: int, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(iter, sec, {"samples": float(samples)})], 1)

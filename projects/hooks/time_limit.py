@@ -34,8 +34,8 @@ class TimeLimit(HookBase):
 
 def parse_time(text: object) -> float:
     """The seconds of a text such as ``1d 12h``. Raises ConfigError if it is another text."""
-    parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text) if isinstance(text, str) else []
-    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    if not seconds or "".join(map("".join, parts)) != str(text).replace(" ", ""):
-        raise ConfigError(f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h")
-    return seconds
+    if re.fullmatch(r"( *\d+(\.\d+)?[dhms])+", str(text)):
+        seconds = sum(float(part) * _SECONDS[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text)))
+        if seconds > 0:
+            return seconds
+    raise ConfigError(f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h")

@@ -1,7 +1,6 @@
 """Pictures of the model's outputs."""
 
 import importlib
-import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +37,8 @@ class VisualizationHook(HookBase):
 
     The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``. If ``draw`` returns several images for a
     batch, the names also have ``_0``, ``_1``, ... or the ``names`` of the images. Ranks other than 0 draw their own
-    batches and add ``_rank1`` and so on. A second evaluation of the same dataset in one iteration is called
-    ``<dataset>_2``. If a file cannot be written, an error is logged and the evaluation continues.
+    batches and add ``_rank1`` and so on. A second evaluation of a dataset in one iteration replaces the files. If a
+    file cannot be written, an error is logged and the evaluation continues.
 
     Args:
         draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and the model's outputs for it, both on
@@ -63,35 +62,18 @@ class VisualizationHook(HookBase):
         names: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(draw, str):
-            draw = look_up(VISUALIZER_REGISTRY, draw, "draw")
-        if not callable(draw):
-            raise TypeError(f"draw must be a function of (inputs, outputs), or its registered name, got {draw!r}")
         if phases not in ("val", "test", "both"):
             raise ValueError(f'phases must be "val", "test" or "both", got {phases!r}')
-        if options is not None:
-            given = {name.lower(): value for name, value in options.items()}
-            try:
-                inspect.signature(draw).bind(None, None, **given)
-            except TypeError as error:
-                raise TypeError(f"options {dict(options)!r} are no arguments of draw: {error}") from None
-            draw = partial(draw, **given)
-        self._draw, self._phases, self._names = draw, phases, names
+        function = look_up(VISUALIZER_REGISTRY, draw, "draw") if isinstance(draw, str) else draw
+        self._draw = partial(function, **{name.lower(): value for name, value in (options or {}).items()})
+        self._phases, self._names, self._output_dir = phases, names, output_dir
         self._period = check_period("period", period, minimum=1)
-        self._output_dir = output_dir
-        self._dataset = ""
-        self._evaluated: list[tuple[int, Phase, str]] = []  # the evaluations of this run
 
     def before_train(self) -> None:
         self._folder()  # raise its error now, not at the first evaluation
-        self._evaluated = []
 
     def before_eval(self, phase: Phase, name: str) -> None:
-        self._folder()
-        this = (self.trainer.iter, phase, name)
-        self._evaluated.append(this)
-        times = self._evaluated.count(this)
-        self._dataset = re.sub(r"[^\w.-]", "_", name or "unnamed") + (f"_{times}" if times > 1 else "")
+        self._dataset = re.sub(r"[^\w.-]", "_", name or "unnamed")
 
     def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
         if not is_nth(index + 1, self._period) or self._phases not in (phase, "both"):
@@ -111,13 +93,8 @@ class VisualizationHook(HookBase):
         """The suffix of each image's name, after the batch number."""
         if self._names is None:
             return [f"_{i}" for i in range(count)] if count > 1 else [""] * count
-        try:
-            of_samples = isinstance(inputs, list | tuple)
-            names = [sample[self._names] for sample in inputs] if of_samples else [*inputs[self._names]]
-        except (KeyError, TypeError, IndexError):
-            raise ValueError(f"names of VisualizationHook is {self._names!r}, which is no key of the batch") from None
-        if count > len(names):
-            raise ValueError(f"{count} images are drawn of a batch with {len(names)} names")
+        of_samples = isinstance(inputs, list | tuple)
+        names = [sample[self._names] for sample in inputs] if of_samples else [*inputs[self._names]]
         plain = [_IMAGE_SUFFIX.sub("", Path(str(name)).name) for name in names[:count]]
         return ["_" + re.sub(r"[^\w.-]", "_", name) for name in plain]
 
@@ -130,13 +107,12 @@ class VisualizationHook(HookBase):
         return Path(cfg.OUTPUT_DIR) / "visualization"
 
 
-def _as_array(image: object) -> np.ndarray:
+def _as_array(image: Any) -> np.ndarray:
     """A copy in host memory: ``draw`` may use its array again before a writer reads the image."""
-    shape, dtype = list(getattr(image, "shape", [])), str(getattr(image, "dtype", "")).removeprefix("torch.")
-    if not isinstance(image, np.ndarray | torch.Tensor) or dtype != "uint8" or shape[2:] != [3] or 0 in shape:
-        got = f"shape {shape}, {dtype}" if dtype else type(image).__name__
-        raise TypeError(f"draw must return images of shape [H, W, 3], uint8, got {got}")
-    return np.array(image.numpy(force=True) if isinstance(image, torch.Tensor) else image)
+    array = np.array(image.numpy(force=True) if isinstance(image, torch.Tensor) else image)
+    if array.dtype != np.uint8 or array.shape[2:] != (3,) or 0 in array.shape:
+        raise TypeError(f"draw must return images of shape [H, W, 3], uint8, got {array.shape}, {array.dtype}")
+    return array
 
 
 def _write(path: Path, image: np.ndarray) -> None:

@@ -81,11 +81,6 @@ AVERAGING = [
                 {"KIND": "warmup", "DECAY": 0.9, "GAMMA": 4},
                 average_moves({iter: 0.1 + 0.9 * exp(-(1 + iter) / 4) for iter in (1, 2, 5, 10)}),
             ),
-            (
-                "mmcv",
-                {"KIND": "mmcv", "DECAY": 0.5, "GAMMA": 10},
-                average_moves({1: 2 / 11, 2: 3 / 12, 5: 6 / 15, 10: 0.5}),
-            ),
             ("mean", {"KIND": "mean"}, average_moves({1: 1 / 2, 2: 1 / 3, 5: 1 / 6, 10: 1 / 11})),
             ("interval", {"DECAY": 0.9, "INTERVAL": 2}, average_moves({1: 0, 2: 0.1, 5: 0, 6: 0.1, 9: 0, 10: 0.1})),
             ("begin", {"DECAY": 0.9, "BEGIN": "1ep"}, average_moves({1: 1, 2: 1, 5: 0.1, 10: 0.1})),

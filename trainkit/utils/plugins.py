@@ -84,8 +84,8 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "hooks": (
             "accumulation: AccumulationSchedule; best_checkpoints: BestCheckpoints; "
             "check_finite_loss: CheckFiniteLoss; copy_ahead: CopyAhead; ema: EMAHook; epochs: is_due_epoch; "
-            "freeze: Freeze; grad_norm: GradNorm; memory: EmptyCache GarbageCollection TorchMemoryStats; "
-            "memory_snapshot: MemorySnapshot; param_scheduler: ParamScheduler; precise_bn: PreciseBN; "
+            "freeze: Freeze; grad_norm: GradNorm; param_scheduler: ParamScheduler; precise_bn: PreciseBN; "
+            "memory: EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats; "
             "profiler: AutogradProfiler TorchProfiler; publish: PublishWeights; reduce_on_plateau: ReduceOnPlateau; "
             "runtime_info: RuntimeInfo; sampler_seed: SamplerSeed; sync_buffers: SyncBuffers; throughput: Throughput; "
             "time_limit: TimeLimit; unused_parameters: UnusedParameters; "

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from trainkit.projects.hooks.accumulation import AccumulationSchedule
 
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer
@@ -41,16 +40,3 @@ def test_iterations_draw_more_and_more_of_one_stream_also_after_a_resume(tmp_pat
     assert [*rest] == [4, 5, 6, 7, 8, 9]
     state = resumed.model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in whole.model.state_dict().items())
-
-
-def test_a_second_run_starts_with_the_first_number(tmp_path):
-    trainer, _ = train(tmp_path)
-    assert trainer.accumulation_steps == 4
-    trainer.train(0, 1)
-    assert trainer.accumulation_steps == 1
-
-
-@pytest.mark.parametrize("factors", [[(3, 2), (3, 4)], [(6, 2), (3, 4)], [(1, 0)], [(-1, 2)]])
-def test_a_schedule_that_makes_no_sense_is_an_error(factors):
-    with pytest.raises(ValueError, match="must"):
-        AccumulationSchedule(factors)

@@ -11,7 +11,6 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import BestCheckpointer, BestCheckpoints, EvalHook, PeriodicCheckpointer
 
@@ -80,19 +79,6 @@ def test_a_checkpoint_of_before_has_the_best_k_files_under_the_name_of_the_base_
     assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
 
 
-def test_a_best_value_whose_file_cannot_be_written_is_not_one_of_the_best_k(tmp_path, save_format, caplog):
-    for iteration in (0, 3):
-        (tmp_path / f"model_best_000000{iteration}.pth").mkdir()
-    trainer = run_of_best(tmp_path, [90.0, 60.0, 55.0, 80.0, 70.0], save_format=save_format)
-    trainer.train(0, 5)
-    assert files_of_best(tmp_path) == {"": 4, "_0000001": 1, "_0000004": 4}
-    assert trainer.state_dict()["hooks"]["BestCheckpoints"]["kept"] == [
-        ["model_best_0000004", 70.0],
-        ["model_best_0000001", 60.0],
-    ]
-    assert any("model_best_0000003" in text and "not saved" in text for text in caplog.messages)
-
-
 def _a_file_fails_on_rank_0(rank, folder, save_format=""):
     """Of two files, rank 0 cannot write the first; both ranks save the second, and know that it does not count."""
     trainer, folder = Steps(), Path(folder, f"{rank}{save_format}")
@@ -122,8 +108,3 @@ def test_a_config_makes_one_hook_for_each_metric(tmp_path):
     hooks = [hook for hook in trainer.hooks if isinstance(hook, BestCheckpointer)]
     names = ["model_best_classification_top1", "model_best_classification_mean_class_accuracy"]
     assert [(type(hook), hook.file_prefix) for hook in hooks] == [(BestCheckpoints, name) for name in names]
-
-
-def test_without_a_metric_nothing_is_kept(tmp_path):
-    with pytest.raises(ConfigError, match="CHECKPOINT.BEST_TO_KEEP is 2, but BEST_METRIC is not set"):
-        DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_TO_KEEP", 2))

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tests.engine.tiny import Steps, Weight, sgd
+from tests.engine.tiny import Weight, sgd
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss
 from trainkit.engine.step import SimpleTrainer
 
@@ -23,7 +23,7 @@ def test_every_interval_th_iteration_stops_before_its_update(interval, iter):
     trainer = trainer_of([1.0, 1.0, 1.0, math.nan, 1.0, math.nan], interval)
     weights = []
     trainer.register_hooks([CallbackHook(before_step=lambda t: weights.append(t.model.weight.item()))])
-    with pytest.raises(FloatingPointError, match=f"in iteration {iter}, .*: total_loss is nan on rank 0"):
+    with pytest.raises(FloatingPointError, match=f"in iteration {iter}, .*total_loss': nan"):
         trainer.train(0, 6)
     assert (trainer.iter, trainer.status) == (iter, "failed")
     assert trainer.model.weight.item() == pytest.approx(weights[iter], nan_ok=True)
@@ -36,26 +36,7 @@ def test_the_error_names_the_losses_that_are_not_finite_and_gives_all():
         return {"loss_a": weight * 2, "loss_b": weight * batch, "loss_c": -weight * batch}
 
     trainer = trainer_of([math.inf], 1, compute)
-    message = (
-        r"in iteration 0, before the update: loss_b is inf on rank 0, loss_c is -inf on rank 0; "
-        r"this rank has {'loss_a': 2.0, 'loss_b': inf, 'loss_c': -inf}"
-    )
+    message = r"in iteration 0, before the update, by rank: \[{'loss_a': 2.0, 'loss_b': inf, 'loss_c': -inf}\]"
     with pytest.raises(FloatingPointError, match=message):
         trainer.train(0, 1)
     assert trainer.model.weight.item() == 1.0
-
-
-def test_an_entry_that_is_only_logged_may_be_anything():
-    trainer = trainer_of([1.0], 1, lambda weight, batch: {"loss_a": weight, "recall": batch * math.nan})
-    trainer.train(0, 3)
-    assert trainer.status == "finished"
-
-
-def test_a_run_step_of_ones_own_may_give_losses_only():
-    class Own(Steps):
-        def run_step(self):
-            self.losses = {"critic": torch.tensor(float(self.iter)), "actor": torch.tensor(math.nan)}
-            self.after_backward()
-
-    with pytest.raises(FloatingPointError, match="in iteration 1, .*actor is nan on rank 0"):
-        Own([CheckFiniteLoss(2)]).train(0, 9)

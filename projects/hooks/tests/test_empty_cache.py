@@ -3,7 +3,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.cuda import needs_cuda
 from tests.engine.tiny import Regression, batches, sgd
 from trainkit.engine.hooks import CallbackHook, EmptyCache, EvalHook
 from trainkit.engine.step import SimpleTrainer
@@ -20,11 +19,6 @@ def calls(monkeypatch):
     )  # the evaluation asks for it as well
     monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(empty_cache=lambda: calls.append("empty")))
     return calls
-
-
-class Stream:
-    def __iter__(self):
-        return iter(batches(2))
 
 
 def run(calls, hook, data):
@@ -59,23 +53,6 @@ def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluati
     assert run(calls, EmptyCache(**arguments), batches(2)) == expected
 
 
-def test_steps_work_with_a_stream_and_epochs_do_not(calls):
-    run(calls, EmptyCache(after_step=True, after_epoch=False), Stream())
-    assert calls.count("empty") == 4 + 2
-    with pytest.raises(ValueError, match="EmptyCache: these hooks use epochs"):
-        run(calls, EmptyCache(), Stream())
-
-
 def test_without_an_accelerator_nothing_happens(calls, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert run(calls, EmptyCache(True, True, True), batches(2)) == [0, 1, 2, 3, "eval 0", "eval 1"]
-
-
-@needs_cuda
-def test_a_device_gives_memory_back():
-    run([], EmptyCache(after_step=True), batches(2))
-    memory = torch.empty(2**24, device="cuda")
-    del memory
-    held = torch.cuda.memory_reserved()
-    run([], EmptyCache(after_step=True), batches(2))
-    assert torch.cuda.memory_reserved() <= held - 2**26

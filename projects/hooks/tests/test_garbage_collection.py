@@ -34,33 +34,7 @@ def test_garbage_is_collected_every_period_and_not_between():
     assert knots(GarbageCollection(3)) == [[0], [0, 1], [], [3], [3, 4], [], [6]]
 
 
-def test_python_collects_by_itself_outside_training_only():
-    during = []
-    note = CallbackHook(before_step=lambda trainer: during.append(gc.isenabled()))
-    trainer = Steps([GarbageCollection(), note])
-    for _ in range(2):
-        trainer.train(0, 1)
-        assert gc.isenabled()
-    assert during == [False, False]
-
-
 def test_a_failure_puts_it_back():
     with pytest.raises(RuntimeError, match="step 1 failed"):
         Steps([GarbageCollection()], step=fail_at(1)).train(0, 3)
     assert gc.isenabled()
-
-
-def test_a_run_that_fails_before_it_begins_leaves_it_as_it_is():
-    calls = []
-
-    def fail_in_the_second_run(trainer):
-        calls.append(1)
-        if len(calls) == 2:
-            gc.disable()
-            raise RuntimeError("not today")
-
-    trainer = Steps([CallbackHook(before_train=fail_in_the_second_run), GarbageCollection()])
-    trainer.train(0, 1)
-    with pytest.raises(RuntimeError, match="not today"):
-        trainer.train(0, 1)
-    assert not gc.isenabled()

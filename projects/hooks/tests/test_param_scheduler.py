@@ -1,12 +1,10 @@
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.solver_extras.schedules import Linear
 
 from tests.engine.tiny import Weight, sgd
-from trainkit.engine.hooks import CallbackHook, LRScheduler, ParamScheduler
+from trainkit.engine.hooks import CallbackHook, ParamScheduler
 from trainkit.engine.step import SimpleTrainer
-from trainkit.solver import LRFunction
 
 HALVE = [{"NAME": "Exponential", "GAMMA": 0.5}]
 
@@ -53,13 +51,6 @@ def test_any_number_of_the_groups_can_be_scheduled(param):
     assert used == expected
 
 
-def test_the_momentum_of_adam_is_its_first_beta():
-    trainer, used = make(ParamScheduler("momentum", HALVE), adam(), lambda group: group["betas"])
-    trainer.train(0, 2)
-    assert used == [(0.5, 0.75), (0.25, 0.75)]
-    assert trainer.storage.history("momentum").values() == [(0.5, 0), (0.25, 1)]
-
-
 def test_groups_start_from_their_own_values_and_the_largest_is_stored():
     groups = [{"params": [nn.Parameter(torch.ones(1)) for _ in range(n)], "weight_decay": n / 8} for n in (1, 2)]
     trainer, _ = make(ParamScheduler("weight_decay", HALVE), torch.optim.SGD(groups, lr=0.1))
@@ -81,12 +72,6 @@ def test_groups_without_the_field_or_with_a_fixed_lr_are_left_alone():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
 
 
-def test_a_function_can_be_given_instead_of_a_list():
-    trainer, used = make(ParamScheduler("weight_decay", Linear(3, 0.5)))
-    trainer.train(0, 3)
-    assert used == [0.25, 0.375, 0.5]
-
-
 def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
     def run(*parts, **kwargs):
         trainer, used = make(ParamScheduler("weight_decay", [{"NAME": "Linear", "START_FACTOR": 0.25}], **kwargs))
@@ -96,8 +81,6 @@ def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
 
     assert run((0, 2), (2, 4), max_iter=4) == run((0, 4)) == [0.125, 0.25, 0.375, 0.5]
     assert run((0, 2), (2, 4)) == [0.125, 0.5, 0.375, 0.5]
-    with pytest.raises(ValueError, match="max_iter must be a whole number of iterations >= 1, got 0"):
-        run(max_iter=0)
 
 
 def test_a_tensor_lr_is_filled_in_place():
@@ -115,10 +98,7 @@ def test_a_tensor_lr_is_filled_in_place():
 @pytest.mark.parametrize(
     ("param", "message"),
     [
-        (
-            "weight_decy",
-            r"no parameter group has 'weight_decy'; did you mean 'weight_decay'\? accepted: .*damp.*, 'lr'",
-        ),
+        ("weight_decy", r"no parameter group has 'weight_decy'; accepted: .*'weight_decay'"),
         ("nesterov", "no parameter group has 'nesterov'"),
         ("betas.0", "no parameter group has 'betas.0'"),
     ],
@@ -128,14 +108,3 @@ def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, mess
     with pytest.raises(ValueError, match=message):
         trainer.train(0, 1)
     assert used == []
-
-
-def test_two_hooks_that_set_the_same_field_are_an_error():
-    trainer, _ = make(ParamScheduler("lr", HALVE))
-    trainer.register_hooks([LRScheduler(scheduler=LRFunction(trainer.optimizer, lambda t, base: base))])
-    with pytest.raises(ValueError, match=r"LRScheduler both set the rate; use SOLVER\.SCHEDULES"):
-        trainer.train(0, 1)
-    trainer, _ = make(ParamScheduler("momentum", HALVE))
-    trainer.register_hooks([ParamScheduler("momentum", HALVE)])
-    with pytest.raises(ValueError, match="two ParamScheduler hooks set momentum; list their schedules in one of them"):
-        trainer.train(0, 1)

@@ -50,17 +50,6 @@ def test_the_statistics_are_those_of_the_population_of_batches():
     torch.testing.assert_close(layer.running_var.double(), torch.cat(data).double().var(0), rtol=0.03, atol=0)
 
 
-def test_only_so_many_batches_are_used_and_the_loader_is_iterated_anew():
-    data = [x for x, _ in batches(5)]
-    expected = norm(data[:2]).state_dict()
-    layer = nn.BatchNorm1d(3)
-    hook = PreciseBN(1, layer, data, num_iter=2)
-    for _ in range(2):
-        hook.update_stats()
-        for name in ("running_mean", "running_var"):
-            assert torch.equal(layer.state_dict()[name], expected[name])
-
-
 def test_nothing_but_the_running_statistics_is_touched():
     model = Net()
     for parameter in model.parameters():
@@ -111,8 +100,3 @@ def test_without_batch_norm_in_train_mode_it_warns_and_does_nothing(model, caplo
     assert caplog.messages == ["PreciseBN is off: the model has no batch norm in train mode"]
     trainer.train(0, 2)
     assert trainer.status == "finished"
-
-
-def test_a_loader_without_batches_is_an_error():
-    with pytest.raises(ValueError, match="the data loader of PreciseBN yields no batch"):
-        norm([])

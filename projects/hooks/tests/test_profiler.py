@@ -30,14 +30,6 @@ def test_each_picked_iteration_has_a_chrome_trace(tmp_path):
     assert "aten::matmul" in operators(paths[0])
 
 
-def test_for_tensorboard_the_trace_is_named_after_its_iteration(tmp_path):
-    profiled(tmp_path, {1}).train(0, 3)
-    (path,) = tmp_path.iterdir()
-    assert path.name.startswith("trace_iter0000001.")
-    assert path.name.endswith(".pt.trace.json")
-    assert "aten::matmul" in operators(path)
-
-
 def test_a_step_that_fails_has_its_trace(tmp_path):
     def step(iter):
         multiply(iter)
@@ -49,20 +41,7 @@ def test_a_step_that_fails_has_its_trace(tmp_path):
     assert "aten::matmul" in operators(tmp_path / "trace_iter0000001.json")
 
 
-def test_iterations_can_be_given_by_their_limits(tmp_path):
-    hook = TorchProfiler([1, 3], tmp_path, activities=[ProfilerActivity.CPU], save_tensorboard=False)
-    Steps([hook], step=multiply).train(0, 5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_iter0000001.json", "trace_iter0000002.json"]
-
-
 def test_from_a_config_traces_lie_in_a_folder_of_the_output_folder(tmp_path):
     entry = {"NAME": "TorchProfiler", "ENABLE_PREDICATE": [1, 2], "SAVE_TENSORBOARD": False}
     DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry])).train(0, 3)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace_iter0000001.json"]
-
-
-def test_without_a_config_and_a_folder_there_is_an_error_before_the_first_iteration():
-    calls = []
-    with pytest.raises(ValueError, match="no config with an OUTPUT_DIR; give TorchProfiler an output_dir"):
-        Steps([TorchProfiler([0, 1])], step=calls.append).train(0, 1)
-    assert calls == []

@@ -1,7 +1,3 @@
-import logging
-import math
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -60,14 +56,6 @@ def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_a_best_file_that_never_came_is_left_out_with_a_warning(tmp_path, caplog):
-    make(tmp_path, [math.nan, math.nan]).train(0, 4)
-
-    assert published(tmp_path) == ["best_top5", "model_final"]
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"There is no '{tmp_path}/model_best.pth' to publish: no value of its metric was finite" in warnings
-
-
 def test_a_run_that_did_not_finish_publishes_nothing(tmp_path):
     with pytest.raises(RuntimeError):
         make(tmp_path, step=fail_at(3)).train(0, 4)
@@ -85,25 +73,6 @@ def test_the_average_is_published_if_that_is_asked_for(tmp_path):
     assert published(tmp_path) == ["best_top5", "model_best", "model_final"]
     for path in tmp_path.glob("*_published-*.pth"):
         assert [value.tolist() for value in read_file(path)["model"].values()] == [[[0.0]], [0.0]]
-
-
-def test_what_cannot_be_published_is_an_error_before_training(tmp_path, monkeypatch):
-    steps = []
-    with pytest.raises(ValueError, match='weights must be "model" or "ema", got \'best\''):
-        PublishWeights("best")
-    with pytest.raises(ValueError, match='format must be "pth" or "safetensors", got \'zip\''):
-        PublishWeights(format="zip")
-    with pytest.raises(ValueError, match='"ema", but no EMAHook is registered; add one, or publish "model"'):
-        make(tmp_path, weights="ema", step=steps.append).train(0, 4)
-    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path)
-    alone = [PeriodicCheckpointer(checkpointer, 2, save_last=False), PublishWeights()]
-    with pytest.raises(ValueError, match="register a PeriodicCheckpointer with save_last, or a BestCheckpointer"):
-        Steps(alone, step=steps.append).train(0, 4)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    alone = [PeriodicCheckpointer(checkpointer, 2), PublishWeights(format="safetensors")]
-    with pytest.raises(CheckpointError, match=r"pip install 'trainkit\[safetensors\]'"):
-        Steps(alone, step=steps.append).train(0, 4)
-    assert steps == []
 
 
 def test_weights_that_cannot_be_published_fail_the_run_and_leave_its_checkpoints(tmp_path):

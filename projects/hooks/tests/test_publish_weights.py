@@ -51,19 +51,6 @@ def test_torch_hub_verifies_the_name(tmp_path):
         fetch(other)
 
 
-def test_it_loads_as_weights_and_not_as_a_run(tmp_path):
-    published = publish_weights(save(tmp_path, fill=3.0))
-    model = linear(0)
-
-    Checkpointer(model, tmp_path / "new", trainer=Counter()).resume_or_load(published)
-
-    assert weight_of(model) == 3
-    checkpointer = Checkpointer(linear(0), tmp_path, trainer=Counter())
-    checkpointer.tag_last_checkpoint(os.path.basename(published))
-    with pytest.raises(CheckpointError, match="cannot be resumed: it holds"):
-        checkpointer.resume_or_load("")
-
-
 def test_no_run_is_resumed_from_published_weights(tmp_path):
     path = save(tmp_path)
     publish_weights(path)
@@ -107,20 +94,10 @@ def test_averaged_weights_are_published_over_those_of_the_model(tmp_path):
 def test_averaged_weights_that_are_not_there_are_an_error(tmp_path, trainer):
     write_file({"model": linear(1).state_dict(), "trainer": trainer}, tmp_path / "model_final.pth")
 
-    with pytest.raises(CheckpointError, match=r"no averaged weights; train with an EMA"):
+    with pytest.raises(CheckpointError, match=r"no weights 'ema' to publish"):
         publish_weights(tmp_path / "model_final.pth", "ema")
 
     assert names(tmp_path) == ["model_final.pth"]
-
-
-def test_a_damaged_checkpoint_is_not_published(tmp_path):
-    path = save(tmp_path)
-    path.write_bytes(path.read_bytes()[:-60])
-
-    with pytest.raises(CheckpointError, match="damaged"):
-        publish_weights(path)
-
-    assert names(tmp_path) == ["last_checkpoint", "model_final.pth"]
 
 
 # ---------------------------------------------------------------------- safetensors
@@ -147,17 +124,3 @@ def test_safetensors_hold_every_tensor_by_its_name_and_the_package_reads_them(tm
     read, own = safetensors.load_file(published), model.state_dict()
     assert [*sorted(read)] == [*sorted(own)]
     assert all(torch.equal(read[name], own[name]) and read[name].dtype == own[name].dtype for name in own)
-
-
-def test_what_is_no_tensor_is_not_published_as_safetensors(tmp_path):
-    write_file({"model": {"weight": torch.zeros(1), "extra": {"a": 1}}}, tmp_path / "model_final.pth")
-
-    with pytest.raises(CheckpointError, match="'extra' is a dict; safetensors takes tensors alone"):
-        publish_weights(tmp_path / "model_final.pth", format="safetensors")
-    assert names(tmp_path) == ["model_final.pth"]
-
-
-def test_the_package_is_asked_for(tmp_path, without_safetensors):
-    path = save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"needs the package safetensors: pip install 'trainkit\[safetensors\]'"):
-        publish_weights(path, format="safetensors")

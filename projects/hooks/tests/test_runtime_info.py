@@ -28,12 +28,6 @@ def test_the_epoch_is_stored_as_it_is():
     assert "epoch" not in trained().storage.latest()
 
 
-def test_the_log_says_what_is_known_of_the_run(caplog):
-    caplog.set_level("INFO")
-    trained(RuntimeInfo())
-    assert described(caplog) == ["This run: 5 iterations = 2.5 epochs of 2; world size 1; 3 of 4 parameters trained"]
-
-
 @pytest.mark.parametrize(("seed", "said"), [(1, "seed 1"), (-1, "seed drawn at random")])
 def test_a_config_tells_the_samples_and_the_seed(caplog, tmp_path, seed, said):
     caplog.set_level("INFO")
@@ -72,20 +66,6 @@ def test_the_rate_that_each_parameter_group_used_is_stored_by_its_name_and_the_m
     assert trainer.storage.smoothing_hints()["lr/backbone"] is False
 
 
-def test_momenta_that_differ_are_stored_for_each_group_and_adams_is_its_first_beta():
-    trainer = with_groups(torch.optim.Adam, RuntimeInfo(), betas=(0.75, 0.5))
-    trainer.optimizer.param_groups[2]["betas"] = (0.25, 0.5)
-    trainer.train(0, 1)
-    stored = {name: value for name, [(value, _)] in scalars(trainer).items() if name.startswith("momentum")}
-    assert stored == {"momentum/weight": 0.75, "momentum/backbone": 0.75, "momentum/others weight": 0.25}
-
-
-def test_the_log_says_of_which_group_the_rate_is(caplog):
-    caplog.set_level("INFO")
-    with_groups(torch.optim.SGD, RuntimeInfo()).train(0, 1)
-    assert "lr is that of the parameter group 'weight'" in described(caplog)[0]
-
-
 def test_the_names_are_those_of_the_table_at_the_start(tmp_path, caplog):
     caplog.set_level("INFO")
     options = ("HOOKS", [{"NAME": "RuntimeInfo"}], "SOLVER.PARAM_GROUPS.NORM_DECAY_FACTOR", 0.0)
@@ -97,14 +77,6 @@ def test_the_names_are_those_of_the_table_at_the_start(tmp_path, caplog):
     stored = {name.removeprefix("lr/") for name in trainer.storage.latest() if name.startswith("lr/")}
     assert stored == named
     assert len(stored) > 1
-
-
-@pytest.mark.parametrize("priority", ["HIGHEST", "NORMAL", "LOW"])
-def test_the_rates_are_those_of_the_update_wherever_the_hook_stands(priority):
-    trainer = with_groups(torch.optim.SGD)
-    trainer.register_hooks([RuntimeInfo()], priority=priority)
-    trainer.train(0, 2)
-    assert scalars(trainer)["lr/backbone"] == [(0.25, 0), (0.125, 1)]
 
 
 def test_a_group_that_a_hook_adds_after_the_update_has_its_rate_from_the_next_one_on():

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
@@ -66,10 +66,6 @@ def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts(s
     trainer.register_hooks([SamplerSeed(), seen])
     trainer.train(0, 6)
     assert found == [batch for epoch in range(2 * steps) for batch in epoch_order(epoch)]
-
-
-def test_a_run_that_begins_inside_an_epoch_has_the_order_of_that_epoch():
-    assert orders(shuffled()[0], 7, 9, [SamplerSeed()]) == epoch_order(2)[:2]
 
 
 class Resumable(DistributedSampler):
@@ -147,15 +143,6 @@ def test_whatever_has_set_epoch_is_told(where):
     assert calls == [(where, 0), (where, 1), (where, 2)]
 
 
-def test_a_stream_has_no_epochs():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(4))
-
-    with pytest.raises(ValueError, match="SamplerSeed: these hooks use epochs"):
-        orders(DataLoader(Stream()), 0, 1, [SamplerSeed()])
-
-
 class WithPlainLoader(DefaultTrainer):
     """Draws from a plain DataLoader with torch's DistributedSampler; notes the samples."""
 
@@ -183,17 +170,3 @@ def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epo
     assert found == [*epoch_order(0), *epoch_order(1), *epoch_order(2)]
     switched_off = ("HOOKS", [{"NAME": "SamplerSeed", "ENABLED": False}])
     assert run_with_plain_loader(tmp_path / "off", 9, *switched_off)[0] == epoch_order(0) * 3
-
-
-def test_a_run_with_a_plain_loader_that_is_resumed_between_two_epochs_is_the_same(tmp_path):
-    whole, alone = run_with_plain_loader(tmp_path / "whole", 9)
-    first, _ = run_with_plain_loader(tmp_path / "parts", 6)
-    second, resumed = run_with_plain_loader(tmp_path / "parts", 9)
-    assert (len(first), len(second)) == (6, 3)
-    assert first + second == whole
-    assert torch.equal(resumed.model.weight, alone.model.weight)
-
-
-def test_a_default_trainer_whose_data_hear_of_no_epochs_has_no_such_hook(tmp_path):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path))
-    assert not any(isinstance(hook, SamplerSeed) for hook in trainer.hooks)

@@ -3,13 +3,12 @@ import time
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.evaluators.batches import num_samples
 from trainkit.projects.hooks.throughput import peak_tflops_of
 
 from tests.engine.tiny import AfterStep, metrics_by_worker, sgd
 from tests.two_ranks import on_two_ranks
-from trainkit.config import ConfigError
 from trainkit.engine.hooks import Throughput
-from trainkit.engine.loop import TrainerBase
 from trainkit.engine.step import SimpleTrainer
 
 
@@ -81,38 +80,24 @@ def test_micro_batches_are_added_up_and_a_short_window_counts_as_what_it_is(cloc
     ],
 )
 def test_samples_are_counted_in_batches_of_every_kind(batch, expected):
-    assert Throughput.count_samples(batch) == expected
+    assert num_samples(batch) == expected
 
 
-def test_a_batch_of_unknown_kind_is_an_error_and_a_subclass_can_count_it(clock):
-    class Mine(Throughput):
-        @staticmethod
-        def count_samples(batch):
-            return len(batch.text)
-
-    class Batch:
-        text = "four"
-
-    with pytest.raises(TypeError, match=r"batch of type Batch: .* override count_samples\(\) of Throughput"):
-        run(Slow(clock, 2.0), [Batch()], Throughput(1), 1)
-    assert rates(run(Slow(clock, 2.0), [Batch()], Mine(1), 1)) == [(2.0, 0)]
-
-
-class WithAttribute(Slow):
+class Costed(Slow):
     flops_per_sample = 1e12
 
-
-class WithMethod(Slow):
-    def flops_per_sample(self):
-        return 1e12
+    def tokens_per_sample(self):
+        return 100
 
 
-@pytest.mark.parametrize("model_class", [WithAttribute, WithMethod])
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
-def test_the_utilization_is_the_part_of_the_peak_that_the_model_needs(clock, model_class, wrap):
-    trainer = run(wrap(model_class(clock, 2.0)), samples(4), Throughput(1, peak_tflops=8), 1)
-    assert rates(trainer) == [(2.0, 0)]
-    assert rates(trainer, "mfu_pct") == [(25.0, 0)]
+def test_the_utilization_and_the_rate_of_tokens_are_stored_if_the_model_has_what_they_need(clock, wrap):
+    trainer = run(wrap(Costed(clock, 2.0)), samples(4), Throughput(1, peak_tflops=8), 1)
+    assert (rates(trainer), rates(trainer, "mfu_pct"), rates(trainer, "tokens_per_sec")) == (
+        [(2.0, 0)],
+        [(25.0, 0)],
+        [(200.0, 0)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,23 +116,6 @@ def test_the_peak_of_a_device_is_found_by_its_name(name, peak):
     assert peak_tflops_of(name) == peak
 
 
-class OfAttribute(Slow):
-    tokens_per_sample = 100
-
-
-class OfMethod(Slow):
-    def tokens_per_sample(self):
-        return 100
-
-
-@pytest.mark.parametrize("model_class", [OfAttribute, OfMethod])
-@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
-def test_a_model_that_says_how_many_tokens_a_sample_has_gives_their_rate(clock, model_class, wrap):
-    trainer = run(wrap(model_class(clock, 2.0)), samples(4, 6, 1), Throughput(2), 3)
-    assert rates(trainer, "tokens_per_sec") == [(250.0, 1), (50.0, 2)]
-    assert "tokens_per_sec" not in run(Slow(clock, 2.0), samples(4), Throughput(1), 1).storage.latest()
-
-
 def test_a_peak_without_operations_is_an_error(clock):
     with pytest.raises(ValueError, match="peak_tflops of Throughput is given, but Slow has no flops_per_sample"):
         run(Slow(clock, 2.0), samples(4), Throughput(peak_tflops=8), 1)
@@ -156,8 +124,7 @@ def test_a_peak_without_operations_is_an_error(clock):
 def _rates(rank, later):
     """Rank 1 has twice the samples; the slower rank 0 takes 8 s."""
     clock = Clock(pytest.MonkeyPatch())
-    model = WithAttribute(clock, 8.0 - 4 * rank)
-    model.tokens_per_sample = 10
+    model = Costed(clock, 8.0 - 4 * rank)
     trainer = run(model, samples(4 + 4 * rank), Throughput(2, peak_tflops=3), 4, async_write_metrics=later)
     return rates(trainer), rates(trainer, "mfu_pct"), rates(trainer, "tokens_per_sec")
 
@@ -169,23 +136,5 @@ def _rates_of_both_ways(rank, folder):
 
 @pytest.mark.slow
 def test_samples_of_all_ranks_are_counted_against_the_slowest(tmp_path):
-    expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(15.0, 1), (15.0, 3)])
+    expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(150.0, 1), (150.0, 3)])
     assert on_two_ranks([_rates_of_both_ways], tmp_path)["_rates_of_both_ways"] == [[expected] * 2] * 2
-
-
-@pytest.mark.parametrize("sets_batch", [False, True])
-def test_a_trainer_of_ones_own_says_what_it_counts(sets_batch):
-    class Own(TrainerBase):
-        def run_step(self):
-            if sets_batch:
-                self.batch = torch.ones(4, 3)
-
-    trainer = Own()
-    trainer.register_hooks([Throughput(1)])
-    trainer.model = nn.Linear(1, 1)
-    if sets_batch:
-        trainer.train(0, 1)
-        assert "samples_per_sec" in trainer.storage.latest()
-    else:
-        with pytest.raises(ConfigError, match="the samples in trainer.batch; set it in run_step"):
-            trainer.train(0, 1)
