@@ -8,7 +8,6 @@ from torch.cuda import _gpu_trace as gpu_trace
 from torch.cuda import _sanitizer as sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.projects.async_save.host_copy import HostCopy
-from trainkit.projects.graph.recorder import CudaRecorder
 from trainkit.projects.graph.tests.test_graph import Net, batches, fused_sgd
 from trainkit.projects.hooks.copy_ahead import CopyAhead
 
@@ -63,14 +62,6 @@ def on_cuda(trainer_type, **kwargs):
 def test_a_run_with_all_default_hooks_has_no_race(options, tmp_path, watched):
     with watched():
         assert train(tmp_path, *options).status == "finished"
-
-
-@needs_cuda
-def test_the_steps_before_a_recording_have_no_race(watched):
-    trainer = on_cuda(GraphTrainer)
-    with watched():
-        trainer.train(0, 3)
-    assert trainer.status == "finished"
 
 
 @needs_cuda
@@ -132,13 +123,6 @@ def _on_another_stream(data, device):
 
 
 @needs_cuda
-def test_a_warm_up_step_beside_the_stream_of_the_others_is_found(watched, monkeypatch):
-    monkeypatch.setattr(CudaRecorder, "beside", lambda self, inputs=(): torch.cuda.stream(self._stream))
-    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
-        on_cuda(GraphTrainer).train(0, 3)
-
-
-@needs_cuda
 def test_a_save_on_another_stream_than_the_update_is_found(watched):
     stream = torch.Stream("cuda")
 
@@ -150,30 +134,3 @@ def test_a_save_on_another_stream_than_the_update_is_found(watched):
     trainer.register_hooks([CallbackHook(after_step=save)])
     with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
         trainer.train(0, 3)
-
-
-@needs_cuda
-def test_metrics_that_are_read_on_another_stream_than_the_step_are_found(watched):
-    stream = torch.Stream("cuda")
-
-    def read(trainer):
-        with stream:
-            torch.stack([trainer.losses["loss_a"]]).to("cpu", non_blocking=True)
-
-    trainer = on_cuda(SimpleTrainer)
-    trainer.register_hooks([CallbackHook(after_step=read)])
-    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
-        trainer.train(0, 3)
-
-
-@needs_cuda
-def test_an_average_on_another_stream_than_the_update_is_found(watched, tmp_path):
-    stream = torch.Stream("cuda")
-
-    def average(trainer):
-        ema = next(hook for hook in trainer.hooks if type(hook).__name__ == "EMAHook")
-        with stream:
-            ema.after_step()
-
-    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
-        train(tmp_path, hooks=[CallbackHook(after_step=average)])

@@ -5,9 +5,11 @@ import torch
 
 from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
+from tests.engine.tiny import scalars
+from tests.exactness.jobs import Configured
+from tests.exactness.machine import check
 from tests.fake_cuda import device
 from trainkit.checkpoint.file import read_file
-from trainkit.config import ConfigError
 from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, MemorySnapshot
@@ -21,34 +23,23 @@ SETTINGS = {
     "AMPTrainer bfloat16": ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"),
     "skip and accumulation": ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.ACCUMULATION_STEPS", 2),
 }
-CLOCKS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
 
 
-def train(folder, *options, name="cuda", resume=False, stop_at=None, hooks=()):
-    cfg = tiny_cfg(folder, "MODEL.DEVICE", name, "LOG.ASYNC", True, "HOOKS", HOOKS, *FUSED, *options)
+def config(folder, *options, name="cuda"):
+    return tiny_cfg(folder, "MODEL.DEVICE", name, "LOG.ASYNC", True, "HOOKS", HOOKS, *FUSED, *options)
+
+
+def train(folder, *options, name="cuda", hooks=()):
+    cfg = config(folder, *options, name=name)
     torch.manual_seed(cfg.SEED)
     trainer = DefaultTrainer(cfg)
-    trainer.resume_or_load(resume=resume)
-    stop = CallbackHook(after_step=lambda trainer: trainer.request_stop("test") if trainer.iter == stop_at else None)
-    trainer.register_hooks([stop, *hooks])
+    trainer.register_hooks(hooks)
     trainer.train()
     return trainer
 
 
-def stored(trainer):
-    """name -> (value, iteration) of all that was stored, but for readings of clocks."""
-    histories = trainer.storage.histories()
-    return {name: histories[name].values() for name in histories if name not in CLOCKS and "time" not in name}
-
-
-def states(trainer):
-    ema = next(hook for hook in trainer.hooks if type(hook).__name__ == "EMAHook")
-    return {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict(), "ema": ema.state_dict()}
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(states(found), states(expected), rtol=0, atol=0)
-    assert stored(found) == stored(expected)
+def resumes_exactly(folder, *options):
+    check(Configured(*options, make_cfg=config), folder, num_kills=2)
 
 
 @TRANSFORM_REGISTRY.register()
@@ -58,30 +49,20 @@ def LabelOnCPU(cfg):
 
 
 @needs_cuda
-def test_a_run_whose_default_device_is_the_gpu_is_the_same(tmp_path):
+def test_a_run_whose_default_device_is_the_gpu_resumes_exactly(tmp_path):
     options = ("CHECKPOINT.ASYNC", True, "SOLVER.ACCUMULATION_STEPS", 2)
     options += ("INPUT.TRAIN_TRANSFORM", "LabelOnCPU", "INPUT.TEST_TRANSFORM", "LabelOnCPU")
-    whole = train(tmp_path / "whole", *options)
     torch.set_default_device("cuda")
     try:
-        train(tmp_path / "pieces", *options, stop_at=6)
-        resumed = train(tmp_path / "pieces", *options, resume=True)
+        resumes_exactly(tmp_path, *options)
     finally:
         torch.set_default_device(None)
-    assert_same(resumed, whole)
 
 
 @needs_cuda
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_a_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(options, tmp_path):
-    whole = train(tmp_path / "whole", *options)
-    train(tmp_path / "pieces", *options, stop_at=6)
-    resumed = train(tmp_path / "pieces", *options, resume=True)
-
-    assert (whole.iter, whole.status, whole.model.layers[0].weight.is_cuda) == (10, "finished", True)
-    assert_same(resumed, whole)
-    other = train(tmp_path / "other", *options, "SEED", 2)
-    assert not torch.equal(other.model.layers[0].weight, whole.model.layers[0].weight)
+def test_a_run_that_is_killed_and_resumed_ends_as_the_whole_one(options, tmp_path):
+    resumes_exactly(tmp_path, *options)
 
 
 @needs_cuda
@@ -91,7 +72,8 @@ def test_a_run_has_the_weights_the_statistics_and_the_results_of_one_on_the_cpu(
     state = {name: value.cpu() for name, value in gpu.model.state_dict().items()}
     torch.testing.assert_close(state, cpu.model.state_dict())
     assert state["layers.1.running_mean"].any()
-    assert stored(gpu)["classification/top1"] == stored(cpu)["classification/top1"]
+    top1 = [scalars(trainer)["classification/top1"] for trainer in (gpu, cpu)]
+    assert top1[0] == top1[1]
 
 
 @needs_cuda
@@ -100,13 +82,11 @@ def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(op
     ordinary = train(tmp_path / "ordinary", *options, "SOLVER.MAX_ITER", 20)
     graph = (*options, "SOLVER.MAX_ITER", 20, "SOLVER.GRAPH.ENABLED", True)
     recorded = train(tmp_path / "recorded", *graph)
-    train(tmp_path / "pieces", *graph, stop_at=12)
-    resumed = train(tmp_path / "pieces", *graph, resume=True)
 
-    losses = [[value for value, _ in stored(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
+    losses = [[value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)  # a recorded update has its lr in float32
     assert recorded._trainer._recordings
-    assert_same(resumed, recorded)
+    resumes_exactly(tmp_path, *graph)
 
 
 @needs_cuda
@@ -129,14 +109,6 @@ def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     )
     assert len({*blocks}) == 1
     assert current == {1}
-
-
-@needs_cuda
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_compiled_graphs_that_the_next_micro_batch_overwrites_are_refused(mode, tmp_path):
-    compiled = ("MODEL.COMPILE.ENABLED", True, "MODEL.COMPILE.MODE", mode)
-    with pytest.raises(ConfigError, match=f"MODE {mode} keeps gradients .*ACCUMULATION_STEPS"):
-        train(tmp_path, *compiled, "SOLVER.ACCUMULATION_STEPS", 2)
 
 
 @needs_cuda
