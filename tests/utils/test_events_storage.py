@@ -21,34 +21,18 @@ from trainkit.utils.events import (
 # ---------------------------------------------------------------------- finding the storage
 
 
-def put_row(storage, row, **kwargs):
-    for name, value in row.items():
-        storage.put_scalar(name, value, **kwargs)
-
-
-def test_without_an_open_storage_the_error_says_how_to_open_one():
-    assert not has_event_storage()
-    with pytest.raises(RuntimeError, match=r"no EventStorage is open: .*`with EventStorage\(\):`.*has_event_storage"):
-        get_event_storage()
-
-
-def test_the_innermost_open_storage_is_found():
+def test_the_innermost_open_storage_is_found_until_it_is_closed():
     with EventStorage() as outer:
         assert get_event_storage() is outer
-        with EventStorage() as inner:
-            assert get_event_storage() is inner
-            get_event_storage().put_scalar("loss", 1.0)
+        inner = EventStorage()
+        with pytest.raises(ValueError, match="one number"), inner:
+            get_event_storage().put_scalars(loss=1.0, bad="text")
         assert get_event_storage() is outer
         assert has_event_storage()
     assert not has_event_storage()
     assert (list(outer.latest()), list(inner.latest())) == ([], ["loss"])
-
-
-def test_a_storage_is_closed_by_an_exception():
-    with pytest.raises(KeyError), EventStorage():
-        raise KeyError
-
-    assert not has_event_storage()
+    with pytest.raises(RuntimeError, match=r"no EventStorage is open: .*`with EventStorage\(\):`.*has_event_storage"):
+        get_event_storage()
 
 
 # ---------------------------------------------------------------------- scalars
@@ -56,7 +40,7 @@ def test_a_storage_is_closed_by_an_exception():
 
 def test_scalars_are_kept_with_the_iteration_in_which_they_were_put():
     storage = EventStorage(start_iter=3)
-    storage.put_scalar("loss", torch.tensor(2.0))
+    storage.put_scalar("loss", torch.tensor(2))
     storage.iter = 7
     storage.put_scalars(loss=4, lr=0.5)
     storage.step()
@@ -64,15 +48,9 @@ def test_scalars_are_kept_with_the_iteration_in_which_they_were_put():
 
     assert storage.history("loss").values() == [(2.0, 3), (4.0, 7)]
     assert storage.latest() == {"loss": (4.0, 7), "lr": (0.5, 7), "late": (1.0, 5)}
-    assert (storage.iter, storage.iteration) == (8, 8)
-    assert set(storage.histories()) == {"loss", "lr", "late"}
-
-
-def test_values_are_plain_floats():
-    storage = EventStorage()
-    storage.put_scalar("loss", torch.tensor(2))
-
-    assert type(storage.latest()["loss"][0]) is float
+    assert (storage.iter, storage.iteration, type(storage.history("loss").values()[0][0])) == (8, 8, float)
+    with pytest.raises(KeyError, match=r"no scalar is called 'c'; there are \['late', 'loss', 'lr'\]"):
+        storage.history("c")
 
 
 def test_smoothing_is_the_median_over_the_last_iterations_and_not_over_the_last_values():
@@ -82,39 +60,23 @@ def test_smoothing_is_the_median_over_the_last_iterations_and_not_over_the_last_
         if storage.iter % 10 == 9:
             storage.put_scalar("tenth", storage.iter)  # 9, 19, ..., 59
         storage.put_scalar("lr", storage.iter, smoothing_hint=False)
-
-    assert storage.latest_with_smoothing_hint(20) == {"each": (49.5, 59), "tenth": (54.0, 59), "lr": (59.0, 59)}
-    assert (storage.count_samples("each", 20), storage.count_samples("tenth", 20)) == (20, 2)
-    assert storage.count_samples("tenth", 21) == 3
-    assert storage.smoothing_hints() == {"each": True, "tenth": True, "lr": False}
-
-
-def test_the_window_of_a_name_ends_at_its_own_newest_value():
-    storage = EventStorage()
-    for storage.iter in range(4):
-        storage.put_scalar("old", storage.iter)
     storage.iter = 1000
-    storage.put_scalar("new", 5.0)
+    storage.put_scalar("new", 5.0)  # a window ends at the newest value of its own name
 
-    assert storage.latest_with_smoothing_hint(3) == {"old": (2.0, 3), "new": (5.0, 1000)}
-
-
-def test_nan_shows_in_the_smoothed_value_until_it_leaves_the_window():
-    storage = EventStorage()
-    for storage.iter, value in enumerate([1.0, math.nan, 3.0, 5.0]):
-        storage.put_scalar("loss", value)
-
-    assert math.isnan(storage.latest_with_smoothing_hint(3)["loss"][0])
-    assert storage.latest_with_smoothing_hint(2) == {"loss": (4.0, 3)}
+    smoothed = storage.latest_with_smoothing_hint(20)
+    assert smoothed == {"each": (49.5, 59), "tenth": (54.0, 59), "lr": (59.0, 59), "new": (5.0, 1000)}
+    assert [storage.count_samples(*of) for of in (("each", 20), ("tenth", 20), ("tenth", 21))] == [20, 2, 3]
+    assert storage.smoothing_hints() == {"each": True, "tenth": True, "lr": False, "new": True}
 
 
-def test_histories_are_bounded_and_their_global_average_is_not():
+def test_histories_and_what_waits_are_bounded_and_the_global_average_is_of_all():
     storage = EventStorage(history_length=100)
-    for storage.iter in range(1000):
+    for storage.iter in range(3000):
         storage.put_scalar("loss", storage.iter)
 
-    assert storage.history("loss").values() == [(float(i), i) for i in range(900, 1000)]
-    assert storage.history("loss").global_avg() == 499.5
+    assert len(storage.rows) < 1000
+    assert storage.history("loss").values() == [(float(i), i) for i in range(2900, 3000)]
+    assert storage.history("loss").global_avg() == 1499.5
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -122,51 +84,64 @@ def test_a_name_that_changes_its_smoothing_hint_is_refused_and_not_stored(first)
     storage = EventStorage()
     storage.put_scalar("acc", 1.0, smoothing_hint=first)
 
-    message = rf"'acc' was put with smoothing_hint={first} before and now with smoothing_hint={not first}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"'acc' .*smoothing_hint={first} .*smoothing_hint={not first}"):
         storage.put_scalar("acc", 2.0, smoothing_hint=not first)
     assert storage.history("acc").values() == [(1.0, 0)]
 
 
-def test_an_unknown_name_is_an_error_that_names_the_known_ones():
-    storage = EventStorage()
-    storage.put_scalars(b=1, a=2)
-
-    with pytest.raises(KeyError, match=r"no scalar is called 'c'; there are \['a', 'b'\]"):
-        storage.history("c")
+@pytest.mark.parametrize("value", ["high", None, torch.ones(2), [1.0]])
+def test_a_value_that_is_no_number_is_refused_by_the_name_of_its_scalar(value):
+    with pytest.raises(ValueError, match="scalar 'acc' must be one number"):
+        EventStorage().put_scalar("acc", value)
 
 
-def test_an_iteration_that_is_no_whole_number_is_refused_and_nothing_is_stored():
+def test_what_cannot_be_stored_or_written_later_is_refused_at_once():
     storage = EventStorage()
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         storage.put_scalar("loss", 1.0, cur_iter=1.5)
+    with pytest.raises(TypeError, match="must be text, got 1"):
+        storage.put_scalar(1, 0.5)
+    for name in ("iteration", "epoch"):
+        with pytest.raises(ValueError, match=f"{name!r} is a name that writers use"):
+            storage.put_scalar(name, 1.0, epoch=1)
+    assert storage.histories() == {}
 
-    assert (storage.latest(), storage.histories()) == ({}, {})
+
+def test_rows_that_share_names_keep_the_order_in_which_they_were_put():
+    for deferring in (False, True):
+        with EventStorage() as storage:
+            if deferring:
+                defer(storage)
+            for storage.iter in range(3000):
+                storage.put_scalar("b", -storage.iter)
+                storage.put_scalar("b", 10.0 + storage.iter)
+                storage.put_scalar(f"bit{storage.iter % 3}", storage.iter)  # other names in each iteration
+            assert storage.history("b").values() == [
+                value for iter in range(3000) for value in ((-iter, iter), (10.0 + iter, iter))
+            ]
+            assert storage.history("bit1").values() == [(iter, iter) for iter in range(1, 3000, 3)]
+
+
+def test_the_epoch_of_a_name_is_that_of_its_newest_value():
+    storage = EventStorage()
+    storage.put_scalar("top1", 1.0, epoch=3)
+    assert storage.epochs() == {"top1": 3}
+    storage.put_scalar("top1", 2.0)
+    assert storage.epochs() == {}
 
 
 # ---------------------------------------------------------------------- images, histograms, names
 
 
-def test_images_keep_name_tensor_and_iteration():
-    storage = EventStorage(start_iter=4)
-    picture = torch.rand(3, 2, 2)
-    storage.put_image("sample", picture)
-
-    [image] = storage.images()
-
-    assert (image.name, image.iter) == ("sample", 4)
-    assert image.tensor is picture
-
-
 def test_images_and_histograms_that_no_writer_takes_are_bounded():
-    storage = EventStorage()
+    storage, picture = EventStorage(), torch.rand(3, 2, 2)
     for storage.iter in range(150):
-        storage.put_image("image", torch.zeros(1, 1, 1))
+        storage.put_image("image", picture)
         storage.put_histogram("histogram", torch.zeros(1), bins=1)
 
     assert [image.iter for image in storage.images()] == list(range(50, 150))
+    assert (storage.images()[0].name, storage.images()[0].tensor is picture) == ("image", True)
     assert [histogram.iter for histogram in storage.histograms()] == list(range(50, 150))
-
     storage.clear_images()
     storage.clear_histograms()
     assert (storage.images(), storage.histograms()) == ([], [])
@@ -190,28 +165,34 @@ def test_a_histogram_of_a_tensor_of_any_shape_counts_every_element():
     }
 
 
-def test_name_scope_applies_to_scalars_images_and_histograms():
+def test_name_scope_applies_to_scalars_images_and_histograms_and_is_left_by_an_exception():
     storage = EventStorage()
     with storage.name_scope("head/"):
+        with pytest.raises(KeyError), storage.name_scope("inner"):
+            raise KeyError
         storage.put_scalar("loss", 1.0)
         storage.put_image("image", torch.zeros(1, 1, 1))
         storage.put_histogram("histogram", torch.zeros(1))
     storage.put_scalar("loss", 2.0)
 
     assert storage.latest() == {"head/loss": (1.0, 0), "loss": (2.0, 0)}
-    assert [image.name for image in storage.images()] == ["head/image"]
-    assert [histogram.name for histogram in storage.histograms()] == ["head/histogram"]
+    assert [storage.images()[0].name, storage.histograms()[0].name] == ["head/image", "head/histogram"]
 
 
-def test_name_scope_is_left_by_an_exception_too():
-    storage = EventStorage()
-    with storage.name_scope("outer"):
-        with pytest.raises(KeyError), storage.name_scope("inner"):
-            raise KeyError
-        storage.put_scalar("a", 1.0)
-    storage.put_scalar("b", 1.0)
-
-    assert list(storage.latest()) == ["outer/a", "b"]
+def test_a_lone_surrogate_in_a_name_ends_no_run_and_every_writer_shows_it_escaped(tmp_path, caplog):
+    kinds = {JSONWriter: "metrics.json", CSVWriter: "metrics.csv", TensorboardXWriter: "."}
+    with EventStorage() as storage, caplog.at_level("INFO"):
+        storage.put_scalar("bad\ud800", 1.0)
+        storage.put_image("drawn\udfff", torch.zeros(3, 2, 2))
+        for writer in (CommonMetricPrinter(), *(kind(tmp_path / name) for kind, name in kinds.items())):
+            writer.write()
+            writer.close()
+    assert storage.history("bad\ud800").latest() == 1.0
+    assert r"bad\ud800: 1" in caplog.text
+    assert json.loads((tmp_path / "metrics.json").read_text()) == {"iteration": 0, r"bad\ud800": 1.0}
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1:] == [r"0,,bad\ud800,1.0"]
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    assert all(name in events.read_bytes() for name in (rb"bad\ud800", rb"drawn\udfff"))
 
 
 # ---------------------------------------------------------------------- a worker
@@ -236,9 +217,10 @@ def put_and_publish(with_worker):
             here = get_event_storage()
             seen.append((here.iter, here.latest_with_smoothing_hint(4), [image.iter for image in here.images()]))
             here.clear_images()
-            here.put_scalar("eta", float(here.iter), smoothing_hint=False)
+            with EventStorage() as inner:  # the innermost one
+                get_event_storage().put_scalar("inner", 1.0)
+            here.put_scalar("eta", float(here.iter + len(inner.latest())), smoothing_hint=False)
 
-        put(storage, [])
         for iter in range(10):
             put(storage, [iter])
             if iter % 3 == 2:
@@ -255,27 +237,16 @@ def test_a_reader_sees_what_was_put_before_it_and_the_loop_does_not_wait_for_it(
     with EventStorage() as storage:
         defer(storage)
         storage.put_scalar("loss", 1.0)
-        storage.publish(lambda: go.wait(20))
+        storage.publish(lambda: go.wait(20) and get_event_storage().put_scalar("late", 1.0))
         storage.publish(lambda: seen.append((get_event_storage().iter, get_event_storage().latest())))
         storage.iter = 1
-        with storage.name_scope("later"):
-            storage.put_scalar("loss", 2.0)
+        storage.put_scalar("loss", 2.0)
         assert seen == []
-        go.set()
-        assert storage.latest() == {"loss": (1.0, 0), "later/loss": (2.0, 1)}
-    assert seen == [(0, {"loss": (1.0, 0)})]
-    assert workers() == []
-
-
-def test_a_storage_opened_meanwhile_gets_nothing_of_what_the_worker_puts():
-    go = threading.Event()
-    with EventStorage() as storage:
-        defer(storage)
-        storage.publish(lambda: go.wait(20) and get_event_storage().put_scalar("late", 1.0))
         with EventStorage() as meanwhile:
             go.set()
-            storage.flush()
-        assert (storage.latest(), meanwhile.latest()) == ({"late": (1.0, 0)}, {})
+            assert storage.latest() == {"loss": (2.0, 1), "late": (1.0, 0)}
+    assert seen == [(0, {"loss": (1.0, 0), "late": (1.0, 0)})]
+    assert (meanwhile.latest(), workers()) == ({}, [])
 
 
 def test_the_first_error_of_a_worker_is_raised_once_and_what_follows_is_stored():
@@ -306,15 +277,6 @@ def test_an_error_that_nobody_asked_for_is_raised_when_the_storage_is_closed_but
     assert workers() == []
 
 
-def test_memory_is_bounded_where_nobody_reads():
-    storage = EventStorage(history_length=10)
-    for storage.iter in range(5000):
-        storage.put_scalar("loss", 1.0)
-    assert len(storage.rows) < 1000
-    assert len(storage.history("loss").values()) == 10
-    assert storage.history("loss").global_avg() == 1.0
-
-
 def test_images_that_no_reader_has_cleared_come_back_in_their_order():
     with EventStorage() as storage:
         defer(storage)
@@ -322,6 +284,22 @@ def test_images_that_no_reader_has_cleared_come_back_in_their_order():
             storage.put_image("image", torch.zeros(1, 1, 1))
             storage.publish(lambda: None)
         assert [image.iter for image in storage.images()] == [0, 1, 2]
+
+
+def test_images_stay_inside_hold_images_whoever_clears_them():
+    for deferring in (False, True):
+        with EventStorage() as storage:
+            if deferring:
+                defer(storage)
+            put(storage, [4])
+
+            def write(storage=storage):
+                with storage.hold_images():
+                    storage.clear_images()
+                    storage.clear_histograms()
+
+            storage.publish(write)
+            assert (len(storage.images()), len(storage.histograms())) == (1, 1)
 
 
 # ---------------------------------------------------------------------- state
@@ -355,7 +333,6 @@ def read_all(storage):
             storage.smoothing_hints(),
             storage.epochs(),
             [(name, storage.count_samples(name, 7), storage.history(name).values()) for name in names],
-            [(name, storage.history(name).median(6), storage.history(name).avg(6)) for name in names],
             [storage.history(name).global_avg().hex() for name in names],
             [(image.name, image.tensor.tolist(), image.iter) for image in storage.images()],
             storage.histograms(),
@@ -365,7 +342,7 @@ def read_all(storage):
 
 @pytest.mark.parametrize("with_worker", [False, True])
 def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(with_worker):
-    with EventStorage(history_length=12) as first, EventStorage(history_length=12) as second:
+    with EventStorage(history_length=12) as first, EventStorage(9, history_length=12) as second:
         if with_worker:
             defer(first)
             defer(second)
@@ -373,20 +350,16 @@ def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(with_worker):
         second.put_scalars(other=1.0, loss=2.0)
         second.put_image("other", torch.zeros(1, 1, 1))
 
-        second.load_state_dict(through_a_file(first.state_dict()))
+        state = first.state_dict()
+        second.load_state_dict(through_a_file(state))
 
-        assert read_all(second) == read_all(first)
+        assert (read_all(second), second.iter) == (read_all(first), 9)  # the iteration is the loop's
         put(first, range(33, 41))
         assert read_all(second) != read_all(first)
         put(second, range(33, 41))
         assert read_all(second) == read_all(first)
-
-
-def test_the_iteration_is_the_loops_and_no_part_of_the_state():
-    storage = EventStorage(start_iter=9)
-    storage.load_state_dict(EventStorage(start_iter=3).state_dict())
-
-    assert storage.iter == 9
+        second.load_state_dict(state)  # it did not change when the storage went on
+        assert second.latest()["loss"] == (math.sin(32), 32)
 
 
 def test_a_loaded_storage_keeps_its_own_length_and_the_smoothing_hints_that_were_used():
@@ -400,19 +373,6 @@ def test_a_loaded_storage_keeps_its_own_length_and_the_smoothing_hints_that_were
         second.put_scalar("lr", 1.0)
 
 
-def test_a_state_does_not_change_when_the_storage_goes_on():
-    storage = EventStorage()
-    put(storage, range(5))
-    state, before = storage.state_dict(), EventStorage()
-    before.load_state_dict(through_a_file(state))
-    put(storage, range(5, 10))
-    storage.clear_images()
-    after = EventStorage()
-    after.load_state_dict(state)
-
-    assert read_all(after) == read_all(before)
-
-
 def test_the_state_has_images_that_are_arrays_or_subclasses_of_tensors_as_tensors():
     class Picture(torch.Tensor):
         pass
@@ -423,130 +383,3 @@ def test_the_state_has_images_that_are_arrays_or_subclasses_of_tensors_as_tensor
     images = through_a_file(storage.state_dict())["images"]
 
     assert [torch.equal(image["tensor"], torch.ones(1, 2, 2)) for image in images] == [True, True]
-
-
-def test_images_stay_inside_hold_images_whoever_clears_them():
-    for deferring in (False, True):
-        with EventStorage() as storage:
-            if deferring:
-                defer(storage)
-            put(storage, [4])
-
-            def write(storage=storage):
-                with storage.hold_images():
-                    storage.clear_images()
-                    storage.clear_histograms()
-
-            storage.publish(write)
-            assert (len(storage.images()), len(storage.histograms())) == (1, 1)
-            storage.clear_images()
-            storage.clear_histograms()
-            assert (storage.images(), storage.histograms()) == ([], [])
-
-
-# ---------------------------------------------------------------------- storing at once
-
-
-def test_a_row_is_stored_like_its_scalars_whatever_their_names_are():
-    row = {"self": 1.0, "cur_iter": 2.0, "name": torch.tensor(3.0)}
-    with EventStorage() as storage, storage.name_scope("scope"):
-        put_row(storage, row, smoothing_hint=False, cur_iter=5, epoch=2)
-    assert storage.latest() == {"scope/self": (1.0, 5), "scope/cur_iter": (2.0, 5), "scope/name": (3.0, 5)}
-    assert set(storage.smoothing_hints().values()) == {False}
-    assert storage.epochs() == dict.fromkeys(storage.latest(), 2)
-
-
-@pytest.mark.parametrize("deferring", [False, True])
-def test_rows_that_share_names_keep_the_order_in_which_they_were_put(deferring):
-    with EventStorage() as storage:
-        if deferring:
-            defer(storage)
-        for storage.iter in range(6):
-            put_row(storage, {"a": storage.iter, "b": -storage.iter})
-            storage.put_scalar("b", 10.0 + storage.iter)
-            put_row(storage, {"b": 20.0 + storage.iter, "c": 0.0})
-        assert [value for value, _ in storage.history("b").values()] == [
-            value for iter in range(6) for value in (-iter, 10.0 + iter, 20.0 + iter)
-        ]
-        assert storage.history("a").values() == [(iter, iter) for iter in range(6)]
-
-
-def test_other_names_in_each_iteration_are_stored_too():
-    with EventStorage() as storage:
-        for storage.iter in range(3000):
-            names = [f"x{bit}" for bit in range(12) if storage.iter >> bit & 1]
-            put_row(storage, dict.fromkeys(names, storage.iter))
-    for bit in range(12):
-        expected = [(iter, iter) for iter in range(3000) if iter >> bit & 1]
-        assert storage.history(f"x{bit}").values() == expected
-
-
-@pytest.mark.parametrize("value", ["high", None, torch.ones(2), [1.0]])
-def test_a_value_that_is_no_number_is_refused_by_the_name_of_its_scalar(value):
-    with pytest.raises(ValueError, match=f"scalar 'acc' must be one number .*, got {type(value).__name__}"):
-        put_row(EventStorage(), {"loss": 1.0, "acc": value})
-
-
-def test_a_name_that_is_no_text_is_refused():
-    with pytest.raises(TypeError, match="must be text, got 1; use str"):
-        EventStorage().put_scalar(1, 0.5)
-
-
-def test_a_lone_surrogate_in_a_name_ends_no_run_and_every_writer_shows_it_escaped(tmp_path, caplog):
-    writers = [
-        CommonMetricPrinter(),
-        JSONWriter(tmp_path / "metrics.json"),
-        CSVWriter(tmp_path / "metrics.csv"),
-        TensorboardXWriter(tmp_path),
-    ]
-    with EventStorage() as storage, caplog.at_level("INFO"):
-        storage.put_scalar("bad\ud800", 1.0)
-        storage.put_scalar("bad\ud801", 2.0)
-        storage.put_image("drawn\udfff", torch.zeros(3, 2, 2))
-        for writer in writers:
-            writer.write()
-            writer.close()
-    assert storage.history("bad\ud800").latest() == 1.0
-    assert r"bad\ud800: 1  bad\ud801: 2" in caplog.text
-    (line,) = (tmp_path / "metrics.json").read_text().splitlines()
-    assert json.loads(line) == {"iteration": 0, r"bad\ud800": 1.0, r"bad\ud801": 2.0}
-    assert (tmp_path / "metrics.csv").read_text().splitlines()[1:] == [r"0,,bad\ud800,1.0", r"0,,bad\ud801,2.0"]
-    (events,) = tmp_path.glob("events.out.tfevents.*")
-    assert all(name in events.read_bytes() for name in (rb"bad\ud800", rb"drawn\udfff"))
-
-
-def test_a_storage_that_is_loaded_forgets_what_was_put_before():
-    storage = EventStorage()
-    storage.put_scalar("x", 1.0)
-    storage.load_state_dict(EventStorage().state_dict())
-    storage.put_scalar("x", 2.0)
-    assert storage.latest_with_smoothing_hint() == {"x": (2.0, 0)}
-
-
-@pytest.mark.parametrize("name", ["iteration", "epoch"])
-def test_a_name_that_writers_use_themselves_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name!r} is a name that writers use"):
-        EventStorage().put_scalar(name, 1.0, epoch=1)
-
-
-def test_the_epoch_of_a_name_is_that_of_its_newest_value():
-    storage = EventStorage()
-    storage.put_scalar("top1", 1.0, epoch=3)
-    assert storage.epochs() == {"top1": 3}
-    storage.put_scalar("top1", 2.0)
-    assert storage.epochs() == {}
-
-
-def test_a_storage_that_is_opened_inside_a_late_call_is_the_innermost_one():
-    found = []
-
-    def evaluate():
-        with EventStorage() as inner:
-            get_event_storage().put_scalar("inner", 1.0)
-        found.append(inner.latest())
-        get_event_storage().put_scalar("outer", 2.0)
-
-    with EventStorage() as storage:
-        storage.publish(evaluate)
-        assert found == [{"inner": (1.0, 0)}]
-        assert storage.latest() == {"outer": (2.0, 0)}

@@ -186,14 +186,13 @@ def default_writers(
     Raises:
         ConfigError: another name, or the package that a writer needs is missing.
     """
-    if "tensorboard" in names and importlib.util.find_spec("tensorboard") is None:
+    if "tensorboard" in names and not all(map(importlib.util.find_spec, ("tensorboard", "trainkit.projects.loggers"))):
         logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")
         names = [name for name in names if name != "tensorboard"]
     printer = partial(events.CommonMetricPrinter, max_iter, window_size, iters_per_epoch=iters_per_epoch)
     makers: dict[str, Callable[[], events.EventWriter]] = {
         "console": partial(printer, min_interval_sec=1.0),
         "json": partial(events.JSONWriter, Path(output_dir, "metrics.json"), window_size),
-        "tensorboard": partial(events.TensorboardXWriter, Path(output_dir), window_size),
     }
     for name in names:
         if name in events.WRITER_REGISTRY:

@@ -63,9 +63,7 @@ def test_each_new_scalar_has_a_row_with_its_iteration_its_epoch_and_its_exact_va
     }  # fmt: skip
 
 
-def test_the_window_is_checked_by_the_constructor_and_no_file_is_touched_before_the_first_write(tmp_path):
-    with pytest.raises(ValueError, match="window_size must be >= 1 iteration, got 0"):
-        CSVWriter(tmp_path / "metrics.csv", window_size=0)
+def test_no_file_is_touched_before_the_first_write(tmp_path):
     CSVWriter(tmp_path / "metrics.csv").close()
 
     assert list(tmp_path.iterdir()) == []

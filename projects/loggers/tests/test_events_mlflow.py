@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from trainkit.projects.loggers.tests.imports import imported_by_writing
+from trainkit.projects.loggers.tests.written import write
 
 from tests.forked import run_forked, script
-from tests.utils.imports import imported_by_writing
-from tests.utils.written import write
 from trainkit.utils.events import EventStorage, MLflowWriter
 
 ROOT = Path(__file__).parents[3]

@@ -10,9 +10,9 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.backend_context import Context
 from trainkit.projects.loggers.tensorboard_settings import TensorboardSettings
+from trainkit.projects.loggers.tests.written import write
 
 from tests.engine.job import tiny_cfg
-from tests.utils.written import write
 from trainkit.engine import default_writers
 from trainkit.utils.events import TensorboardXWriter
 

@@ -7,30 +7,12 @@ from trainkit.utils.plugins import lazy_names
 if TYPE_CHECKING:
     from trainkit.utils.events.history import HistoryBuffer
     from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
-    from trainkit.utils.events.tensorboard_writer import TensorboardXWriter
-    from trainkit.utils.events.writers import (
-        WRITER_REGISTRY,
-        CommonMetricPrinter,
-        EventWriter,
-        JSONWriter,
-        estimate_eta_sec,
-    )
+    from trainkit.utils.events.writers import WRITER_REGISTRY, CommonMetricPrinter, EventWriter, JSONWriter
+    from trainkit.utils.events.writers import estimate_eta_sec as estimate_eta_sec
 
-__all__ = [
-    "EventStorage",
-    "get_event_storage",
-    "has_event_storage",
-    "HistoryBuffer",
-    "EventWriter",
-    "CommonMetricPrinter",
-    "ProgressBar",
-    "JSONWriter",
-    "CSVWriter",
-    "TensorboardXWriter",
-    "WandbWriter",
-    "MLflowWriter",
-    "WRITER_REGISTRY",
-    "estimate_eta_sec",
-]
+_OF_PROJECTS = ["CSVWriter", "MLflowWriter", "ProgressBar", "TensorboardXWriter", "WandbWriter"]
 
-__getattr__ = lazy_names(__name__, "CSVWriter", "MLflowWriter", "ProgressBar", "WandbWriter")
+__all__ = ["EventStorage", "get_event_storage", "has_event_storage", "HistoryBuffer", "EventWriter", "JSONWriter"]
+__all__ += ["CommonMetricPrinter", "WRITER_REGISTRY", "estimate_eta_sec", *_OF_PROJECTS]
+
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS)

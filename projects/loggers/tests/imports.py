@@ -45,7 +45,7 @@ def imported_by_writing(writer, folder, *, started):
     """
     code = WRITE_IN_A_THREAD.format(writer=writer, name=writer.partition("(")[0], started=started)
     command = [sys.executable, "-c", code]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     by_begin, by_writing = done.stdout.splitlines()

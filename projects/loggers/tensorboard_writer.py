@@ -1,11 +1,12 @@
 """Scalars, images and histograms for TensorBoard."""
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import Row, ScalarWriter
+from trainkit.utils.events.writers import WRITER_REGISTRY, Row, ScalarWriter
 
 
 class TensorboardXWriter(ScalarWriter):
@@ -72,3 +73,9 @@ class TensorboardXWriter(ScalarWriter):
         self._last_step = max(steps)
         storage.clear_images()
         storage.clear_histograms()
+
+
+@WRITER_REGISTRY.register()
+def tensorboard(output_dir: str | os.PathLike[str], window_size: int) -> TensorboardXWriter:
+    """The writer of LOG.WRITERS."""
+    return TensorboardXWriter(Path(output_dir), window_size)

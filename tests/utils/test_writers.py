@@ -1,0 +1,342 @@
+"""The console, and the metrics file: also of a run that was killed and goes on, and of one whose disk is full."""
+
+import io
+import json
+import logging
+import math
+import re
+import resource
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainkit.checkpoint.state import plain_state
+from trainkit.utils.events import CommonMetricPrinter, EventStorage, JSONWriter
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.json"
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def read_strictly(path):
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def test_json_has_the_newest_values_smoothed_by_the_iterations_of_the_scalars(path):
+    writer = JSONWriter(path, window_size=3)
+    with EventStorage() as storage:
+        for storage.iter in range(40):
+            if storage.iter % 17 == 0:
+                storage.put_scalar("rare", storage.iter, smoothing_hint=False)
+            storage.put_scalar("often", storage.iter)
+            if storage.iter % 20 == 19:
+                writer.write()
+                writer.write()
+                assert len(read_strictly(path)) == 2 * (storage.iter // 20 + 1)  # complete, and nothing twice
+        storage.put_scalar("late", 5.0, cur_iter=17)
+        writer.write()
+        writer.close()
+        writer.close()  # harmless
+
+    assert read_strictly(path) == [
+        {"iteration": 17, "rare": 17.0},
+        {"iteration": 19, "often": 18.0},
+        {"iteration": 34, "rare": 34.0},
+        {"iteration": 39, "often": 38.0},
+        {"iteration": 17, "late": 5.0},
+    ]
+
+
+def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_names(path):
+    row = {'say "hi"\\\n': 0.1 + 0.2, "größe": 5e-324, "iteration/1": -0.0, "a": 1e22, "A": 123456789.0}
+    writer = JSONWriter(path)
+    for values in (row, {"bad": math.nan, "worse": -math.inf}):
+        with EventStorage() as storage:
+            storage.put_scalars(**values)
+            writer.write()
+            writer.close()
+
+    first, second = path.read_text().splitlines()
+    assert first == json.dumps({"iteration": 0, **row}, sort_keys=True)
+    assert second == '{"bad": null, "iteration": 0, "worse": null}'  # a second run goes on in the same file
+
+
+def test_json_has_scalars_with_an_epoch_in_lines_of_their_own(path):
+    writer = JSONWriter(path)
+    with EventStorage() as storage:
+        for storage.iter in range(4):
+            storage.put_scalar("epoch", storage.iter // 2, smoothing_hint=False)
+            if storage.iter % 2:
+                storage.put_scalar("top1", 50.0, smoothing_hint=False, epoch=torch.tensor(storage.iter // 2 + 1))
+                storage.put_scalar("top5", 90.0, smoothing_hint=False, epoch=storage.iter // 2 + 1)
+                writer.write()
+        writer.close()
+
+    assert read_strictly(path) == [
+        {"iteration": 1, "epoch": 0.0},
+        {"iteration": 1, "epoch": 1, "top1": 50.0, "top5": 90.0},
+        {"iteration": 3, "epoch": 1.0},
+        {"iteration": 3, "epoch": 2, "top1": 50.0, "top5": 90.0},
+    ]
+
+
+# ---------------------------------------------------------------------- a run that goes on
+
+
+def train(storage, writer, iters):
+    """A write after every third iteration."""
+    with storage:
+        for storage.iter in iters:
+            storage.put_scalar("loss", math.nan if storage.iter == 3 else math.sin(storage.iter))
+            storage.put_scalar("lr", storage.iter / 10, smoothing_hint=False)
+            if storage.iter % 4 == 3:
+                storage.put_scalar("top1", storage.iter, smoothing_hint=False, epoch=storage.iter // 4)
+            if storage.iter % 3 == 2:
+                writer.write()
+
+
+def kill_and_resume(path, state_at, killed_at, *, load=True, meanwhile=lambda: None):
+    """A run of 20 iterations whose state is taken, and which goes on for a while before it is killed."""
+    first, first_storage, file = JSONWriter(path), EventStorage(), io.BytesIO()
+    train(first_storage, first, range(state_at))
+    torch.save(plain_state({"writer": first.state_dict(), "storage": first_storage.state_dict()}), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    train(first_storage, first, range(state_at, killed_at))
+    first.close()  # writes nothing
+    meanwhile()
+    second, second_storage = JSONWriter(path), EventStorage()
+    second_storage.load_state_dict(state["storage"])
+    if load:
+        second.load_state_dict(state["writer"])
+    train(second_storage, second, range(state_at, 20))
+    second.close()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def expected(tmp_path):
+    """What an uninterrupted run of 20 iterations writes."""
+    writer = JSONWriter(tmp_path / "whole" / "metrics.json")
+    train(EventStorage(), writer, range(20))
+    writer.close()
+    return (tmp_path / "whole" / "metrics.json").read_bytes()
+
+
+@pytest.mark.parametrize("state_at", [0, 3, 7, 19])
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_the_file_of_a_resumed_run_is_byte_for_byte_that_of_an_uninterrupted_one(path, expected, state_at, extra):
+    kill_and_resume(path, state_at, min(state_at + extra, 20))
+
+    assert path.read_bytes() == expected
+    assert (names(path.parent) == ["metrics.json"]) == (state_at // 3 == min(state_at + extra, 20) // 3)
+
+
+def test_lines_are_there_twice_if_no_state_is_loaded(path, expected):
+    kill_and_resume(path, 7, 12, load=False)
+
+    assert path.read_bytes() != expected
+
+
+def test_lines_that_are_cut_off_are_kept_in_a_new_file_each_time(path):
+    writer = JSONWriter(path)
+    train(EventStorage(), writer, range(10))
+    writer.close()
+    before = path.read_text().splitlines(keepends=True)
+    for n in (1, 2):
+        writer = JSONWriter(path)
+        state = {"length": len(before[0]), "taken": {}, "pending": []}  # as earlier versions wrote it
+        writer.load_state_dict(state)
+        assert writer.state_dict() == {"length": len(before[0]), "taken": {}}  # a checkpoint before the first write
+        assert len(names(path.parent)) == n  # nothing is touched before the first write
+        with EventStorage(start_iter=n) as storage:
+            storage.put_scalar("lr", 1.0)
+            writer.write()
+            writer.close()
+
+    assert names(path.parent) == ["metrics.json", "metrics.json.cut_1", "metrics.json.cut_2"]
+    assert path.with_suffix(".json.cut_1").read_text() == "".join(before[1:])
+    assert path.with_suffix(".json.cut_2").read_text() == '{"iteration": 1, "lr": 1.0}\n'
+    assert path.read_text() == before[0] + '{"iteration": 2, "lr": 1.0}\n'
+
+
+def test_a_line_that_the_kill_has_left_incomplete_is_cut_off_and_a_lost_file_starts_again(path, expected):
+    kill_and_resume(path, 7, 12, meanwhile=lambda: path.write_bytes(path.read_bytes()[:-5]))
+    assert path.read_bytes() == expected
+    shutil.rmtree(path.parent)
+    kill_and_resume(path, 7, 7, meanwhile=path.unlink)
+    assert path.read_bytes().splitlines()[0] == b'{"epoch": 1, "iteration": 7, "top1": 7.0}'
+
+
+def test_a_writer_that_was_closed_and_gets_its_state_back_goes_on_in_the_same_process(path, expected):
+    writer, storage = JSONWriter(path), EventStorage()
+    train(storage, writer, range(7))
+    state = writer.state_dict()
+    with storage:
+        writer.write()  # the values at the stop, for the user to see
+    writer.close()
+    assert path.read_bytes() != expected[: state["length"]]
+    writer.load_state_dict(state)
+    train(storage, writer, range(7, 20))
+    writer.close()
+
+    assert path.read_bytes() == expected
+
+
+def test_a_file_that_is_deleted_during_the_run_is_an_error_of_the_next_write(path):
+    writer, storage = JSONWriter(path), EventStorage()
+    train(storage, writer, range(10))
+    shutil.rmtree(path.parent)
+    with pytest.raises(FileNotFoundError, match=r"metrics\.json was deleted"):
+        train(storage, writer, range(10, 20))
+    writer.close()
+
+    assert not path.parent.exists()
+
+
+# ---------------------------------------------------------------------- a disk without room
+
+
+@pytest.fixture
+def file_size():
+    """Sets how many bytes a file of this process may have; ``None``: as many as before."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if bytes is None else (bytes, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def test_a_write_without_room_leaves_no_part_of_a_line_and_the_next_one_has_the_newest_values(
+    path, expected, file_size
+):
+    writer, storage = JSONWriter(path), EventStorage()
+    train(storage, writer, range(6))
+    good = path.read_bytes()
+
+    file_size(len(good) + 5)
+    with pytest.raises(OSError, match="File too large"):
+        train(storage, writer, range(6, 9))
+    assert path.read_bytes() == good
+    file_size(None)
+    train(storage, writer, range(9, 20))
+    writer.close()
+
+    lines = expected.splitlines(keepends=True)
+    assert path.read_bytes() == b"".join(line for line in lines if not re.search(rb'"iteration": [78]\b', line))
+
+
+def test_a_tail_without_room_stays_where_it_is(path, file_size):
+    old = '{"iteration": 0}\n' + '{"iteration": 1}\n' * 99
+    path.parent.mkdir()
+    path.write_text(old)
+    writer = JSONWriter(path)
+    writer.load_state_dict({"length": 17, "taken": {}})
+    with EventStorage(start_iter=1) as storage:
+        storage.put_scalar("a", 1.0)
+        file_size(500)
+        with pytest.raises(OSError, match="File too large"):
+            writer.write()
+        assert path.read_text() == old
+        file_size(None)
+        writer.write()
+        writer.close()
+
+    assert path.with_suffix(".json.cut_2").read_text() == old[17:]
+    assert path.read_text() == '{"iteration": 0}\n{"a": 1.0, "iteration": 1}\n'
+
+
+# ---------------------------------------------------------------------- console
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    caplog.set_level(logging.INFO, logger="trainkit.utils.events.writers")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
+    printer = CommonMetricPrinter(max_iter=4000, window_size=3)
+    with EventStorage() as storage:
+        for storage.iter, loss in enumerate([9.0, 0.123456, 8.0, 2.5]):
+            storage.put_scalars(time=600.0 if storage.iter == 3 else 0.5, data_time=0.25 * storage.iter)
+            storage.put_scalars(rank_data_time=7.0, perplexity=20.25)
+            storage.put_scalar("lr", 0.00123456, smoothing_hint=False)
+            storage.put_scalar("total_loss", loss, epoch=3)
+            storage.put_scalar("[metric]scale", 65536.0)
+            storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)  # a result, not a running value
+        printer.write()
+
+    assert lines() == [
+        " eta: 0:33:18  after 4 of 4000 iterations  perplexity: 20.25  total_loss: 2.5  [metric]scale: 6.554e+04  "
+        "time: 0.5000  data_time: 0.5000  lr: 0.0012346 "
+    ]
+
+
+def test_console_line_has_the_peak_memory_of_cuda(lines, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.memory.max_memory_allocated", lambda: 3 * 2**20)
+    with EventStorage() as storage:
+        storage.put_scalar("time", 1.0)
+        CommonMetricPrinter().write()
+
+    assert lines() == ["after 1 iteration  time: 1.0000  max_mem: 3M"]
+
+
+def test_console_is_silent_when_nothing_is_left_to_train_and_before_there_is_a_running_value(lines):
+    printer = CommonMetricPrinter(max_iter=10)
+    with EventStorage(start_iter=9) as storage:
+        storage.put_scalar("top1", 1.0, smoothing_hint=False)
+        printer.write()
+        storage.put_scalar("time", 1.0)
+        printer.write()
+        storage.iter = 10
+        printer.write()
+    with EventStorage() as storage:
+        storage.put_scalar("loss", 1.0)
+        storage.iter = 1  # the next iteration of a run that was stopped
+        CommonMetricPrinter().write()
+
+    assert lines() == [" eta: 0:00:00  after 10 of 10 iterations  time: 1.0000 ", "after 1 iteration  loss: 1 "]
+
+
+def test_console_logs_at_most_one_line_per_interval_and_the_last_one(lines, monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("trainkit.utils.events.writers.time.perf_counter", lambda: clock.now)
+    printer = CommonMetricPrinter(max_iter=100, min_interval_sec=1.0)
+    with EventStorage() as storage:
+        for storage.iter, now in ((19, 0.0), (39, 0.9), (59, 1.0), (79, 1.5), (99, 1.6)):
+            clock.now = 1000 + now
+            storage.put_scalar("a", 1.0)
+            printer.write()
+
+    assert [int(re.search(r"after (\d+) of", line)[1]) for line in lines()] == [20, 60, 100]
+
+
+@pytest.mark.parametrize(
+    ("max_iter", "shown"),
+    [(7, ["[Epoch 1/3] ", "[Epoch 1/3] ", "[Epoch 2/3] ", "[Epoch 3/3] "]), (None, ["[Epoch 1] "] * 2)],
+)
+def test_the_line_names_the_epoch_if_there_are_some(lines, max_iter, shown):
+    printer = CommonMetricPrinter(max_iter, iters_per_epoch=3)
+    with EventStorage() as storage:
+        for storage.iter in (0, 2, 3, 6)[: len(shown)]:
+            storage.put_scalar("a", 1.0)
+            printer.write()
+    assert [re.search(r"\[Epoch .+?\] ", line)[0] for line in lines()] == shown
