@@ -21,7 +21,7 @@ from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath
 from trainkit.engine.own_metrics import OwnMetrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.param_groups import compare_with_saved
-from trainkit.utils.device import first_tensor
+from trainkit.utils.device import device_of
 from trainkit.utils.losses import Losses, mean_losses, parse_losses
 from trainkit.utils.periods import check_period
 
@@ -272,8 +272,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self._never_finite = {*non_finite_names(model)} if self.non_finite != "ignore" else set()
 
     def _find_device(self) -> None:
-        sample = first_tensor(self._model)
-        self._device = torch.device("cpu") if sample is None else sample.device
+        self._device = device_of(self._model) or torch.device("cpu")
 
     model: Any = property(attrgetter("_model"), _set_model, doc="Exchanged between runs only; wrapped at any time.")
 

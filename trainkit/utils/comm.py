@@ -1,8 +1,4 @@
-"""The rank of a process, and the exchange of Python objects between processes.
-
-Without a process group there is one process, and everything works too. Side groups and data ranks belong to the default
-group, so it can be destroyed and made anew.
-"""
+"""The rank of a process, and the exchange of Python objects between processes; without a group there is one process."""
 
 import os
 import weakref
@@ -14,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 _T = TypeVar("_T")
-# default group -> its local group, side groups and data ranks, by name; removed with the group
+# default group -> its local group, side groups and data ranks, by name; it can be destroyed and made anew
 _by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weakref.WeakKeyDictionary()
 _alone: dict[str, Any] = {}  # the entries of a process without a group
 
@@ -90,8 +86,7 @@ def get_local_size() -> int:
 def side_group(purpose: str) -> dist.ProcessGroup | None:
     """A Gloo group of all processes for one purpose, so that two threads can exchange at once; None with one process.
 
-    The first call for a purpose creates the group. All ranks must do this call in the thread of the loop, so that they
-    create their groups in the same order.
+    The first call creates it: on all ranks in the thread of the loop, so that they create groups in the same order.
     """
     if get_world_size() == 1:
         return None
@@ -117,9 +112,7 @@ def synchronize() -> None:
 def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """The ``data`` of every rank, in their order, on every rank; all ranks of the group must call it.
 
-    Args:
-        data: any object that can be pickled; tensors should be on the CPU.
-        group: its backend exchanges the objects; default is all processes, over Gloo.
+    ``data`` can be pickled, and has tensors only on the CPU. Default group: all processes, over Gloo.
     """
     if get_world_size() == 1:
         return [data]
@@ -131,12 +124,8 @@ def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
 
 def gather(data: _T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[_T]:
     """As ``all_gather``, but only on rank ``dst`` of the run; ``[]`` on other ranks."""
-    if get_world_size() == 1:
-        return [data]
-    group = _object_group() if group is None else group
-    gathered: list[Any] | None = [None] * dist.get_world_size(group) if get_rank() == dst else None
-    dist.gather_object(data, gathered, dst=dst, group=group)
-    return gathered or []
+    gathered = all_gather(data, group)
+    return gathered if get_rank() == dst else []
 
 
 def broadcast(data: _T, src: int = 0) -> _T:
@@ -154,19 +143,16 @@ def shared_random_seed() -> int:
 
 
 def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
-    """Add or average tensors over all ranks; waits for the device, so do not use it in each step.
+    """Sum or mean of tensors over all ranks, by sorted names; all ranks call it with the same names and shapes.
 
-    Args:
-        input_dict: name -> tensor; all ranks call it with the same names and shapes.
-
-    Returns:
-        Name -> sum or mean over ranks, sorted by name, with the same bits on every rank.
+    The bits are the same on every rank. It waits for the device, so do not use it in each step.
     """
-    by_rank = all_gather({name: value.detach().cpu() for name, value in sorted(input_dict.items())})
-    sums = {name: torch.stack([values[name] for values in by_rank]).sum(dim=0) for name in by_rank[0]}
-    return {
-        name: (value / len(by_rank) if average else value).to(input_dict[name].device) for name, value in sums.items()
-    }
+    by_rank = all_gather({name: value.detach().cpu() for name, value in input_dict.items()})
+    reduced = {}
+    for name, value in sorted(input_dict.items()):
+        total = torch.stack([values[name] for values in by_rank]).sum(dim=0)
+        reduced[name] = (total / len(by_rank) if average else total).to(value.device)
+    return reduced
 
 
 def tree_sum(parts: Any) -> Any:

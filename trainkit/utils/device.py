@@ -31,13 +31,8 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 def device_of(model: nn.Module) -> torch.device | None:
     """The device of the first parameter or buffer; None if ``model`` has neither."""
-    tensor = first_tensor(model)
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
     return None if tensor is None else tensor.device
-
-
-def first_tensor(model: nn.Module) -> torch.Tensor | None:
-    """The first parameter, else the first buffer; None if ``model`` has neither."""
-    return next(itertools.chain(model.parameters(), model.buffers()), None)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -53,10 +48,7 @@ def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the device works asynchronously, with streams and pinned memory. For MPS the answer is no.
-
-    Tested on CUDA; XPU has the same interface in torch.
-    """
+    """Whether the device works asynchronously, with streams and pinned memory: CUDA and XPU, not MPS."""
     return device.type in ("cuda", "xpu")
 
 
@@ -68,9 +60,8 @@ def accelerator_runs_ahead() -> bool:
 
 def new_event(device: torch.device) -> Any:
     """An event on the current stream of ``device``; a thread that waits for it sleeps."""
-    stream = torch.accelerator.current_stream(device)  # not the stream of the current device
     event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
-    event.record(stream)
+    event.record(torch.accelerator.current_stream(device))  # not the stream of the current device
     return event
 
 
@@ -89,7 +80,7 @@ def move_to_device(data: Any, device: torch.device) -> Any:
         items = {key: move_to_device(value, device) for key, value in data.items()}
         try:
             return items if type(data) is dict else type(data)(items)  # type: ignore[call-arg]
-        except TypeError:  # this class cannot be made from a dict
+        except TypeError:
             return items
     if isinstance(data, list | tuple):
         moved = [move_to_device(value, device) for value in data]

@@ -21,10 +21,9 @@ _logger = logging.getLogger(__name__)
 
 
 def seed_all_rng(seed: int | None = None) -> int:
-    """Seed Python, NumPy and torch with all its devices; return the seed.
+    """Seed Python, NumPy and torch with all its devices; return the seed, from 0 to 2**32 - 1.
 
-    Args:
-        seed: 0 <= seed < 2**32; None draws one from the operating system and logs it.
+    None draws one from the operating system and logs it.
     """
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")

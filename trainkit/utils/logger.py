@@ -29,10 +29,8 @@ def setup_logger(
     A second call with the same ``name`` replaces the first; ``close_logger`` undoes it.
 
     Args:
-        output: a file, if it ends in ``.txt`` or ``.log``, else a folder for ``log.txt``; other ranks add ``.rankN``.
-            Lines are appended. None: no file.
+        output: a file (``.txt`` or ``.log``) or a folder for ``log.txt``, for appending; other ranks add ``.rankN``.
         color: use colours if stdout is a terminal.
-        name: root of the logger names; ``""`` is the root logger.
         abbrev_name: replaces ``name`` in the lines. Without it, stdout shows only the last word of a logger's name.
         enable_propagation: whether handlers of parent loggers, such as pytest's, get the records too.
     """

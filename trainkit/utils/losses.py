@@ -49,7 +49,7 @@ def parse_losses(returned: object) -> Losses:
     Entries that require grad are trained; others are only logged. The entry ``outputs`` may be anything.
 
     Raises:
-        TypeError: ``returned`` is none of these, an entry is not a tensor, or its name is not text.
+        TypeError: ``returned`` or an entry is something else.
         ValueError: an entry is not a scalar, no entry requires grad, or an entry is called ``total_loss``.
     """
     if isinstance(returned, Tensor):
@@ -63,19 +63,14 @@ def parse_losses(returned: object) -> Losses:
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise TypeError(f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar tensors")
         if value.numel() != 1:
-            raise ValueError(
-                f"the model's loss {name!r} has the shape {list(value.shape)}; accepted: a scalar (a model may return "
-                "logits in trainkit.modeling.losses_from)"
-            )
+            hint = "accepted: a scalar (a model may return logits in trainkit.modeling.losses_from)"
+            raise ValueError(f"the model's loss {name!r} has the shape {list(value.shape)}; {hint}")
         if value.ndim > 0:
             values[name] = value.reshape(())  # only if needed, since it adds a step to the backward pass
         if value.requires_grad:
             trained.append(name)
     if not trained:
-        raise ValueError(
-            f"none of the losses {sorted(values)} that the model returned requires grad: is a parameter frozen, or the "
-            "loss detached?"
-        )
+        raise ValueError(f"none of the losses {sorted(values)} that the model returned requires grad")
     return Losses(values, trained, outputs)
 
 
@@ -85,8 +80,6 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
     If a micro-batch does not have an entry, a loss counts as 0, as in the minimized sum; a value that is only logged is
     averaged over the other micro-batches.
     """
-    if len(losses) == 1:
-        return losses[0]
     trained = list(dict.fromkeys(name for part in losses for name in part.trained))
     means = {}
     for name in dict.fromkeys(name for part in losses for name in part.values):

@@ -47,10 +47,9 @@ def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) 
 
 
 def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> bool:
-    """Whether a period ends after ``done`` iterations: at ``offset``, ``offset + period``, ...
+    """Whether a period ends after ``done`` iterations: at ``offset`` (if not 0), ``offset + period``, ..., rounded.
 
-    With an offset of 0 the first period ends after ``period`` iterations. A period of 0 or less never ends. If a period
-    or offset is not whole, the sum ``offset + n * period`` is rounded.
+    A period of 0 or less never ends.
     """
     if period <= 0 or done <= 0:
         return False
@@ -71,11 +70,7 @@ def next_due(trainer: Any, done: int, period: int, *, offset: int = 0) -> int:
 
 
 def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
-    """Whether an action with this period is due after the current iteration.
-
-    True after the iterations ``period - 1, 2 * period - 1, ...``; for ``offset`` see `is_nth`. With ``or_last`` also
-    after the last iteration.
-    """
+    """Whether an action is due after the current iteration: after every ``period``-th one; see `is_nth`."""
     return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))
 
 

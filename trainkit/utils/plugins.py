@@ -49,17 +49,15 @@ CONFIG_KEYS: dict[str, str] = _by_name(
 )
 """Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
 
-The module may have more functions, which are called if the key is in the config: ``check(cfg)``, by `check_values`,
-raises ConfigError if a value is wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls
-`comm.set_data_ranks`, before anything is built; ``wrap_model(cfg, model)`` returns the model to train, after
-``build_model``, and ``wrap_loader(cfg, loader)`` the training or test loader.
+If the key is in the config, further functions of the module are called: ``check(cfg)`` raises ConfigError if a value is
+wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls `comm.set_data_ranks`, before anything is
+built; ``wrap_model(cfg, model)`` and ``wrap_loader(cfg, loader)`` return the model to train and a loader.
 """
 
 CONFIG_TYPES: dict[str, str] = {"omegaconf.dictconfig.DictConfig": "trainkit.projects.lazy.settings"}
 """The type of a config that `default_setup` and `configurable` accept beside CfgNode -> the module that reads it.
 
-The module has a function ``to_cfg(cfg, args)``: a CfgNode with the settings that `default_setup` needs, and the text of
-``config.yaml``.
+Its ``to_cfg(cfg, args)`` returns a CfgNode with the settings that `default_setup` needs, and the text of config.yaml.
 """
 
 NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_name(
@@ -133,9 +131,8 @@ OPTIONS: dict[str, str] = _by_name(
 )
 """Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.
 
-If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module before it uses the config. ``apply``
-may change both in place, and may return a function, which is called when OUTPUT_DIR is ready: nothing of an earlier run
-is in it.
+If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module, which may change both in place, and
+may return a function that is called when OUTPUT_DIR is ready: nothing of an earlier run is in it.
 """
 
 RUN_HOOKS: dict[str, str] = _by_name(
@@ -183,12 +180,7 @@ def installed(table: Mapping[str, str]) -> Iterator[tuple[str, ModuleType]]:
 def lazy_names(package: str, *names: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package that imports its names when they are first asked for.
 
-    The package imports the names in ``if TYPE_CHECKING:``; this statement is read from its source. So each name is
-    written once, and type checkers know it.
-
-    Args:
-        package: its ``__name__``.
-        names: further names, which are in `NAMES`.
+    The names are those of the package's ``if TYPE_CHECKING:``, read from its source, and further ``names`` of `NAMES`.
     """
     blocks = [node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]

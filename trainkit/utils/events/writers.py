@@ -160,10 +160,9 @@ def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
 
 
 class LinesWriter(ScalarWriter):
-    """Base class of writers that append lines to a file; a subclass defines ``format``.
+    """Base class of writers that append lines to a file, which starts with ``header``; a subclass defines ``format``.
 
-    The file is opened at the first write with a new scalar; ``header`` is its first line. In a resumed run, this write
-    first moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...).
+    The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...).
     """
 
     def __init__(self, path: str | Path, window_size: int, header: str = "") -> None:
@@ -201,7 +200,7 @@ class LinesWriter(ScalarWriter):
         if os.fstat(file.fileno()).st_nlink == 0:
             raise FileNotFoundError(f"{self._path} was deleted during the run")
         length, lines = file.seek(0, os.SEEK_END), self.format(rows)
-        rest = memoryview((lines if length else self._header + lines).encode(errors="backslashreplace"))
+        rest = (lines if length else self._header + lines).encode(errors="backslashreplace")
         try:
             while rest:
                 rest = rest[file.write(rest) :]
@@ -224,8 +223,7 @@ class LinesWriter(ScalarWriter):
 class JSONWriter(LinesWriter):
     """One line of JSON per iteration with new scalars, smoothed; a value that is not finite is ``null``.
 
-    Scalars that were put with an epoch get separate lines, with ``epoch`` and ``iteration``. Read the file by
-    ``pandas.read_json(path, lines=True)``. The file grows and is cut as `LinesWriter` says.
+    Scalars that were put with an epoch get separate lines, with ``epoch`` and ``iteration``.
     """
 
     def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
