@@ -1,7 +1,6 @@
-"""Evaluators that count the predictions of each class."""
+"""Evaluators: accuracy, losses, and the predictions of each class."""
 
-from trainkit.projects.evaluators.confusion import ConfusionMatrixEvaluator
-from trainkit.projects.evaluators.labelled import LabelledEvaluator
+from trainkit.projects.evaluators.classification import ConfusionMatrixEvaluator
 from trainkit.projects.evaluators.segmentation import SemSegEvaluator
 
-__all__ = ["ConfusionMatrixEvaluator", "LabelledEvaluator", "SemSegEvaluator"]
+__all__ = ["ConfusionMatrixEvaluator", "SemSegEvaluator"]

@@ -1,23 +1,30 @@
-"""Top-k and mean class accuracy."""
+"""Top-k and mean class accuracy, and the confusion matrix."""
 
-from collections.abc import Sequence
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainkit.projects.evaluators.counting import CountingEvaluator, check_largest_k, sum_over_ranks
+from torch import Tensor
+from trainkit.projects.evaluators.counting import CountingEvaluator
+from trainkit.projects.evaluators.metadata import MetadataCatalog
 
+from trainkit.checkpoint.atomic import write_text
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
-from trainkit.utils import comm
+from trainkit.utils.events import get_event_storage, has_event_storage
+from trainkit.utils.run_folder import is_owned
+
+logger = logging.getLogger(__name__)
+
+_MOST_LOGGED, _MOST_WRITTEN = 10, 200  # the largest number of classes of a confusion matrix
 
 
 @EVALUATOR_REGISTRY.register()
 class ClassificationEvaluator(CountingEvaluator):
-    """Accuracy of one label per sample, in percent.
-
-    A batch is a mapping with labels ``[N]`` under ``label_key``, or a list of N samples with one label each. The
-    model's output is scores ``[N, C]``, alone or under ``"logits"`` or ``"scores"``. The counts stay on the device of
-    the scores, and ``process`` does not wait for this device. So labels out of range are reported at the end.
+    """Accuracy of one label per sample, in percent; see `CountingEvaluator` for batches and outputs.
 
     The results are ``top<k>`` and ``mean_class_accuracy``, the mean over the classes with samples.
 
@@ -28,50 +35,90 @@ class ClassificationEvaluator(CountingEvaluator):
 
     @configurable
     def __init__(self, topk: Sequence[int] = (1,), *, label_key: str = "label", task: str = "classification") -> None:
-        self._topk = check_topk(topk)
+        self._topk = sorted(set(topk))
         super().__init__("NC", label_key, task)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
         return {}
 
-    def count_shapes(self, num_classes: int) -> Sequence[tuple[int, ...]]:
-        """[C] samples of each class; [C] those with the highest score; [largest k] how often the label has the j-th
-        highest score; [] labels out of range."""
-        check_largest_k(self._topk[-1], num_classes)
-        return (num_classes,), (num_classes,), (self._topk[-1],), ()
+    def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """``hits_at[j]``: how often the label has the j-th highest score."""
+        return {"samples": (num_classes,), "right": (num_classes,), "hits_at": (self._topk[-1],)}
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Count one batch; raises as `compare`."""
-        scores, labels, num_classes = self.compare(inputs, outputs)
-        samples, right, hits_at, num_bad_labels = self._counts
-        valid = (labels >= 0) & (labels < num_classes)
-        entries = labels.where(valid, 0)
-        hits = scores.topk(len(hits_at), dim=1).indices == labels[:, None]
-        samples.index_add_(0, entries, valid.long())
-        right.index_add_(0, entries, hits[:, 0].long())
-        hits_at += hits.sum(dim=0)
-        num_bad_labels += (~valid).sum()
+        scores, labels, valid = self.compare(inputs, outputs)
+        ranked = scores.topk(self._topk[-1], dim=1).indices
+        self.count(labels, ranked, valid)
 
-    def evaluate(self) -> dict[str, Any]:
-        """Add the counts of all ranks, and compute the metrics.
+    def count(self, labels: Tensor, ranked: Tensor, valid: Tensor) -> None:
+        """``ranked``: the classes with the highest scores, the best first."""
+        hits = ranked == labels[:, None]
+        self._counts["samples"].index_add_(0, labels, valid.long())
+        self._counts["right"].index_add_(0, labels, hits[:, 0].long())
+        self._counts["hits_at"] += hits.sum(dim=0)
 
-        Returns:
-            On rank 0 ``{task: metrics}``, on other ranks ``{}``.
-
-        Raises:
-            ValueError: nothing was counted, or a label was out of range; on every rank.
-        """
-        samples, right, hits_at = sum_over_ranks(self._counts)
-        if not comm.is_main_process():
-            return {}
-        present = (100.0 * right.double() / samples)[samples > 0].tolist()  # exact up to 2**53 samples
+    def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
+        samples, hits_at = counts["samples"], counts["hits_at"]
+        present = (100.0 * counts["right"].double() / samples)[samples > 0].tolist()  # exact up to 2**53 samples
         metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / int(samples.sum()) for k in self._topk}
-        return {self._task: {**metrics, "mean_class_accuracy": sum(present) / len(present)}}
+        return {**metrics, "mean_class_accuracy": sum(present) / len(present)}
 
 
-def check_topk(topk: Sequence[int]) -> list[int]:
-    """The numbers in order. Raises ValueError if there is none, or one of them is no positive integer."""
-    if not topk or any(type(k) is not int or k < 1 for k in topk):
-        raise ValueError(f"topk must hold one or more integers >= 1, got {topk!r}")
-    return sorted(set(topk))
+@EVALUATOR_REGISTRY.register()
+class ConfusionMatrixEvaluator(ClassificationEvaluator):
+    """The results of a `ClassificationEvaluator`; logs a table of the classes, and writes the confusion matrix.
+
+    Args:
+        class_names: C names for the table; None: their numbers.
+        confusion_file: a JSON file for the confusion matrix of up to 200 classes: ``confusion[label][prediction]`` is a
+            number of samples; with ``class_names``, ``task`` and the ``iteration`` of the results. "": no file. A run
+            writes ``OUTPUT_DIR/confusion_<dataset>.json``, unless TEST.MAX_BATCHES is set; ``--eval-only`` does not.
+    """
+
+    @configurable
+    def __init__(
+        self,
+        topk: Sequence[int] = (1,),
+        class_names: Sequence[str] | None = None,
+        *,
+        label_key: str = "label",
+        task: str = "classification",
+        confusion_file: str = "",
+    ) -> None:
+        super().__init__(topk, label_key=label_key, task=task)
+        self._class_names, self._confusion_file = class_names, confusion_file
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
+        arguments = {"class_names": MetadataCatalog.get(dataset_name).get("class_names")}
+        if is_owned(cfg.OUTPUT_DIR) and not cfg.TEST.MAX_BATCHES:
+            name = f"confusion_{dataset_name.replace('/', '_')}.json"
+            arguments["confusion_file"] = os.path.join(cfg.OUTPUT_DIR, name)
+        return arguments
+
+    def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        return {**super().count_shapes(num_classes), "confusion": (num_classes, num_classes)}
+
+    def count(self, labels: Tensor, ranked: Tensor, valid: Tensor) -> None:
+        super().count(labels, ranked, valid)
+        self.count_predictions(labels, ranked[:, 0], valid)
+
+    def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
+        confusion = counts["confusion"]
+        accuracy = 100.0 * counts["right"].double() / counts["samples"]  # 0 / 0 is NaN
+        self.log_classes("Accuracy of each class in percent", "samples", confusion, {"accuracy": accuracy})
+        names, matrix = [*self.names(len(confusion))], confusion.tolist()
+        if len(names) <= _MOST_LOGGED:
+            rows = [(name, *row) for name, row in zip(names, matrix, strict=True)]
+            self.log_table("Samples of each label by their prediction", ["label", *names], rows)
+        if self._confusion_file and len(names) <= _MOST_WRITTEN:
+            iteration = get_event_storage().iter if has_event_storage() else None
+            content = {"task": self._task, "iteration": iteration, "class_names": names, "confusion": matrix}
+            try:
+                os.makedirs(os.path.dirname(os.path.abspath(self._confusion_file)), exist_ok=True)
+                write_text(json.dumps(content), self._confusion_file)
+            except OSError as error:
+                logger.warning("The confusion matrix is not written: %s", error)
+        return super().compute_metrics(counts)

@@ -1,127 +1,145 @@
 """The common part of evaluators that compare scores with labels and count."""
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.evaluation.evaluator import DatasetEvaluator
+from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
+from trainkit.utils.logger import format_table
+
+logger = logging.getLogger(__name__)
 
 
 class CountingEvaluator(DatasetEvaluator):
-    """Counts on the device of the scores; ``process`` does not wait for it.
+    """Counts on the device of the scores; ``process`` does not wait for it, so wrong labels are reported at the end.
 
-    So labels out of range are counted and reported at the end.
+    A batch is a mapping with labels under ``label_key``, a list of samples with one each, or several tensors, the last
+    of which is the labels. Without the default key ``label``, ``labels`` is read. The model's output is scores, alone
+    or under ``"logits"`` or ``"scores"``.
 
     Args:
         dims: one letter per dimension of the scores, such as ``NC``; labels have the same dimensions except C.
-        label_key, task: see the subclasses.
+        class_names: C names for tables; None: their numbers.
+        ignore_label: labels to leave out; None: count all.
     """
 
-    def __init__(self, dims: str, label_key: str, task: str) -> None:
+    def __init__(
+        self,
+        dims: str,
+        label_key: str,
+        task: str,
+        class_names: Sequence[str] | None = None,
+        ignore_label: int | None = None,
+    ) -> None:
         self._dims, self._label_key, self._task = dims, label_key, task
+        self._class_names, self._ignore_label = class_names, ignore_label
         self.reset()
 
     def reset(self) -> None:
-        self._counts: list[Tensor] = []  # int64, of the shapes of `count_shapes`
+        self._counts: dict[str, Tensor] = {}
 
-    def count_shapes(self, num_classes: int) -> Sequence[tuple[int, ...]]:
-        """The shapes of the counts: one with a row per class is the first, ``()`` for labels out of range the last.
-
-        Raises:
-            ValueError: so many classes do not fit the arguments.
-        """
+    def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of each count, int64."""
         raise NotImplementedError
 
-    def compare(self, inputs: Any, outputs: Any) -> tuple[Tensor, Tensor, int]:
-        """The scores and labels (int64) of a batch, and C; makes the counts in the first batch.
+    def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
+        """Metrics by name, from the counts of all ranks on the CPU."""
+        raise NotImplementedError
+
+    def compare(self, inputs: Any, outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The scores of a batch; its labels, int64, where those that do not count are 0; and which of them count.
 
         Raises:
-            TypeError: inputs or outputs have another form.
-            KeyError: the labels are missing.
-            ValueError: shapes do not match, or C differs from the arguments or from earlier batches.
+            KeyError, TypeError, ValueError: the batch has another form, or C differs from that of earlier batches.
         """
         scores = scores_of(outputs, self._dims)
-        labels = labels_of(inputs, self._label_key, scores.device)
-        num_classes = check_labels(labels, scores)
+        labels = labels_of(inputs, self._label_key).to(scores.device, non_blocking=True)
+        num_classes, shape = scores.shape[1], [len(scores), *scores.shape[2:]]
+        if list(labels.shape) != shape or labels.is_floating_point():
+            raise ValueError(f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}")
+        shapes = {**self.count_shapes(num_classes), "bad labels": ()}
         if not self._counts:
-            shapes = self.count_shapes(num_classes)
-            self._counts = [torch.zeros(shape, dtype=torch.int64, device=scores.device) for shape in shapes]
-        if (before := len(self._counts[0])) != num_classes:
-            raise ValueError(f"scores have {num_classes} classes, those of the batches before had {before}")
-        return scores, labels.long(), num_classes
+            zeros = {
+                name: torch.zeros(shape, dtype=torch.int64, device=scores.device) for name, shape in shapes.items()
+            }
+            self._counts = zeros
+        if any(count.shape != shapes[name] for name, count in self._counts.items()):
+            raise ValueError(f"scores have {num_classes} classes, those of the batches before had another number")
+        is_class = (labels >= 0) & (labels < num_classes)
+        counted = torch.ones_like(is_class) if self._ignore_label is None else labels != self._ignore_label
+        self._counts["bad labels"] += (counted & ~is_class).sum()
+        valid = is_class & counted
+        return scores, labels.long().where(valid, 0), valid
 
+    def count_predictions(self, labels: Tensor, predicted: Tensor, valid: Tensor) -> None:
+        """Add to ``confusion[label, prediction]``."""
+        confusion = self._counts["confusion"]
+        entries = torch.where(valid, labels * len(confusion) + predicted, 0)
+        confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().long())
 
-def check_largest_k(largest_k: int, num_classes: int) -> None:
-    if largest_k > num_classes:
-        raise ValueError(f"topk has k = {largest_k}, but the model scores only {num_classes} classes")
+    def evaluate(self) -> dict[str, Any]:
+        """Add the counts of all ranks, and compute the metrics.
 
+        Returns:
+            On rank 0 ``{task: metrics}``, on other ranks ``{}``.
 
-def sum_over_ranks(counts: Sequence[Tensor]) -> list[Tensor]:
-    """The counts of all ranks but the last one, the number of labels out of range, on the CPU; every rank calls it.
+        Raises:
+            ValueError: nothing was counted, or a label was out of range; on every rank.
+        """
+        parts = [part for part in comm.all_gather({k: count.cpu() for k, count in self._counts.items()}) if part]
+        if not parts:
+            raise ValueError("no batch was processed on any rank; call process() before evaluate()")
+        counts: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
+        if num_bad_labels := int(counts.pop("bad labels")):
+            raise ValueError(f"{num_bad_labels} labels are not below {len(next(iter(counts.values())))} classes")
+        return {self._task: self.compute_metrics(counts)} if comm.is_main_process() else {}
 
-    Raises:
-        ValueError: nothing was counted, or a label was out of range; on every rank.
-    """
-    parts = [part for part in comm.all_gather([count.cpu() for count in counts]) if part]
-    if not parts:
-        raise ValueError("no batch was processed on any rank; call process() before evaluate()")
-    *sums, num_bad_labels = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
-    if num_bad_labels:
-        raise ValueError(f"{int(num_bad_labels)} labels are outside [0, {len(sums[0])}), the classes of the model")
-    return sums
+    def names(self, num_classes: int) -> Sequence[str]:
+        names = self._class_names or [str(label) for label in range(num_classes)]
+        if len(names) != num_classes:
+            raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")
+        return names
 
+    def log_classes(self, title: str, unit: str, confusion: Tensor, percentages: Mapping[str, Tensor]) -> None:
+        """Log a row for each class: its name, its number of ``unit``, and percentages ``[C]`` by name of the column."""
+        columns = [
+            [f"{value:.2f}" if math.isfinite(value) else "-" for value in values.tolist()]
+            for values in percentages.values()
+        ]
+        rows = zip(self.names(len(confusion)), confusion.sum(dim=1).tolist(), *columns, strict=True)
+        self.log_table(title, ["class", unit, *percentages], rows)
 
-def check_labels(labels: Tensor, scores: Tensor) -> int:
-    """The number of classes C. Raises ValueError if labels are not integers of the shape of scores without C."""
-    shape = [len(scores), *scores.shape[2:]]
-    if list(labels.shape) != shape or labels.is_floating_point():
-        raise ValueError(f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}")
-    return scores.shape[1]
+    def log_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        align = ["left", *["right"] * (len(headers) - 1)]
+        table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+        logger.log(for_details(), "%s (%s):\n%s", title, self._task, table)
 
 
 def scores_of(outputs: Any, dims: str) -> Tensor:
-    """The scores in a model's output, alone or under "logits" or "scores".
-
-    Raises:
-        KeyError: a mapping has neither key.
-        TypeError: the scores are not a tensor.
-        ValueError: the scores have another number of dimensions.
-    """
+    """The scores in a model's output, see `CountingEvaluator`. Raises TypeError or ValueError if it has none."""
     scores, shape = outputs, f"[{', '.join(dims)}]"
     if isinstance(outputs, Mapping):
-        key = next((key for key in ("logits", "scores") if key in outputs), None)
-        if key is None:
-            raise KeyError(f"the model's output must have 'logits' or 'scores', got {sorted(map(str, outputs))}")
-        scores = outputs[key]
+        scores = outputs.get("logits", outputs.get("scores"))
     if not isinstance(scores, Tensor):
-        raise TypeError(f"the model must give scores {shape} in eval mode, got {type(scores).__name__}")
+        raise TypeError(f"the model must give scores {shape}, alone or as 'logits' or 'scores', got {outputs!r:.100}")
     if scores.ndim != len(dims):
         raise ValueError(f"scores must have the shape {shape}, got {list(scores.shape)}")
     return scores
 
 
-def labels_of(inputs: Any, key: str, device: torch.device) -> Tensor:
-    """The labels of a batch: under ``key`` of a mapping or of a list of mappings, else the last of several tensors.
-
-    If ``key`` is ``label``, the default, and there is no ``label``, this reads ``labels``, as `losses_from` does.
-
-    Raises:
-        KeyError: there are no labels.
-        TypeError: the batch has another form.
-    """
+def labels_of(inputs: Any, key: str) -> Tensor:
+    """The labels of a batch, see `CountingEvaluator`. Raises KeyError or TypeError if it has none."""
     samples = inputs if isinstance(inputs, list | tuple) else [inputs]
     if len(samples) > 1 and all(isinstance(entry, Tensor) for entry in samples):
-        return samples[-1].to(device)
-    keys, labels = [key, "labels"] if key == "label" else [key], []  # Hugging Face calls them "labels"
-    for sample in samples:
-        if not isinstance(sample, Mapping):
-            raise TypeError(f"a batch must be a mapping with the key {key!r} or a list of such, got {inputs!r:.100}")
-        found = next((name for name in keys if name in sample), None)
-        if found is None:
-            raise KeyError(f"no labels under {key!r} (label_key), only {sorted(map(str, sample))}")
-        labels.append(torch.as_tensor(sample[found]))
-    together = labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)
-    return together.to(device, non_blocking=True)
+        return samples[-1]
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        raise TypeError(f"a batch must be a mapping with the key {key!r} or a list of such, got {inputs!r:.100}")
+    other = "labels" if key == "label" else key  # Hugging Face calls them "labels"
+    labels = [torch.as_tensor(sample[key if key in sample or other not in sample else other]) for sample in samples]
+    return labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)

@@ -1,7 +1,6 @@
 """The losses of a model on an evaluated dataset."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,11 +50,9 @@ class LossEvaluator(DatasetEvaluator):
         num_samples: Callable[[Any], int] = num_samples,
         task: str = "loss",
     ) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         self._given_model = None if model is None else unwrap_model(model)
-        self._model = self._given_model
-        self._frozen_types = (*_FROZEN_TYPES, *freeze)
+        self._model: Any = self._given_model
+        self._frozen_types: Any = (*_FROZEN_TYPES, *freeze)
         self._num_samples, self._task = num_samples, task
         self.reset()
 
@@ -71,12 +68,7 @@ class LossEvaluator(DatasetEvaluator):
         self._counts: dict[str, int] = {}  # name -> number of samples; batches may have different losses
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Add one batch.
-
-        Raises:
-            TypeError: the model returns no tensor or dict of tensors.
-            ValueError: a loss is not a scalar, or no loss requires grad.
-        """
+        """Add one batch; raises as `parse_losses`."""
         num_samples = self._num_samples(inputs)
         for name, loss in self._losses(inputs).items():
             # MPS has no float64.
@@ -98,28 +90,23 @@ class LossEvaluator(DatasetEvaluator):
         Raises:
             ValueError: no sample was processed.
         """
-        mine = {name: torch.stack(sums).tolist() for name, sums in self._sums.items()}
-        by_name: dict[str, list[float]] = {}
-        counts: Counter[str] = Counter()
-        for theirs, their_counts in comm.all_gather((mine, self._counts)):
-            for name, sums in theirs.items():
-                by_name.setdefault(name, []).extend(sums)
-            counts.update(their_counts)
-        if not counts:
+        mine = {name: (torch.stack(sums).tolist(), self._counts[name]) for name, sums in self._sums.items()}
+        by_rank = comm.all_gather(mine)
+        means = {}
+        for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
+            sums = [value for theirs in by_rank if name in theirs for value in theirs[name][0]]
+            # fsum rounds once, so neither the order nor the division of batches over processes changes the result
+            total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
+            means[name] = total / sum(theirs[name][1] for theirs in by_rank if name in theirs)
+        if not means:
             raise ValueError("no sample was processed on any rank, so there is no loss; call process() first")
-        # fsum rounds once, so neither the order nor the division of batches over processes changes the result
-        sum_of = {name: math.fsum if all(map(math.isfinite, sums)) else sum for name, sums in by_name.items()}
-        means = {name: sum_of[name](sums) / counts[name] for name, sums in by_name.items()}
         return {self._task: means} if comm.is_main_process() else {}
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
         """``total_loss`` first, then the single losses; detached, on the device."""
-        if self._model is None:
-            raise RuntimeError("no model is known: give LossEvaluator a model, or let inference_on_dataset call bind()")
-        losses_of = getattr(self._model, "losses", None)
         # Gradients are on, since an entry that requires grad is a loss.
         with inference_context(self._model), _preserve_buffers(self._model), torch.enable_grad():
-            if callable(losses_of):
+            if callable(losses_of := getattr(self._model, "losses", None)):
                 returned = losses_of(inputs)
             else:
                 self._model.train()

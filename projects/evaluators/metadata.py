@@ -19,10 +19,6 @@ class Metadata(types.SimpleNamespace):
         if known is not value and known != value:
             raise ValueError(f"metadata {key!r} of {self.name!r} is {known!r} and cannot become {value!r}")
 
-    def __getattr__(self, key: str) -> Any:
-        known = ", ".join(sorted(self.__dict__)) or "none"
-        raise AttributeError(f"metadata of {self.name!r} has no attribute {key!r}; it has: {known}")
-
     def set(self, **attributes: Any) -> "Metadata":
         """Set several attributes; return the object itself."""
         for key, value in attributes.items():

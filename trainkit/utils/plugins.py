@@ -74,7 +74,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "serialize: PicklableWrapper"
         ),
         "evaluators": (
-            "classification: ClassificationEvaluator; confusion: ConfusionMatrixEvaluator; loss: LossEvaluator; "
+            "classification: ClassificationEvaluator ConfusionMatrixEvaluator; loss: LossEvaluator; "
             "metadata: Metadata MetadataCatalog; segmentation: SemSegEvaluator"
         ),
         "fast_dev": "options: LoadsAgain fast_dev_config",

@@ -6,8 +6,7 @@ import torch
 from trainkit.projects.evaluators import ConfusionMatrixEvaluator
 
 from trainkit.config import get_cfg
-from trainkit.data import MetadataCatalog
-from trainkit.evaluation import ClassificationEvaluator, build_evaluator
+from trainkit.evaluation import ClassificationEvaluator
 from trainkit.utils.events import EventStorage
 from trainkit.utils.run_folder import own_folder, release_folder
 
@@ -89,18 +88,4 @@ def test_a_run_writes_the_confusion_matrix_of_all_data(tmp_path, is_run, max_bat
 
 def test_class_names_that_do_not_fit_are_an_error():
     with pytest.raises(ValueError, match=r"2 names.*3 classes"):
-        ConfusionMatrixEvaluator(class_names=["a", "b"]).process({"label": LABELS}, SCORES)
-
-
-def test_class_names_come_from_the_metadata_of_the_dataset(caplog):
-    cfg = get_cfg()
-    cfg.TEST.EVALUATORS = ["ConfusionMatrixEvaluator"]
-    MetadataCatalog.get("toy_with_names").set(class_names=["ant", "bee"])
-    try:
-        evaluator = build_evaluator(cfg, "toy_with_names")
-    finally:
-        MetadataCatalog.remove("toy_with_names")
-    evaluator.process({"label": torch.tensor([1])}, torch.tensor([[0.0, 1.0]]))
-    with caplog.at_level("INFO"):
-        evaluator.evaluate()
-    assert "| bee     |         1 |     100.00 |" in caplog.text
+        evaluate(({"label": LABELS}, SCORES), class_names=["a", "b"])

@@ -1,6 +1,3 @@
-import copy
-import pickle
-
 import pytest
 
 from trainkit.data import Metadata, MetadataCatalog
@@ -17,18 +14,6 @@ def test_metadata_is_set_once_and_a_conflict_changes_nothing():
     assert metadata.as_dict() == {"name": "set_once", "classes": ["a", "b"], "ignore": 255}
     assert metadata.get("ignore") == 255
     assert metadata.get("colors", default=()) == ()
-
-
-def test_a_missing_metadata_attribute_says_which_exist():
-    with pytest.raises(AttributeError, match=r"'facts' has no attribute 'colors'; it has: classes, name"):
-        _ = Metadata("facts").set(classes=[]).colors
-
-
-def test_metadata_can_be_copied_and_pickled():
-    metadata = Metadata("copied").set(classes=["a"])
-
-    assert copy.deepcopy(metadata).as_dict() == metadata.as_dict()
-    assert pickle.loads(pickle.dumps(metadata)).as_dict() == metadata.as_dict()
 
 
 def test_the_metadata_catalog_gives_one_object_per_name_until_it_is_removed():

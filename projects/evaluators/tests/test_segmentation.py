@@ -3,12 +3,11 @@ import math
 
 import pytest
 import torch
-from trainkit.projects.evaluators.tests.host_reads import HostReads
 
 from tests.two_ranks import on_two_ranks
 from trainkit.config import get_cfg
 from trainkit.data import MetadataCatalog
-from trainkit.evaluation import SemSegEvaluator, build_evaluator, inference_on_dataset
+from trainkit.evaluation import SemSegEvaluator, build_evaluator
 
 # One picture of 2 x 5 pixels. Of class 0 two pixels of three are found, of class 1 three of five, of class 2 none of
 # two; class 3 is predicted once, and class 4 is nowhere.
@@ -55,11 +54,6 @@ def test_a_class_that_is_nowhere_is_no_part_of_a_mean_and_one_that_is_only_predi
     assert math.isnan(evaluate(({"label": LABELS}, scores_for(not_predicted)))["sem_seg"]["IoU-3"])
 
 
-def test_everything_right_is_100_percent():
-    results = evaluate(({"label": LABELS}, scores_for(LABELS)))["sem_seg"]
-    assert [results[name] for name in ("mIoU", "aAcc", "mAcc", "IoU-0", "IoU-2")] == [100.0] * 5
-
-
 @pytest.mark.parametrize("ignore_label", [255, -1, 7, 3])
 def test_pixels_with_the_ignore_label_do_not_count(ignore_label):
     labels = LABELS.clone()
@@ -80,33 +74,6 @@ def test_batches_of_unequal_number_and_size_count_by_their_pixels():
 
 
 # ---------------------------------------------------------------------- the forms of a batch
-
-
-@pytest.mark.parametrize("key", ["logits", "scores"])
-def test_scores_may_lie_in_a_dict(key):
-    assert evaluate(({"label": LABELS}, {key: SCORES}))["sem_seg"] == approx(RESULTS)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_labels_may_be_of_any_integer_type_and_in_a_list_of_samples(dtype):
-    samples = [{"mask": labels.to(dtype)} for labels in torch.cat([LABELS, LABELS])]
-    results = evaluate((samples, torch.cat([SCORES, SCORES])), label_key="mask", task="coarse")
-    assert results == {"coarse": approx(RESULTS)}
-
-
-def test_reset_forgets_the_pixels_and_the_number_of_classes():
-    evaluator = SemSegEvaluator()
-    evaluator.process({"label": LABELS}, SCORES)
-    evaluator.reset()
-    evaluator.process({"label": torch.zeros(1, 2, 2, dtype=torch.int64)}, torch.zeros(1, 2, 2, 2))
-    assert evaluator.evaluate()["sem_seg"]["mIoU"] == 100.0
-
-
-def test_it_evaluates_a_model_over_a_loader_whose_last_batch_is_smaller():
-    samples = [{"index": i, "label": labels} for i, labels in enumerate(torch.cat([LABELS] * 3))]
-    loader = torch.utils.data.DataLoader(samples, batch_size=2)
-    results = inference_on_dataset(lambda batch: SCORES.repeat(len(batch["index"]), 1, 1, 1), loader, SemSegEvaluator())
-    assert results["sem_seg"] == approx(RESULTS)
 
 
 def test_the_metadata_of_a_data_set_name_the_classes_and_what_is_ignored(caplog):
@@ -131,82 +98,7 @@ def test_the_metadata_of_a_data_set_name_the_classes_and_what_is_ignored(caplog)
     ]
 
 
-def test_counting_a_batch_does_not_wait_for_the_device():
-    evaluator = SemSegEvaluator()
-    with HostReads() as reads:
-        evaluator.process({"label": LABELS}, SCORES)
-        evaluator.process({"label": LABELS}, SCORES)
-    assert reads.count == 0
-    with reads:
-        evaluator.evaluate()
-    assert reads.count > 0
-
-
 # ---------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ({"ignore_label": None}, TypeError, "ignore_label must be an integer, got None"),
-        ({"ignore_label": 255.0}, TypeError, "ignore_label must be an integer, got 255.0"),
-        ({"ignore_label": True}, TypeError, "ignore_label must be an integer, got True"),
-        ({"class_names": ["a", "b", "a"]}, ValueError, r"class_names must differ.*\['a', 'b', 'a'\]"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_the_constructor(arguments, error, said):
-    with pytest.raises(error, match=said):
-        SemSegEvaluator(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "error", "said"),
-    [
-        ({"image": LABELS}, SCORES, KeyError, "no labels under 'label'.*image"),
-        (LABELS, SCORES, TypeError, "batch must be a mapping with the key 'label'.*got tensor"),
-        (
-            {"label": LABELS[..., :4]},
-            SCORES,
-            ValueError,
-            r"shape \[1, 2, 5\].*\[1, 2, 4\]",
-        ),
-        ({"label": LABELS[:, None]}, SCORES, ValueError, r"integers of shape \[1, 2, 5\].*got .*\[1, 1, 2, 5\]"),
-        ({"label": LABELS.float()}, SCORES, ValueError, "labels must be integers.*torch.float32"),
-        ({"label": LABELS}, PREDICTED, ValueError, r"scores must have the shape \[N, C, H, W\], got \[1, 2, 5\]"),
-        ({"label": LABELS}, {"boxes": SCORES}, KeyError, "'logits' or 'scores'.*boxes"),
-        ({"label": LABELS}, [SCORES], TypeError, r"scores \[N, C, H, W\] in eval mode, got list"),
-    ],
-)
-def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted(inputs, outputs, error, said):
-    with pytest.raises(error, match=said):
-        SemSegEvaluator().process(inputs, outputs)
-
-
-def test_class_names_that_do_not_fit_are_an_error():
-    with pytest.raises(ValueError, match=r"2 names.*5 classes"):
-        SemSegEvaluator(class_names=["a", "b"]).process({"label": LABELS}, SCORES)
-
-
-def test_a_changed_number_of_classes_is_an_error():
-    evaluator = SemSegEvaluator()
-    evaluator.process({"label": LABELS}, SCORES)
-    with pytest.raises(ValueError, match="4 classes, those of the batches before had 5"):
-        evaluator.process({"label": LABELS}, SCORES[:, :4])
-
-
-@pytest.mark.parametrize("label", [-1, 5, 254])
-def test_labels_that_are_no_class_are_an_error_at_the_end(label):
-    labels = LABELS.clone()
-    labels[0, 0, :2] = label
-    with pytest.raises(ValueError, match=r"2 labels are outside \[0, 5\)"):
-        evaluate(({"label": labels}, SCORES))
-
-
-def test_nothing_to_evaluate_is_an_error():
-    with pytest.raises(ValueError, match="no batch was processed"):
-        SemSegEvaluator().evaluate()
-    with pytest.raises(ValueError, match="every pixel has the ignore_label 255"):
-        evaluate(({"label": torch.full_like(LABELS, 255)}, SCORES))
 
 
 # ---------------------------------------------------------------------- two ranks
@@ -239,5 +131,5 @@ def test_two_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
 
     assert found["evaluated_in_unequal_parts"] == [{"sem_seg": approx(RESULTS)}, {}]
     assert found["evaluated_by_rank_1_alone"] == [{"sem_seg": approx(RESULTS)}, {}]
-    for name, said in [("labelled_wrongly_on_rank_1", "10 labels are outside"), ("given_nothing", "no batch")]:
+    for name, said in [("labelled_wrongly_on_rank_1", "10 labels are not below"), ("given_nothing", "no batch")]:
         assert all(message.startswith(f"ValueError: {said}") for message in found[name])  # no rank waits for another
