@@ -382,6 +382,9 @@ class _RecordedLosses(Losses):
     def scalars(self) -> dict[str, Tensor]:
         return dict(zip(self._names, self._packed.clone().unbind(), strict=True))
 
+    def read(self) -> dict[str, float]:
+        return dict(zip(self._names, self._packed.tolist(), strict=True))
+
 
 def _constants_of(trainer: GraphTrainer) -> tuple[list[object], list[object]]:
     """(objects that must stay the same, values that must stay equal)."""

@@ -67,7 +67,7 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
         super().__init__(*args, **kwargs)
         self._former_buffers: dict[str, Tensor] = {}
         self._skip_flag: Tensor | None = None
-        prepare_to_skip(self.optimizer, self._device.type)
+        prepare_to_skip(self.optimizer)
 
     @property
     def skips_updates(self) -> bool:

@@ -359,26 +359,6 @@ class ReadsResults(hooks.HookBase):
         self.seen.append("classification/top1" in self.trainer.storage.histories())
 
 
-@pytest.mark.parametrize("priority", ["NORMAL", "LOW"])
-def test_a_hook_after_the_evaluation_in_the_list_is_warned_about_unless_it_runs_there(tmp_path, priority, caplog):
-    class Reads(ReadsResults):
-        pass
-
-    Reads.priority = priority
-
-    class Trainer(DefaultTrainer):
-        def build_hooks(self):
-            built = super().build_hooks()
-            built.insert(-1, Reads())
-            return built
-
-    trainer = Trainer(tiny_cfg(tmp_path))
-    told = [message for message in caplog.messages if message.startswith("Reads stands after EvalHook in the list")]
-    trainer.train()
-    [hook] = [hook for hook in trainer.hooks if isinstance(hook, Reads)]
-    assert (hook.seen[4], hook.seen[5], len(told)) == (priority == "LOW", True, priority == "NORMAL")
-
-
 def test_a_hook_that_is_taken_out_of_the_list_of_a_trainer_does_not_run(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path))
     evaluation = next(i for i, hook in enumerate(trainer._hooks) if isinstance(hook, hooks.EvalHook))

@@ -212,23 +212,6 @@ def test_a_step_trainer_that_is_put_in_later_calls_the_hooks_too(tmp_path):
     assert seen == [0, 1]
 
 
-def test_a_hook_that_sets_the_model_the_optimizer_or_the_step_trainer_to_another_one_is_refused(tmp_path):
-    def other_step_trainer(trainer):
-        model = copy.deepcopy(trainer.model)
-        return SimpleTrainer(model, trainer.data_loader, torch.optim.SGD(model.parameters(), 0.1))
-
-    for name, make, what in [
-        ("model", lambda trainer: copy.deepcopy(trainer.model), "model"),
-        ("optimizer", lambda trainer: torch.optim.SGD(trainer.model.parameters(), 0.1), "optimizer"),
-        ("_trainer", other_step_trainer, "model"),
-    ]:
-        trainer = DefaultTrainer(tiny_cfg(tmp_path))
-        trainer.register_hooks([hooks.CallbackHook(after_step=lambda t, n=name, m=make: setattr(t, n, m(t)))])
-        with pytest.raises(RuntimeError, match=f"trainer.{what} cannot be replaced during a run"):
-            trainer.train()
-        assert trainer.iter == 0
-
-
 def test_parts_that_were_set_to_others_before_training_are_refused_where_another_part_has_the_old_one(tmp_path):
     class Own(DefaultTrainer):
         def __init__(self, cfg, exchange):

@@ -368,9 +368,7 @@ def test_a_hook_that_wants_epochs_is_refused_by_a_stream_before_training(point):
     wants = CallbackHook(**{point: lambda trainer: seen.append(point)})
     trainer = stream_trainer(wants, CallbackHook(before_train=lambda trainer: seen.append("before_train")))
 
-    with pytest.raises(
-        ValueError, match="CallbackHook: .* use epochs, but the training data has no length.* iterations"
-    ):
+    with pytest.raises(ValueError, match="CallbackHook uses epochs, but the training data has no length.* iterations"):
         trainer.train(0, 2)
     assert (seen, trainer.status) == ([], "not started")
 

@@ -308,8 +308,7 @@ def test_ranks_share_means_and_the_longest_data_time_whatever_names_they_have(ra
     both = {"total_loss": 0.5, "a": 1.5}
     union = {"total_loss": 2.0, "a": 2.0, "b": 5.0}
     first, second = ranks["exchange"]
-    assert first.pop("failures") == ([(7, 0.5, both)], [None, "not finite"])
-    assert second.pop("failures") == ([(7, 0.5, both)], [None, "not finite"])
+    assert first.pop("failures") == second.pop("failures") == ([Row(7, 0.5, both)], [None, "not finite"])
     assert (
         first
         == second

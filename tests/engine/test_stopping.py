@@ -47,10 +47,6 @@ def test_a_signal_counts_before_a_request():
     assert stops.agreed(0) == Stop("SIGTERM", SIGTERM)
 
 
-def test_the_exit_code_is_that_of_a_shell():
-    assert [Stop("", signum).exit_code for signum in (None, SIGTERM, SIGINT, SIGHUP)] == [0, 143, 130, 129]
-
-
 def test_the_log_says_once_who_was_asked_by_what(caplog):
     stops = StopRequests()
     stops.request("SIGTERM", SIGTERM)

@@ -502,14 +502,10 @@ class NoHook:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ([A], r"takes hook objects, got the class A; write A\(\)"),
-        ([raise_], r"subclass of HookBase, got .*hooks.CallbackHook\(after_step=function\)"),
-        ([NoHook()], r"subclass of HookBase, got .*NoHook"),
-        ([NoHook], r"subclass of HookBase, got <class"),
-        (["A"], r"subclass of HookBase, got 'A'"),
-        (A(), r"takes a list of hooks, got .*A object"),
-        (A, r"takes a list of hooks, got .*A.*"),
-        (raise_, r"takes a list of hooks, got .*raise_.*"),
+        ([A], r"subclasses of HookBase, got <class .*A'>; write Hook\(\)"),
+        ([raise_], r"subclasses of HookBase, got .*CallbackHook\(after_step=function\)"),
+        ([NoHook()], r"subclasses of HookBase, got .*NoHook"),
+        (A(), "not iterable"),
     ],
 )
 def test_what_is_no_hook_is_refused_and_nothing_is_registered(hooks, message):

@@ -125,7 +125,7 @@ def metrics_by_worker():
 
 def defer(storage):
     """Let a worker store what is put into ``storage``, as in an asynchronous run."""
-    storage.worker = storage.worker or metrics.MetricWorker(storage)
+    storage.start_worker()
 
 
 def state_of(trainer):

@@ -84,7 +84,7 @@ def test_a_name_that_changes_its_smoothing_hint_is_refused_and_not_stored(first)
     storage = EventStorage()
     storage.put_scalar("acc", 1.0, smoothing_hint=first)
 
-    with pytest.raises(ValueError, match=f"'acc' .*smoothing_hint={first} .*smoothing_hint={not first}"):
+    with pytest.raises(ValueError, match=f"'acc' .*smoothing_hint={first}"):
         storage.put_scalar("acc", 2.0, smoothing_hint=not first)
     assert storage.history("acc").values() == [(1.0, 0)]
 

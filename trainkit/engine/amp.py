@@ -13,7 +13,7 @@ from trainkit.config.errors import ConfigError
 from trainkit.engine.finite import describe_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
-from trainkit.utils.events import get_event_storage, has_event_storage
+from trainkit.utils.events.storage import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses
 from trainkit.utils.periods import check_period
 
@@ -98,21 +98,18 @@ class AMPTrainer(SkippingTrainer):
         precision: torch.dtype = torch.float16,
         log_grad_scaler: bool = False,
         async_write_metrics: bool = False,
-        *,
-        loss_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
         """
         Args:
-            grad_scaler: default is a dynamic one for float16 and none for bfloat16.
+            grad_scaler: default is a dynamic one for float16 and none for bfloat16; see `fixed_scaler`.
             precision: ``torch.float16`` or ``torch.bfloat16``.
             log_grad_scaler: store the scale of each iteration as ``[metric]grad_scaler``.
-            loss_scale: for float16, a fixed scale instead of a dynamic one; not saved in the state.
             kwargs: as in `SkippingTrainer` and `SimpleTrainer`.
 
         Raises:
-            ValueError: another precision; a ``loss_scale`` that is not greater than 0, or together with a scaler or
-                bfloat16; a model on several devices of one process; fused SGD with dampening under a scaler.
+            ValueError: another precision; a model on several devices of one process.
+            ConfigError: fused SGD with dampening under a scaler.
         """
         super().__init__(
             model, data_loader, optimizer, gather_metric_period, zero_grad_before_forward, async_write_metrics, **kwargs
@@ -122,20 +119,11 @@ class AMPTrainer(SkippingTrainer):
         if isinstance(model, nn.DataParallel) or len(getattr(model, "device_ids", None) or ()) > 1:
             raise ValueError("AMPTrainer needs one device per process; use create_ddp_model instead of DataParallel")
         self._device_type = self._device.type
-        self.precision, self.log_grad_scaler, self._loss_scale = precision, log_grad_scaler, loss_scale
-        if loss_scale is not None:
-            if grad_scaler is not None or precision != torch.float16 or not 0 < loss_scale < math.inf:
-                raise ValueError(
-                    "loss_scale must be a number greater than 0, for float16 and without a grad_scaler, got "
-                    f"{loss_scale!r} with {precision} and grad_scaler={grad_scaler!r}; leave it out for a dynamic scale"
-                )
-            grad_scaler = torch.amp.GradScaler(self._device_type, init_scale=loss_scale)
-            grad_scaler.set_growth_factor(1.0)
-            grad_scaler.set_backoff_factor(1.0)
+        self.precision, self.log_grad_scaler = precision, log_grad_scaler
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(self._device_type, enabled=precision == torch.float16)
         self._unscaled = False
         if self.grad_scaler.is_enabled():
-            prepare_to_skip(optimizer, self._device_type)
+            prepare_to_skip(optimizer)
 
     @property
     def skips_updates(self) -> bool:
@@ -189,44 +177,37 @@ class AMPTrainer(SkippingTrainer):
         return super().look(iter, values)
 
     def step_state_dict(self) -> dict[str, Any]:
-        """The state of the step, with the scale unless it is fixed."""
-        scaler = self.grad_scaler.state_dict() if self._loss_scale is None else {}
-        return {**super().step_state_dict(), "grad_scaler": scaler}
+        return {**super().step_state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_step_state_dict(state_dict)
-        if not self.grad_scaler.is_enabled() or self._loss_scale is not None:
-            return
-        if state_dict.get("grad_scaler"):
+        if self.grad_scaler.is_enabled() and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        else:
+        elif self.grad_scaler.is_enabled():
             logger.warning("The checkpoint has no gradient scale; it starts from %g", self.grad_scaler.get_scale())
 
 
-def prepare_to_skip(optimizer: torch.optim.Optimizer, device_type: str) -> None:
-    """Log if updates wait for the device, and prepare fused SGD for skipping its very first update.
+def fixed_scaler(device_type: str, scale: float) -> torch.amp.GradScaler:
+    """A scaler for float16 whose scale never changes."""
+    scaler = torch.amp.GradScaler(device_type, init_scale=scale)
+    scaler.set_growth_factor(1.0)
+    scaler.set_backoff_factor(1.0)
+    return scaler
 
-    If fused SGD skips its first update, its momentum stays uninitialised, so it is set to zeros here. With dampening 0
-    the first update from zeros equals the usual one: ``momentum * 0 + grad``.
+
+def prepare_to_skip(optimizer: torch.optim.Optimizer) -> None:
+    """Prepare fused SGD for skipping its very first update, after which torch leaves its momentum uninitialised.
+
+    With dampening 0 the first update from zeros equals the usual one: ``momentum * 0 + grad``.
 
     Raises:
         ConfigError: fused SGD with dampening.
     """
-    if not skips_on_device(optimizer):  # then step() is simply not called
-        if device_type != "cpu":
-            logger.warning(
-                "%s has no fused implementation here, so an update waits for the device to learn whether to skip it; "
-                "SGD, Adam, AdamW and Adagrad with fused=True do not",
-                type(optimizer).__name__,
-            )
-        return
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if skips_on_device(optimizer) else ():
         if group.get("fused") and group.get("momentum"):
             if group.get("dampening"):
-                raise ConfigError(
-                    "fused SGD with dampening cannot skip its first update; set fused=False (in the config: "
-                    "SOLVER.OPTIMIZER.FUSED)"
-                )
+                text = "fused SGD with dampening cannot skip its first update; set fused=False (SOLVER.OPTIMIZER.FUSED)"
+                raise ConfigError(text)
             for parameter in group["params"]:
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainkit.config import CfgNode
 from trainkit.config.errors import look_up
-from trainkit.engine.amp import AMPTrainer, SkippingTrainer
+from trainkit.engine.amp import AMPTrainer, SkippingTrainer, fixed_scaler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.clipping import GradientClipper, build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
@@ -104,10 +104,10 @@ def make_step_trainer(
     if cfg.SOLVER.AMP.ENABLED:
         amp = cfg.SOLVER.AMP
         precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
+        device_type = "cpu" if device is None else device.type
         if amp.LOSS_SCALE != "dynamic":
-            arguments["loss_scale"] = amp.LOSS_SCALE
+            arguments["grad_scaler"] = fixed_scaler(device_type, amp.LOSS_SCALE)
         elif precision == torch.float16:
-            device_type = "cpu" if device is None else device.type
             arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
         arguments |= {"precision": precision, "log_grad_scaler": True}
     return trainer(model, data_loader, optimizer, **arguments)

@@ -26,7 +26,6 @@ from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
 from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
-from trainkit.engine.forwarding import check_exchange, forwarded
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
@@ -40,7 +39,7 @@ from trainkit.engine.setup import (
     default_writers,
     option_of,
 )
-from trainkit.engine.step import SimpleTrainer
+from trainkit.engine.step import SimpleTrainer, forwarded
 from trainkit.engine.summary import ENDS, summarize
 from trainkit.evaluation import (
     verify_results,
@@ -345,8 +344,6 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def _set_trainer(self, trainer: SimpleTrainer) -> None:
         """Set the trainer of the steps; it gets the hooks and the storage of this one."""
-        for name in ("model", "optimizer"):
-            check_exchange(self, name, getattr(trainer, name))
         self._step_trainer = trainer
         trainer.share_run(self)
 

@@ -1,7 +1,7 @@
 """The batches of a trainer: iterator, transfer to the device, position in the data."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -40,7 +40,6 @@ class Feed:
     def loader(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
-        self._ahead: Any = _NONE
 
     def reset(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Replace the loader; the old one and its workers end before the new one is built.
@@ -63,35 +62,20 @@ class Feed:
         Raises:
             ValueError: the loader yields no batch.
         """
-        if self._ahead is _NONE:
-            batch = next(self._iterator or self.iterator, _NONE)
-            if batch is _NONE:
-                batch = self._start_pass()
-            self.drawn += 1
-        else:
-            batch, self._ahead = self._ahead, _NONE
+        batch = next(self._iterator or self.iterator, _NONE)
         if batch is _NONE:
-            raise ValueError(
-                f"the data loader ({type(self._loader).__name__}) "
-                + ("is an iterator that has ended" if isinstance(self._loader, Iterator) else "yields no batch")
-                + "; give a loader that can be iterated again and has at least one batch (is the dataset smaller than "
-                "a batch, with drop_last?)"
-            )
-        return batch if device.type == "cpu" else self.move(batch, device)
-
-    def has_next(self) -> bool:
-        """Whether there is a further batch, which is loaded now; False only for an iterator that has ended."""
-        if self._ahead is _NONE:
+            self._iterator = None  # ends its workers
+            if self.before_pass is not None:
+                self.before_pass(self.drawn)
             batch = next(self.iterator, _NONE)
-            self._ahead = self._start_pass() if batch is _NONE else batch
-            self.drawn += self._ahead is not _NONE
-        return self._ahead is not _NONE
-
-    def _start_pass(self) -> Any:
-        self._iterator = None  # ends its workers
-        if self.before_pass is not None:
-            self.before_pass(self.drawn)
-        return next(self.iterator, _NONE)
+            if batch is _NONE:
+                ended = "is an iterator that has ended" if isinstance(self._loader, Iterator) else "yields no batch"
+                raise ValueError(
+                    f"the data loader ({type(self._loader).__name__}) {ended}; give a loader that can be iterated "
+                    "again and has at least one batch (is the dataset smaller than a batch, with drop_last?)"
+                )
+        self.drawn += 1
+        return batch if device.type == "cpu" else self.move(batch, device)
 
     def iters_per_epoch(self, accumulation_steps: int) -> int:
         """Iterations per pass over the data, from the length of the loader or its dataset.
@@ -101,25 +85,14 @@ class Feed:
         """
         batches = iters_per_epoch(self._loader)
         if batches is None:
-            raise ValueError(
-                f"the training data ({type(self._loader).__name__}) is a stream without a length, so there are no "
-                "epochs; use iterations"
-            )
+            kind = type(self._loader).__name__
+            raise ValueError(f"the training data ({kind}) has no length, so there are no epochs; use iterations")
         return whole_or_rounded(Fraction(exact(batches)) / accumulation_steps)
 
     @property
     def obstacle(self) -> str:
         """The reason why a resumed run does not continue at its position in the data; empty if it does."""
         return resume_obstacle(self._loader)
-
-    def explain(self, error: Exception, batch: Any) -> None:
-        """Add a note if the model may not take such a batch."""
-        kind = type(batch).__name__
-        if isinstance(batch, list | tuple | Mapping) and (kind in str(error) or not str(error)):
-            getattr(error, "add_note", logger.error)(
-                f"The model was called with one argument, the batch, a {kind}; if it takes tensors and returns logits, "
-                "give trainkit.modeling.losses_from(model, loss_fn) to the trainer, see docs/bring_your_model.md",
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data after the batches given so far; empty if the loader does not support it."""

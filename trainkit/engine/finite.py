@@ -33,13 +33,6 @@ def describe_failure(what: str, iter: int, values: Mapping[str, Any], more: str 
     )
 
 
-def describe_model(names: Sequence[str], iter: int) -> str:
-    return (
-        f"the model is not finite in iteration {iter}, though its losses were: {', '.join(names[:5])} ({len(names)} in "
-        "all). A gradient of this or an earlier iteration was not finite"
-    )
-
-
 def raise_failure(by_rank: Sequence[str | None]) -> None:
     """Raise the first failure, if there is one; every rank passes the same list.
 

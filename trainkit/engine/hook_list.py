@@ -1,6 +1,5 @@
 """The hooks of a trainer: their order, names and states."""
 
-import inspect
 import itertools
 import logging
 import sys
@@ -50,13 +49,14 @@ class HookList:
     def update(self) -> None:
         """Compute the hooks of each point and the names again, after a change of ``hooks``."""
         self.at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
-        below = [hook for hook in self.at["after_step"] if self.is_below(hook)]
-        self.at["after_step"] = above = [hook for hook in self.at["after_step"] if not self.is_below(hook)]
-        self._below, self._timed = below, [hook for hook in [*above, *below] if is_timed(type(hook))]
+        stepping = self.at["after_step"]
+        self._below = [hook for hook in stepping if self.is_below(hook)]
+        self.at["after_step"] = above = [hook for hook in stepping if not self.is_below(hook)]
+        self._timed = [hook for hook in stepping if is_timed(type(hook))]
         self.all_above: _Calls = [hook.after_step for hook in above]
-        self.all_below: _Calls = [hook.after_step for hook in below]
+        self.all_below: _Calls = [hook.after_step for hook in self._below]
         self.above: _Calls = [hook.after_step for hook in above if not is_timed(type(hook))]
-        self.below: _Calls = [hook.after_step for hook in below if not is_timed(type(hook))]
+        self.below: _Calls = [hook.after_step for hook in self._below if not is_timed(type(hook))]
         self.due = 0
         self.at["after_train"].sort(key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends))
         self.calls = {point: [getattr(hook, point) for hook in hooks] for point, hooks in self.at.items()}
@@ -85,11 +85,9 @@ class HookList:
             ConfigError: a hook uses epoch points, but there are no epochs.
         """
         self.update()  # the user may have changed the list
-        if (asking := [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]) and not has_epochs:
-            raise ConfigError(
-                f"{', '.join(dict.fromkeys(asking))}: these hooks use epochs, but the training data has no length, so "
-                "there are no epochs; use a period in iterations"
-            )
+        asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]
+        if asking and not has_epochs:
+            raise ConfigError(f"{asking[0]} uses epochs, but the training data has no length; use iterations")
         description, indent = self.describe(), " " * (max(map(len, HOOK_POINTS)) + 4)
         fill = partial(textwrap.fill, width=80, subsequent_indent=indent, break_long_words=False)
         logger.info("Hooks in order:\n%s", "\n".join(map(fill, description.splitlines())))
@@ -126,11 +124,13 @@ class HookList:
         after: Anchor | None,
     ) -> None:
         """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
-        if not isinstance(hooks, Iterable):
-            raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}")
-        new = [hook for hook in hooks if hook is not None]
+        new: list[Any] = [hook for hook in hooks if hook is not None]
         for i, hook in enumerate(new):
-            _check_hook(hook, self.hooks + new[:i])
+            if not isinstance(hook, HookBase):
+                text = f"got {hook!r}; write Hook() for a class, CallbackHook(after_step=function) for a function"
+                raise TypeError(f"register_hooks takes objects of subclasses of HookBase, {text}")
+            if any(hook is other for other in self.hooks + new[:i]):
+                raise ValueError(f"this {type(hook).__name__} is registered already")
         if sum(argument is not None for argument in (priority, before, after)) > 1:
             raise ValueError("register_hooks() takes one of priority, before and after: an anchor has a priority")
         # only hooks themselves may choose -1 (timer) and 101 (writers)
@@ -141,21 +141,11 @@ class HookList:
             self.hooks[position:position] = new
             # a hook placed after the checkpointer is below the save point
             keys = [self._key(anchor) + (after is not None and self._key(anchor) == SAVE_POINT)] * len(new)
-            self._keys.update((id(hook), key) for hook, key in zip(new, keys, strict=True))
-        else:
-            below = ""
-            for hook, key in zip(new, keys, strict=True):
-                if SAVE_POINT < key <= Priority.LOWEST:
-                    below = type(hook).__name__
-                elif below and key == Priority.NORMAL and overrides(hook, "after_step"):
-                    text = (
-                        "%s stands after %s in the list, but runs before it; to run it later, give it a priority 'LOW'"
-                    )
-                    logger.warning(text, type(hook).__name__, below)
+        for hook, key in zip(new, keys, strict=True):
+            if before is None and after is None:
                 followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
                 self.hooks.insert(next(followers, len(self.hooks)), hook)
-                self._keys[id(hook)] = key
-        for hook in new:
+            self._keys[id(hook)] = key
             hook.trainer = self._trainer
         self.update()
         self._hand_out_states()
@@ -192,34 +182,10 @@ class HookList:
             self._names[name].load_state_dict(self._unclaimed_states.pop(name))
 
 
-def _check_hook(hook: object, registered: list[HookBase]) -> None:
-    if inspect.isclass(hook) and issubclass(hook, HookBase):
-        raise TypeError(f"register_hooks takes hook objects, got the class {hook.__name__}; write {hook.__name__}()")
-    if not isinstance(hook, HookBase):
-        raise TypeError(
-            f"a hook is an object of a subclass of HookBase, got {hook!r}; for a bare function use "
-            "hooks.CallbackHook(after_step=function)"
-        )
-    if any(hook is other for other in registered):
-        raise ValueError(f"this {type(hook).__name__} is registered already")
-    for point in HOOK_POINTS:
-        if overrides(hook, point):
-            given = [*inspect.signature(getattr(HookBase, point)).parameters][1:]
-            try:
-                inspect.signature(getattr(hook, point), follow_wrapped=False).bind(*given)
-            except ValueError:  # some functions written in C have no signature
-                continue
-            except TypeError as error:
-                name = f"{type(hook).__name__}.{point}"
-                raise TypeError(f"{name} is called with ({', '.join(given)}): {error}; use self.trainer") from error
-
-
 def is_timed(hook_class: type[HookBase]) -> bool:
     """Whether ``next_due`` is defined in the class that defines ``after_step``, or in a subclass of it."""
-    names = [vars(base) for base in hook_class.__mro__]
-    after_step, next_due = (
-        next(i for i, own in enumerate(names) if name in own) for name in ("after_step", "next_due")
-    )
+    owns = [vars(base) for base in hook_class.__mro__]
+    after_step, next_due = (next(i for i, own in enumerate(owns) if name in own) for name in ("after_step", "next_due"))
     return next_due <= after_step and hook_class.__mro__[next_due] is not HookBase
 
 

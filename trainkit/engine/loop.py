@@ -13,7 +13,7 @@ from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm
 from trainkit.utils.env import set_rng_state
-from trainkit.utils.events import EventStorage
+from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.periods import is_nth, next_due
 
@@ -28,7 +28,12 @@ class TrainerBase(RunState):
     Stage 1 of an iteration is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the save point. At
     the save point the requested checkpoints are written. Stage 2 is ``after_step`` of the hooks below the save point,
     then ``after_epoch``. A resumed run starts with stage 2 of the saved iteration, or with the next iteration.
+
+    Attributes:
+        stop_check_period: if one rank is asked to stop, all ranks stop within this number of iterations.
     """
+
+    stop_check_period = 20
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,15 +130,6 @@ class TrainerBase(RunState):
 
     # ------------------------------------------------------------------ requests
 
-    @property
-    def stop_check_period(self) -> int:
-        """If one rank is asked to stop, all ranks stop within this number of iterations."""
-        return self._stops.check_period
-
-    @stop_check_period.setter
-    def stop_check_period(self, period: int) -> None:
-        self._stops.check_period = period
-
     def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
         """Write a checkpoint at the save point, or at the end of the iteration if the save point has passed.
 
@@ -195,7 +191,7 @@ class TrainerBase(RunState):
         self._starts_epoch = self._stage == 1 and per_epoch > 0 and (self._at == 0 or is_nth(self._at, per_epoch))
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self.failure, self._inside, self._saves = "running", None, "", {}
-        self._stops.reset()
+        self._stops.reset(self.stop_check_period)
         self._step.start_run()
         if not logger.hasHandlers():  # nobody has configured logging
             setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)

@@ -4,8 +4,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +16,8 @@ from trainkit.engine.finite import describe_failure, raise_failure
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead
-from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
-from trainkit.utils.events.later import Numbers
-from trainkit.utils.events.storage import MAX_ROWS, own_stack
+from trainkit.utils.events.storage import MAX_ROWS, EventStorage, get_event_storage, has_event_storage
+from trainkit.utils.events.worker import Numbers
 from trainkit.utils.losses import Losses
 from trainkit.utils.periods import check_period, is_nth
 
@@ -31,46 +29,7 @@ STORED_BESIDE_LOSSES = frozenset(
 _HAND_OVER_ITERS = 10  # a worker gets what waits after this number of iterations, and has ended the hand-over before
 _MOST_RECORDS = 1000  # exchange after this number, even if few are stored, so that a failure is noticed
 _MOST_AHEAD = 2  # steps: each step ahead holds device memory
-
-
-class MetricWorker:
-    """A pool of one worker: it waits for the device, exchanges metrics, stores them and calls the writers."""
-
-    def __init__(self, storage: EventStorage) -> None:
-        self._storage = storage
-        self._pool = ThreadPoolExecutor(1, "trainkit-metrics", initializer=own_stack)
-        self._jobs: deque[Future[EventStorage]] = deque()
-        self._error: BaseException | None = None  # the first one since it was raised
-
-    def submit(self, part: EventStorage, call: Callable[[], object] | None = None) -> None:
-        """Store what waits in ``part``, then call ``call()`` with it as the open storage. Does not wait."""
-        self._jobs.append(self._pool.submit(self._do, part, call))
-
-    def _do(self, part: EventStorage, call: Callable[[], object] | None) -> EventStorage:
-        with part:
-            try:
-                part.flush()
-                if call is not None:
-                    call()
-                    part.flush()
-            except BaseException as error:  # later jobs are done all the same
-                self._error = self._error or error
-        return part
-
-    def wait(self, *, but: int = 0) -> None:
-        """Wait for all jobs, ``but`` the newest ones; raise the first error since the last call."""
-        number = len(self._jobs) - but
-        self._storage.take_back([self._jobs.popleft().result() for _ in range(number)])
-        self.raise_error()
-
-    def raise_error(self) -> None:
-        """Raise the first error since the last call; does not wait."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def close(self) -> None:
-        self._pool.shutdown()
+_MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
 
 
 class LaterCalls:
@@ -80,56 +39,41 @@ class LaterCalls:
         """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
         comm.side_group("write_metrics")  # created here, in the thread of the loop
         storage = get_event_storage()
-        if storage.worker is None:
-            storage.worker = MetricWorker(storage)
+        storage.start_worker()
         storage.publish(partial(call, *args, **kwargs))
 
 
-class StepRecord(NamedTuple):
-    """What one iteration gives to the storage; ``data_time`` in seconds, scalars of shape ``[]``."""
-
-    iter: int
-    data_time: float
-    scalars: dict[str, Tensor]
-    is_stored: bool
-
-
 class Row(NamedTuple):
-    """A `StepRecord` whose numbers are on the host."""
+    """What one iteration gives to the storage; ``data_time`` in seconds, values by name."""
 
     iter: int
     data_time: float
-    values: dict[str, float]
+    values: dict[str, Any]
+    is_stored: bool = True
 
 
 class MetricPath:
     """Takes the losses of each step to the open storage.
 
-    On one process with a CPU they become rows of the storage at once. Otherwise they wait here: until the device has
-    them, or until the ranks exchange the records of ``exchange_period`` iterations in one block, in the same iterations
+    On one process with a CPU they become a row of the storage at once. Otherwise they wait here: until the device has
+    them, or until the ranks exchange the rows of ``exchange_period`` iterations in one block, in the same iterations
     on every rank.
 
     Args:
         trainer: a weak reference; its ``look(iter, values)`` describes what is not finite, or returns None. It is
             called in the order of the iterations.
-        asynchronous: a `MetricWorker` does the work.
+        asynchronous: a worker of the storage does the work.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        gather_period: int,
-        exchange_period: int,
-        asynchronous: bool,
-    ) -> None:
+    def __init__(self, trainer: Any, gather_period: int, exchange_period: int, asynchronous: bool) -> None:
         self._trainer, self._asynchronous = trainer, asynchronous
         self.gather_period = check_period("gather_metric_period", gather_period, minimum=1)
         self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the records of a run that failed; call it when a run starts."""
-        self._records: list[StepRecord] = []
+        """Forget the rows of a run that failed; call it when a run starts."""
+        self._rows: list[Row] = []  # their values are tensors
         self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
         self._handed_over = -1  # the iteration
         self._is_alone: bool | None = None
@@ -137,63 +81,59 @@ class MetricPath:
         self._has_failed = False
 
     def add(
-        self,
-        iter: int,
-        data_time: float,
-        scalars: dict[str, Tensor],
-        *,
-        is_last: bool = False,
-        is_stored: bool = True,
+        self, iter: int, data_time: float, losses: Losses, extra: Mapping[str, Tensor], is_last: bool, is_stored: bool
     ) -> None:
-        """Take the scalars of an iteration, ``total_loss`` among them; without ``is_stored`` they are only looked at.
+        """Take the losses of an iteration, and ``extra`` values; if not ``is_stored`` they are only looked at.
 
         Raises:
             FloatingPointError: an iteration was not finite; on all ranks in the same exchange. On a CPU in one process
                 it is this iteration. From a worker it comes at most 20 iterations later.
         """
-        storage, device = get_event_storage(), scalars["total_loss"].device
         if self._is_alone is None:
             self._is_alone = comm.side_group("metrics") is None  # created here, in the thread of the loop
-            self._is_direct = self._is_alone and not runs_ahead(device)
-        if self._asynchronous and storage.worker is None:
-            storage.worker = MetricWorker(storage)
+            self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
+        storage = get_event_storage()
+        if self._asynchronous:
+            storage.start_worker()
         is_stored = is_stored and (iter + 1) % self.gather_period == 0
         if self._is_direct:
-            if (failure := self._trainer.look(iter, scalars)) is not None:
+            values = losses.read()
+            for name, value in extra.items():
+                values[name] = value.item()
+            if (failure := self._trainer.look(iter, values)) is not None:
                 raise_failure([failure])
             if is_stored:
-                rows = storage.rows
-                rows += [(iter, "rank_data_time", data_time, None), (iter, "data_time", data_time, None)]
-                for name, value in scalars.items():
-                    rows.append((iter, name, value, None))
+                storage.rows.append((iter, {"rank_data_time": data_time, "data_time": data_time, **values}))
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
-            self._keep(StepRecord(iter, data_time, scalars, is_stored), storage, device, is_last)
+            self._keep(
+                Row(iter, data_time, {**losses.scalars, **extra}, is_stored), storage, losses.total.device, is_last
+            )
         if self._asynchronous and iter - self._handed_over >= _HAND_OVER_ITERS:
             self._handed_over = iter
             if self._is_alone:
                 self._pass_on(storage)
             storage.hand_over()
-            storage.worker.wait(but=2)  # type: ignore[union-attr]  # those of this hand-over
+            storage.start_worker().wait(but=2)  # those of this hand-over
 
-    def _keep(self, record: StepRecord, storage: EventStorage, device: torch.device, is_last: bool) -> None:
-        self._records.append(record)
+    def _keep(self, row: Row, storage: EventStorage, device: torch.device, is_last: bool) -> None:
+        self._rows.append(row)
         if runs_ahead(device):
             self._recent.append(new_event(device))
             if len(self._recent) > _MOST_AHEAD:
                 self._recent.popleft().synchronize()
         if self._is_alone:
             storage.before_read = self._pass_on
-            due = len(self._records) >= 2 * _HAND_OVER_ITERS
+            due = len(self._rows) >= 2 * _HAND_OVER_ITERS
         else:
-            due = is_last or is_nth(record.iter + 1, self.exchange_period)
-            due = (due and any(record.is_stored for record in self._records)) or len(self._records) >= _MOST_RECORDS
+            due = is_last or is_nth(row.iter + 1, self.exchange_period)
+            due = (due and any(row.is_stored for row in self._rows)) or len(self._rows) >= _MOST_RECORDS
         if due:
             self._pass_on(storage)
 
     def finish(self) -> None:
-        """Exchange and store the remaining records, and wait for that; every rank calls it at the same point.
+        """Exchange and store the remaining rows, and wait for that; every rank calls it at the same point.
 
         Raises:
             FloatingPointError: on every rank, if an iteration was not finite on one of them.
@@ -203,37 +143,37 @@ class MetricPath:
             get_event_storage().flush()
 
     def _pass_on(self, storage: EventStorage) -> None:
-        if not self._records:
+        if not self._rows:
             return
-        records, self._records = self._records, []
-        numbers = Numbers([value for record in records for value in record.scalars.values()])
-        if storage.worker is not None:
-            storage.worker.submit(storage.take(), partial(self._store, records, numbers))
+        rows, self._rows = self._rows, []
+        numbers = Numbers([value for row in rows for value in row.values.values()])
+        if self._asynchronous:
+            storage.start_worker().submit(storage.take(), partial(self._store, rows, numbers))
         else:
-            self._store(records, numbers, storage)
+            self._store(rows, numbers, storage)
 
-    def _store(self, records: Sequence[StepRecord], numbers: Numbers, storage: EventStorage | None = None) -> None:
+    def _store(self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage | None = None) -> None:
         """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
-        values, rows, failure = iter(numbers.read()), [], None
-        for record in records:
-            row = Row(record.iter, record.data_time, {name: next(values) for name in record.scalars})
-            found = self._trainer.look(record.iter, row.values)
+        read, stored, failure = iter(numbers.read()), [], None
+        for row in rows:
+            values = {name: next(read) for name in row.values}
+            found = self._trainer.look(row.iter, values)
             failure = failure or found
-            if record.is_stored:
-                rows.append(row)
-        means, failures = exchange_rows(rows, self.exchange_period, failure)
+            if row.is_stored:
+                stored.append(row._replace(values=values))
+        means, failures = exchange_rows(stored, self.exchange_period, failure)
         self._has_failed = any(failures)
-        for row, mean in zip(rows, means, strict=True):
+        for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
-                _put(storage or get_event_storage(), row.iter, row.data_time, mean.data_time, mean.values)
+                _put(storage or get_event_storage(), row, mean)
         raise_failure(failures)
 
 
-def _put(storage: EventStorage, iter: int, own_sec: float, longest_sec: float, values: Mapping[str, Any]) -> None:
-    own = {"rank_data_time": own_sec, "data_time": longest_sec}
-    storage.rows += [(iter, name, value, None) for name, value in {**own, **values}.items()]
+def _put(storage: EventStorage, own: Row, mean: Row) -> None:
+    times = {"rank_data_time": own.data_time, "data_time": mean.data_time}
+    storage.rows.append((own.iter, {**times, **mean.values}))
 
 
 def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = "") -> None:
@@ -251,26 +191,61 @@ def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur
     tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
     scalars = Losses(tensors, trained).scalars
-    values = dict(zip(scalars, Numbers([value.detach() for value in scalars.values()]).read(), strict=True))
-    [mean], _ = exchange_rows([Row(cur_iter, data_time, values)], 1, purpose="write_metrics")
+    own = Row(cur_iter, data_time, dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True)))
+    [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
     named = {prefix + name: value for name, value in mean.values.items()}
-    _put(get_event_storage(), cur_iter, data_time, mean.data_time, named)
+    _put(get_event_storage(), own, mean._replace(values=named))
+
+
+class OwnMetrics:
+    """If a subclass overrides ``_write_metrics`` or ``write_metrics``, these get the losses in place of the storage."""
+
+    iter: int
+    extra: dict[str, Tensor]
+    gather_metric_period: Any
+    concurrent_executor: Any
+
+    write_metrics = staticmethod(write_metrics)
+
+    def _write_metrics(
+        self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
+    ) -> None:
+        """Call `write_metrics` in iterations whose metrics are gathered; the losses have no graph."""
+        if ((iter := self.iter if iter is None else iter) + 1) % self.gather_metric_period == 0:
+            self.write_metrics(loss_dict, data_time, iter, prefix)
+
+    @cached_property
+    def writes_itself(self) -> bool:
+        own = getattr(self._write_metrics, "__func__", self._write_metrics)
+        return own is not OwnMetrics._write_metrics or self.write_metrics is not write_metrics
+
+    def let_write(self, losses: Losses, data_time: float) -> None:
+        """Call the methods of the subclass, in the worker if there is a ``concurrent_executor``."""
+        if (self.iter + 1) % self.gather_metric_period:
+            return
+        # copies, since the worker reads them later; `write_metrics` adds up those that require grad
+        copies = {name: value.clone().requires_grad_(name in losses.trained) for name, value in losses.detached.items()}
+        for name, value in self.extra.items():
+            if not name.startswith("[flag]"):
+                get_event_storage().put_scalar(name, value)
+        if self.concurrent_executor is None:
+            self._write_metrics(copies, data_time)
+        else:
+            self.concurrent_executor.submit(self._write_metrics, copies, data_time, iter=self.iter)
 
 
 # ---------------------------------------------------------------------- over ranks
 
-_MOST_VALUES = 64  # the largest number of values in a row of the block
-
 
 def exchange_rows(
     rows: Sequence[Row], most: int, failure: str | None = None, *, purpose: str = "metrics"
-) -> tuple[list[Row], list[str | None]]:
+) -> tuple[Sequence[Row], list[str | None]]:
     """Returns rows with the means over ranks and the longest ``data_time``, and the failure of each rank.
 
     The result is the same on every rank. There is one exchange of a block whose size depends on ``most`` alone. If
-    ranks have different names, all of them notice this in the exchange and make a second one.
+    a rank has failed, or other names, all of them notice this in the exchange and make a second one.
 
     Args:
         most: the largest possible number of rows, the same on every rank.
@@ -278,31 +253,25 @@ def exchange_rows(
     """
     group = comm.side_group(purpose)
     if group is None:
-        return [*rows], [failure]
+        return rows, [failure]
     block = np.zeros((1 + most, 1 + _MOST_VALUES))  # the size is equal on all ranks; else Gloo silently mixes up data
     names = "\n".join(name for row in rows for name in ("", *row.values))
-    block[0, :3] = len(rows), zlib.crc32(names.encode("utf-8", "backslashreplace")), failure is not None
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
-    for line, row in zip(block[1:], rows, strict=False):
-        line[0] = row.data_time
-        if fits:
-            line[1 : 1 + len(row.values)] = [*row.values.values()]
+    block[0, :3] = len(rows), zlib.crc32(names.encode("utf-8", "backslashreplace")), failure is not None or not fits
+    for line, row in zip(block[1:], rows if fits else (), strict=False):
+        line[: 1 + len(row.values)] = row.data_time, *row.values.values()
     every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64, device="cpu")
     dist.all_gather([*every.unbind()], torch.from_numpy(block), group=group)
     blocks = every.numpy()
-    failures: list[str | None] = [None]
-    if blocks[:, 0, 2].any():
-        failures = comm.all_gather(failure, group=group)
-    if fits and (blocks[:, 0, :2] == block[0, :2]).all():
-        means, longest = (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(), blocks[:, 1:, 0].max(0).tolist()
-        exchanged = [
-            Row(row.iter, sec, dict(zip(row.values, values, strict=False)))
-            for row, sec, values in zip(rows, longest, means, strict=False)
-        ]
-    else:
-        by_rank = comm.all_gather([*rows], group=group)
-        exchanged = [_mean(i, by_rank)._replace(iter=row.iter) for i, row in enumerate(rows)]
-    return exchanged, failures
+    if blocks[:, 0, 2].any() or (blocks[:, 0, :2] != block[0, :2]).any():
+        by_rank = comm.all_gather(([*rows], failure), group=group)
+        all_rows = [theirs for theirs, _ in by_rank]
+        return [_mean(i, all_rows)._replace(iter=row.iter) for i, row in enumerate(rows)], [text for _, text in by_rank]
+    means, longest = (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(), blocks[:, 1:, 0].max(0).tolist()
+    return [
+        Row(row.iter, sec, dict(zip(row.values, values, strict=False)))
+        for row, sec, values in zip(rows, longest, means, strict=False)
+    ], [None]
 
 
 def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:

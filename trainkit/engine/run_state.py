@@ -8,7 +8,7 @@ from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.utils import comm
 from trainkit.utils.env import get_rng_state, rng_state_for_rank
-from trainkit.utils.events import EventStorage
+from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.periods import periods_done, say_done
 
 _T = TypeVar("_T")
@@ -28,7 +28,6 @@ def _point(name: str) -> Any:
         for method in self._hook_list.calls[name]:
             method(*args)
 
-    call.__name__, call.__doc__ = name, f"Call ``{name}`` of the hooks, see `HookBase`."
     return call
 
 
@@ -120,14 +119,10 @@ class RunState:
     # ------------------------------------------------------------------ points; a trainer class may override them
 
     before_epoch, after_epoch = _point("before_epoch"), _point("after_epoch")
+    after_backward = _point("after_backward")  # a user's run_step calls it between the gradients and the update
     before_eval, after_eval = _point("before_eval"), _point("after_eval")
     before_eval_step, after_eval_step = _point("before_eval_step"), _point("after_eval_step")
     after_load = _point("after_load")
-
-    def after_backward(self) -> None:
-        """A user's ``run_step`` must call it between the gradients and the update."""
-        for call in self._hook_list.calls["after_backward"]:
-            call()
 
     # ------------------------------------------------------------------ epochs
 
@@ -166,7 +161,7 @@ class RunState:
         self._hook_list = owner._hook_list
         if type(owner).after_backward is not RunState.after_backward:
             outer = weakref.proxy(owner)
-            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
+            self.after_backward = lambda: outer.after_backward()
 
     def acts_after_backward(self) -> bool:
         """Whether a hook or a subclass does anything in ``after_backward``."""
@@ -183,12 +178,7 @@ class RunState:
         """Release what only stage 1 may read; called at the save point."""
 
     def find_failure(self, everywhere: bool = True) -> str | None:
-        """A description of values that are not finite on this rank; None if there are none.
-
-        Args:
-            everywhere: every rank calls it, so it may exchange values with the others.
-        """
-        return None
+        """What is not finite on this rank, or None. With ``everywhere`` every rank calls it, and they may exchange."""
 
     # ------------------------------------------------------------------ state
 

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.engine.feed import Feed
-from trainkit.engine.finite import describe_failure, describe_model, non_finite_names
-from trainkit.engine.forwarding import check_exchange, forwarded
+from trainkit.engine.finite import describe_failure, non_finite_names
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath
-from trainkit.engine.own_metrics import OwnMetrics
+from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils.device import device_of
@@ -26,6 +24,12 @@ from trainkit.utils.losses import Losses, mean_losses, parse_losses
 from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
+
+
+def forwarded(path: str, doc: str = "") -> Any:
+    """A property that reads and sets an attribute of a part: ``forwarded("feed.loader")``."""
+    owner, _, name = path.rpartition(".")
+    return property(attrgetter(path), lambda self, value: setattr(attrgetter(owner)(self), name, value), doc=doc)
 
 
 def _of_step(name: str, path: str, doc: str) -> Any:
@@ -51,6 +55,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
     the step: ``fetch``, ``compute_losses``, ``backward``, ``before_update``, ``record``, ``update``.
 
     Attributes:
+        model, optimizer: replaced between two runs only, since hooks, schedule and checkpointer keep theirs.
         feed: draws the batches.
         metrics: takes the losses to the storage.
         accumulation_steps: micro-batches per iteration.
@@ -110,26 +115,22 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         super().__init__()
         if non_finite not in ("raise", "ignore"):
             raise ValueError(
-                f"non_finite must be 'raise' or 'ignore', got {non_finite!r}; other policies are "
-                "those of trainkit.projects.non_finite"
+                f"non_finite must be 'raise' or 'ignore', got {non_finite!r}; projects have other policies"
             )
         model.train()
-        self.feed = Feed(data_loader)
+        self.model, self.optimizer, self.feed = model, optimizer, Feed(data_loader)
         self.metrics = MetricPath(weakref.proxy(self), gather_metric_period, exchange_period, async_write_metrics)
         self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self.concurrent_executor = LaterCalls() if async_write_metrics else None  # detectron2's name
-        self.non_finite = non_finite
-        self.clip_gradients = clip_gradients
+        self.non_finite, self.clip_gradients = non_finite, clip_gradients
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
         self.extra: dict[str, Tensor] = {}
         self._data_sec = 0.0
         self._is_first_step = True
-        self._never_finite: set[str] = set()  # parts of the model, such as masks of -inf
-        self.model = model
-        self.optimizer = optimizer
+        self._look_at_model()
         if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
             text = "Batch norm treats each micro-batch separately: %d do not equal one large batch. Group norm would"
             logger.warning(text, accumulation_steps)
@@ -138,16 +139,12 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         """Fetch, zero_grad, forward, backward, unscale, after_backward, clip, metrics, update."""
         if not self.model.training:
             raise RuntimeError("the model is in eval mode; code that calls model.eval() must call model.train() again")
-        try:
-            self._batch = self._losses = None  # release them before the next batch is made
-            self._data_sec, self.feed.drawn = 0.0, 0
-            self._losses = losses = self.compute_gradients()
-            self.before_update()
-            self.record(losses, self._data_sec)  # before the update: the weights must stay finite
-            self.update()
-        except (RuntimeError, TypeError, AttributeError) as error:
-            self.feed.explain(error, None if self._losses else self._batch)
-            raise
+        self._batch = self._losses = None  # release them before the next batch is made
+        self._data_sec, self.feed.drawn = 0.0, 0
+        self._losses = losses = self.compute_gradients()
+        self.before_update()
+        self.record(losses, self._data_sec)  # before the update: the weights must stay finite
+        self.update()
 
     # ------------------------------------------------------------------ parts of a step, for variants to override
 
@@ -156,15 +153,9 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         return self.feed.next(self._device)
 
     def micro_batches(self) -> Iterator[tuple[Any, bool]]:
-        """The micro-batches of this iteration, each drawn when it is asked for, and whether it is the last one.
-
-        There are fewer than ``accumulation_steps`` only if the loader is an iterator that ends.
-        """
-        is_last, number = False, 0
-        while not is_last:
-            batch, number = self.draw(), number + 1
-            is_last = number == self.accumulation_steps or not self.feed.has_next()
-            yield batch, is_last
+        """The micro-batches of this iteration, each drawn when it is asked for, and whether it is the last one."""
+        for number in range(1, self.accumulation_steps + 1):
+            yield self.draw(), number == self.accumulation_steps
 
     def draw(self) -> Any:
         """`fetch`, with the time that it takes; the result becomes ``batch``."""
@@ -186,10 +177,6 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
             with nullcontext() if is_last else without_gradient_sync(self.model):
                 found.append(self._add_gradients(batch, steps, is_first=not found).detach())  # frees the graph
             del batch  # the next one may be drawn
-        if len(found) < steps:  # the data have ended
-            for parameter in parameters_of(self.optimizer, self.model):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(steps / len(found))
         return mean_losses(found)
 
     def _add_gradients(self, batch: Any, steps: int, *, is_first: bool = True) -> Losses:
@@ -203,10 +190,13 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         return losses
 
     def compute_losses(self, batch: Any) -> Losses:
+        """The losses of the forward pass. Raises ValueError if one has a name that the trainer stores itself."""
         losses = parse_losses(self.call_model(batch))
         if self._is_first_step:
             self._is_first_step = False
-            check_names(losses, STORED_BESIDE_LOSSES)
+            stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if self.clip_gradients else set())
+            if taken := sorted(losses.values.keys() & stored):
+                raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
             logged = [name for name in losses.values if name not in losses.trained]
             logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
         return losses
@@ -224,25 +214,17 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     def judge_gradients(self, losses: Any) -> dict[str, Tensor]:
         """Clip the gradients; returns ``extra``."""
-        norm = None
-        if self.clip_gradients is not None:
-            norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
+        if self.clip_gradients is None:
+            return {}
+        norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
         return {} if norm is None else {"grad_norm": norm.detach()}
 
     def record(self, losses: Losses, data_time: float) -> None:
-        """Give the losses and ``extra`` to the storage.
-
-        Raises:
-            FloatingPointError: see ``non_finite``.
-            ValueError: a loss has a name that the trainer stores itself.
-        """
-        if self.extra:
-            check_names(losses, self.extra)  # a model may return an entry only later
-        scalars = losses.scalars | self.extra
+        """Give the losses and ``extra`` to the storage. Raises FloatingPointError, see ``non_finite``."""
         if self.writes_itself:
             self.let_write(losses, data_time)
         is_last = self.iter + 1 == self.max_iter
-        self.metrics.add(self.iter, data_time, scalars, is_last=is_last, is_stored=not self.writes_itself)
+        self.metrics.add(self.iter, data_time, losses, self.extra, is_last, not self.writes_itself)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -263,33 +245,20 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
                 return describe_failure("gradients are", iter, values)
         return None
 
-    # ------------------------------------------------------------------ parts that may be replaced between runs
-
-    def _set_model(self, model: nn.Module) -> None:
-        check_exchange(self, "model", model)
-        self._model = model
-        self._find_device()
-        self._never_finite = {*non_finite_names(model)} if self.non_finite != "ignore" else set()
-
-    def _find_device(self) -> None:
-        self._device = device_of(self._model) or torch.device("cpu")
-
-    model: Any = property(attrgetter("_model"), _set_model, doc="Exchanged between runs only; wrapped at any time.")
-
-    def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_exchange(self, "optimizer", optimizer)
-        self._optimizer = optimizer
-
-    optimizer: Any = property(attrgetter("_optimizer"), _set_optimizer, doc="Set to another one between two runs only.")
+    # ------------------------------------------------------------------ runs and state
 
     @property
     def iters_per_epoch(self) -> int:
         return self.feed.iters_per_epoch(self.accumulation_steps)
 
-    # ------------------------------------------------------------------ runs and state
+    def _look_at_model(self) -> None:
+        self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")
+        # parts such as masks of -inf, which are never finite
+        self._never_finite = {*non_finite_names(self.model)} if self.non_finite != "ignore" else set()
 
     def start_run(self) -> None:
-        self._find_device()  # the model may have been moved since the last run
+        if self.model is not self._seen_model or device_of(self.model) not in (self._device, None):
+            self._look_at_model()  # it was replaced or moved since the last run
         self.metrics.reset()
 
     def make_iterators(self) -> None:
@@ -304,7 +273,12 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         if self.non_finite == "ignore":
             return None
         names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
-        return describe_model(names, self.iter) if names else None
+        if not names:
+            return None
+        return (
+            f"the model is not finite in iteration {self.iter}, though its losses were: {', '.join(names[:5])} "
+            f"({len(names)} in all). A gradient of this or an earlier iteration was not finite"
+        )
 
     def describe_inexact(self) -> list[str]:
         inexact = [*super().describe_inexact(), *filter(None, [self.feed.obstacle])]
@@ -346,9 +320,3 @@ def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
     if groups is None:
         return [*model.parameters()]
     return [parameter for group in groups for parameter in group["params"]]
-
-
-def check_names(losses: Losses, stored: Iterable[str]) -> None:
-    """Raises ValueError if a loss has a name that the trainer stores itself."""
-    if taken := sorted(losses.values.keys() & set(stored)):
-        raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")

@@ -30,11 +30,6 @@ class Stop(NamedTuple):
     reason: str
     signum: int | None = None
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the process, as in a shell."""
-        return 0 if self.signum is None else 128 + self.signum
-
 
 class StopRequests:
     """The stop requests of this rank, and the agreement of all ranks.
@@ -46,8 +41,7 @@ class StopRequests:
         stop: the agreed stop, the same on every rank; None: the run continues.
     """
 
-    def __init__(self, check_period: int = 20) -> None:
-        self.check_period = check_period
+    def __init__(self) -> None:
         self._requests: list[Stop] = []
         self._num_looks = 0  # the number of steps after which the loop has looked here
         self._is_agreed = threading.Event()
@@ -55,13 +49,12 @@ class StopRequests:
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[dist.Work, torch.Tensor] | None = None
 
-    @property
-    def check_period(self) -> int:
-        return self._check_period
-
-    @check_period.setter
-    def check_period(self, period: int) -> None:
-        self._check_period = check_period("stop_check_period", period, minimum=1)
+    def reset(self, check_period_iters: int) -> None:
+        """Forget all requests; every rank calls it in the thread of the loop when a run starts."""
+        self._check_period = check_period("stop_check_period", check_period_iters, minimum=1)
+        self._requests, self.stop, self._exchange = [], None, None
+        self._is_agreed.clear()
+        self._group = comm.side_group("stopping")
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Request a stop, from any thread or a signal handler. Of several requests a signal wins, else the first."""
@@ -72,23 +65,17 @@ class StopRequests:
         """Whether this rank was asked to stop."""
         return bool(self._requests)
 
-    def reset(self) -> None:
-        """Forget all requests; every rank calls it in the thread of the loop when a run starts."""
-        self._requests, self.stop, self._exchange = [], None, None
-        self._is_agreed.clear()
-        self._group = comm.side_group("stopping")
-
     def agreed(self, iter: int) -> Stop | None:
         """``stop``; every rank calls it after each step."""
         self._num_looks += 1
         if self._group is None:
             return self.agree_now() if self._requests else self.stop
-        if self.stop is None and iter % max(self.check_period // 2, 1) == 0:
-            if self.check_period == 1:
+        if self.stop is None and iter % max(self._check_period // 2, 1) == 0:
+            if self._check_period == 1:
                 self._start_exchange()
             if self._read_exchange():
                 return self.agree_now()
-            if self.check_period > 1:
+            if self._check_period > 1:
                 self._start_exchange()
         return self.stop
 
@@ -109,26 +96,22 @@ class StopRequests:
         if self.stop is not None and self.stop.signum == signal.SIGINT:
             raise KeyboardInterrupt
         if self.stop is not None and self.stop.signum is not None:
-            raise SystemExit(self.stop.exit_code)
+            raise SystemExit(128 + self.stop.signum)
 
     @contextlib.contextmanager
-    def listening(self, *, is_loop: bool = True) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Context in which the signals of `stop_signals` request a stop, if this is the main thread.
 
-        A second SIGINT has the effect that it had before this context, a second signal of another kind ends the
-        process. An ignored signal, as under nohup, stays ignored, and a program's own handler of SIGUSR1 stays. At the
-        end, without an error, it waits for the last exchange of the ranks.
-
-        Args:
-            is_loop: if the loop looks at no step for 30 s after the first signal, because its data, an evaluator or a
-                writer hangs, the process ends too.
+        A second SIGINT has the effect that it had before this context. A second signal of another kind ends the
+        process, and so does the first one if no step ends in 30 s: its data, an evaluator or a writer hangs. An ignored
+        signal, as under nohup, stays ignored, and a program's own handler of SIGUSR1 stays. At the end, without an
+        error, it waits for the last exchange of the ranks.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for each in stop_signals():
                 handler = signal.getsignal(each)  # None: the handler was not set by Python, which cannot restore it
-                is_ours = handler == signal.SIG_DFL or getattr(handler, "__module__", "") == __name__
-                if (is_ours or each.name != "SIGUSR1") and handler not in (None, signal.SIG_IGN):
+                if handler not in (None, signal.SIG_IGN) and (each.name != "SIGUSR1" or handler == signal.SIG_DFL):
                     former[each] = handler
         first: list[float] = []
 
@@ -137,9 +120,8 @@ class StopRequests:
             self.request(signal.Signals(signum).name, signum)
             if not first:
                 first.append(now)
-                if is_loop:
-                    threading.Thread(target=self._end_if_it_hangs, args=(signum,), daemon=True).start()
-            elif is_loop and signum != signal.SIGINT and now - first[0] > _ONE_SIGNAL_SEC:
+                threading.Thread(target=self._end_if_it_hangs, args=(signum,), daemon=True).start()
+            elif signum != signal.SIGINT and now - first[0] > _ONE_SIGNAL_SEC:
                 _end(signum, "a second signal came")
             if signum == signal.SIGINT:
                 signal.signal(signum, former[signum])

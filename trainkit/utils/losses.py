@@ -39,6 +39,14 @@ class Losses:
             scalars[name] = value.detach() if value.grad_fn is not None else value.detach().clone()
         return scalars
 
+    def read(self) -> dict[str, float]:
+        """`scalars` as numbers; waits for their device."""
+        numbers = {"total_loss": self.total.item()}
+        if len(self.values) > 1:
+            for name, value in self.values.items():
+                numbers[name] = value.item()
+        return numbers
+
     def detach(self) -> "Losses":
         return Losses(self.detached, self.trained, self.outputs, total=self.total.detach())
 
@@ -60,12 +68,11 @@ def parse_losses(returned: object) -> Losses:
         raise ValueError("the model returned an entry total_loss, which is the name of the sum; give it another name")
     outputs, trained = values.pop("outputs", None), []
     for name, value in values.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or type(name) is not str:
             raise TypeError(f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar tensors")
-        if value.numel() != 1:
-            hint = "accepted: a scalar (a model may return logits in trainkit.modeling.losses_from)"
-            raise ValueError(f"the model's loss {name!r} has the shape {list(value.shape)}; {hint}")
         if value.ndim > 0:
+            if value.numel() != 1:
+                raise ValueError(f"the model's loss {name!r} has the shape {list(value.shape)}; accepted: a scalar")
             values[name] = value.reshape(())  # only if needed, since it adds a step to the backward pass
         if value.requires_grad:
             trained.append(name)

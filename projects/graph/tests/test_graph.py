@@ -17,6 +17,7 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, batches, scalars
 from trainkit.config import ConfigError
 from trainkit.engine import AMPTrainer, DefaultTrainer, GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer
+from trainkit.engine.amp import fixed_scaler
 from trainkit.engine.hooks import CallbackHook, EMAHook, LRScheduler, ParamScheduler
 from trainkit.solver import LARS, GradientClipper
 from trainkit.utils.events import get_event_storage
@@ -134,7 +135,7 @@ SETTINGS = {
     "bfloat16": {"trainer_type": AMPTrainer, "precision": torch.bfloat16},
     "float16": {"trainer_type": AMPTrainer, "log_grad_scaler": True},
     "float16, asynchronous": {"trainer_type": AMPTrainer, "log_grad_scaler": True, "async_write_metrics": True},
-    "float16 of a fixed scale": {"trainer_type": AMPTrainer, "loss_scale": 128.0},
+    "float16 of a fixed scale": {"trainer_type": AMPTrainer, "grad_scaler": fixed_scaler("cpu", 128.0)},
     "accumulation": {"accumulation_steps": 2},
     "clipping": {"clip_gradients": GradientClipper("full_model", 0.1)},
     "skip": {"trainer_type": SkipNonFinite},

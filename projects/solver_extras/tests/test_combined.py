@@ -9,6 +9,7 @@ from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from trainkit.config import ConfigError, check_values, get_cfg, scale_lr_to_batch
 from trainkit.engine import AMPTrainer, SimpleTrainer
+from trainkit.engine.amp import fixed_scaler
 from trainkit.solver import CombinedOptimizer, build_lr_scheduler, build_optimizer
 
 MUON = {"NAME": "Muon", "PARAMS": ["0.weight"], "LR": 0.02, "MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.1}
@@ -86,7 +87,7 @@ def test_a_loaded_or_copied_optimizer_goes_on_as_the_one_it_comes_from():
 @pytest.mark.parametrize("kind", [SkipNonFinite, AMPTrainer])
 def test_all_optimizers_skip_an_update_that_is_not_finite(entries, kind):
     """A skipped first update is as if it had not been, for a scaler and for the policy."""
-    options = {"precision": torch.float16, "loss_scale": 1.0} if kind is AMPTrainer else {}
+    options = {"precision": torch.float16, "grad_scaler": fixed_scaler("cpu", 1.0)} if kind is AMPTrainer else {}
     found = trained(entries, 4, bad=[0], trainer_class=kind, **options)
     expected = Net()
     trainer = kind(expected, batches(4)[1:], build_optimizer(make_cfg(entries), expected), **options)

@@ -7,21 +7,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainkit.utils.device import runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
-from trainkit.utils.events.later import Numbers
+from trainkit.utils.events.worker import Numbers, Worker
 
 logger = logging.getLogger(__name__)
 
 _stack: list["EventStorage"] = []
 _thread = threading.local()  # .stack: like _stack, for the thread of a `Worker`
 
-MAX_ROWS = 1000  # this number of values waits at most before they are stored
+MAX_ROWS = 1000  # this number of rows waits at most before they are stored
 _MAX_IMAGES = 100  # limit for a rank without a writer, which would clear them
 
 
@@ -33,10 +33,7 @@ def get_event_storage() -> "EventStorage":
     """
     stack = getattr(_thread, "stack", _stack)
     if not stack:
-        raise RuntimeError(
-            "no EventStorage is open: put scalars from inside a trainer or a `with EventStorage():` block, "
-            "or ask has_event_storage() first"
-        )
+        raise RuntimeError("no EventStorage is open; open one (`with EventStorage():`), or ask has_event_storage()")
     return stack[-1]
 
 
@@ -45,8 +42,7 @@ def has_event_storage() -> bool:
     return bool(getattr(_thread, "stack", _stack))
 
 
-def own_stack() -> None:
-    """Let the present thread have its own open storages; a worker calls it first."""
+def _own_stack() -> None:
     _thread.stack = []
 
 
@@ -62,22 +58,6 @@ class Histogram(NamedTuple):
     raw: dict[str, Any]  # the keyword arguments of SummaryWriter.add_histogram_raw
 
 
-class Worker(Protocol):
-    """A thread that stores values and calls writers, in the order in which it is asked to."""
-
-    def submit(self, part: "EventStorage", call: Callable[[], object] | None = None) -> None:
-        """Store what waits in ``part``, then call ``call()``, in the thread."""
-
-    def wait(self, *, but: int = 0) -> None:
-        """Wait until everything is done, ``but`` the newest calls of `submit`; raise the first error."""
-
-    def raise_error(self) -> None:
-        """Raise the first error, without waiting."""
-
-    def close(self) -> None:
-        """End the thread."""
-
-
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
@@ -86,17 +66,16 @@ class EventStorage:
 
     Attributes:
         iter: the current iteration, counted from 0; the loop sets it.
-        rows: (iter, name, value, epoch) in the order of their puts; a tensor, of shape ``[]``, is read later with all
-            others. The trainer appends its losses here.
+        rows: (iter, name -> value), in the order of the puts; a tensor, of shape ``[]``, is read later with all others.
         before_read: called before a read stores what waits; the trainer adds what it still holds.
-        worker: stores and writes in a thread, if the trainer asks for it.
+        worker: stores and writes in a thread, after `start_worker`.
     """
 
     iter: int = 0
 
     def __init__(self, start_iter: int = 0, history_length: int = 10_000) -> None:
         self.iter = start_iter
-        self.rows: list[tuple[int, str, Any, int | None]] = []
+        self.rows: list[tuple[int, Mapping[str, Any]]] = []
         self.before_read: Callable[[EventStorage], None] | None = None
         self.worker: Worker | None = None
         self._prefix = ""
@@ -130,7 +109,6 @@ class EventStorage:
         Raises:
             ValueError: the name has the other hint already; it is ``iteration``, or ``epoch`` while the argument
                 ``epoch`` is given (writers use these names); the value is not one number.
-            TypeError: the name is not text.
         """
         try:
             if isinstance(value, Tensor) and runs_ahead(value.device):
@@ -138,13 +116,11 @@ class EventStorage:
             else:
                 number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            kind = type(value).__name__
-            raise ValueError(
-                f"scalar {name!r} must be one number or a tensor of one element, got {kind}: {error}"
-            ) from error
-        if self._prefix or epoch is not None or self._smoothing_hints.get(name) is not smoothing_hint:
+            text = f"scalar {name!r} must be one number or a tensor of one element, got {type(value).__name__}: {error}"
+            raise ValueError(text) from error
+        if self._prefix or self._epochs or epoch is not None or self._smoothing_hints.get(name) is not smoothing_hint:
             name = self._accepted(name, smoothing_hint, epoch)
-        self.rows.append((self.iter if cur_iter is None else operator.index(cur_iter), name, number, epoch))
+        self.rows.append((self.iter if cur_iter is None else operator.index(cur_iter), {name: number}))
         if len(self.rows) >= MAX_ROWS:
             self.hand_over()
 
@@ -154,15 +130,15 @@ class EventStorage:
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
     def _accepted(self, name: str, smoothing_hint: bool, epoch: int | None) -> str:
-        """The full name, with its hint noted."""
-        name = _writable(self._prefix, name)
+        """The full name, with its hint and epoch noted."""
+        name = self._prefix + name
         if name == "iteration" or (name == "epoch" and epoch is not None):
             raise ValueError(f"{name!r} is a name that writers use themselves; use another name")
         if self._smoothing_hints.setdefault(name, smoothing_hint) is not smoothing_hint:
-            raise ValueError(
-                f"scalar {name!r} was put with smoothing_hint={not smoothing_hint} before and now with "
-                f"smoothing_hint={smoothing_hint}; use one hint per name"
-            )
+            raise ValueError(f"scalar {name!r} was put with smoothing_hint={not smoothing_hint}; use one hint per name")
+        self._epochs.pop(name, None)
+        if epoch is not None:
+            self._epochs[name] = operator.index(epoch)
         return name
 
     def put_image(self, img_name: str, img_tensor: Tensor) -> None:
@@ -170,7 +146,7 @@ class EventStorage:
 
         The newest 100 are kept until a writer that shows images clears them.
         """
-        self._images.append(Image(_writable(self._prefix, img_name), img_tensor, self.iter))
+        self._images.append(Image(self._prefix + img_name, img_tensor, self.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: Tensor, bins: int = 1000) -> None:
         """Keep the histogram of a tensor of any shape, like an image. Synchronizes its device."""
@@ -185,7 +161,7 @@ class EventStorage:
             "bucket_limits": torch.linspace(low, high, bins + 1, device="cpu")[1:].tolist(),
             "bucket_counts": torch.histc(values, bins=bins).tolist(),
         }
-        self._histograms.append(Histogram(_writable(self._prefix, hist_name), self.iter, raw))
+        self._histograms.append(Histogram(self._prefix + hist_name, self.iter, raw))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
@@ -197,6 +173,12 @@ class EventStorage:
             self._prefix = before
 
     # ------------------------------------------------------------------ store what waits
+
+    def start_worker(self) -> Worker:
+        """From now on a thread stores what waits, and makes the calls of `publish`; it ends with the ``with`` block."""
+        if self.worker is None:
+            self.worker = Worker(self, _own_stack)
+        return self.worker
 
     def flush(self) -> None:
         """Store everything that was put so far. Raises the first error of the worker since the last flush."""
@@ -229,12 +211,10 @@ class EventStorage:
     def take(self, *, images: bool = False) -> "EventStorage":
         """Returns a storage with the same histories and with what waits here; then nothing waits here any more."""
         part = copy.copy(self)
-        part.before_read = part.worker = None
-        part._numbers = Numbers([row[2] for row in self.rows]) if self.rows else None
-        self.rows, kept = [], (self._images, self._histograms)
-        empty: tuple[deque[Image], deque[Histogram]] = deque(maxlen=_MAX_IMAGES), deque(maxlen=_MAX_IMAGES)
-        (self._images, self._histograms) = empty if images else kept
-        (part._images, part._histograms) = kept if images else empty
+        part.before_read, part.worker, part._epochs = None, None, dict(self._epochs)
+        part._numbers = Numbers(_values(self.rows)) if self.rows else None
+        self.rows, emptied = [], self if images else part
+        emptied._images, emptied._histograms = deque(maxlen=_MAX_IMAGES), deque(maxlen=_MAX_IMAGES)
         return part
 
     def take_back(self, parts: Sequence["EventStorage"]) -> None:
@@ -244,29 +224,26 @@ class EventStorage:
 
     def _store(self) -> None:
         rows, self.rows = self.rows, []
-        numbers, self._numbers = self._numbers or Numbers([row[2] for row in rows]), None
+        numbers, self._numbers = self._numbers or Numbers(_values(rows)), None
         columns: dict[str, tuple[list[float], list[int]]] = {}
-        for (iter, name, _, epoch), value in zip(rows, numbers.read(), strict=True):
-            if name not in columns:
-                columns[name] = [], []
-            values, iters = columns[name]
-            values.append(value)
-            iters.append(iter)
-            if epoch is not None:
-                self._epochs[name] = operator.index(epoch)
-            elif self._epochs:
-                self._epochs.pop(name, None)
-        for name, (values, iters) in columns.items():
+        read = iter(numbers.read())
+        for iteration, row in rows:
+            for name in row:
+                if (column := columns.get(name)) is None:
+                    columns[name] = column = [], []
+                column[0].append(next(read))
+                column[1].append(iteration)
+        for name, (values, iterations) in columns.items():
             if name not in self._history:
                 self._smoothing_hints.setdefault(name, True)
                 self._history[name] = HistoryBuffer(self._history_length)
-            self._history[name].extend(values, iters)
+            self._history[name].extend(values, iterations)
 
     # ------------------------------------------------------------------ read
 
     def history(self, name: str) -> HistoryBuffer:
         """The history of a scalar. Raises KeyError if nothing was put under this name."""
-        name, histories = _writable("", name), self.histories()
+        histories = self.histories()
         if name not in histories:
             raise KeyError(f"no scalar is called {name!r}; there are {sorted(histories)}")
         return histories[name]
@@ -298,12 +275,10 @@ class EventStorage:
 
     def epochs(self) -> dict[str, int]:
         """name -> epoch of the newest value, if it has one."""
-        self.flush()
         return self._epochs
 
     def images(self) -> list[Image]:
-        self.flush()
-        return [Image(*image) for image in self._images]
+        return [Image(*image) for image in self._vis_data]
 
     @property
     def _vis_data(self) -> deque[Image]:
@@ -341,13 +316,18 @@ class EventStorage:
         """Go to the next iteration; for a loop without a trainer (a trainer sets ``iter``)."""
         self.iter += 1
 
+    # ------------------------------------------------------------------ state, and the open storage
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything stored, without ``iter``, which belongs to the loop."""
+        """Everything stored, without ``iter``, which belongs to the loop. Images become plain tensors on the CPU."""
         return {
             "histories": {name: history.state_dict() for name, history in self.histories().items()},
             "smoothing_hints": dict(self._smoothing_hints),
             "epochs": dict(self._epochs),
-            "images": [{**image._asdict(), "tensor": _plain(image.tensor)} for image in self.images()],
+            "images": [
+                {**image._asdict(), "tensor": torch.as_tensor(image.tensor).detach().cpu().as_subclass(Tensor)}
+                for image in self.images()
+            ],
             "histograms": [histogram._asdict() for histogram in self._histograms],
         }
 
@@ -380,14 +360,5 @@ class EventStorage:
             self.worker = None
 
 
-def _writable(prefix: str, name: str) -> str:
-    """The full name; a lone surrogate, which no file accepts, is escaped: ``"\\ud800"``."""
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a scalar or an image must be text, got {name!r}; use str(name)")
-    whole = prefix + name
-    return whole if whole.isascii() else whole.encode("utf-8", "backslashreplace").decode()
-
-
-def _plain(image: Any) -> Tensor:
-    """A plain tensor on the CPU: users also put arrays and tensor subclasses, which a checkpoint refuses."""
-    return torch.as_tensor(image).detach().cpu().as_subclass(Tensor)
+def _values(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Any]:
+    return [value for _, row in rows for value in row.values()]
