@@ -312,7 +312,7 @@ def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int, 
         {"NAME": "ParamScheduler", "PARAM": "weight_decay", "SCHEDULES": [{"NAME": "Linear"}]},
         {"NAME": "Throughput"},
         {"NAME": "KillPoint", "PLACE": "first", "PRIORITY": "HIGHEST"},
-        {"NAME": "KillPoint", "PLACE": "after the save", "AFTER": "PeriodicCheckpointer"},
+        {"NAME": "KillPoint", "PLACE": "after the save", "PRIORITY": 56},
         {"NAME": "KillPoint", "PLACE": "last", "PRIORITY": "LOWEST"},
     ]
     cfg.freeze()

@@ -16,7 +16,7 @@ _FOLDER = "fast_dev_run"
 _SETTINGS = {
     "SOLVER": {"MAX_ITER": 6, "STEPS": (), "WARMUP_ITERS": 1, "SCHEDULES": [], "CHECKPOINT_PERIOD": 3},
     "CHECKPOINT": {"DIR": "", "START": 0},
-    "TEST": {"EVAL_PERIOD": 3, "EVAL_START": 0, "EVAL_AT_START": True, "MAX_BATCHES": 2, "EXPECTED_RESULTS": []},
+    "TEST": {"EVAL_PERIOD": 3, "EVAL_AT_START": True, "MAX_BATCHES": 2, "EXPECTED_RESULTS": []},
     "LOG": {"PERIOD": 1},
 }
 _OF_PROJECTS = {"TEST.PRECISE_BN": ("NUM_ITER", 2), "FORK": ("RUN", "")}

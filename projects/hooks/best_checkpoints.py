@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -31,9 +30,8 @@ class BestCheckpoints(BestCheckpointer):
         file_prefix: str = "model_best",
         *,
         num_to_keep: int = 2,
-        offset: int = 0,
     ) -> None:
-        super().__init__(eval_period, checkpointer, val_metric, mode, file_prefix, offset=offset)
+        super().__init__(eval_period, checkpointer, val_metric, mode, file_prefix)
         self._num_to_keep = check_period("num_to_keep", num_to_keep, minimum=1)
 
     def _forget(self) -> None:
@@ -56,10 +54,10 @@ class BestCheckpoints(BestCheckpointer):
             names = [name] * ([name, value] in self._kept) + names
         return names
 
-    def _save_untagged(self, name: str, iteration: int, **entries: Any) -> Future[None] | None:
+    def _save_untagged(self, name: str, iteration: int, **entries: Any) -> None:
         if name == self.file_prefix or self.not_better > 0:  # the last one of this evaluation
             entries["on_commit"] = partial(self._remove, self._before.get("kept", []))
-        return super()._save_untagged(name, iteration, **entries)
+        super()._save_untagged(name, iteration, **entries)
 
     def _remove(self, entries: list[list[Any]]) -> None:
         """Remove the files of ``entries`` that are not among the best."""
@@ -68,8 +66,7 @@ class BestCheckpoints(BestCheckpointer):
                 with contextlib.suppress(OSError):  # a file that stays only costs space
                     self.checkpointer.remove(entry[0])
 
-    def state_dict(self) -> dict[str, Any]:
+    def undo(self) -> None:
         tried = self._kept
-        state = super().state_dict()
+        super().undo()
         self._remove(tried)  # those whose file was not written
-        return state

@@ -21,7 +21,7 @@ class ReduceOnPlateau(MetricHook):
     factor and sets the rate.
 
     Args:
-        eval_period, offset, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
+        eval_period, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
         threshold: a value is better only if it beats the best one by this fraction of the best ("rel") or by this
             difference ("abs").
         cooldown: number of evaluations after a reduction that are not counted.
@@ -45,10 +45,8 @@ class ReduceOnPlateau(MetricHook):
         threshold_mode: Literal["rel", "abs"] = "rel",
         cooldown: int = 0,
         min_factor: float = 0.0,
-        *,
-        offset: int = 0,
     ) -> None:
-        super().__init__(eval_period, val_metric, mode, threshold, offset=offset)
+        super().__init__(eval_period, val_metric, mode, threshold)
         if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
             raise ValueError(
                 'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1; got '
@@ -66,8 +64,8 @@ class ReduceOnPlateau(MetricHook):
         scheduler = getattr(self.trainer, "scheduler", None)
         if not isinstance(scheduler, ScheduledLR):
             raise ConfigError(f"ReduceOnPlateau needs a trainer.scheduler of trainkit, got {scheduler!r}")
-        evaluations = [(hook._period, hook._offset) for hook in self.trainer.hooks if type(hook) is EvalHook]
-        if evaluations and (self._period, self._offset) not in evaluations:
+        evaluations = [hook._period for hook in self.trainer.hooks if type(hook) is EvalHook]
+        if evaluations and self._period not in evaluations:
             raise ConfigError(f"ReduceOnPlateau has eval_period {self._period}, unlike every EvalHook; leave it out")
         if self.trainer.start_iter == 0:
             self._set_factors([])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 CLOCK_READINGS = frozenset(
-    ["time", "data_time", "rank_data_time", "eta_seconds", "epoch_time", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
+    ["time", "data_time", "rank_data_time", "eta_seconds", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
 )
 _TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
 _SCALAR = re.compile(rf"{_TRAINER}/(storage/\w+|{_WRITER}/taken)/(?P<name>\w+)")

@@ -65,7 +65,6 @@ def test_settings_that_contradict_each_other_are_an_error(one, other):
         ("CHECKPOINT.MAX_TO_KEEP", 0, "a number in [1, inf)"),
         ("CHECKPOINT.MAX_TO_KEEP", True, "a number in [1, inf)"),
         ("EARLY_STOPPING.THRESHOLD", "5%", "a number in (-inf, inf)"),
-        ("LOG.EVAL_AXIS", "batch", "'iter', 'epoch'"),
         ("CHECKPOINT.PUBLISH", "all", "'', 'model', 'ema'"),
         ("LOG.WRITERS", ["json", "json"], "each name once"),
         ("OUTPUT_DIR", " ", 'a folder, or an address such as "s3://bucket/run"'),

@@ -100,11 +100,11 @@ def test_every_boundary_of_epochs_is_rounded_by_itself_so_that_no_error_adds_up(
 
 def test_a_period_in_epochs_ends_where_the_epochs_end():
     cfg = get_cfg()
-    cfg.merge_from_list(["TEST.EVAL_PERIOD", "1ep", "TEST.EVAL_START", "2ep"])
+    cfg.merge_from_list(["TEST.EVAL_PERIOD", "1ep", "CHECKPOINT.START", "2ep"])
     cfg.HOOKS = [{"NAME": "A", "PERIOD": "2ep"}]
     cfg.SOLVER.SCHEDULES = [{"NAME": "Step", "STEP_SIZE": "1ep"}, {"NAME": "CosineRestarts", "PERIODS": ["1ep"] * 6}]
     resolved = resolve_lengths(cfg, Fraction(4, 3)).clone()  # boundaries 1, 3, 4, 5, 7, 8
-    period, start = resolved.TEST.EVAL_PERIOD, resolved.TEST.EVAL_START
+    period, start = resolved.TEST.EVAL_PERIOD, resolved.CHECKPOINT.START
     assert [done for done in range(9) if is_nth(done, period)] == [1, 3, 4, 5, 7, 8]
     assert [done for done in range(9) if is_nth(done, period, start)] == [3, 4, 5, 7, 8]
     assert [done for done in range(9) if is_nth(done, resolved.HOOKS[0]["PERIOD"])] == [3, 5, 8]

@@ -344,7 +344,7 @@ def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(
 
 def test_everything_in_epochs_happens_where_epochs_end(tmp_path):
     options = ("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.MAX_ITER", "6ep", "SOLVER.CHECKPOINT_PERIOD", "2ep")
-    cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "TEST.EVAL_START", "2ep", "SOLVER.STEPS", ["3ep"])
+    cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.STEPS", ["3ep"])
     trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
     assert (trainer.iters_per_epoch, exact(trainer.iters_per_epoch)) == (2, Fraction(5, 3))
     ends, evaluated = [], []
@@ -358,7 +358,7 @@ def test_everything_in_epochs_happens_where_epochs_end(tmp_path):
     )
     trainer.train()
     assert ends == [2, 3, 5, 7, 8, 10]
-    assert evaluated == [3, 5, 7, 8, 10]
+    assert evaluated == [2, 3, 5, 7, 8, 10]
     assert sorted(path.name for path in tmp_path.glob("*.pth")) == [
         *("model_0000002.pth", "model_0000006.pth", "model_final.pth")
     ]

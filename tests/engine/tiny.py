@@ -14,7 +14,7 @@ from trainkit.engine.hooks import CallbackHook
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.step import SimpleTrainer
 
-CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "epoch_time"}
+CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds"}
 
 
 class Regression(nn.Module):

@@ -113,11 +113,6 @@ def part_of_the_peak_is_stored(run: Run) -> None:
     assert run.metric("mfu_pct") == {iter: pytest.approx(100 * 3e6 * per_sec[iter] / 2e12) for iter in (3, 7, 11)}
 
 
-def results_are_over_epochs(run: Run) -> None:
-    """Those after 4, 8 and 12 iterations."""
-    assert [row["epoch"] for row in run.rows if LOSS in row] == [1, 2, 4]
-
-
 def first_batch_is_evaluated(run: Run) -> None:
     assert run.metric(LOSS)[12] == loss_of(run.checkpoint()["model"], num_samples=100)
 
@@ -127,9 +122,7 @@ def first_batch_is_evaluated(run: Run) -> None:
 EVALUATION = [
     Setting("evaluation period", ["TEST.EVAL_PERIOD", 5], metric_among(LOSS, 4, 9)),
     Setting("evaluation period in epochs", ["TEST.EVAL_PERIOD", "1ep"], metric_among(LOSS, 2, 5, 8)),
-    Setting("first evaluation", ["TEST.EVAL_START", 2], metric_among(LOSS, 1, 5, 9)),
     Setting("evaluation at the start", ["TEST.EVAL_AT_START", True], metric_among(LOSS, 0)),
-    Setting("evaluation over epochs", ["LOG.EVAL_AXIS", "epoch"], results_are_over_epochs),
     Setting("batches that are evaluated", ["TEST.MAX_BATCHES", 1], first_batch_is_evaluated),
     Setting(
         "samples that are evaluated at once", ["TEST.IMS_PER_BATCH", 200], logs("inference of 1 batches of digits_val")
@@ -203,12 +196,6 @@ LOGS = [
     Setting("LRScheduler switched off", hook("LRScheduler", ENABLED=False), no_metric("lr")),
     Setting("IterationTimer: warm-up", hook("IterationTimer", WARMUP_ITER=0), metric_at("time", [*range(12)])),
     Setting("IterationTimer switched off", hook("IterationTimer", ENABLED=False), no_metric("time")),
-    Setting(
-        "IterationTimer: time of an epoch",
-        hook("IterationTimer"),
-        metric_among("epoch_time", 2, 11),
-        hook("IterationTimer", ENABLED=False),
-    ),
     Setting(
         "RuntimeInfo",
         hook("RuntimeInfo", PERIOD=1),
@@ -298,8 +285,6 @@ OTHERS = [
         for place, value, order in (
             ("PRIORITY", "HIGHEST", ("IterationTimer", "Probe", "LRScheduler")),
             ("PRIORITY", 60, ("EvalHook", "Probe", "PeriodicWriter")),
-            ("BEFORE", "LRScheduler", ("IterationTimer", "Probe", "LRScheduler")),
-            ("AFTER", "PeriodicCheckpointer", ("PeriodicCheckpointer", "Probe", "EvalHook")),
         )
     ),
 ]

@@ -28,7 +28,7 @@ Kind: TypeAlias = Literal["loss", "evaluation", "lr", "other", "time"]
 _TITLES: dict[Kind, str] = {"loss": "training loss", "lr": "learning rate", "time": "seconds per step"}
 _ORDER: list[Kind] = ["loss", "evaluation", "lr", "other", "time"]
 _TIMES = ("time", "data_time")
-_NOT_DRAWN = ("eta_seconds", "rank_data_time", "epoch_time")  # they repeat other times
+_NOT_DRAWN = ("eta_seconds", "rank_data_time")  # they repeat other times
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,6 @@ _C.TEST.IMS_PER_BATCH = 64  # Samples per batch on each rank.
 _C.TEST.PERSISTENT_WORKERS = True  # True: keep workers between periodic evaluations. If the data change: False.
 _C.TEST.MAX_BATCHES = 0  # Evaluate at most this many batches per rank. 0: all.
 _C.TEST.EVAL_PERIOD = 0  # How often the model is evaluated during training. 0: only at the end.
-_C.TEST.EVAL_START = 0  # If not 0, the first periodic evaluation comes after this many iterations.
 _C.TEST.EVAL_AT_START = False  # True: also evaluate before training, which finds a broken evaluator early.
 _C.TEST.EXPECTED_RESULTS = []  # [[task, metric, value, tolerance], ...]: the final results are checked against these.
 
@@ -129,7 +128,6 @@ _C.LOG.GATHER_PERIOD = 1  # N: store the losses of every N-th iteration. Ranks e
 _C.LOG.ASYNC = None  # True: a worker thread stores metrics and calls the writers. None: only on CUDA and XPU.
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]  # Also "csv", "progress_bar", or another name in WRITER_REGISTRY.
 _C.LOG.LEVEL = "INFO"  # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
-_C.LOG.EVAL_AXIS = "iter"  # Writers show evaluation results over "iter" or "epoch".
 
 RANGES = {
     "[-1, 4294967296)": "SEED",
@@ -141,7 +139,7 @@ RANGES = {
     "EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD "
     "SOLVER.GAMMA SOLVER.NUM_DECAYS "
     "SOLVER.STEPS SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY "
-    "SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES",
+    "SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM TEST.EVAL_PERIOD TEST.MAX_BATCHES",
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
@@ -152,7 +150,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
     "EARLY_STOPPING.MODE": ("auto", "max", "min"),
     "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
-    "LOG.EVAL_AXIS": ("iter", "epoch"),
     "LOG.LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
     "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
@@ -165,5 +162,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 def get_cfg() -> CN:
     """A new copy of the defaults, which you may change."""
     cfg = _C.clone()
+    for key in ("LOG.EVAL_AXIS", "TEST.EVAL_START"):  # in config files of earlier versions
+        cfg.register_deprecated_key(key)
     mark_keys_of_projects(cfg)
     return cfg

@@ -19,7 +19,6 @@ LENGTH_KEYS = frozenset(
         "SOLVER.CHECKPOINT_PERIOD",
         "CHECKPOINT.START",
         "TEST.EVAL_PERIOD",
-        "TEST.EVAL_START",
         "LOG.PERIOD",
         "VIS_PERIOD",
     }

@@ -129,12 +129,12 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
-        self._configured.register_at_anchors()
         for name, module in installed(RUN_HOOKS):
             hook_class = getattr(module, name)
             is_missing = not any(isinstance(hook, hook_class) for hook in self.hooks)
             default = is_missing and hook_class.is_needed(self)
             self.register_hooks(self._configured.take(hook_class, default=default))
+        self._configured.check_taken()
         if not any(isinstance(hook, hooks.LRScheduler) for hook in self.hooks):
             logger.warning(
                 "There is no LRScheduler hook, so the learning rate stays at its first value (%g), unless you step "

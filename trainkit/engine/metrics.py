@@ -24,7 +24,7 @@ from trainkit.utils.periods import check_period, is_nth
 # names that the trainer, default hooks or writers store
 STORED_BESIDE_LOSSES = frozenset(
     {"data_time", "rank_data_time", "skipped_updates", "[metric]grad_scaler"}
-    | {"iteration", "epoch", "lr", "time", "eta_seconds", "epoch_time"}
+    | {"iteration", "epoch", "lr", "time", "eta_seconds"}
 )
 _HAND_OVER_ITERS = 10  # a worker gets what waits after this number of iterations, and has ended the hand-over before
 _MOST_RECORDS = 1000  # exchange after this number, even if few are stored, so that a failure is noticed

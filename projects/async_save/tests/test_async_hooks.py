@@ -5,11 +5,8 @@ from torch import nn
 
 from tests.engine.hooks.test_checkpoint import (
     files,
-    test_a_best_save_that_fails_at_the_end_fails_the_run_and_the_best_value_is_the_one_before,
-    test_a_best_value_counts_only_if_its_file_is_there,
     test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation,
     test_a_run_whose_last_save_fails_has_failed,
-    test_a_stop_whose_save_fails_fails_the_run,
     test_the_files_of_a_run_are_the_same_whoever_writes_them,
 )
 from tests.engine.hooks.test_checkpoint_ranks import fail_on_rank_0
@@ -19,11 +16,8 @@ from trainkit.checkpoint import Checkpointer
 from trainkit.engine.hooks import PeriodicCheckpointer
 
 __all__ = [
-    "test_a_best_save_that_fails_at_the_end_fails_the_run_and_the_best_value_is_the_one_before",
-    "test_a_best_value_counts_only_if_its_file_is_there",
     "test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation",
     "test_a_run_whose_last_save_fails_has_failed",
-    "test_a_stop_whose_save_fails_fails_the_run",
     "test_the_files_of_a_run_are_the_same_whoever_writes_them",
 ]
 

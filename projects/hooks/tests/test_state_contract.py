@@ -132,10 +132,10 @@ WITHOUT_STATE = {
         "GarbageCollection",
     ),
     *("CopyAhead", "GradNorm", "TimeLimit"),
-    "IterationTimer",
+    *("IterationTimer", "LRScheduler"),
     *("MemorySnapshot", "ParamScheduler", "PublishWeights", "RuntimeInfo", "SamplerSeed", "Throughput"),
     *("TorchMemoryStats", "TorchProfiler", "UnusedParameters", "VisualizationHook"),
 }
 # what their states are for lies in after_train, in files, on other ranks, in a seed that was drawn, in other schedules
-SAME_ANYWAY = {"EvalHook", "FinalEvalHook", "LRScheduler", "PeriodicCheckpointer", "PeriodicWriter", "PreciseBN"}
+SAME_ANYWAY = {"EvalHook", "FinalEvalHook", "PeriodicCheckpointer", "PeriodicWriter", "PreciseBN"}
 SAME_ANYWAY |= {"SyncBuffers"}

@@ -39,7 +39,6 @@ def _main(rank, folder):
     for name, values, early, expected in (
         ("threshold", [1, 2, 3, 4], {"threshold": 2.5}, 6),
         ("patience", [1, 2, 1, 1, 5], {"patience": 2}, 8),
-        ("finite", [1, float("nan"), 3], {"check_finite": True}, 4),
     ):
         trainer = _train(mine / name, values, **early)
         assert (trainer.status, trainer.iter, trainer.max_iter) == ("finished", expected, expected)

@@ -22,9 +22,8 @@ from trainkit.utils.events import (
 
 
 class Log(EventWriter):
-    def __init__(self, fails=None):
-        self.calls = []
-        self.fails = fails  # the class of its error in close()
+    def __init__(self, fails=False):
+        self.calls, self.fails = [], fails
 
     def write(self):
         self.calls.append("write")
@@ -32,7 +31,7 @@ class Log(EventWriter):
     def close(self):
         self.calls.append("close")
         if self.fails:
-            raise self.fails("no space left")
+            raise OSError("no space left")
 
 
 def rows(path):
@@ -129,31 +128,24 @@ def stop_at(iter):
     return AfterStep(lambda trainer: trainer.request_stop("enough") if trainer.iter == iter else None)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4, 6])
-def test_a_run_that_was_stopped_goes_on_in_the_same_process_as_if_it_had_not(tmp_path, expected, stop, asynchronous):
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("stop", [1, 2, 6])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path, expected, stop, in_process, asynchronous):
     path = tmp_path / "metrics.json"
     trainer, _ = writing_run(path, [stop_at(stop)], asynchronous=asynchronous)
     trainer.train(0, 13)
     assert (trainer.status, rows(path)[-1]["iteration"]) == ("stopped", stop)  # for the user to see
-
-    trainer.train(trainer.iter, 13)
+    if in_process:
+        trainer.train(trainer.iter, 13)
+    else:
+        state = through_a_file(trainer.state_dict())
+        trainer, _ = writing_run(path, asynchronous=asynchronous)
+        trainer.load_state_dict(state)
+        trainer.train(trainer.iter + 1, 13)
     assert path.read_text() == expected
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4, 6])
-def test_a_run_that_was_stopped_goes_on_in_another_process_as_if_it_had_not(tmp_path, expected, stop, asynchronous):
-    path = tmp_path / "metrics.json"
-    first, _ = writing_run(path, [stop_at(stop)], asynchronous=asynchronous)
-    first.train(0, 13)
-    state = through_a_file(first.state_dict())
-    second, _ = writing_run(path, asynchronous=asynchronous)
-    second.load_state_dict(state)
-    second.train(second.iter + 1, 13)
-
-    assert path.read_text() == expected
-
-
-@pytest.mark.parametrize("saved", [0, 1, 2, 5, 7])
+@pytest.mark.parametrize("saved", [0, 2, 7])
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not(tmp_path, expected, saved, asynchronous):
     path = tmp_path / "metrics.json"
     states = []
@@ -162,15 +154,10 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not(tmp_path, expected, save
     with pytest.raises(RuntimeError, match="step 10 failed"):
         first.train(0, 13)
 
-    def resume(**changes):
-        state = through_a_file(states[0])
-        second, _ = writing_run(path, asynchronous=asynchronous)
-        second.load_state_dict({**state, **changes})
-        second.train(second.iter + 1, 13)
-        return path.read_text()
-
-    assert resume() == expected
-    assert resume(hooks={}) != expected
+    second, _ = writing_run(path, asynchronous=asynchronous)
+    second.load_state_dict(through_a_file(states[0]))
+    second.train(second.iter + 1, 13)
+    assert path.read_text() == expected
 
 
 def test_a_run_that_is_made_longer_has_no_line_of_the_shorter_one_twice(tmp_path):
@@ -205,22 +192,16 @@ def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginni
 
 
 def test_a_state_that_is_loaded_during_training_moves_no_writer_back(tmp_path, expected):
-    path = tmp_path / "metrics.json"
+    path, states = tmp_path / "metrics.json", []
     trainer, writer = writing_run(path)
-    states = {}
 
     def save_and_load(trainer):
-        if trainer.iter == 4:
-            states.update(writer.state_dict())
-        if trainer.iter == 9:
-            writer.load_state_dict(states)
-            states.update(writer.state_dict())
+        states.append(writer.state_dict())
+        writer.load_state_dict(states[trainer.iter // 2])
 
     trainer.register_hooks([AfterStep(save_and_load)])
     trainer.train(0, 13)
-
     assert path.read_text() == expected
-    assert states["writers"][0]["state"]["length"] > expected.index('"iteration": 5')
 
 
 def test_each_writer_gets_the_state_of_its_class_and_place(tmp_path):
@@ -256,15 +237,13 @@ def test_each_writer_gets_the_state_of_its_class_and_place(tmp_path):
 class Disk(EventWriter):
     """Has no room at the writes in ``full``, counted from 0."""
 
-    __hash__ = None
-
-    def __init__(self, full, error=OSError):
-        self.full, self.error, self.count = full, error, 0
+    def __init__(self, full):
+        self.full, self.count = full, 0
 
     def write(self):
         self.count += 1
         if self.count - 1 in self.full:
-            raise self.error("no space left")
+            raise OSError("no space left")
 
 
 def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_goes_on(caplog, asynchronous):
@@ -282,7 +261,7 @@ def test_a_writer_without_room_is_named_once_until_it_has_written_and_the_run_go
 
 
 def test_a_run_whose_writers_have_no_room_at_the_end_has_failed(caplog):
-    trainer = Steps([PeriodicWriter([Disk({1}), Log(fails=OSError)])])
+    trainer = Steps([PeriodicWriter([Disk({1}), Log(fails=True)])])
     with pytest.raises(OSError, match="not all of its values are on the disk: Disk cannot write: no sp"):
         trainer.train(0, 3)
 
@@ -325,20 +304,10 @@ def test_every_writer_sees_the_images_and_then_they_are_let_go(asynchronous):
     assert galleries[0].seen == galleries[1].seen == [[0, 1], [2, 3, 2], []]
 
 
-def test_images_are_let_go_where_there_is_no_writer():
-    sizes = []
-    note = CallbackHook(before_step=lambda trainer: sizes.append(len(trainer.storage.images())))
-    Steps([AfterStep(put_picture), PeriodicWriter([], period=3), note]).train(0, 8)
-
-    assert sizes == [0, 1, 2, 0, 1, 2, 0, 1]
-
-
 @pytest.mark.usefixtures("seconds")
-@pytest.mark.parametrize("others", [0, 1])
-def test_images_that_a_stop_has_shown_are_shown_again_when_the_run_goes_on(tmp_path, others):
+def test_images_that_a_stop_has_shown_are_shown_again_when_the_run_goes_on(tmp_path):
     def shown(name, actions):
         trainer = Steps([AfterStep(put_picture), *actions, PeriodicWriter([TensorboardXWriter(tmp_path / name)], 3)])
-        trainer.register_hooks([PeriodicWriter([]) for _ in range(others)])
         trainer.train(0, 8)
         if trainer.status == "stopped":
             trainer.train(trainer.iter, 8)
@@ -359,8 +328,7 @@ def test_results_of_any_evaluation_are_written_before_the_next_one(tmp_path):
     assert [(row["iteration"], row["result"]) for row in rows] == [(0, 0), (1, 1), (3, 2), (5, 3), (7, 4)]
 
 
-@pytest.mark.parametrize("num_writers", [1, 2])
-def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for(num_writers):
+def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
     release, waited = threading.Event(), []
 
     def before_step(trainer):
@@ -371,8 +339,7 @@ def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for(num_writer
             assert waited == []  # the worker still stands in iteration 4
             release.set()
 
-    writers = [PeriodicWriter([], period=4) for _ in range(num_writers)]
-    trainer = Steps([CallbackHook(before_step=before_step), *writers])
+    trainer = Steps([CallbackHook(before_step=before_step), PeriodicWriter([], period=4)])
     trainer.train(0, 12)
     assert waited == [True]
 

@@ -1,11 +1,11 @@
 """Hooks that save the model: periodically, and at the best value of a metric."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
@@ -16,43 +16,9 @@ from trainkit.utils.periods import is_last, next_due, say_done
 
 logger = logging.getLogger(__name__)
 
-_Save: TypeAlias = Callable[[], Future[None] | None]
-
-
-class _Saves(HookBase):
-    """A hook that saves, and knows whether its last saves have failed."""
-
-    checkpointer: Any
-    _writing: Sequence[Future[None]] = ()  # asynchronous saves
-    _failure = ""
-
-    def _request(self, name: str, save: _Save) -> None:
-        self.trainer.request_save(name, partial(self._save, save))
-
-    def _save(self, save: _Save) -> None:
-        try:
-            writing = save()
-        except CheckpointError as error:
-            self._failure = str(error)
-            raise  # the trainer logs it
-        if isinstance(writing, Future):  # an overridden save may return anything else
-            self._writing = (*self._writing, writing)
-
-    def _settle(self) -> str:
-        """Wait for the files of this rank, never for other ranks; returns the error of a failed save, or ""."""
-        writing, self._writing = self._writing, ()
-        for error in filter(None, [future.exception() for future in writing]):
-            self._failure = str(error)
-        return self._failure
-
-    def _check_saved(self) -> None:
-        """Raise on every rank if one rank has failed, so that no other rank waits for it."""
-        if failures := [*filter(None, self.trainer.gather(self._settle()))]:
-            raise CheckpointError("; ".join(failures))
-
 
 @HOOK_REGISTRY.register()
-class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
+class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
     """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the trainer gives the length of the run.
 
     A stopped run is saved too. If a save fails (a full disk), the error is logged and the run continues; if it is the
@@ -73,53 +39,65 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, _Saves):
         self.max_iter = self.trainer.max_iter
         # a larger number is from another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
-        self._saved: tuple[int, int] | None = None  # the position of the run at its last save
-        self._writing, self._failure = (), ""
+        # of the last save: the position of the run, an asynchronous save, and the error
+        self._saved: tuple[int, int] | None = None
+        self._writing: Any = None
+        self._failure = ""
 
     def after_step(self) -> None:
-        iteration = self.trainer.iter
-        if name := self.name_at(iteration):
-            if is_last(self.trainer):
-                self._final_iter = iteration + 1
-            self._request(name, partial(self.step, iteration))
+        if name := self.name_at(self.trainer.iter):
+            self._request(name, self.trainer.iter, is_final=is_last(self.trainer))
 
     def next_due(self, done: int) -> int:
         return next_due(self.trainer, done, self.period, offset=self.start)
 
     def after_train(self) -> None:
         status, iteration = self.trainer.status, self.trainer.last_done_iter
-        if status == "finished" and self.save_last and self._final_iter != iteration + 1:
-            self._final_iter, name = iteration + 1, f"{self.file_prefix}_final"
-            self._request(name, partial(self.save_and_rotate, name, iteration))
-        elif status == "stopped" and iteration >= 0 and not self._is_saved():
-            name = f"{self.file_prefix}_{iteration:07d}"
-            self._request(name, partial(self.save_and_rotate, name, iteration))
         if status == "failed":
             self._settle()
-        else:
-            self._check_saved()
+            return
+        if status == "finished" and self.save_last and self._final_iter != iteration + 1:
+            self._request(f"{self.file_prefix}_final", iteration, is_final=True)
+        elif status == "stopped" and iteration >= 0:
+            # only the rank that writes knows of a failure
+            is_saved = self.trainer.gather(not self._settle() and self._saved == self.trainer.position)
+            if not all(is_saved):
+                self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
+        if failures := [*filter(None, self.trainer.gather(self._settle()))]:
+            raise CheckpointError("; ".join(failures))
 
-    def _save(self, save: _Save) -> None:
-        self._saved, self._writing, self._failure = self.trainer.position, (), ""  # only the last save counts
-        super()._save(save)
+    def _request(self, name: str, iteration: int, *, is_final: bool = False) -> None:
+        if is_final:
+            self._final_iter = iteration + 1
+        self.trainer.request_save(name, partial(self._save, name, iteration))
 
-    def _is_saved(self) -> bool:
-        """Whether the current position is saved. Every rank calls it: only the rank that writes knows of a failure."""
-        return all(self.trainer.gather(not self._settle() and self._saved == self.trainer.position))
+    def _save(self, name: str, iteration: int) -> None:
+        self._saved, self._writing, self._failure = self.trainer.position, None, ""
+        try:
+            self._writing = self.save_and_rotate(name, iteration)
+        except CheckpointError as error:
+            self._failure = str(error)
+            raise  # the trainer logs it
+
+    def _settle(self) -> str:
+        """Wait for the file of this rank, never for other ranks; returns the error of a failed save, or ""."""
+        # an overridden save may return anything
+        error = self._writing.exception() if isinstance(self._writing, Future) else None
+        return self._failure or str(error or "")
 
 
 @HOOK_REGISTRY.register()
-class BestCheckpointer(MetricHook, _Saves):
+class BestCheckpointer(MetricHook):
     """Save ``<file_prefix>`` when an evaluation gives the best value of ``val_metric`` so far.
 
-    This does not move ``last_checkpoint``. A value counts as the best only if its file was written. The entry
-    ``best_of`` of the file names the metric; a hook with ``evaluated_models`` makes these the ``model`` of the file.
-    The checkpointer is trainkit's or fvcore's. For other arguments see `MetricHook`.
+    This does not move ``last_checkpoint``. If the file cannot be written, the error is logged and the value does not
+    count; an asynchronous save counts when it starts. The entry ``best_of`` of the file names the metric; a hook with
+    ``evaluated_models`` makes these the ``model`` of the file. The checkpointer is trainkit's or fvcore's. For other
+    arguments see `MetricHook`.
     """
 
     priority = SAVE_POINT + 3
     config_keys = (*MetricHook.config_keys, ("mode", "CHECKPOINT.BEST_MODE"))
-    min_period = 0
 
     def __init__(
         self,
@@ -128,12 +106,10 @@ class BestCheckpointer(MetricHook, _Saves):
         val_metric: str,
         mode: Mode = "max",
         file_prefix: str = "model_best",
-        *,
-        offset: int = 0,
     ) -> None:
-        super().__init__(eval_period, val_metric, mode, offset=offset)
+        super().__init__(eval_period, val_metric, mode)
         self.checkpointer, self.file_prefix = checkpointer, file_prefix
-        self._before: dict[str, Any] = {}  # the state before the last saves, which may still fail
+        self._before: dict[str, Any] = {}  # the state before the newest value
 
     def before_train(self) -> None:
         """Raises ConfigError if another hook writes the same file."""
@@ -144,12 +120,11 @@ class BestCheckpointer(MetricHook, _Saves):
     def after_train(self) -> None:
         if self.trainer.status == "finished":
             self.act_now()
-        self.state_dict()  # waits for the files
-        if self.trainer.status == "finished":
-            self._check_saved()
+            if isinstance(self.checkpointer, Checkpointer):
+                self.checkpointer.wait()
 
     def act_now(self) -> None:
-        self._before, self._failure = self.state_dict(), ""
+        self._before = self.state_dict()
         super().act_now()
 
     def judge(self, value: float) -> list[str]:
@@ -160,19 +135,30 @@ class BestCheckpointer(MetricHook, _Saves):
         if self.best is not None and self.file_prefix in decision:  # on rank 0
             logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
         for name in decision:
-            self._request(name, partial(self._save_untagged, name, self.trainer.last_done_iter))
+            self.trainer.request_save(name, partial(self._save, name, self.trainer.last_done_iter))
 
-    def _save_untagged(self, name: str, iteration: int, **entries: Any) -> Future[None] | None:
+    def _save(self, name: str, iteration: int) -> None:
+        try:
+            self._save_untagged(name, iteration)
+        except CheckpointError:
+            self.undo()
+            raise  # the trainer logs it
+
+    def undo(self) -> None:
+        """Forget the newest value, whose file cannot be written."""
+        self.load_state_dict(self._before)
+
+    def _save_untagged(self, name: str, iteration: int, **entries: Any) -> None:
         if isinstance(self.checkpointer, Checkpointer):
             entries |= {"iteration": iteration, "best_of": self.monitored_metric}
-            return self.checkpointer.save(name, tag_last=False, **entries)
+            self.checkpointer.save(name, tag_last=False, **entries)
+            return
         # fvcore's checkpointer always moves last_checkpoint
         tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
         before = tag.read_text() if tag.exists() else None
         self.checkpointer.save(name, iteration=iteration)
         if self.checkpointer.save_to_disk:
             tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
-        return None
 
     def summary(self) -> str:
         if self.best is None or self.best_iter is None:
@@ -180,24 +166,10 @@ class BestCheckpointer(MetricHook, _Saves):
         done = min(self.best_iter + 1, self.trainer.max_iter)  # in the final evaluation best_iter is max_iter
         return f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Wait for the files; if one was not written, the state is the one before its save."""
-        if self._settle() and self._before:
-            before, self._before = self._before, {}
-            self.load_state_dict(before)
-        return super().state_dict()
-
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
-    """metric -> ``file_prefix`` of its `BestCheckpointer`: ``model_best``; of several metrics ``model_best_<metric>``.
-
-    Raises:
-        ConfigError: two metrics of CHECKPOINT.BEST_METRIC would use the same file.
-    """
+    """metric -> ``file_prefix`` of its `BestCheckpointer`: ``model_best``, of several ``model_best_<metric>``."""
     names = [metrics] if isinstance(metrics, str) and metrics else list(metrics or ())
     if len(names) == 1:
         return {names[0]: "model_best"}
-    prefixes = {name: f"model_best_{name.replace('/', '_')}" for name in names}
-    if len({*prefixes.values()}) < len(names):
-        raise ConfigError(f"CHECKPOINT.BEST_METRIC {names} has two metrics for one file; leave one out")
-    return prefixes
+    return {name: f"model_best_{name.replace('/', '_')}" for name in names}

@@ -4,7 +4,6 @@ import math
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.utils.periods import is_number, is_whole
 
 
 @HOOK_REGISTRY.register()
@@ -15,7 +14,6 @@ class EarlyStopping(MetricHook):
 
     Args:
         threshold: also finish when a value is better than this threshold.
-        check_finite: also finish when a value is not finite.
     """
 
     priority = SAVE_POINT + 3
@@ -35,19 +33,15 @@ class EarlyStopping(MetricHook):
         min_delta: float = 0.0,
         *,
         threshold: float | None = None,
-        check_finite: bool = False,
-        offset: int = 0,
     ) -> None:
-        super().__init__(eval_period, val_metric, mode, min_delta, offset=offset)
-        if not is_whole(patience, 1) or not (threshold is None or (is_number(threshold) and math.isfinite(threshold))):
-            raise ValueError(f"patience must be >= 1, threshold finite or None; got {patience!r} and {threshold!r}")
-        self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
+        super().__init__(eval_period, val_metric, mode, min_delta)
+        if eval_period < 1 or patience < 1:
+            raise ValueError(f"eval_period and patience must be >= 1, got {eval_period!r} and {patience!r}")
+        self._patience, self._threshold = patience, threshold
 
     def judge(self, value: float) -> str:
         """Why the run ends; "": it goes on."""
         metric = self.monitored_metric
-        if self._check_finite and not math.isfinite(value):
-            return f"{metric} is {value}"
         if self._threshold is not None and math.isfinite(value) and self.is_better(value, self._threshold):
             return f"{metric} is {value}, which is better than the threshold {self._threshold}"
         if self.not_better < self._patience:

@@ -4,13 +4,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import PeriodicHook
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
-from trainkit.utils.periods import periods_done, say_done
+from trainkit.utils.periods import say_done
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +27,7 @@ class EvalHook(PeriodicHook):
         eval_period: 0: only after training.
         eval_after_train: True: the last evaluation is after training, not in the last iteration.
         eval_at_start: also evaluate before iteration 0, to find a broken evaluator early.
-        offset: number of iterations before the first periodic evaluation; 0: one ``eval_period``.
         phase: passed to the evaluation hook points, see `HookBase.before_eval`.
-        by_epoch: whether writers show the results over completed epochs instead of iterations.
     """
 
     config_keys = (*PeriodicHook.config_keys, ("eval_at_start", "TEST.EVAL_AT_START"))
@@ -43,22 +40,14 @@ class EvalHook(PeriodicHook):
         eval_after_train: bool = True,
         *,
         eval_at_start: bool = False,
-        offset: int = 0,
         phase: Phase = "val",
-        by_epoch: bool = False,
     ) -> None:
-        super().__init__(eval_period, offset)
+        super().__init__(eval_period)
         self._func, self.acts_in_last, self._at_start = eval_function, not eval_after_train, eval_at_start
-        self.phase, self._by_epoch = phase, by_epoch
+        self.phase = phase
         self.evaluated_iters = -1  # number of iterations done at the last evaluation
 
-    @classmethod
-    def config_arguments(cls, trainer: Any) -> Mapping[str, Any]:
-        return {**super().config_arguments(trainer), "by_epoch": trainer.cfg.LOG.EVAL_AXIS == "epoch"}
-
     def before_train(self) -> None:
-        if self._by_epoch and not self.trainer.has_epochs:
-            raise ConfigError("EvalHook has by_epoch (LOG.EVAL_AXIS in a config), but the training data has no epochs")
         if self.trainer.start_iter == 0 or self.evaluated_iters > self.trainer.start_iter:  # from another run
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
@@ -81,19 +70,17 @@ class EvalHook(PeriodicHook):
 
     def _do_eval(self) -> None:
         """Call the function and store its results; subclasses written for detectron2 override this."""
-        done, shown = self.trainer.last_done_iter + 1, []
-        results = self._func()
-        epoch = periods_done(done, self.trainer.iters_per_epoch) if self._by_epoch else None
-        for name, value in flatten_results_dict(results or {}).items():
+        shown = []
+        for name, value in flatten_results_dict(self._func() or {}).items():
             try:
                 number = float(value)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"the evaluation result {name!r} must be a number, got {value!r}") from error
-            self.trainer.storage.put_scalar(name, number, smoothing_hint=False, epoch=epoch)
+            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
             shown.append(f"{name} {number:.4g}")
         if shown and self.trainer.is_training():
             text = ", ".join([*shown[:_MOST_SHOWN], *["..."] * (len(shown) > _MOST_SHOWN)])
-            logger.info("Evaluated %s: %s", say_done(done, self.trainer.max_iter), text)
+            logger.info("Evaluated %s: %s", say_done(self.trainer.last_done_iter + 1, self.trainer.max_iter), text)
 
 
 @HOOK_REGISTRY.register()
@@ -102,5 +89,5 @@ class FinalEvalHook(EvalHook):
 
     priority = SAVE_POINT + 3
 
-    def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None], *, by_epoch: bool = False) -> None:
-        super().__init__(0, eval_function, by_epoch=by_epoch, phase="test")
+    def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None]) -> None:
+        super().__init__(0, eval_function, phase="test")

@@ -1,6 +1,5 @@
 """The hook that sets the learning rate."""
 
-import logging
 import warnings
 from collections import Counter
 from typing import Any
@@ -13,12 +12,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
 
-logger = logging.getLogger(__name__)
-
 
 @HOOK_REGISTRY.register()
 class LRScheduler(HookBase):
     """Step a schedule after each iteration, and store the ``lr`` that the iteration used.
+
+    The ``lr`` is that of the largest parameter group; if each group has one parameter, the most common one.
 
     Args:
         optimizer: default is ``trainer.optimizer``.
@@ -31,12 +30,10 @@ class LRScheduler(HookBase):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: TorchLRScheduler | ParamScheduler | None = None,
     ) -> None:
-        accepted = TorchLRScheduler | ParamScheduler | None
-        if not isinstance(scheduler, accepted) or isinstance(scheduler, ReduceLROnPlateau):
+        if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(f"scheduler must be a torch LRScheduler or an fvcore ParamScheduler, got {scheduler!r}")
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
-        self._scheduler = scheduler if isinstance(scheduler, TorchLRScheduler) else None
-        self._state: dict[str, Any] = {}  # the state loaded since the last run
+        self._scheduler: TorchLRScheduler | None = None  # of the current or last run
 
     def before_train(self) -> None:
         """Raises ValueError if the schedule belongs to another optimizer."""
@@ -45,17 +42,13 @@ class LRScheduler(HookBase):
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, ParamScheduler):  # a function of the iteration, which has no state to load
             scheduler = LRMultiplier(self._optimizer, scheduler, self.trainer.max_iter, last_iter=iter - 1)
-        elif self._state:
-            scheduler.load_state_dict(self._state)
         # compare the groups, not the optimizers: an optimizer may be wrapped
         if getattr(scheduler, "optimizer", self._optimizer).param_groups is not groups:
             raise ValueError("LRScheduler has a scheduler that changes the learning rates of another optimizer")
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # this may be a second run
-        self._scheduler, self._state, self._has_stepped = scheduler, {}, False
+        self._scheduler, self._has_stepped = scheduler, False
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
-        if len(groups) > 1:
-            logger.info("The lr shown is that of parameter group %d of %d", self._best_param_group_id + 1, len(groups))
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
@@ -70,26 +63,29 @@ class LRScheduler(HookBase):
             self._scheduler.step()  # type: ignore[union-attr]
 
     @property
-    def scheduler(self) -> TorchLRScheduler | ParamScheduler:
+    def scheduler(self) -> TorchLRScheduler | ParamScheduler | None:
         """The scheduler that is stepped."""
-        return self._scheduler or self._given_scheduler or self.trainer.scheduler
+        return self._scheduler or self._given_scheduler or getattr(self.trainer, "scheduler", None)
 
     @staticmethod
     def get_best_param_group_id(optimizer: torch.optim.Optimizer) -> int:
-        """The largest group; if each group has one parameter, the first group with the most common learning rate."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if max(sizes) > 1:
             return sizes.index(max(sizes))
         rates = [group["lr"] for group in optimizer.param_groups]
         return rates.index(Counter(rates).most_common(1)[0][0])
 
+    def _stateful(self) -> TorchLRScheduler | None:
+        """The torch scheduler; None for a ``ParamScheduler``, which is a function of the iteration."""
+        scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
+        return scheduler if isinstance(scheduler, TorchLRScheduler) else None
+
     def state_dict(self) -> dict[str, Any]:
-        return self._state or ({} if self._scheduler is None else self._scheduler.state_dict())
+        scheduler = self._stateful()
+        return {} if scheduler is None else scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the scheduler if there is one; ``before_train`` does it again. Does nothing during a run."""
-        if self.trainer is None or self.trainer.status != "running":
-            self._state = dict(state_dict)
-            scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
-            if isinstance(scheduler, TorchLRScheduler):
-                scheduler.load_state_dict(self._state)
+        """Load into the scheduler; does nothing during a run."""
+        scheduler = self._stateful()
+        if scheduler is not None and not (self.trainer is not None and self.trainer.status == "running"):
+            scheduler.load_state_dict(state_dict)

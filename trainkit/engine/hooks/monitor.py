@@ -2,11 +2,11 @@
 
 import logging
 import math
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.utils import comm
-from trainkit.utils.periods import check_period, is_due, is_last, is_number, next_due
+from trainkit.utils.periods import check_period, is_due, is_last, next_due
 from trainkit.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -27,52 +27,45 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
 
 
 class PeriodicHook(HookBase):
-    """Call ``act_now`` every ``period`` iterations, below the save point; the first time after ``offset``, if not 0."""
+    """Call ``act_now`` every ``eval_period`` iterations, below the save point; 0: only after training."""
 
     priority = SAVE_POINT + 1
     ends = True
-    config_keys: tuple[tuple[str, str], ...] = (("eval_period", "TEST.EVAL_PERIOD"), ("offset", "TEST.EVAL_START"))
-    min_period: ClassVar[int] = 0
+    config_keys: tuple[tuple[str, str], ...] = (("eval_period", "TEST.EVAL_PERIOD"),)
     acts_in_last = False  # False: the last iteration is left to ``after_train``
 
-    def __init__(self, period: int, offset: int) -> None:
-        self._period = check_period("eval_period", period, minimum=self.min_period)
-        self._offset = check_period("offset", offset)
+    def __init__(self, eval_period: int) -> None:
+        self._period = check_period("eval_period", eval_period)
 
     def act_now(self) -> None:
         raise NotImplementedError
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._period, offset=self._offset) and (self.acts_in_last or not is_last(self.trainer)):
+        if is_due(self.trainer, self._period) and (self.acts_in_last or not is_last(self.trainer)):
             self.act_now()
 
     def next_due(self, done: int) -> int:
-        return next_due(self.trainer, done, self._period, offset=self._offset)
+        return next_due(self.trainer, done, self._period)
 
 
 class MetricHook(PeriodicHook):
     """Base class of hooks that act on the newest value of a metric. Rank 0, which has the metrics, decides for all.
 
     Args:
-        eval_period, offset: as given to the `EvalHook`, which must run before this hook.
+        eval_period: as given to the `EvalHook`, which must run before this hook.
         val_metric: its name in the storage, such as ``classification/top1``.
         mode: whether "max" or "min" is better; "auto": see `infer_mode`.
         min_delta: a value is better only if it beats the best one by this much. One that is not finite never is.
     """
 
     _state_names: tuple[str, ...] = ("best", "best_iter", "not_better", "_seen_iter")
-    min_period = 1
 
-    def __init__(
-        self, eval_period: int, val_metric: str, mode: Mode, min_delta: float = 0.0, *, offset: int = 0
-    ) -> None:
-        super().__init__(eval_period, offset)
-        if not isinstance(val_metric, str) or not val_metric:
-            raise ValueError(f"val_metric must be a name such as 'task/top1', got {val_metric!r}")
-        if mode not in ("max", "min", "auto") or not is_number(min_delta) or not min_delta >= 0:
-            raise ValueError(f'mode must be "max", "min" or "auto", min_delta >= 0; got {mode!r} and {min_delta!r}')
+    def __init__(self, eval_period: int, val_metric: str, mode: Mode, min_delta: float = 0.0) -> None:
+        super().__init__(eval_period)
         self.monitored_metric, self._min_delta = val_metric, min_delta
         self.mode = infer_mode(val_metric) if mode == "auto" else mode
+        if self.mode not in ("max", "min"):
+            raise ValueError(f'mode must be "max", "min" or "auto", got {mode!r}')
         self._sign = 1 if self.mode == "max" else -1
         self._forget()
 
@@ -111,8 +104,6 @@ class MetricHook(PeriodicHook):
         if iter == self._seen_iter:
             return None
         self._seen_iter = iter
-        if not math.isfinite(value):
-            logger.warning("%s is %s in iteration %d, which cannot be the best", metric, value, iter)
         if math.isfinite(value) and (self.best is None or self.is_better(value, self.bound(self.best))):
             self.best, self.best_iter, self.not_better = value, iter, 0
         else:
@@ -131,9 +122,8 @@ class MetricHook(PeriodicHook):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; the state of another metric or mode is ignored with a warning."""
-        saved, own = (state_dict["metric"], state_dict["mode"]), (self.monitored_metric, self.mode)
-        if saved != own:
-            logger.warning("The best value of the checkpoint is of %s (%s), not of %s (%s)", *saved, *own)
-            self._forget()
-        else:
+        if (state_dict["metric"], state_dict["mode"]) == (self.monitored_metric, self.mode):
             super().load_state_dict(state_dict)
+        else:
+            logger.warning("The best value of %s is ignored: it is of another metric or mode", type(self).__name__)
+            self._forget()

@@ -1,8 +1,7 @@
 """The hook that calls the writers."""
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,21 +19,18 @@ class PeriodicWriter(HookBase):
     """Call the writers every ``period`` iterations, after each evaluation, after the last iteration, and at the end.
 
     It runs after every other hook. The writers are closed at the end; if the trainer trains again, they continue. If a
-    run was stopped or has failed, a resumed run writes its last values again.
+    run was stopped or has failed, a resumed run writes its last values again. Images and histograms are deleted from
+    the storage after each write.
 
     If a writer raises an OSError (a full disk), the error is logged once and the writer is called again next time. If
-    it still fails at the end of a finished run, the run fails. Images and histograms are deleted from the storage after
-    each write, unless there is a second `PeriodicWriter`.
+    it still fails at the end of a finished run, the run fails.
     """
 
     priority = Priority.LOWEST + 1
     config_keys = (("period", "LOG.PERIOD"),)
-    _alone = True
 
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
         self._writers = list(writers)
-        if wrong := [writer for writer in self._writers if not isinstance(writer, EventWriter)]:
-            raise TypeError(f"writers must be EventWriter objects, got {wrong[0]!r}")
         self._period = check_period("period", period, minimum=1)
         self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
@@ -48,7 +44,6 @@ class PeriodicWriter(HookBase):
                 left.remove(found)
                 writer.load_state_dict(found["state"])
         self._waiting, self._ended, self._failing = None, None, {}
-        self._alone = sum(isinstance(hook, PeriodicWriter) for hook in self.trainer.hooks) == 1
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
         for writer in self._writers:
             writer.begin(self.trainer)
@@ -74,11 +69,7 @@ class PeriodicWriter(HookBase):
             self.trainer.storage.flush()
         finally:
             for i, writer in enumerate(self._writers):
-                try:
-                    writer.close()
-                except OSError as error:
-                    self._failing[i] = f"{type(writer).__name__} cannot be closed: {error}"
-                    logger.error("%s cannot be closed: %s", type(writer).__name__, error)
+                self._try(i, "be closed", writer.close)
         if self.trainer.status == "finished":
             lost = [text for by_rank in self.trainer.gather([*self._failing.values()]) for text in by_rank]
             if lost:
@@ -86,26 +77,33 @@ class PeriodicWriter(HookBase):
 
     def _write(self, *, at_end: bool = False) -> None:
         """Call each writer. If the storage defers, this runs in its worker."""
-        storage, failed = get_event_storage(), {}
+        storage = get_event_storage()
         interrupted = at_end and self.trainer.status != "finished"
         if interrupted:
             self._waiting = self._writer_states()
         elif not at_end and (eta_sec := estimate_eta_sec(storage, self.trainer.max_iter)) is not None:
             storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
-        with storage.hold_images() if self._alone or interrupted else nullcontext():
+        with storage.hold_images():
             for i, writer in enumerate(self._writers):
-                try:
-                    writer.write()
-                except OSError as error:
-                    failed[i] = f"{type(writer).__name__} cannot write: {error}"
-                    if at_end or i not in self._failing:
-                        logger.error("%s", failed[i])
-        if self._alone and not interrupted:
+                if self._try(i, "write", writer.write):
+                    self._failing.pop(i, None)
+        if not interrupted:
             storage.clear_images()
             storage.clear_histograms()
-        self._failing = failed
         if at_end and not interrupted:
             self._ended = self._writer_states()  # not for the next run, which may train these iterations again
+
+    def _try(self, i: int, what: str, call: Callable[[], object]) -> bool:
+        """Whether a call of writer ``i`` succeeds; its first error in a row is logged."""
+        try:
+            call()
+        except OSError as error:
+            text = f"{type(self._writers[i]).__name__} cannot {what}: {error}"
+            if self._failing.get(i) != text:
+                logger.error("%s", text)
+            self._failing[i] = text
+            return False
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """The writers' states after their last regular write, also if the writers are closed already."""
