@@ -8,24 +8,37 @@
 
 A mutant has another operator or constant, the other branch of an ``if``, or a call less. Which mutants there are
 depends on the seed and the source. They are made in a copy of the tree; a record that exists is continued. The table
-has the mutants of each folder, and how many are killed: a test fails, or the tests take longer than five minutes.
+has the mutants of each folder, and how many are killed: a test fails, or the tests take five times as long as without
+the mutant. Several processes share the work with ``--part 0/2`` and ``--part 1/2`` and a record each; given all
+records and ``--number 0``, the program prints their table.
 """
 
 import argparse
 import ast
+import contextlib
 import functools
+import itertools
 import json
+import multiprocessing
+import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint  # what takes long to import is imported once, and each run of tests is a fork
+
 ROOT = Path(__file__).resolve().parents[1]
+EXACTNESS = ("tests/exactness/test_exactness.py",)
 LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "output", "build")  # of the copy
 OTHER: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -65,7 +78,7 @@ def mutants(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def files_testing(file: str) -> list[tuple[str, ...]]:
-    """The test file of a module, and all files beside it that name the module or one of its classes and functions."""
+    """The test file of a module, all beside it that name it or a class or function of it, the exactness."""
     path = ROOT / file
     folder = ROOT / "tests" / path.parent.relative_to(ROOT / "trainkit")
     while not (beside := sorted(folder.glob("test_*.py"))):
@@ -74,15 +87,33 @@ def files_testing(file: str) -> list[tuple[str, ...]]:
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)] + [path.stem]
     naming = [test for test in beside if any(name in test.read_text() for name in names)] or beside
     own = [test for test in beside if test.name == f"test_{path.stem}.py"]
-    return [tuple(test.relative_to(ROOT).as_posix() for test in tests) for tests in (own, naming) if tests]
+    return [
+        *(tuple(test.relative_to(ROOT).as_posix() for test in tests) for tests in (own, naming) if tests),
+        EXACTNESS,
+    ]
 
 
-def is_killed(copy: Path, tests: tuple[str, ...]) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests]
-    try:
-        return subprocess.run(command, cwd=copy, capture_output=True, timeout=300).returncode != 0
-    except subprocess.TimeoutExpired:
-        return True
+def run_pytest(copy: Path, tests: tuple[str, ...]) -> None:
+    os.setsid()  # so that what a test has started ends with it
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = f"{copy}:{copy / 'projects'}"
+    sys.path[:] = [str(copy), *(path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "trainkit")]:
+        del sys.modules[name]
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    os._exit(int(pytest.main(["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests])))
+
+
+def is_killed(copy: Path, tests: tuple[str, ...], limit_sec: float = 600.0) -> bool:
+    process = multiprocessing.get_context("fork").Process(target=run_pytest, args=(copy, tests))
+    process.start()
+    process.join(limit_sec)
+    is_hanging = process.is_alive()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return is_hanging or process.exitcode != 0
 
 
 def mutated(source: bytes, mutant: dict[str, Any]) -> bytes:
@@ -94,36 +125,49 @@ def mutated(source: bytes, mutant: dict[str, Any]) -> bytes:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="JSON file; mutants that it has are not tried again")
+    parser.add_argument("records", type=Path, nargs="+", help="JSON files; the first is written, all are in the table")
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default="", help="of trainkit/, such as data")
+    parser.add_argument("--part", default="0/1", help="of the mutants, such as 1/2 for every second one")
     return parser.parse_args(arguments)
 
 
 def main(args: argparse.Namespace) -> None:
-    record = json.loads(args.record.read_text()) if args.record.exists() else []
+    torch.set_num_threads(1)
+    record, *others = [json.loads(path.read_text()) if path.exists() else [] for path in args.records]
     known = [(mutant["file"], mutant["place"]) for mutant in record]
-    fails = functools.cache(is_killed)  # without a mutant
+    part, num_parts = map(int, args.part.split("/"))
+    stamps = itertools.count(1)  # times of the file: Python takes the bytecode of another mutant otherwise
+
+    @functools.cache
+    def time_without_mutant(tests: tuple[str, ...]) -> float | None:
+        """In seconds; None: the tests fail."""
+        start = time.monotonic()
+        return None if is_killed(copy, tests) else time.monotonic() - start
+
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=LEFT_OUT))
-        for mutant in random.Random(args.seed).sample([*mutants(args.folder)], args.number):
+        for mutant in random.Random(args.seed).sample([*mutants(args.folder)], args.number)[part::num_parts]:
             file, groups = copy / mutant["file"], files_testing(mutant["file"])
             if (mutant["file"], mutant["place"]) in known:
                 continue
-            if any(fails(copy, tests) for tests in groups):
+            times = [time_without_mutant(tests) for tests in groups]
+            if None in times:
                 print(f"{mutant['file']} is left out: its tests fail without a mutant, {groups}", flush=True)
                 continue
             source = file.read_bytes()
             file.write_bytes(mutated(source, mutant))
-            mutant["killed"] = any(is_killed(copy, tests) for tests in groups)
+            os.utime(file, (stamp := next(stamps), stamp))
+            limits = [20 + 5 * sec for sec in times if sec is not None]
+            mutant["killed"] = any(map(functools.partial(is_killed, copy), groups, limits))
             file.write_bytes(source)
             record.append(mutant)
-            args.record.write_text(json.dumps(record, indent=1))
+            args.records[0].write_text(json.dumps(record, indent=1))
             state, place = "killed" if mutant["killed"] else "SURVIVED", f"{mutant['file']}:{mutant['place'][0]}"
             print(f"{state} {place}: {mutant['before']} -> {mutant['after']}", flush=True)
     killed = defaultdict(list)
-    for mutant in record:
+    for mutant in itertools.chain(record, *others):
         for folder in ("/".join(mutant["file"].split("/")[1:-1]) or ".", "trainkit"):
             killed[folder].append(mutant["killed"])
     for folder, found in sorted(killed.items()):

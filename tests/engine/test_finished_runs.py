@@ -1,13 +1,15 @@
 """A run that has finished is not started again, and goes on if its end is moved."""
 
 import json
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from tests.utils.test_run_folder import owner_of
+from tests.utils.test_run_folder import OWN
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.hooks import HookBase
@@ -85,12 +87,14 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_touched(tmp_path,
     monkeypatch.setattr(run_folder, "_PATIENCE_SEC", 0.0)
     (tmp_path / "metrics.json").write_text("of the other run")
     cfg = tiny_cfg(tmp_path / "own", key, str(tmp_path))
-    with owner_of(tmp_path) as owner:
+    with subprocess.Popen([sys.executable, "-c", OWN, tmp_path], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout.readline() == "owned\n"
         for start in (lambda: default_setup(cfg, Namespace()), DefaultTrainer(cfg).train):
             with pytest.raises(
                 ConfigError, match=f"{key} .* cannot be written, choose another: .* process {owner.pid} on"
             ):
                 start()
+        owner.kill()
     run_folder.release_folder(tmp_path / "own")
     assert sorted(files(tmp_path)) == ["metrics.json", "run.lock"]
     default_setup(cfg, Namespace(resume=True))

@@ -24,7 +24,7 @@ from trainkit.projects.sharding.tests.sharded_job import (
     whole,
 )
 
-from tests.engine.test_world_sizes import Net, part
+from tests.engine.test_ddp import Net, part
 from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import CheckpointError

@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from trainkit.projects.sharding.fsdp import shard_model
 
-from tests.engine.test_world_sizes import train
+from tests.engine.test_ddp import Net, part
+from tests.engine.tiny import scalars, sgd
 from tests.two_ranks import on_two_ranks
+from trainkit.engine import SimpleTrainer
 from trainkit.utils import comm
 
 pytestmark = pytest.mark.slow
@@ -23,6 +26,16 @@ def in_shards_from_the_meta_device(model):
     model = model.to("meta")
     shard_model(model, model.layers, weights=weights if comm.is_main_process() else {})
     return model
+
+
+def train(parallelize, rank=0, num_ranks=1, steps=1):
+    """The losses and the final weights; ranks start with different ones, which ``parallelize`` makes equal."""
+    model = parallelize(Net(seed=rank))
+    data = part(rank, num_ranks, steps)
+    trainer = SimpleTrainer(model, data, sgd(model, 0.05, momentum=0.9), accumulation_steps=steps)
+    trainer.train(0, 10)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return [loss for loss, _ in scalars(trainer)["total_loss"]], weights
 
 
 def runs(rank, folder):
