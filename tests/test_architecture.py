@@ -16,7 +16,7 @@ LAYERS = [
     ["trainkit.evaluation"],
     ["trainkit.engine.launch", "trainkit.engine.parallel"],
     ["trainkit.engine.hook_base"],
-    ["trainkit.engine.finite", "trainkit.engine.hook_list", "trainkit.engine.stopping"],
+    ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.run_state"],
     ["trainkit.engine.loop"],
     ["trainkit.engine.feed", "trainkit.engine.metrics"],

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError, look_up
 from trainkit.utils.device import device_of, resolve_device
+from trainkit.utils.errors import ConfigError, look_up
 from trainkit.utils.plugins import lazy_names
 from trainkit.utils.registry import Registry
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from trainkit.config import ConfigError
-from trainkit.config.errors import look_up
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
 from trainkit.utils.env import preserve_rng_state
+from trainkit.utils.errors import look_up
 from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.periods import check_period, is_nth
 from trainkit.utils.registry import Registry

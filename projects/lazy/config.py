@@ -11,8 +11,8 @@ import yaml
 from trainkit.projects.lazy.nodes import TARGET, is_node, name_of, path_of, to_node, to_plain, update
 from trainkit.projects.lazy.python_files import run_file
 
-from trainkit.config.errors import ConfigError, UnknownKeyError
 from trainkit.config.yaml_files import Dumper, parse_literal, read_yaml
+from trainkit.utils.errors import ConfigError, UnknownKeyError
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 from trainkit.projects.lazy.locate import locate
 from trainkit.projects.lazy.nodes import TARGET, name_of, to_container
 
-from trainkit.config.errors import ConfigError
+from trainkit.utils.errors import ConfigError
 
 
 def instantiate(cfg: Any) -> Any:

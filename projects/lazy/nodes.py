@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.projects.lazy.locate import locate
 
-from trainkit.config.errors import ConfigError
+from trainkit.utils.errors import ConfigError
 
 TARGET = "_target_"  # the key of the callable in a node that describes a call
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.projects.lazy.nodes import to_node
 
-from trainkit.config.errors import ConfigError
+from trainkit.utils.errors import ConfigError
 
 
 def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:

@@ -6,8 +6,8 @@ from trainkit.projects.logical_ranks.loader import divide
 
 from trainkit.config import CfgNode, choose
 from trainkit.config.checks import check_conflicts
-from trainkit.config.errors import not_accepted
 from trainkit.utils import comm
+from trainkit.utils.errors import not_accepted
 
 _CONFLICTS = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),

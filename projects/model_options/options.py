@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.errors import not_accepted
 from trainkit.utils.device import device_of
+from trainkit.utils.errors import not_accepted
 
 logger = logging.getLogger(__name__)
 

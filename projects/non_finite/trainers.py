@@ -11,10 +11,9 @@ from torch import Tensor
 
 from trainkit.engine.amp import SKIP_FLAG, SkippingTrainer, prepare_to_skip, skips_on_device
 from trainkit.engine.build import POLICY_REGISTRY
-from trainkit.engine.finite import describe_failure
 from trainkit.engine.step import SimpleTrainer, parameters_of
 from trainkit.utils import comm
-from trainkit.utils.losses import Losses
+from trainkit.utils.losses import Losses, describe_failure
 
 __all__ = ["CheckGradients", "SkipNonFinite"]
 

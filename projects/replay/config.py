@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainkit.config import CfgNode
-from trainkit.config.errors import not_accepted
+from trainkit.utils.errors import not_accepted
 from trainkit.utils.periods import is_whole
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from trainkit.projects.replay.contents import CLOCK_READINGS
 
-from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils.device import unwrap_model
+from trainkit.utils.losses import non_finite_names
 
 
 class Output(NamedTuple):

@@ -10,10 +10,10 @@ from trainkit.projects.scaling.scaling import scale_workers
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import CfgNode
-from trainkit.config.errors import not_accepted
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.utils import comm
+from trainkit.utils.errors import not_accepted
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.config import CfgNode, get_cfg
-from trainkit.config.errors import not_accepted
 from trainkit.solver.build import base_lr
+from trainkit.utils.errors import not_accepted
 
 logger = logging.getLogger(__name__)
 

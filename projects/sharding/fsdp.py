@@ -15,11 +15,11 @@ from trainkit.projects.sharding.evaluation import batches_of_all_ranks
 from trainkit.projects.sharding.tensors import is_sharded, local_part, shard_like, shard_optimizer_state
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
-from trainkit.config.errors import not_accepted
 from trainkit.engine.build import WRAPPER_REGISTRY, ModelBuilder
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
 from trainkit.utils.env import get_rng_state, set_rng_state
+from trainkit.utils.errors import not_accepted
 
 logger = logging.getLogger(__name__)
 

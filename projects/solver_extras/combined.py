@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.errors import not_accepted
 from trainkit.solver.build import OPTIMIZER_BUILDER_REGISTRY, build_one, start_late_buffers, with_optimizer
+from trainkit.utils.errors import not_accepted
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from trainkit.projects.solver_extras.schedules import SCHEDULE_REGISTRY, Chain, Segment
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError, unknown_name
 from trainkit.solver.build import LR_SCHEDULER_BUILDER_REGISTRY
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
+from trainkit.utils.errors import ConfigError, unknown_name
 from trainkit.utils.periods import exact, is_whole, periods_done
 
 _logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from trainkit.projects.solver_extras.rules import KEY_MATCHES
 
 from trainkit.config import CfgNode, ConfigError, choose
 from trainkit.config.checks import check_choices, check_ranges
-from trainkit.config.errors import not_accepted
 from trainkit.solver.build import base_lr
+from trainkit.utils.errors import not_accepted
 from trainkit.utils.periods import is_number
 
 _GROUPS = "SOLVER.PARAM_GROUPS"

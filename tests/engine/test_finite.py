@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hooks import CallbackHook
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
+from trainkit.utils.losses import non_finite_names
 
 
 def test_gradients_that_are_not_finite_end_the_run_before_the_update():

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from trainkit.config.checks import check_values
     from trainkit.config.config import CfgNode
     from trainkit.config.defaults import get_cfg
-    from trainkit.config.errors import ConfigError
     from trainkit.config.from_config import configurable
     from trainkit.config.imports import choose, import_modules, prepare_projects
     from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
+    from trainkit.utils.errors import ConfigError
 
 __all__ = [
     "get_cfg",

@@ -8,8 +8,8 @@ from typing import Any
 
 from trainkit.config.config import CfgNode, get_key, projects_of
 from trainkit.config.defaults import CHOICES, RANGES, get_cfg
-from trainkit.config.errors import ConfigError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
+from trainkit.utils.errors import ConfigError, not_accepted
 from trainkit.utils.periods import is_number
 
 # (setting, other setting, reason): they exclude each other; a key without "=" means: if it is on

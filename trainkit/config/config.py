@@ -10,9 +10,9 @@ from typing import IO, Any
 import yaml
 from fvcore.common.config import CfgNode as _FvcoreCfgNode
 
-from trainkit.config.errors import ConfigError, UnknownKeyError, not_accepted
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
 from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_with_base
+from trainkit.utils.errors import ConfigError, UnknownKeyError, not_accepted
 from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 from trainkit.utils.registry import did_you_mean
 

@@ -8,8 +8,8 @@ from operator import getitem
 from typing import Any
 
 from trainkit.config.config import CfgNode, projects_of
-from trainkit.config.errors import ConfigError, not_accepted
 from trainkit.utils import comm
+from trainkit.utils.errors import ConfigError, not_accepted
 
 import_check: ContextVar[Callable[[Iterable[Any]], None] | None] = ContextVar("import_check", default=None)
 """Called before anything is imported; raises a ConfigError for modules that must not be."""

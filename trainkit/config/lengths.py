@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fvcore.common.config import CfgNode
 
-from trainkit.config.errors import not_accepted
+from trainkit.utils.errors import not_accepted
 from trainkit.utils.periods import exact, whole_or_rounded
 
 LENGTH_KEYS = frozenset(

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import yaml
 
-from trainkit.config.errors import ConfigError, not_accepted
+from trainkit.utils.errors import ConfigError, not_accepted
 
 BASE_KEY = "_BASE_"  # at the top of a file: the file or files it inherits from
 DELETE_KEY = "_DELETE_"  # in a node of a file: ignore the inherited files for this node

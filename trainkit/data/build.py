@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampler, default_collate
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import ConfigError, look_up, unknown_name
 from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
@@ -17,6 +16,7 @@ from trainkit.data.samplers import InferenceSampler, TrainingSampler, new_genera
 from trainkit.data.workers import worker_init_reset_seed as worker_init_reset_seed  # detectron2 has it here
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
+from trainkit.utils.errors import ConfigError, look_up, unknown_name
 from trainkit.utils.registry import Registry
 
 SAMPLER_REGISTRY = Registry("SAMPLER")

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.config.errors import ConfigError
-from trainkit.engine.finite import describe_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.events.storage import get_event_storage, has_event_storage
-from trainkit.utils.losses import Losses
+from trainkit.utils.losses import Losses, describe_failure
 from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)

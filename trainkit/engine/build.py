@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from trainkit.config import CfgNode
-from trainkit.config.errors import look_up
 from trainkit.engine.amp import AMPTrainer, SkippingTrainer, fixed_scaler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.clipping import GradientClipper, build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
+from trainkit.utils.errors import look_up
 from trainkit.utils.registry import Registry
 
 logger = logging.getLogger(__name__)

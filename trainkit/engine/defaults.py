@@ -20,7 +20,6 @@ from trainkit.config import (
     prepare_projects,
     resolve_lengths,
 )
-from trainkit.config.errors import look_up
 from trainkit.config.imports import wrap_by_projects
 from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
@@ -45,8 +44,10 @@ from trainkit.evaluation import (
     verify_results,
 )
 from trainkit.modeling import device_of_config, on_device
+from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
+from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
 from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
 
@@ -272,7 +273,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
-        self._trainer.load_step_state_dict(state_dict["_trainer"])
+        step = state_dict["_trainer"]
+        if changes := compare_with_saved(self.optimizer.param_groups, step["optimizer"]["param_groups"]):
+            logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)
+        self._trainer.load_step_state_dict(step)
 
     # ------------------------------------------------------------------ hooks
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from trainkit.config.errors import ConfigError
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
 from trainkit.utils import comm
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.periods import is_whole
 
 logger = logging.getLogger(__name__)

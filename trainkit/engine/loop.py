@@ -5,16 +5,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
-from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.config.errors import ConfigError
-from trainkit.engine.finite import raise_failure
 from trainkit.engine.run_state import Position, RunState
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm
 from trainkit.utils.env import set_rng_state
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.logger import setup_logger
+from trainkit.utils.losses import raise_failure
 from trainkit.utils.periods import is_nth, next_due
 
 __all__ = ["Position", "TrainerBase"]
@@ -121,7 +120,7 @@ class TrainerBase(RunState):
         for name, save in saves.items():
             try:
                 save()
-            except CheckpointError as error:
+            except OSError as error:  # a full disk, or a CheckpointError
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
     def run_step(self) -> None:

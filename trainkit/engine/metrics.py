@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.engine.finite import describe_failure, raise_failure
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events.storage import MAX_ROWS, EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.events.worker import Numbers
-from trainkit.utils.losses import Losses
+from trainkit.utils.losses import Losses, describe_failure, raise_failure
 from trainkit.utils.periods import check_period, is_nth
 
 # names that the trainer, default hooks or writers store

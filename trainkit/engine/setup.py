@@ -21,12 +21,12 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.checks import similar_keys
 from trainkit.config.config import changed_settings
-from trainkit.config.errors import not_accepted, unknown_name
 from trainkit.engine.folders import prepare_folders, use_local_folders
 from trainkit.engine.launch import is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
+from trainkit.utils.errors import not_accepted, unknown_name
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, installed, load_plugin, type_name
 

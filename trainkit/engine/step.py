@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.engine.feed import Feed
-from trainkit.engine.finite import describe_failure, non_finite_names
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
-from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils.device import device_of
-from trainkit.utils.losses import Losses, mean_losses, parse_losses
+from trainkit.utils.losses import Losses, describe_failure, mean_losses, non_finite_names, parse_losses
 from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
@@ -302,16 +300,9 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         return {"optimizer": self.optimizer.state_dict()}
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; its hyper-parameters replace those of this run.
-
-        Raises:
-            ConfigError: it is of another kind of optimizer, or has another number of parameter groups.
-        """
-        changes = compare_with_saved(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
+        """Load a state; its hyper-parameters replace those of this run."""
         state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
         self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
-        if changes:
-            logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)
 
 
 def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:

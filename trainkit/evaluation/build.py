@@ -1,8 +1,8 @@
 """Build evaluators by name."""
 
 from trainkit.config.config import CfgNode
-from trainkit.config.errors import look_up, not_accepted
 from trainkit.evaluation.evaluator import DatasetEvaluator, DatasetEvaluators
+from trainkit.utils.errors import look_up, not_accepted
 from trainkit.utils.registry import Registry
 
 EVALUATOR_REGISTRY = Registry("EVALUATOR")

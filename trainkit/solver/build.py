@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
-from trainkit.config.errors import ConfigError, look_up, not_accepted, unknown_name
 from trainkit.config.imports import prepare_projects
 from trainkit.solver.clipping import GradientClipType as GradientClipType  # detectron2's users find these here
 from trainkit.solver.clipping import maybe_add_gradient_clipping
@@ -22,6 +21,7 @@ from trainkit.solver.lr_scheduler import LRMultiplier, WarmupParamScheduler
 from trainkit.solver.param_groups import _expand_param_groups as _expand_param_groups
 from trainkit.solver.param_groups import get_default_optimizer_params
 from trainkit.solver.param_groups import reduce_param_groups as reduce_param_groups
+from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
 from trainkit.utils.periods import is_whole
 from trainkit.utils.registry import Registry
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainkit.config.errors import ConfigError
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.logger import format_table
 
 # _NormBase: all batch and instance norms

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainkit.config import ConfigError
-from trainkit.config.errors import look_up
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks import checkpoint, early_stopping, evaluation, lr_scheduler, timer, writer  # noqa: F401 - these register themselves
+from trainkit.utils.errors import look_up
 
 logger = logging.getLogger(__name__)
 
