@@ -1,7 +1,5 @@
 import json
-import logging
 import math
-import platform
 import sysconfig
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultPredictor, DefaultTrainer
 from trainkit.modeling import build_model
-from trainkit.solver import build_optimizer
 from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng
 
@@ -66,17 +63,6 @@ def test_a_character_is_a_token_and_all_others_are_the_unknown_one():
     assert len(VOCABULARY) == len(set(VOCABULARY)) == 97
 
 
-def test_the_split_of_a_file_is_a_function_of_its_path():
-    paths = ["csv.py", "json/decoder.py", "json/encoder.py", "re/__init__.py"]
-    assert [split_of(path) for path in paths] == ["train", "train", "val", "test"]
-    splits = [split_of(f"module{i}.py") for i in range(2_000)]
-    assert {split: splits.count(split) / 2_000 for split in ("train", "val", "test")} == {
-        "train": pytest.approx(0.8, abs=0.03),
-        "val": pytest.approx(0.1, abs=0.03),
-        "test": pytest.approx(0.1, abs=0.03),
-    }
-
-
 FILES = {f"package{i % 3}/module{i}.py": f"x{i} = {i}\n".encode() for i in range(40)}
 OTHERS = ["test/a.py", "json/tests/a.py", "site-packages/torch/a.py", "__pycache__/a.py", "LICENSE.txt", "a.pyc"]
 
@@ -89,28 +75,6 @@ def test_a_corpus_is_the_text_of_all_files_each_in_one_split_in_the_order_of_the
         expected = b"".join(FILES[path] for path in sorted(FILES) if split_of(path) == split).decode()
         assert expected != ""
         assert decode(found.splits[split]) == expected
-
-
-def test_the_digest_is_that_of_paths_and_contents_and_of_nothing_else(tmp_path):
-    first = read_corpus(write(tmp_path / "a", FILES)).digest
-    assert len(first) == 64
-    assert read_corpus(write(tmp_path / "b", {**FILES, "test/a.py": b"x"})).digest == first
-    name, content = next(iter(FILES.items()))
-    others = [{**FILES, name: content + b"\n"}, {**FILES, "a.py": b""}, {**FILES, name: b"", "z.py": content}]
-    digests = {read_corpus(write(tmp_path / str(i), files)).digest for i, files in enumerate(others)}
-    assert len(digests | {first}) == 4
-
-
-def test_the_library_of_this_python_is_named_in_the_log_and_has_windows_enough(caplog):
-    corpus.python_corpus.cache_clear()
-    with caplog.at_level(logging.INFO):
-        found = corpus.python_corpus()
-    assert f"Corpus: the standard library of Python {platform.python_version()}, {found.num_files} files" in caplog.text
-    assert f"SHA-256 {found.digest}" in caplog.text
-    assert len(DatasetCatalog.get("stdlib_train")) > 20_000
-    assert [len(DatasetCatalog.get(f"stdlib_{split}")) for split in ("val", "test")] == [1_000, 1_000]
-    assert caplog.text.count("Corpus") == 1  # read once
-    assert np.mean(found.splits["train"] == UNKNOWN) < 0.001
 
 
 # ---------------------------------------------------------------------- the windows
@@ -159,19 +123,6 @@ def test_an_untrained_network_guesses_in_nats_and_bits():
     assert expected == pytest.approx(losses["loss_char"].item())
     assert sum(parameter.numel() for parameter in model.parameters()) == 800_000
     assert (model.tokens_per_sample, model.flops_per_sample()) == (128, 128 * (6 * 800_000 + 12 * 4 * 128 * 128))
-
-
-def test_norms_and_the_embedding_have_no_weight_decay():
-    model = build_model(config())
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    decays = {
-        names[parameter]: group["weight_decay"]
-        for group in build_optimizer(config(), model).param_groups
-        for parameter in group["params"]
-    }
-    free = [f"blocks.{i}.{norm}.weight" for i in range(4) for norm in ("norm1", "norm2")]
-    assert sorted(name for name, decay in decays.items() if decay == 0) == [*free, "embedding.weight", "norm.weight"]
-    assert [decay for decay in decays.values() if decay] == [0.1] * 16
 
 
 # ---------------------------------------------------------------------- short runs
@@ -292,25 +243,6 @@ def test_a_sample_is_a_function_of_prompt_settings_and_seed(predictor):
     others = [text(predictor, seed=4), text(predictor, seed=3, temperature=0.3), text(predictor, 40, "x" * 40, seed=3)]
     assert len({first, *others, text(predictor, seed=3, top_k=5)}) == 5
     assert decode([UNKNOWN]) not in first
-
-
-def greedy(model, prompt, length):
-    """By hand: the likeliest character, again and again."""
-    tokens = encode(prompt).tolist()
-    for _ in range(length):
-        with torch.no_grad():
-            logits = model({"tokens": torch.tensor([tokens[-WINDOW:]])})[0, -1]
-        tokens.append(int(logits[1:].argmax()) + 1)
-    return decode(tokens[-length:])
-
-
-def test_one_candidate_or_a_low_temperature_gives_the_likeliest_characters(predictor):
-    long = "x" * (2 * WINDOW)
-    for prompt in ("import ", long):
-        expected = greedy(predictor.model, prompt, 8)
-        assert text(predictor, 8, prompt, top_k=1, seed=5) == expected
-        assert text(predictor, 8, prompt, temperature=1e-6) == expected
-        assert text(predictor, 8, prompt) != expected
 
 
 def test_the_command_prints_prompt_and_sample_of_the_config_beside_the_weights(trained, predictor, capsys):

@@ -10,8 +10,6 @@ from tests.utils.png import decode_png
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultTrainer
-from trainkit.modeling import build_model
-from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils.env import seed_all_rng
 
 FOLDER = Path(__file__).parents[2] / "projects" / "segmentation"
@@ -88,39 +86,6 @@ def test_a_network_gives_losses_in_train_mode_and_logits_in_eval_mode(name):
     assert list(logits.shape) == [2, 11, 48, 48]
     expected = torch.nn.functional.cross_entropy(logits, batch["label"]).item()
     assert model.losses(batch)["loss_seg"].item() == pytest.approx(expected)
-
-
-def hyperparameters(name):
-    """name of a parameter -> (lr, weight decay)"""
-    cfg = config(name)
-    model = build_model(cfg)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = build_optimizer(cfg, model).param_groups
-    return {names[param]: (group["lr"], group["weight_decay"]) for group in groups for param in group["params"]}
-
-
-def test_the_learning_rate_of_the_vit_falls_from_the_head_to_the_patches():
-    rates = {name: lr for name, (lr, _) in hyperparameters("vit.yaml").items()}
-    exponents = {"backbone.patch_embed.0.weight": 5, "backbone.pos_embed": 5, "backbone.layers.0.norm1.weight": 4}
-    exponents |= {"backbone.layers.3.linear2.bias": 1, "backbone.norm.weight": 0, "head.0.weight": 0}
-    base_lr = config("vit.yaml").SOLVER.BASE_LR
-    assert {name: rates[name] for name in exponents} == {
-        name: pytest.approx(base_lr * 0.9**exponent) for name, exponent in exponents.items()
-    }
-
-
-def test_the_learning_rate_warms_up_in_a_line_and_falls_by_a_power():
-    cfg = config("config.yaml", "SOLVER.MAX_ITER", 251)
-    optimizer = build_optimizer(cfg, FCN(width=2))
-    scheduler = build_lr_scheduler(cfg, optimizer)
-    factors = []
-    for _ in range(251):
-        factors.append(optimizer.param_groups[0]["lr"] / cfg.SOLVER.BASE_LR)
-        optimizer.step()
-        scheduler.step()
-    # the warm-up lasts 50 iterations, the fall 201
-    expected = {0: 0.1, 7: 0.1 + 0.9 / 7, 49: 1.0, 50: 1.0, 150: 0.5**0.9, 200: 0.25**0.9, 250: 0.0}
-    assert {iter: factors[iter] for iter in expected} == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------------- the drawing

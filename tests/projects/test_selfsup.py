@@ -10,19 +10,15 @@ from torch.nn import functional as F
 
 from projects.selfsup import FrozenFeatureEvaluator, TwoViews, compare, load_frozen, load_unlabeled
 from projects.selfsup.data import EVALUATED, LABELLED, UNLABELLED
-from projects.selfsup.densecl import DenseCL, contrast, match
+from projects.selfsup.densecl import DenseCL, contrast
 from projects.selfsup.evaluation import nearest_neighbours
 from projects.selfsup.queues import new_queue, push
 from projects.selfsup.simsiam import SimSiam, negative_cosine
 from projects.selfsup.swav import SwAV, sinkhorn
 from tests.two_ranks import SLOW, on_two_ranks
-from tools.chaos import differing
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.modeling import build_model
-from trainkit.utils.device import unwrap_model
-from trainkit.utils.env import seed_all_rng
 from trainkit.utils.logger import close_logger
 
 FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
@@ -68,28 +64,12 @@ def config(name, folder="", *options):
     return cfg
 
 
-def run(name, folder, *options, spies=()):
-    cfg = config(name, folder, *options)
-    seed_all_rng(cfg.SEED)
-    trainer = DefaultTrainer(cfg)
-    trainer.resume_or_load()
-    trainer.register_hooks(spies)
-    return trainer.train()
-
-
 def views(num=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.rand(num, 1, 8, 8, generator=generator) for name in ("view1", "view2")}
 
 
 # ---------------------------------------------------------------------- data
-
-
-def test_the_training_data_have_no_labels_and_name_their_scans():
-    samples = load_unlabeled()
-    assert len(samples) == 1197
-    assert {tuple(sample) for sample in samples} == {("image", "index")}
-    assert [sample["index"] for sample in samples] == list(range(1197))
 
 
 def test_an_evaluation_dataset_has_ten_labelled_scans_per_class():
@@ -115,22 +95,6 @@ def test_the_views_are_two_and_a_function_of_the_torch_seed():
 
 
 # ---------------------------------------------------------------------- models
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_every_method_begins_with_the_backbone_that_it_is_compared_with(name):
-    seed_all_rng(3)
-    model = build_model(config(name))
-    seed_all_rng(3)
-    random = compare.RandomBackbone(width=2)
-    seed_all_rng(4)
-    other = compare.RandomBackbone(width=2)
-
-    assert list(differing(model.backbone.state_dict(), random.backbone.state_dict())) == []
-    assert list(differing(model.backbone.state_dict(), other.backbone.state_dict())) != []
-    images = {"image": views()["view1"]}
-    assert torch.equal(model.eval()(images), random.eval()(images))
-    assert list(model(images).shape) == [4, 8]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -202,29 +166,6 @@ def test_the_loss_of_simsiam_compares_each_prediction_with_the_other_projection(
     assert not losses["output_std"].requires_grad
 
 
-class Rates(HookBase):
-    def __init__(self):
-        self.predictor, self.rest = [], []
-
-    def after_backward(self):
-        model, groups = self.trainer.model, self.trainer.optimizer.param_groups
-        lr = {param: group["lr"] for group in groups for param in group["params"]}
-        self.predictor.append(lr[model.predictor[0].weight])
-        self.rest.append(lr[model.backbone.layers[0].weight])
-
-
-def test_the_predictor_keeps_its_learning_rate_while_the_others_fall(tmp_path):
-    fixed, falling = Rates(), Rates()
-    run("simsiam", tmp_path / "on", spies=[fixed])
-    run("simsiam", tmp_path / "off", "SOLVER.PARAM_GROUPS.CUSTOM_KEYS", [], spies=[falling])
-
-    assert fixed.predictor == [0.05] * 6
-    assert fixed.rest == falling.rest == falling.predictor
-    assert fixed.rest[2] > fixed.rest[3] > fixed.rest[4] > fixed.rest[5]
-    weights = [torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("on", "off")]
-    assert list(differing(*weights)) != []
-
-
 # ---------------------------------------------------------------------- queues
 
 
@@ -274,46 +215,7 @@ def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(que
         assert torch.equal(model.head.loss.queue[:, 5:], before[:, :7])
 
 
-class Prototypes(HookBase):
-    """What iterations start with."""
-
-    def __init__(self):
-        self.weights, self.uses_queue = [], []
-
-    def before_step(self):
-        model = unwrap_model(self.trainer.model)
-        self.weights.append(model.head.loss.prototypes.weight.detach().clone())
-
-    def after_backward(self):
-        self.uses_queue.append(unwrap_model(self.trainer.model).head.loss.use_queue)
-
-    def changed(self):
-        """The iterations that have changed the prototypes."""
-        pairs = zip(self.weights, self.weights[1:], strict=False)
-        return [iter for iter, (old, new) in enumerate(pairs) if not torch.equal(old, new)]
-
-
-def test_prototypes_are_frozen_and_the_queue_waits_until_their_iterations(tmp_path):
-    on, off = Prototypes(), Prototypes()
-    # decay and momentum would move what has a gradient of 0
-    decay = ["SOLVER.WEIGHT_DECAY", 0.1]
-    run("swav", tmp_path / "on", *decay, spies=[on])
-    run("swav", tmp_path / "off", *decay, "HOOKS", [], spies=[off])
-
-    assert (on.changed(), off.changed()) == ([3, 4], [0, 1, 2, 3, 4])
-    # an epoch has three iterations; the queue of 16 is there from the fourth on and full after two batches of 8
-    assert (on.uses_queue, off.uses_queue) == ([False] * 5 + [True], [False] * 6)
-    weights = [torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("on", "off")]
-    assert list(differing(*weights)) != []
-
-
 # ---------------------------------------------------------------------- DenseCL
-
-
-def test_places_match_those_with_the_most_similar_features():
-    features = torch.eye(3)[None].repeat(2, 1, 1)
-    key_features = torch.stack([features[0][:, [1, 2, 0]], features[1][:, [2, 1, 0]]])
-    assert match(features, key_features).tolist() == [[2, 0, 1], [2, 1, 0]]
 
 
 def test_a_query_is_told_from_the_queue():
@@ -343,35 +245,6 @@ def test_densecl_weighs_its_two_losses_and_remembers_the_keys():
     assert torch.allclose(state["queue"][:5], single)
     assert torch.allclose(state["dense_queue"][:5], F.normalize(dense.mean(dim=2)))
     assert torch.equal(state["queue"][5:], begin["queue"][:7])
-
-
-class DenseSpy(HookBase):
-    def __init__(self):
-        self.weights, self.keys, self.trained = [], [], []
-
-    def before_step(self):
-        self.keys.append(self._key())
-
-    def after_step(self):
-        self.weights.append(self.trainer.losses["loss_dense"].item() > 0)
-        self.trained.append(self.trainer.model.heads.single[-1].weight.detach().clone())
-
-    def _key(self):
-        return self.trainer.model.key_encoder[1].single[-1].weight.clone()
-
-
-def test_the_dense_loss_begins_and_the_keys_follow_the_weights_at_their_iterations(tmp_path):
-    on, off = DenseSpy(), DenseSpy()
-    run("densecl", tmp_path / "on", spies=[on])
-    run("densecl", tmp_path / "off", "HOOKS", [], spies=[off])
-
-    assert (on.weights, off.weights) == ([False] * 3 + [True] * 3, [True] * 6)
-    followed = [old.lerp(trained, 1 - 0.9) for old, trained in zip(on.keys, on.trained, strict=True)]
-    assert [torch.equal(key, expected) for key, expected in zip(on.keys[1:], followed, strict=False)] == [True] * 5
-    assert not torch.equal(on.keys[0], on.keys[1])
-    assert all(torch.equal(key, off.keys[0]) for key in off.keys)
-    weights = [torch.load(tmp_path / name / "model_final.pth")["model"] for name in ("on", "off")]
-    assert list(differing(*weights)) != []
 
 
 # ---------------------------------------------------------------------- runs

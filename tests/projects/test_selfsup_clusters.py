@@ -1,13 +1,11 @@
 import itertools
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from projects.digits import load_split
-from projects.selfsup import DeepCluster, normalized_mutual_info, pool
+from projects.selfsup import normalized_mutual_info
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
@@ -16,7 +14,7 @@ from trainkit.modeling import build_model
 from trainkit.utils.env import seed_all_rng
 from trainkit_selfsup import ODCMemory
 from trainkit_selfsup.clustering import kmeans
-from trainkit_selfsup.features import extract_features, loss_weights, whiten
+from trainkit_selfsup.features import loss_weights, whiten
 
 FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
 SCANS = [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train")[:24])]
@@ -69,14 +67,6 @@ def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members(se
     assert labels.dtype == torch.int64
 
 
-def test_no_cluster_is_empty_even_if_samples_coincide():
-    features = torch.tensor([[0.0], [0.0], [0.0], [0.0], [5.0]])
-    labels, centroids = kmeans(features, 4, generator())
-
-    assert sorted(torch.bincount(labels, minlength=4).tolist()) == [1, 1, 1, 2]
-    assert torch.equal(centroids[labels], features)
-
-
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
@@ -97,23 +87,6 @@ def test_mutual_information_is_normalized_by_the_mean_of_the_entropies(a, b, exp
 # ---------------------------------------------------------------------- features of the whole set
 
 
-def test_features_of_all_samples_leave_modes_and_random_state_as_they_were(tmp_path):
-    cfg = config("deepcluster.yaml", tmp_path, "TEST.IMS_PER_BATCH", 10)
-    seed_all_rng(0)
-    model = DeepCluster(width=2, num_clusters=3).train()
-    model.head.eval()
-    modes = [module.training for module in model.modules()]
-    images = torch.stack([torch.from_numpy(scan["image"]).float()[None] / 16 for scan in SCANS])
-    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-
-    features = extract_features(model, lambda batch: model(batch) + 0 * torch.rand(1), cfg)
-
-    assert [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()] == states
-    assert [module.training for module in model.modules()] == modes
-    assert not features.requires_grad
-    torch.testing.assert_close(features, model.eval()({"image": images}))
-
-
 def test_whitened_features_have_as_many_components_of_equal_weight_in_rows_of_length_1():
     features = torch.randn(400, 3, generator=generator()) * torch.tensor([100.0, 1.0, 0.0]) + 7
     white = whiten(features, 2)
@@ -132,17 +105,6 @@ def test_a_cluster_counts_by_the_power_of_its_size():
 
 
 # ---------------------------------------------------------------------- DeepCluster
-
-
-def test_a_sample_of_a_large_cluster_counts_less_in_the_loss_of_both_views():
-    model = DeepCluster(width=2, num_clusters=2).train()
-    model.loss_weight.copy_(loss_weights(torch.tensor([10, 40]), 1.0))
-    views = torch.rand(4, 1, 8, 8, generator=generator())
-    loss = model({"view1": views[:2], "view2": views[2:], "label": torch.tensor([0, 1])})["loss_cluster"]
-
-    logs = model.head(pool(model.backbone(views))).log_softmax(1)
-    expected = -(4 * logs[0, 0] + logs[1, 1] + 4 * logs[2, 0] + logs[3, 1]) / 10
-    assert loss.item() == pytest.approx(expected.item())
 
 
 class BatchRecorder(HookBase):
@@ -207,17 +169,6 @@ def test_the_optimizer_forgets_the_old_head_and_nothing_else(recorded):
         assert all(backbone)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("period", [3, 100])
-def test_the_place_in_the_data_does_not_depend_on_clusterings_or_workers(recorded, tmp_path, period, num_workers):
-    hooks = [{**DEEPCLUSTER, "PERIOD": period}]
-    other = record(tmp_path, "HOOKS", hooks, "DATALOADER.NUM_WORKERS", num_workers)
-
-    assert torch.equal(other.column("index"), recorded.column("index"))
-    assert torch.equal(other.column("view1"), recorded.column("view1"))
-    assert torch.equal(other.column("label"), recorded.column("label")) == (period == 3)
-
-
 # ---------------------------------------------------------------------- the memory of ODC
 
 
@@ -231,13 +182,6 @@ def memory(degrees, labels, num_clusters, momentum=0.5, **options):
     filled = ODCMemory(len(degrees), 2, momentum, num_clusters, **options)
     filled.init_memory(3 * unit(*degrees), torch.tensor(labels))
     return filled
-
-
-def test_a_memory_begins_with_directions_and_the_means_of_the_clusters():
-    filled = memory([0.0, 20.0, 90.0], [0, 0, 1], num_clusters=3)
-    torch.testing.assert_close(filled.feature_bank, unit(0.0, 20.0, 90.0))
-    torch.testing.assert_close(filled.centroids[:2], torch.stack([unit(0.0, 20.0).mean(0), unit(90.0)[0]]))
-    assert filled.sizes().tolist() == [2, 1, 0]
 
 
 # the centroids: (0.5, 0) of directions 60 degrees to both sides of 0, and (0, 1); a sample at 30 degrees has the inner
@@ -268,41 +212,6 @@ def test_small_clusters_join_the_others_and_become_halves_of_the_largest():
 
 
 # ---------------------------------------------------------------------- ODC
-
-
-class MemoryRecorder(BatchRecorder):
-    def __init__(self):
-        super().__init__()
-        self.former, self.features, self.centroids = [], [], []
-
-    def before_step(self):
-        self.former.append(self.trainer.model.memory_bank.feature_bank.clone())
-
-    def after_step(self):
-        memory = self.trainer.model.memory_bank
-        self.features.append(memory.feature_bank.clone())
-        self.centroids.append(memory.centroids.clone())
-
-
-def record_memory(folder, *options):
-    trainer, recorder = start("odc.yaml", folder, *options), MemoryRecorder()
-    trainer.register_hooks([recorder])
-    trainer.train()
-    return recorder
-
-
-@pytest.fixture(scope="module")
-def remembered(tmp_path_factory):
-    return record_memory(tmp_path_factory.mktemp("remembered"))
-
-
-def changes(values):
-    return [not torch.equal(before, after) for before, after in itertools.pairwise(values)]
-
-
-def test_centroids_are_updated_every_second_and_small_clusters_dissolved_every_third_iteration(remembered):
-    # iterations 1, 3, 5, 7 and 2, 5; small clusters are dissolved, so that centroids change there
-    assert changes(remembered.centroids) == [True, True, True, False, True, False, True]
 
 
 def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_parameters(tmp_path):

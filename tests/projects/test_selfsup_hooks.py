@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
@@ -15,7 +15,7 @@ from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.engine.hooks import LRScheduler
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils.env import seed_all_rng
-from trainkit_selfsup import DeepClusterHook, DenseCLHook, ODCHook, ODCMemory, SimSiamHook, SwAVHook
+from trainkit_selfsup import DenseCLHook, ODCMemory, SimSiamHook, SwAVHook
 
 NUM, DIM, K = 24, 3, 4
 
@@ -278,21 +278,6 @@ def test_a_model_that_lacks_a_name_is_refused_before_training(tmp_path, method, 
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DenseCLHook(momentum=1.1), "momentum .* got 1.1"),
-        (lambda: SimSiamHook(True, -0.1), "lr .* got -0.1"),
-        (lambda: SwAVHook(4, frozen_layers_cfg={"a": 1.5}), r"frozen_layers_cfg\[a\] .* got 1.5"),
-        (lambda: DeepClusterHook({"type": "PIC", "k": 3}), "clustering must be {type: Kmeans"),
-        (lambda: ODCHook(0, 1, 1), "centroids_update_interval .* got 0"),
-    ],
-)
-def test_arguments_are_checked_when_a_hook_is_made(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 # ---------------------------------------------------------------------- DenseCL
 
 
@@ -304,17 +289,6 @@ def test_the_dense_loss_of_a_foreign_model_starts_at_its_iteration_and_lambda_is
     assert [found[0] for found in spy.found] == [0.0] * 3 + [0.3] * 3
     assert [float(dense) > 0 for _, _, dense in spy.found] == [False] * 3 + [True] * 3
     assert model.loss_lambda == 0.3
-
-
-def test_a_key_encoder_is_updated_only_with_a_momentum():
-    model, calls = ForeignDenseCL(), []
-    model.update_key_encoder = calls.append
-    simple(model, [DenseCLHook(start_iters=1)], num_iters=2)
-    assert calls == []
-    simple(model, [DenseCLHook(start_iters=1, momentum=0.9)], num_iters=2)
-    assert calls == [0.9, 0.9]
-    with pytest.raises(ConfigError, match="DenseCLHook needs a method update_key_encoder of the model"):
-        simple(ForeignDenseCL(), [DenseCLHook(momentum=0.9)])
 
 
 # ---------------------------------------------------------------------- SimSiam
@@ -403,98 +377,7 @@ def test_a_foreign_model_is_clustered_at_first_and_at_each_interval_and_its_head
     assert [(found[0], found[2]) for found in spy.found] == [(count, count) for count in expected]
 
 
-class ImageNet(Dataset):
-    """As MMSelfSup's dataset, for a trainer without a config."""
-
-    def __init__(self):
-        self.samples, self.labels = samples(), [-1] * NUM
-
-    def __len__(self):
-        return NUM
-
-    def assign_labels(self, labels):
-        self.labels = labels
-
-    def __getitem__(self, index):
-        return {**self.samples[index], "clustering_label": self.labels[index]}
-
-
-class DeepClusterSampler(RandomSampler):
-    def set_uniform_indices(self, labels, num_classes):
-        self.asked = labels, num_classes
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_dataset_that_takes_labels_needs_no_config(num_workers):
-    model, data = ForeignDeepCluster(), ImageNet()
-    loader = DataLoader(data, batch_size=4, sampler=DeepClusterSampler(data), num_workers=num_workers)
-    hook = DeepClusterHook(CLUSTERING, True, True, 0.5, extract_dataloader=DataLoader(data, batch_size=10))
-    spy = look(lambda trainer: (trainer.batch["sample_idx"], trainer.batch["clustering_label"], hook.state_dict()))
-    simple(model, [spy, hook], loader, num_iters=12)
-
-    labels = [state["labels"] for _, _, state in spy.found]
-    assert [torch.equal(label, known[index]) for (index, label, _), known in zip(spy.found, labels, strict=True)] == [
-        True
-    ] * 12
-    assert [state["num_clusterings"] for _, _, state in spy.found] == [1] * 6 + [2] * 6
-    assert loader.sampler.asked == (data.labels, K)
-    assert data.labels == hook.state_dict()["labels"].tolist()
-
-
-def test_data_that_cannot_take_labels_are_refused():
-    data = ImageNet()
-    with pytest.raises(ConfigError, match="the trainer has no config, so give extract_dataloader"):
-        simple(ForeignDeepCluster(), [DeepClusterHook(CLUSTERING)])
-    extract = DataLoader(data, batch_size=10)
-    with pytest.raises(ConfigError, match=r"the dataset of DataLoader has no assign_labels\(\)"):
-        simple(ForeignDeepCluster(), [DeepClusterHook(CLUSTERING, extract_dataloader=extract)])
-    hook = DeepClusterHook(CLUSTERING, unif_sampling=True, extract_dataloader=extract)
-    with pytest.raises(ConfigError, match="unif_sampling needs a sampler with set_uniform_indices"):
-        simple(ForeignDeepCluster(), [hook], DataLoader(data, batch_size=4))
-    kept = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
-    with pytest.raises(ConfigError, match="workers that persist do not see new labels"):
-        simple(ForeignDeepCluster(), [DeepClusterHook(CLUSTERING, extract_dataloader=extract)], kept)
-    hook = DeepClusterHook({"k": 2}, extract_dataloader=extract)
-    with pytest.raises(ConfigError, match="pca_dim must be from 1 to the 3 features of the model, got 256"):
-        simple(ForeignDeepCluster(), [hook], DataLoader(data, batch_size=4))
-
-
 # ---------------------------------------------------------------------- ODC
-
-
-class Bank(nn.Module):
-    """A memory of somebody else."""
-
-    num_classes = K
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("label_bank", torch.arange(NUM) % 2)
-        self.calls = []
-
-    def init_memory(self, feature, label):
-        self.calls.append(("init", list(feature.shape), list(label.shape)))
-
-    def update_centroids_memory(self):
-        self.calls.append("centroids")
-
-    def deal_with_small_clusters(self):
-        self.calls.append("small")
-        self.label_bank[0] = 3
-
-
-def test_the_memory_of_a_foreign_model_is_kept_at_the_periods_and_its_labels_weight_the_loss():
-    model = ForeignDeepCluster()
-    model.memory_bank = Bank()
-    model.loss = lambda batch: {"loss": model.backbone(batch["x"])[-1].mean()}
-    trainer = simple(model, [ODCHook(2, 3, 4, reweight=True, reweight_pow=1.0)], num_iters=6)
-
-    assert model.memory_bank.calls == ["centroids", "small", "centroids", "centroids", "small"]
-    sizes = torch.tensor([11.0, 12.0, 0.0, 1.0]).double() + 1e-10
-    torch.testing.assert_close(model.loss_weight.double(), (1 / sizes) / (1 / sizes).sum(), rtol=1e-6, atol=0)
-    assert model.head.loss.class_weight is model.loss_weight
-    assert trainer.storage.history("clusters/smallest").values() == [(0.0, 3)]
-    assert trainer.storage.history("clusters/largest").values() == [(12.0, 3)]
 
 
 def test_a_foreign_odc_follows_the_formulas_step_by_step(tmp_path):
