@@ -28,7 +28,7 @@ class CheckpointStore(Protocol):
         """The names of all files; a name may have one folder in it, with ``/``."""
 
     def remove(self, name: str) -> None:
-        """Remove a file. Raises FileNotFoundError if there is none."""
+        """Remove a file."""
 
 
 class FsspecStore:
@@ -36,21 +36,18 @@ class FsspecStore:
 
     def __init__(self, address: str) -> None:
         self._filesystem, root = open_address(address)
-        self._root = root.rstrip("/")
+        self._root = root.rstrip("/") + "/"
 
     def put(self, path: str, name: str) -> None:
-        self._filesystem.makedirs(os.path.dirname(self._there(name)), exist_ok=True)
-        self._filesystem.put_file(path, self._there(name))
+        self._filesystem.makedirs(os.path.dirname(self._root + name), exist_ok=True)
+        self._filesystem.put_file(path, self._root + name)
 
     def get(self, name: str, path: str) -> None:
-        self._filesystem.get_file(self._there(name), path)
+        self._filesystem.get_file(self._root + name, path)
 
     def list(self) -> list[str]:
         self._filesystem.invalidate_cache()  # another machine may write there
-        return [found.removeprefix(f"{self._root}/") for found in self._filesystem.find(self._root)]
+        return [found.removeprefix(self._root) for found in self._filesystem.find(self._root)]
 
     def remove(self, name: str) -> None:
-        self._filesystem.rm_file(self._there(name))
-
-    def _there(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        self._filesystem.rm_file(self._root + name)

@@ -255,8 +255,6 @@ class Checkpointer:
         return candidates(self.save_dir)
 
     def _read_together(self, path: str, keys: list[str]) -> dict[str, Any]:
-        if self.save_dir in mirrors:
-            together(lambda: mirrors[self.save_dir].fetch(path) if comm.is_main_process() else None)
         return together(partial(self._fill, together(partial(self._load_file, path)), path, keys))
 
     def _fill(self, state: dict[str, Any], path: str, keys: list[str]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def release_folders(cfg: CfgNode) -> None:
     for folder in folders:
         release_folder(folder)
     if errors and sys.exc_info()[0] is None:
-        raise CheckpointError(f"the run is at its end, but {'; '.join(errors)}; use --resume to upload them")
+        raise CheckpointError(f"the run is at its end, but {'; '.join(errors)}; the local folders have them")
 
 
 def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool) -> list[str]:

@@ -43,17 +43,3 @@ def test_a_pickle_is_converted_from_an_address_to_another_one(on):
     assert torch.equal(torch.load(PathManager.get_local_path("memory://bucket/x.pth"))["weight"], torch.ones(3))
     with pytest.raises(CheckpointError, match="'s3://bucket/x.pth' cannot be written: Install s3fs"):
         convert("memory://bucket/x.pkl", "s3://bucket/x.pth")
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("s3://bucket/x", "Install s3fs to access S3"),
-        ("memory://bucket/nothing", "bucket/nothing"),
-    ],
-)
-def test_an_address_that_cannot_be_read_is_named_with_the_reason(on, tmp_path, address, message):
-    on("a")
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MODEL.WEIGHTS", address))
-    with pytest.raises(CheckpointError, match=f"'{address}' cannot be downloaded: .*{message}"):
-        trainer.resume_or_load(resume=False)
