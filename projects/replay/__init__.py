@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
-    from trainkit.projects.replay.hindsight import replay_range
     from trainkit.projects.replay.result import Replay
+    from trainkit.projects.replay.search import replay_range
     from trainkit.projects.replay.step import replay
 
 __all__ = ["Replay", "replay", "replay_range"]

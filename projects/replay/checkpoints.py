@@ -23,6 +23,11 @@ def checkpoints_of(run: str) -> list[Saved]:
     return sorted(checkpoints_with_origin(checkpoint_files(run)), key=lambda saved: saved[:3])
 
 
+def capsules_of(run: str) -> list[Saved]:
+    """All capsules of a run."""
+    return [*checkpoints_with_origin(sorted(map(str, Path(run).glob("capsule.rank*.pt"))))]
+
+
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
     """The newest checkpoint from which ``iteration`` can be reached, and the first checkpoint after its update.
 
@@ -32,13 +37,9 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
         CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
     """
     found = checkpoints_of(run)
-    paths = sorted(map(str, Path(run).glob("capsule.rank*.pt")))
-    capsules = [saved for saved in checkpoints_with_origin(paths) if saved.iteration >= iteration]
+    capsules = [saved for saved in capsules_of(run) if saved.iteration >= iteration]
     if not found and not capsules:
-        raise CheckpointError(
-            f"'{run}' has no checkpoint that says how its run was started; name the folder with the checkpoints of a "
-            "DefaultTrainer, written by this version of trainkit or a later one"
-        )
+        raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer that says how its run was started")
     if sharded := [saved.path for saved in found if saved.state.keys() & FORMATS]:
         raise CheckpointError(f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed")
     before = [saved for saved in found if saved[:2] <= (iteration, 1)]
@@ -87,15 +88,17 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
     return found
 
 
-def compare_values(left: Values, right: Values) -> tuple[int, tuple[int, str, float, float] | None]:
-    """The number of values that both have, and the first value that differs: iteration, name, both values."""
-    both = [
-        (iter, name, value, right[iter][name])
-        for iter, row in sorted(left.items())
-        for name, value in row.items()
-        if name in right.get(iter, {})
-    ]
-    return len(both), next((found for found in both if repr(found[2]) != repr(found[3])), None)
+Both = list[tuple[int, str, float, float]]
+"""(iteration, name, value here, value there) of each value that is in both."""
+
+
+def in_both(left: Values, right: Values) -> Both:
+    rows = [(iter, row, right.get(iter, {})) for iter, row in sorted(left.items())]
+    return [(iter, name, row[name], other[name]) for iter, row, other in rows for name in row if name in other]
+
+
+def first_difference(both: Both) -> tuple[int, str, float, float] | None:
+    return next((found for found in both if repr(found[2]) != repr(found[3])), None)
 
 
 def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool | None]:
@@ -106,14 +109,12 @@ def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, boo
     """
     if saved is None:
         return "nothing to compare with: the run has stored nothing after this step", None
-    first = min(values, default=end)
-    stored = logged_values(saved.state["trainer"]["storage"], first, end + 1)
-    count, different = compare_values(values, stored)
-    where = f"in {os.path.basename(saved.path)}, iterations {first} to {max(values, default=end)}"
-    if different is not None:
+    first, last = min(values, default=end), max(values, default=end)
+    both = in_both(values, logged_values(saved.state["trainer"]["storage"], first, end + 1))
+    where = f"in {os.path.basename(saved.path)}, iterations {first} to {last}"
+    if different := first_difference(both):
         iteration, name, here, there = different
         return f"DIFFERENT: {name} of iteration {iteration} is {here!r} here and {there!r} {where}", False
-    of_data = {name for iter, row in values.items() for name in row.keys() & stored.get(iter, {}).keys()}
-    is_compared = any(not _OF_SCHEDULE.match(name) for name in of_data)
+    is_compared = any(not _OF_SCHEDULE.match(name) for _, name, *_ in both)
     note = "" if is_compared else "; none of them depends on the data"
-    return f"{count} of {count} logged values equal those {where}{note}", is_compared or None
+    return f"{len(both)} of {len(both)} logged values equal those {where}{note}", is_compared or None

@@ -18,29 +18,18 @@ _OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)|{_TRAINER}/(ori
 def is_of_the_clock(path: str) -> bool:
     """Whether an entry differs between equal runs: clock readings, sizes of files with them, how a run started."""
     scalar = _SCALAR.fullmatch(path)
-    is_of_clock = scalar is not None and scalar["name"] in CLOCK_READINGS
-    return is_of_clock or _OF_FILES.fullmatch(path) is not None
+    return (scalar is not None and scalar["name"] in CLOCK_READINGS) or _OF_FILES.fullmatch(path) is not None
 
 
 def differing(
-    left: Any,
-    right: Any,
-    path: str = "",
-    skip: Callable[[Any, str], bool] = lambda key, path: False,
-    seen: set[tuple[int, int]] | None = None,
+    left: Any, right: Any, path: str = "", skip: Callable[[Any, str], bool] = lambda key, path: False
 ) -> Iterator[str]:
     """Each place where two nested values differ, with a description; values are compared bit by bit.
 
     Args:
         path: the path of both values, with names joined by "/".
         skip: called with the key and the path of each entry of a mapping; True leaves the entry out.
-        seen: ids of mappings and lists that were compared: one that is in many places is compared once.
     """
-    seen = set() if seen is None else seen
-    if isinstance(left, Mapping | list | tuple):
-        if (id(left), id(right)) in seen:
-            return
-        seen.add((id(left), id(right)))
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if difference := _difference_of_tensors(_dense(left), _dense(right)):
             yield f"{path}: {difference}"
@@ -52,14 +41,14 @@ def differing(
             if key not in left or key not in right:
                 yield f"{here}: only in the {'first' if key in left else 'second'}"
             else:
-                yield from differing(left[key], right[key], here, skip, seen)
+                yield from differing(left[key], right[key], here, skip)
     elif type(left) is not type(right):
         yield f"{path}: {type(left).__name__} and {type(right).__name__}"
     elif isinstance(left, list | tuple):
         if len(left) != len(right):
             yield f"{path}: {len(left)} and {len(right)} entries"
         for index, pair in enumerate(zip(left, right, strict=False)):
-            yield from differing(*pair, f"{path}/{index}", skip, seen)
+            yield from differing(*pair, f"{path}/{index}", skip)
     elif repr(left) != repr(right):  # repr shows every bit of a float, but NaN equals NaN
         yield f"{path}: {left!r:.60} and {right!r:.60}"
 
@@ -74,16 +63,9 @@ def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
     if left.is_meta or right.is_meta:
         return ""  # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
     left, right = left.cpu(), right.cpu()  # a replay compares the state on a GPU with a file
-    bits = [_bits(tensor) for tensor in (left, right)]
+    bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (left, right)]  # [values, bytes]
     num_different = int((bits[0] != bits[1]).any(dim=1).sum())
     if not num_different:
         return ""
-    found = f"{num_different} of {left.numel()} values"
-    if not left.is_complex():
-        found += f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
-    return found
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of each value, ``[values, bytes]``."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+    size = "" if left.is_complex() else f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
+    return f"{num_different} of {left.numel()} values{size}"

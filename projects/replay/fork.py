@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.projects.replay.origin import Saved, checkpoints_with_origin
-from trainkit.projects.replay.project import Project
+from trainkit.projects.replay.origin import Saved, checkpoints_with_origin, refuse_imports
 from trainkit.projects.replay.settings import changes_since, other_settings, settings_of
 
 from trainkit.checkpoint import CheckpointError
@@ -39,53 +38,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def apply(cfg: Any, args: Any) -> Callable[[], None]:
     """Give ``cfg`` the settings of the run to fork, except its folders, then the changes of the command.
 
-    Every rank calls it. FORK records the parent and the changes. If the fork is resumed, it gets the settings with
-    which it was started. The function that is returned puts the checkpoint into the folder of the fork, if there is
-    none, and sets ``args.resume``.
+    Every rank calls it. FORK records the parent and the changes. If the fork is resumed, it gets its own settings. The
+    function that is returned puts the checkpoint into the folder of the fork, if there is none, and sets
+    ``args.resume``.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        ConfigError: an option does not go together with ``--fork``; the fork would use a folder of the run to fork; a
-            change is not valid; IMPORTS of that run has a module that is not in the project.
+        ConfigError: an option does not go together with ``--fork``; the fork would use the folder of the run to fork; a
+            change is not valid; the command does not name IMPORTS of that run.
     """
-    place: str = args.fork
-    name, _, number = place.rpartition("@")
     if any(getattr(args, option, None) for option in ("config_file", "eval_only", "fast_dev_run")):
-        raise ConfigError(
-            "--fork trains with the settings of RUN; leave out --config-file, --eval-only, --fast-dev-run"
-        )
-    if "://" in place or not isinstance(cfg, CfgNode):
-        raise ConfigError(f"--fork {place}: accepted: a local folder with the checkpoints of a DefaultTrainer")
-    if not name or not number.isdecimal() or os.path.isdir(place):
-        name, number = place, "0"
-    run, iteration, own = os.path.abspath(name), int(number) - 1, Path(cfg.OUTPUT_DIR, "config.yaml")
-    resumes = getattr(args, "resume", False) or is_restarted()
+        raise ConfigError("--fork trains with the settings of RUN: without --config-file, --eval-only, --fast-dev-run")
+    if "://" in args.fork or not isinstance(cfg, CfgNode):
+        raise ConfigError(f"--fork {args.fork}: accepted: a local folder with the checkpoints of a DefaultTrainer")
+    name, _, number = args.fork.rpartition("@")
+    if not name or not number.isdecimal() or os.path.isdir(args.fork):
+        name, number = args.fork, "0"
+    run, own_folders, own_imports = os.path.abspath(name), (cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR), cfg.IMPORTS
+    if any(os.path.realpath(folder) == os.path.realpath(run) for folder in own_folders if folder):
+        raise ConfigError(f"OUTPUT_DIR or CHECKPOINT.DIR is {run!r}, the folder of the run to fork; name another")
+    own, resumes = Path(cfg.OUTPUT_DIR, "config.yaml"), getattr(args, "resume", False) or is_restarted()
     text = _of_rank_0(lambda: own.read_text() if resumes and own.is_file() else "")
-    former, folders = load_yaml(text, str(own)).get("FORK", {}), [run]
-    if former.get("RUN") == run and iteration in (-1, former["ITER"]):
-        done, iteration = former["CHANGES"], former["ITER"]  # now the run to fork may have newer checkpoints
-    else:
-        iteration, origin = _of_rank_0(lambda: _find(run, iteration)[1:])
-        done, text = [], origin["config"]
-        folders += [os.path.join(origin["folder"], load_yaml(text, run)["OUTPUT_DIR"])]
-    own_folders, own_imports, frozen = (cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR), [*cfg.IMPORTS], cfg.is_frozen()
-    for folder in filter(None, own_folders):
-        if os.path.realpath(folder) in map(os.path.realpath, folders):
-            raise ConfigError(f"OUTPUT_DIR or CHECKPOINT.DIR is {folder!r}, a folder of the run to fork; name another")
+    is_new, frozen, options = not text, cfg.is_frozen(), getattr(args, "opts", [])
+    if is_new:
+        iteration, text = _of_rank_0(lambda: _find(run, int(number) - 1)[1:])
     cfg.defrost()
     cfg.merge_from_other_cfg(load_yaml(text, run))
-    before, changes = cfg.clone(), getattr(args, "opts", [])
-    cfg.merge_from_list(changes)
-    if "IMPORTS" not in changes[::2]:
-        Project(left_out=run).check_imports(cfg.IMPORTS, own_imports)
-    done += map(list, changes_since(cfg, before))
+    before = cfg.clone()
+    cfg.merge_from_list(options)
+    if "IMPORTS" not in options[::2]:
+        refuse_imports(cfg.IMPORTS, own_imports)
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = own_folders
-    cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, plain_value("FORK.CHANGES", done)
+    if is_new:
+        changes = plain_value("FORK.CHANGES", [[*change] for change in changes_since(cfg, before)])
+        cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, changes
     if frozen:
         cfg.freeze()
 
     def when_ready() -> None:
-        _of_rank_0(lambda: _copy_checkpoint(run, iteration, checkpoint_dir(cfg)))
+        _of_rank_0(lambda: _copy_checkpoint(cfg.FORK.RUN, cfg.FORK.ITER, checkpoint_dir(cfg)))
         args.resume = True
 
     return when_ready
@@ -95,22 +86,15 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
     return comm.broadcast(together(lambda: find() if comm.is_main_process() else None))
 
 
-def _find(run: str, iteration: int) -> tuple[Saved, int, dict[str, Any]]:
-    """The checkpoint after this iteration (-1: the one that `--resume` takes), and how its run was started."""
-    found: dict[int, tuple[Saved, int, dict[str, Any]]] = {}
+def _find(run: str, iteration: int) -> tuple[Saved, int, str]:
+    """The checkpoint after this iteration (-1: the one that `--resume` takes), its iteration, and its settings."""
     paths = checkpoint_files(run) if iteration >= 0 else filter(None, [choose(candidates(run))[0]])
-    for saved in checkpoints_with_origin(paths):
-        done = saved.iteration - (saved.stage == 1)
-        found.setdefault(done, (saved, done, saved.state["trainer"]["origin"]))
-    if not found:
-        needed = "name the folder with the checkpoints of a DefaultTrainer, written by this version or a later one"
-        raise CheckpointError(f"'{run}' has no checkpoint to fork; {needed}")
-    if iteration not in (-1, *found):
-        there = ", ".join(str(done + 1) for done in sorted(found))
-        raise CheckpointError(
-            f"'{run}' has no checkpoint after {iteration + 1} iterations; there are those after {there}"
-        )
-    return found[max(found) if iteration < 0 else iteration]
+    found = {saved.iteration - (saved.stage == 1): saved for saved in checkpoints_with_origin(paths)}
+    if not found or iteration not in (-1, *found):
+        there = f"; there are those after {', '.join(str(done + 1) for done in sorted(found))}" if found else ""
+        raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer after {iteration + 1} iterations{there}")
+    done = max(found) if iteration < 0 else iteration
+    return found[done], done, found[done].state["trainer"]["origin"]["config"]
 
 
 def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
@@ -118,7 +102,6 @@ def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
     if find_checkpoint(folder):
         return
     saved = _find(run, iteration)[0]
-    os.makedirs(folder, exist_ok=True)
     for file in [os.path.join(run, "batch.json"), *format_of(saved.state).files(saved.path)]:
         copy = os.path.join(folder, os.path.relpath(file, run))
         if os.path.isfile(file):
@@ -155,16 +138,11 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
             # nothing is in its files yet; what is there was written by this fork before it was killed
             anew = {"taken": taken.get(writer["class"], {}), "length": 0, "sizes": {}}
             writer["state"] |= {key: value for key, value in anew.items() if key in writer["state"]}
-    has_rates = any(key.startswith("SOLVER.") for key in changed)
-    if has_rates and not isinstance(trainer.scheduler, ScheduledLR):
-        logger.warning("%s cannot take other rates: those of that run stay", type(trainer.scheduler).__name__)
-    elif has_rates:
+    if any(key.startswith("SOLVER.") for key in changed) and isinstance(trainer.scheduler, ScheduledLR):
         compare_with_saved(trainer.optimizer.param_groups, step["optimizer"]["param_groups"])
         step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
         rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # -1: it seeks its position
         hooks |= {name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")}
-    if "SOLVER.AMP.INIT_SCALE" in changed:
-        step["grad_scaler"] = own["_trainer"]["grad_scaler"]
     if "SEED" in changed:
         state["rng"] = None
         sampler = getattr(getattr(trainer.data_loader, "batch_sampler", None), "sampler", None)

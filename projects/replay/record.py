@@ -31,13 +31,8 @@ class RunRecord(HookBase):
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """How this run was started; empty on ranks other than 0."""
-        if not comm.is_main_process():
-            return {}
-        trainer = self.trainer
-        notes = [entry for entry in trainer.cfg.HOOKS if isinstance(entry, dict) and entry.get("NAME") == "KeepBatch"]
-        batch = {"world_size": notes[0]["WORLD_SIZE"], "asked": notes[0]["ASKED"]} if notes else None
-        return describe_origin(trainer.given_cfg.dump(), device_of(trainer.model), batch)
+        """How this run was started."""
+        return describe_origin(self.trainer.given_cfg.dump(), device_of(self.trainer.model))
 
     def before_train(self) -> None:
         fork = self.trainer.cfg.get("FORK")
@@ -47,7 +42,8 @@ class RunRecord(HookBase):
                 "trainer.resume_or_load(resume=args.resume) before train()"
             )
         self._how_to_repeat = ""
-        _ = self.origin  # read now: files may change during the run
+        if comm.is_main_process():
+            _ = self.origin  # read now: files may change during the run
         if self._is_in_parts():
             logger.info("A step of this run cannot be repeated: its checkpoints are in parts, one of each rank")
 
@@ -56,10 +52,10 @@ class RunRecord(HookBase):
 
     def before_save(self, state: dict[str, Any]) -> None:
         if isinstance(state.get("trainer"), dict):
-            state["trainer"]["origin"] = self._full_origin()
+            state["trainer"]["origin"] = self._full_origin() if comm.is_main_process() else {}
 
     def _full_origin(self) -> dict[str, Any]:
-        return {**self.origin, "parents": [*self._parents]} if self.origin else {}
+        return {**self.origin, "parents": [*self._parents]}
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")

@@ -1,31 +1,32 @@
-"""The result of a replay."""
+"""The result of a replay, and its text."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from trainkit.projects.replay.checkpoints import Values, compare_values
+from trainkit.projects.replay.checkpoints import Values, first_difference, in_both
 from trainkit.projects.replay.inspection import Inspection, Part, find_difference
+
+from trainkit.utils.logger import format_table
 
 
 @dataclass
 class Replay:
-    """A step that was performed again.
+    """A step that was performed again. ``str()`` of it is the report.
 
     Attributes:
         run: the folder of the run, or the path of the capsule.
-        iteration: the iteration of the step, counted from 0.
+        iteration: the iteration of the step, counted from 0; ``first_iteration``: the first one that was performed.
         start: the name of the checkpoint from which the replay started.
-        first_iteration: the first iteration that the replay performed.
         differences: the settings, code, versions, device and processes that differ from those of the run.
         error: the error of the step; "" if it did not fail.
         inspection: the `Inspection` of this rank. ``batch``, ``losses``, ``gradients`` (parameter -> gradient before
-            clipping), ``activations`` (an entry per call of a module) and ``samples`` (names) are taken from it.
+            clipping) and ``samples`` (names) are taken from it.
         values: the values that the replay has logged, up to the step.
-        findings: the faults that each rank has found.
-        on_the_way: a comparison of these values with those that the run has stored.
+        findings: the faults that each rank has found: name -> text.
         failure: whether the step fails as in the capsule; "" without a capsule.
-        samples_at_fault: what ``find_samples`` has found on each rank; "" if not requested.
+        samples_at_fault: the samples with which the step fails, on each rank; "" if not requested.
+        on_the_way: a comparison of ``values`` with those that the run has stored.
         proof: a comparison of the state with the next checkpoint; "" if not requested.
         verdict: whether several executions agree; "" if not requested.
     """
@@ -48,54 +49,66 @@ class Replay:
     def __post_init__(self) -> None:
         seen = self.inspection
         self.batch, self.losses, self.gradients = seen.batch, seen.losses, seen.gradients
-        self.activations, self.samples = seen.outputs, [name for names in seen.samples for name in names]
-
-    @property
-    def bad_samples(self) -> list[str]:
-        """The names of the samples with values that are not finite."""
-        return [*dict.fromkeys(name for field in self.inspection.fields() for name in field.bad_samples)]
+        self.samples = [name for names in seen.samples for name in names]
 
     @property
     def first_bad_module(self) -> str:
         """The first module whose output is not finite; "" if all outputs are finite."""
-        return next((output.module for output in self.activations if not output.is_finite), "")
-
-    @property
-    def samples_of_first_bad_module(self) -> list[str]:
-        """The samples for which this module's output is not finite; empty if its first dimension is not the sample."""
-        return self.inspection.samples_of_first_bad_output()
+        return next((module for module, largest in self.inspection.outputs if not math.isfinite(largest)), "")
 
     @property
     def first_bad_gradient(self) -> str:
         """The first parameter, in the order of the backward pass, whose gradient is not finite; "" if there is none."""
-        return next((row.parameter for row in reversed(self.inspection.updates) if not row.grad_is_finite), "")
+        grads = reversed(self.gradients.items())
+        return next((name for name, grad in grads if not grad.isfinite().all()), "")
 
     @property
     def is_equal(self) -> bool:
         """Whether the replay equals the run, and all executions are equal, as far as they were compared."""
-        found = (self.failure, self.on_the_way, self.proof, self.verdict)
+        found = self.failure, self.on_the_way, self.proof, self.verdict
         return not any(word in text for text in found for word in ("DIFFERENT", "differs"))
 
     def find(self) -> dict[str, str]:
         """The faults on this rank: name -> text."""
         found = {
             "the step has failed": self.error.partition(". ")[0],
-            "not finite before the step": shortened(self.inspection.not_finite_before),
-            "samples that are not finite": shortened(self.bad_samples),
+            "not finite before the step": _shortened(self.inspection.not_finite_before),
+            "samples that are not finite": _shortened(self.inspection.bad_samples),
             "first module whose output is not finite": self.first_bad_module,
-            "  for": shortened(self.samples_of_first_bad_module),
+            "  for": _shortened(self.inspection.samples_of_first_bad_output),
             "first gradient that is not finite": self.first_bad_gradient,
         }
         return {name: text for name, text in found.items() if text}
 
+    def __str__(self) -> str:
+        done, seen = self.iteration - self.first_iteration, self.inspection
+        lines = [f"Iteration {self.iteration} of {self.run}, from {self.start} and {done} iterations after it", ""]
+        lines += [f"not as in the run: {text}" for text in self.differences] or [
+            "settings, code, versions and machine are as in the run"
+        ]
+        tables = [
+            (("batch", "shape", "dtype", "min", "max"), seen.fields()),
+            (("loss", "value"), [(name, loss.item()) for name, loss in self.losses.items()]),
+            (("module", "largest output"), seen.outputs),
+            (("parameter", "gradient's norm"), [(n, grad.float().norm().item()) for n, grad in self.gradients.items()]),
+        ]
+        lines += [f"\n{format_table(rows, names, floatfmt='.4g', missingval='-')}" for names, rows in tables]
+        lines += ["", f"{len(self.samples)} samples: {_shortened(self.samples)}"]
+        for rank, faults in enumerate(self.findings):
+            lines += [f"rank {rank}:"] if faults and len(self.findings) > 1 else []
+            lines += [f"{name}: {text}" for name, text in faults.items()]
+        checks = {"failure": self.failure, "samples": self.samples_at_fault, "on the way": self.on_the_way}
+        checks |= {"proof": self.proof, "verdict": self.verdict}
+        return "\n".join([*lines, *(f"{name}: {text}" for name, text in checks.items() if text)])
 
-@dataclass
-class Elsewhere:
-    """An execution of the step in a new process, from the checkpoint; ``reason`` says why there was none."""
 
-    parts: Sequence[Part] = ()
-    values: Values = field(default_factory=dict)
-    reason: str = ""
+def _shortened(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+Elsewhere = tuple[Sequence[Part], Values] | str
+"""The parts of the step in a new process, and the values on the way; or why there was none."""
 
 
 def judge(first: Inspection, again: Inspection, values: Values, elsewhere: Elsewhere, equals_run: bool | None) -> str:
@@ -106,19 +119,21 @@ def judge(first: Inspection, again: Inspection, values: Values, elsewhere: Elsew
         again: another one in the same process, from a copy of the state before the step.
         equals_run: whether the values equal those that the run has stored; None: nothing of the data was compared.
     """
-    here = find_difference(first.parts, again.parts)
-    there = find_difference(first.parts, elsewhere.parts) if not elsewhere.reason else ""
+    here, there = find_difference(first.parts, again.parts), ""
     same = f"in this process it differs in {here}" if here else "repeated in this process, every bit is equal"
-    new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
-    if there and (change := compare_values(values, elsewhere.values)[1]):
-        new += f", since iteration {change[0]} ({change[1]})"
-    if elsewhere.reason:
-        new = f"not repeated in a new process: {elsewhere.reason}"
-    if here and there:
+    if isinstance(elsewhere, str):
+        new = f"not repeated in a new process: {elsewhere}"
+    else:
+        there = find_difference(first.parts, elsewhere[0])
+        new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
+        if there and (change := first_difference(in_both(values, elsewhere[1]))):
+            new += f", since iteration {change[0]} ({change[1]})"
+    if here and isinstance(elsewhere, str):
+        start = "transient, or with a state that no checkpoint holds"
+    elif here and there:
         start = "transient (hardware, a race, a clock, random numbers of another source)"
     elif here:
         start = "with a state that no checkpoint holds (a counter, a cache, an iterator), not a fault of the machine"
-        start = start if not elsewhere.reason else "transient, or with a state that no checkpoint holds"
     elif there:
         start = "other in each process (the order of a set, an address, the environment), not a fault of the machine"
     elif equals_run is False:
@@ -128,20 +143,3 @@ def judge(first: Inspection, again: Inspection, values: Values, elsewhere: Elsew
     else:
         start = "reproducible"
     return f"{start}: {same}; {new}"
-
-
-def compare_failure(capsule: Mapping[str, Any], result: Replay) -> str:
-    """Whether the step fails as in the capsule, and how many of its losses are equal; as text."""
-    losses = {name: loss.item() for name, loss in result.losses.items()}
-    same = [name for name, loss in capsule["losses"].items() if repr(losses.get(name)) == repr(loss)]
-    count = f"; {len(same)} of {len(capsule['losses'])} losses equal those of the run" if capsule["losses"] else ""
-    if result.error.partition(":")[0] == capsule["error"].partition(":")[0]:
-        return f"it has come back{count}"
-    error = capsule["error"].partition(". ")[0]
-    return f"DIFFERENT: in the run it was {error:.200}{count}. From the checkpoint: {capsule['command']}"
-
-
-def shortened(names: Sequence[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -1,25 +1,105 @@
-"""Where did it first go wrong, and which steps had the largest losses? Questions over past iterations."""
+"""Questions over past iterations: a hook, where did it first go wrong, and which steps had the largest losses?"""
 
 import contextlib
 import heapq
+import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from trainkit.projects.replay.checkpoints import around, checkpoints_of
-from trainkit.projects.replay.hindsight import Range
+from trainkit.projects.replay.checkpoints import Values, around, capsules_of, checkpoints_of, compare_way, logged_values
 from trainkit.projects.replay.inspection import floating_tensors
 from trainkit.projects.replay.origin import Saved
 from trainkit.projects.replay.session import Session, Start
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
+from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
+
+
+def replay_range(
+    run: str | os.PathLike[str],
+    first: int,
+    end: int,
+    make_hook: Callable[[], HookBase],
+    output_dir: str | os.PathLike[str],
+    start: Start = None,
+) -> str:
+    """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; the run is not changed.
+
+    Call it in as many processes as the run had. It writes the values that the hook puts into the storage, and the
+    values of the run, to ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not
+    finite.
+
+    Args:
+        make_hook: makes the hook; called on each rank.
+        start: see `replay`.
+
+    Returns:
+        A comparison of the values with those that the run has stored; it shows whether the hook has changed the run. If
+        an iteration fails: "FAILED" and the reason; the values before this iteration are written.
+
+    Raises:
+        CheckpointError: no checkpoint can be used, or the run had another number of processes.
+        ConfigError: the run has fewer iterations.
+    """
+    values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
+    if comm.is_main_process():
+        rows = [{"iteration": iter, **row} for iter, row in sorted(values.items())]
+        finite = [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
+        os.makedirs(output_dir, exist_ok=True)
+        write_text("".join(json.dumps(row) + "\n" for row in finite), os.path.join(output_dir, "metrics.json"))
+    return str(text)
+
+
+def worst(run: str | os.PathLike[str], first: int, end: int, num: int, start: Start = None) -> str:
+    """The iterations from ``first`` to ``end`` - 1 with the largest losses, with their samples, as text."""
+    losses = Quantity("loss")
+    way = _Range(os.path.abspath(run), first, end, lambda: losses).perform(start)[1]
+    rows = heapq.nlargest(num, losses.found, lambda row: math.inf if math.isnan(row[1]) else row[1])
+    return "\n".join([*(f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows), way])
+
+
+def first_bad(
+    run: str | os.PathLike[str], last: int | None, quantity: str = "loss", times: float = 10.0, start: Start = None
+) -> str:
+    """The first iteration in which a `Quantity` is more than ``times`` its running median, as text.
+
+    Up to iteration ``last``; None: that of the newest checkpoint or capsule.
+    """
+    run = os.path.abspath(run)
+    if last is None:
+        last = max((saved.iteration for saved in capsules_of(run) + checkpoints_of(run)), default=0)
+    return str(_Search(run, last, quantity, times).perform(start))
+
+
+class _Range(Session):
+    """``work`` returns the values of the iterations, and their comparison with those of the run."""
+
+    def __init__(self, run: str, first: int, end: int, make_hook: Callable[[], HookBase]) -> None:
+        super().__init__(run, first, *around(run, first))
+        self._after = around(run, end - 1)[1]
+        self._end, self._make_hook = end, make_hook
+
+    def work(self, trainer: Any) -> tuple[Values, str]:
+        if self._end > trainer.max_iter:
+            raise ConfigError(f"--range ends with {self._end}; the run ends with {trainer.max_iter}; make it smaller")
+        self._go_on(self._at - 1)
+        error = self._go_on(self._end - 1, self._make_hook())
+        values = logged_values(trainer.storage.state_dict(), self._at, self._end)
+        way = compare_way(values, self._after, self._end - 1)[0] if comm.is_main_process() else ""
+        if error:
+            way = f"FAILED in iteration {trainer.iter}: {error.partition('. ')[0]}; {way}"
+        return values, comm.broadcast(way)
+
+
+Found = tuple[int, float, list[str]]  # iteration, value, names of the samples
 
 
 class Quantity(HookBase):
@@ -34,34 +114,32 @@ class Quantity(HookBase):
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._value, self._handles = name, math.nan, list[Any]()
-        self.found: list[tuple[int, float, list[str]]] = []
+        self._name, self._handles = name, list[Any]()
+        self._values: list[float] = []  # of this step
+        self.found: list[Found] = []
 
     def before_step(self) -> None:
-        self._value = math.nan
-        modules = dict(unwrap_model(self.trainer.model).named_modules())
-        if self._name in modules:
-            self._value = 0.0
-            self._handles = [modules[self._name].register_forward_hook(self._see_output)]
+        self._values = []
+        if module := dict(unwrap_model(self.trainer.model).named_modules()).get(self._name):
+            self._handles = [module.register_forward_hook(lambda module, args, output: self._see(output))]
 
-    def _see_output(self, module: Any, args: Any, output: Any) -> None:
-        largest = [tensor.abs().max().item() for tensor in floating_tensors(output)]
-        self._value = max([self._value, *largest], key=lambda value: math.inf if math.isnan(value) else value)
+    def _see(self, output: Any) -> None:
+        self._values += [tensor.abs().max().item() for tensor in floating_tensors(output)]
 
     def after_backward(self) -> None:
-        trainer, model = self.trainer, unwrap_model(self.trainer.model)
-        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if self._handles:
-            return
-        if self._name == "loss":
-            self._value = sum(float(trainer.losses[name]) for name in trainer.trained_losses)
-        elif self._name == "grad_norm":
-            self._value = float(torch.nn.utils.get_total_norm(grads))
-        elif self._name == "weight":
-            self._value = max(parameter.detach().abs().max().item() for parameter in model.parameters())
-        else:
-            value = eval(self._name, {"trainer": trainer, "torch": torch})  # of the user's own command line
-            self._value = value.item() if isinstance(value, Tensor) else float(value)
+        trainer, parameters = self.trainer, [*unwrap_model(self.trainer.model).parameters()]
+        measures: dict[str, Callable[[], Any]] = {
+            "loss": lambda: sum(trainer.losses[name] for name in trainer.trained_losses),
+            "grad_norm": lambda: torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]),
+            "weight": lambda: max(p.detach().abs().max() for p in parameters),
+        }
+        if not self._handles:
+            try:  # eval of the user's own command line
+                measure = measures.get(self._name) or (lambda: eval(self._name, {"trainer": trainer, "torch": torch}))
+                self._values = [float(measure())]
+            except Exception as error:
+                accepted = "loss, grad_norm, weight, the name of a module, or Python"
+                raise ConfigError(f"--quantity is {self._name!r} ({error}); accepted: {accepted}") from error
 
     def after_step(self) -> None:
         self.note()
@@ -70,11 +148,11 @@ class Quantity(HookBase):
         """Note the value of the present step; called after a failure too."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        names = [list[str]()]
+        self._handles, names = [], list[list[str]]()
         with contextlib.suppress(AttributeError, RuntimeError):
             names = self.trainer.data_loader.names_of_last(self.trainer.feed.drawn)
-        self.found.append((self.trainer.iter, self._value, [name for batch in names for name in batch]))
+        value = max(self._values, key=lambda value: math.inf if math.isnan(value) else value, default=math.nan)
+        self.found.append((self.trainer.iter, value, [name for batch in names for name in batch]))
 
 
 class _Search(Session):
@@ -86,31 +164,21 @@ class _Search(Session):
         self._last, self._quantity, self._times = last, quantity, times
 
     def work(self, trainer: Any) -> str:
-        if not self._is_known(trainer):
-            accepted = "loss, grad_norm, weight, the name of a module, or Python"
-            raise ConfigError(f"--quantity is {self._quantity!r}; accepted: {accepted}")
         first = self._measure(self._checkpoints[0], 5)
         usual, good, bad = [value for _, value, _ in first if math.isfinite(value)], 0, len(self._checkpoints)
         while bad - good > 1:  # bisection over the checkpoints; the first one counts as good
             middle = (good + bad) // 2
             inside = self._first_outside(self._measure(self._checkpoints[middle], 1), usual) is None
             good, bad = (middle, bad) if inside else (good, middle)
-        start = self._checkpoints[good]
-        found = self._first_outside(self._measure(start, self._last + 1), usual)
-        band, name = f"{self._times:g} times its running median", os.path.basename(start.path)
+        found = self._first_outside(self._measure(self._checkpoints[good], self._last + 1), usual)
+        band, name = f"{self._times:g} times its running median", os.path.basename(self._checkpoints[good].path)
         if found is None:
             return f"{self._quantity} stays within {band} at the checkpoints that were tried, and from {name} on"
         iteration, value, samples = found
         text = f"{self._quantity} is first outside of its band in iteration {iteration}: {value:.4g}, more than {band}"
         return f"{text} (from {name} on)\nsamples: {', '.join(samples) or 'their names are not known'}"
 
-    def _is_known(self, trainer: Any) -> bool:
-        with contextlib.suppress(SyntaxError):
-            compile(self._quantity, "--quantity", "eval")
-            return True
-        return self._quantity in dict(unwrap_model(trainer.model).named_modules())
-
-    def _measure(self, start: Saved, num: int) -> list[tuple[int, float, list[str]]]:
+    def _measure(self, start: Saved, num: int) -> list[Found]:
         """The values of at most ``num`` steps from a checkpoint; a step that fails is the last one."""
         self._trainer.checkpointer.load(start.path, strict=True)
         quantity = Quantity(self._quantity)
@@ -119,7 +187,7 @@ class _Search(Session):
             quantity.note()
         return quantity.found
 
-    def _first_outside(self, found: Sequence[tuple[int, float, list[str]]], usual: Sequence[float]) -> Any:
+    def _first_outside(self, found: Sequence[Found], usual: Sequence[float]) -> Found | None:
         """The first value outside of the band around the running median; None if there is none."""
         seen = [*usual]
         for row in found:
@@ -127,18 +195,3 @@ class _Search(Session):
                 return row
             seen.append(row[1])
         return None
-
-
-def first_bad(
-    run: str | os.PathLike[str], last: int, quantity: str = "loss", times: float = 10.0, start: Start = None
-) -> str:
-    """The first iteration up to ``last`` in which a `Quantity` is more than ``times`` its running median, as text."""
-    return str(_Search(os.path.abspath(run), last, quantity, times).perform(start))
-
-
-def worst(run: str | os.PathLike[str], first: int, end: int, num: int, start: Start = None) -> str:
-    """The iterations from ``first`` to ``end`` - 1 with the largest losses, with their samples, as text."""
-    losses = Quantity("loss")
-    way = Range(os.path.abspath(run), first, end, lambda: losses).perform(start)[1]
-    rows = heapq.nlargest(num, losses.found, lambda row: math.inf if math.isnan(row[1]) else row[1])
-    return "\n".join([*(f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows), way])

@@ -1,29 +1,33 @@
 """Run the command of a past run again, with a replay in place of its ``train()``; its files are not changed."""
 
 import contextlib
-import json
 import logging
 import os
+import re
+import runpy
+import shlex
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from trainkit.projects.replay.command import given_command, recorded_command, run_command
 from trainkit.projects.replay.inspection import Inspection
-from trainkit.projects.replay.origin import Saved, active_replay, describe_other_origin, threads_of
-from trainkit.projects.replay.project import Project
+from trainkit.projects.replay.origin import (
+    THREADS,
+    Saved,
+    active_replay,
+    command_of,
+    describe_other_origin,
+    refuse_imports,
+)
 from trainkit.projects.replay.settings import changes_since
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.state import plain_state
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.imports import import_check
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.loader import ResumableLoader
 from trainkit.engine import DefaultTrainer, HookBase, hooks, setup
@@ -38,6 +42,9 @@ Start = Callable[[], Any] | Sequence[str] | None
 
 _BY_RESULTS = {"EvalHook", "FinalEvalHook", "EarlyStopping", "ReduceOnPlateau"}
 _SAVES = {"PeriodicCheckpointer", "BestCheckpointer", "PublishWeights"}
+# A replay takes place in the processes that it finds. The last of these options counts; with other values, `launch`
+# would train in new processes.
+_ONE_PROCESS = {"--num-gpus": "1", "--num-machines": "1", "--machine-rank": "0"}
 
 
 class _Done(SystemExit):
@@ -50,11 +57,9 @@ class Session:
     Attributes:
         origin: how the run was started.
         inspection: that of the present step, which gets the batches that any `ResumableLoader` gives; None: of no step.
-        result: what ``work`` has returned; None if the command has not called ``train()``.
     """
 
     keeps_all_hooks = False  # True: also those that evaluate, which the next checkpoint depends on
-    anomaly = False  # True: show warnings, since they name the operation
     _trainer: Any
 
     def __init__(self, run: str, at: int, start: Saved | None, after: Saved | None) -> None:
@@ -70,11 +75,10 @@ class Session:
         assert governing is not None
         self.origin = governing.state["trainer"]["origin"]
         self._run, self._at, self._start, self._next = run, at, start, after
-        self._project = Project(left_out=run if os.path.isdir(run) else os.path.dirname(run))
         self._processes = self.origin["processes"]  # number of processes that the replay needs
         self._notes: list[str] = []
         self.inspection: Inspection | None = None
-        self.result: Any = None
+        self._result: Any = None
 
     def work(self, trainer: Any) -> Any:
         """Called instead of the training, with a trainer without the hooks that save, evaluate and write."""
@@ -84,46 +88,33 @@ class Session:
         """Run the command, and return what ``work`` returns.
 
         Raises:
-            ConfigError: the command does not call ``train()``, or its code is not the user's own; or the run has no
-                such iteration.
+            ConfigError: there is no command, or it does not call ``train()``; or the run has no such iteration.
             CheckpointError: the run had another number of processes.
         """
-        if active_replay.get() is not None:
-            raise ConfigError("the command of the run is a replay; give the one that trains (`-- python train.py`)")
-        begin, check = self._find_start(start)
+        if start is None:
+            known = command_of(self.origin)
+            raise ConfigError(f"give the command of the run after `--`; '{self._run}' says that it was: {known}")
         self._folder = tempfile.mkdtemp(prefix="replay-")
-        tokens, disabled = (active_replay.set(self), import_check.set(check)), logging.root.manager.disable
-        threads = torch.get_num_threads()
+        token, disabled, threads = active_replay.set(self), logging.root.manager.disable, torch.get_num_threads()
         logging.disable(logging.ERROR)
         try:
-            torch.set_num_threads(threads_of(self.origin) or threads)
+            torch.set_num_threads(self._threads_of_run() or threads)
             with self._taking_over(), contextlib.suppress(_Done), warnings.catch_warnings():
-                if not self.anomaly:
-                    warnings.simplefilter("ignore")
-                begin()
+                warnings.simplefilter("ignore")
+                start() if callable(start) else run_command(start)
         finally:
             torch.set_num_threads(threads)
             logging.disable(disabled)
-            active_replay.reset(tokens[0])
-            import_check.reset(tokens[1])
+            active_replay.reset(token)
             release_folder(self._folder)
             shutil.rmtree(self._folder, ignore_errors=True)
-        if self.result is None:
-            raise ConfigError(
-                "the command of the run has ended before it trained; give the one that trains (`-- python train.py`)"
-            )
-        return self.result
+        if self._result is None:
+            raise ConfigError("the command after `--` has ended before it trained; give the one that trains")
+        return self._result
 
-    def _find_start(self, start: Start) -> tuple[Callable[[], Any], Callable[[Iterable[Any]], None] | None]:
-        """The call that trains, and the check of all modules of IMPORTS, if the file has the arguments of the call."""
-        if callable(start):
-            return start, None
-        if start is not None:
-            return partial(run_command, given_command(start)), None
-        command = recorded_command(self.origin, self._project)
-        if comm.is_main_process():
-            print(f"Running again: {command} (from {command.folder})", file=sys.stderr, flush=True)
-        return partial(run_command, command), self._project.check_imports
+    def _threads_of_run(self) -> int:
+        number = self.origin.get("machine", {}).get(THREADS, "")
+        return min(int(number), 1024) if number.isdecimal() else 0
 
     @contextlib.contextmanager
     def _taking_over(self) -> Iterator[None]:
@@ -133,8 +124,8 @@ class Session:
 
         def init(trainer: Any, cfg: CfgNode) -> None:
             self.set_up(cfg)
-            if self.origin["batch"]:  # the number of ranks at the start of the run, see the project scaling
-                Path(self._folder, "batch.json").write_text(json.dumps(self.origin["batch"]))
+            with contextlib.suppress(OSError):  # the number of ranks at the start of the run, see the project scaling
+                shutil.copy(os.path.join(self._run, "batch.json"), self._folder)
             build(trainer, cfg)
 
         def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
@@ -175,10 +166,10 @@ class Session:
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
         cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self._run))
-        self._project.check_imports(cfg.IMPORTS, given.IMPORTS)
+        refuse_imports(cfg.IMPORTS, given.IMPORTS)
         for key, now, value in changes_since(cfg, given) if compare else ():
             self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
-        cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = self._folder, ""
+        cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.IMPORTS = self._folder, "", given.IMPORTS
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
         if self._start is not None:
             cfg.MODEL.WEIGHTS = ""
@@ -190,11 +181,8 @@ class Session:
         if not 0 <= self._at < trainer.max_iter:
             raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
         if self._start is None and (parents := self.origin.get("parents")):
-            (*_, parent) = parents
-            raise ConfigError(
-                f"iteration {self._at} is not after a checkpoint of this run, a fork of {parent['run']}, which has "
-                f"done the iterations up to {parent['iteration']}; replay those there"
-            )
+            run, last = parents[-1]["run"], parents[-1]["iteration"]
+            raise ConfigError(f"the run is a fork of {run}, which has done iterations 0 to {last}; replay them there")
         if self._processes != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
                 f"the run had {self._processes} processes, and this replay has {comm.get_world_size()}; start it by "
@@ -209,7 +197,7 @@ class Session:
             self._notes += describe_other_origin(self.origin, device_of(trainer.model))
             trainer._hooks = [hook for hook in trainer.hooks if not left_out & names[hook]]
             self._load_start()
-            self.result = self.work(trainer)
+            self._result = self.work(trainer)
         finally:
             # workers end now, not only when Python's garbage collector finds the trainer
             trainer.reset_data_loader(tuple)
@@ -229,6 +217,8 @@ class Session:
         trainer.register_hooks([*own, hooks.CallbackHook(after_step=stop)])
         try:
             TrainerBase.train(trainer, trainer.last_done_iter + 1, trainer.max_iter)
+        except ConfigError:
+            raise
         except Exception as error:
             if trainer.iter < self._at:
                 text = f"the replay has failed in iteration {trainer.iter}, on the way to {self._at}"
@@ -258,3 +248,31 @@ class Session:
 def copy_of(state: Any) -> Any:
     """A copy of a checkpoint's state, with copies of its tensors."""
     return plain_state(state, take=lambda tensor, path: tensor.clone())
+
+
+def run_command(words: Sequence[str]) -> None:
+    """Run ``[python] FILE ...`` or ``[python] -m MODULE ...`` in this process, as Python does.
+
+    Raises:
+        ConfigError: the words are something else.
+    """
+    is_python = bool(words) and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(words[0])) is not None
+    rest = [*words[is_python:]]
+    is_module = rest[:1] == ["-m"]
+    name, *arguments = rest[is_module:] or [""]
+    if not (name and (is_module or os.path.isfile(name))):
+        accepted = "python FILE ..., python -m MODULE ... or FILE ..., with a file that is there"
+        raise ConfigError(f"the command is {shlex.join(words)!r}; accepted: {accepted}")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    spawns = [option for option in _ONE_PROCESS if any(word.startswith(option) for word in arguments[:end])]
+    arguments[end:end] = [word for option in spawns for word in (option, _ONE_PROCESS[option])]
+    former = sys.argv, [*sys.path]
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)))
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(os.path.abspath(name), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = former

@@ -6,13 +6,13 @@ from functools import reduce
 from typing import Any
 
 import torch
+from trainkit.projects.replay.origin import THREADS
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.config.yaml_files import parse_literal
 from trainkit.utils.logger import format_table
 
-_THREADS = "threads of torch"
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
 _NO_MATTER = re.compile(
     r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|STEP_TIMEOUT|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
@@ -33,18 +33,17 @@ def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
 
 def settings_of(cfg: CfgNode) -> dict[str, str]:
     """key -> value as text of the settings that change what a run computes; and the number of threads."""
-    found = {key: repr(value) for key, value in changed_settings(cfg, CfgNode()) if not _NO_MATTER.fullmatch(key)}
-    return {**found, _THREADS: str(torch.get_num_threads())}
+    found = {key: repr(value) for key, _, value in changes_since(cfg, CfgNode())}
+    return {**found, THREADS: str(torch.get_num_threads())}
 
 
 def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, str, str]]:
     """(key, value, saved value) of each difference between ``settings_of(cfg)`` and saved settings."""
     own, rows = settings_of(cfg), []
+    saved = {THREADS: own[THREADS], **saved}  # an older file does not say it
     for key in dict.fromkeys([*own, *saved]):
         # only one of the two may know a key of a project: the other has its default
         here, there = own.get(key) or _default(key), saved.get(key) or _default(key)
-        if key == _THREADS and key not in saved:  # an older file
-            continue
         # parsed: the order of keys may differ, since config.yaml has them in alphabetical order
         if key != "number of processes" and parse_literal(here) != parse_literal(str(there)):  # older states have it
             rows.append((key, here, there))

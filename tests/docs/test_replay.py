@@ -10,6 +10,7 @@ from tests.forked import run_forked, script
 
 SCRIPT, HOOK = blocks("docs/replay.md", "python")
 COMMANDS = [shlex.split(block) for block in blocks("docs/replay.md", "sh")]
+AGAIN = ["--", "python", "train.py"]
 TRAIN_NET = ROOT / "tools/train_net.py"
 FAILURE, LAST_LINE, CAPSULE, STEP, PROOF, RANGE = blocks("docs/replay.md", "")
 
@@ -69,12 +70,12 @@ def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
     options = ["OUTPUT_DIR", "output/two", "LOG.PERIOD", "5"]
     assert command(["train.py", *options], folder, num_ranks=2).returncode == 1
 
-    step = command(["tools/replay.py", "output/two", "--iter", "94"], folder, num_ranks=2)
-    proof = command(["tools/replay.py", "output/two", "--iter", "70", "--prove"], folder, num_ranks=2)
-    alone = command(["tools/replay.py", "output/two", "--iter", "94"], folder)
-    capsule = command(["tools/replay.py", "output/two/capsule.rank0.pt", "--bisect"], folder)
+    step = command(["tools/replay.py", "output/two", "--iter", "94", *AGAIN], folder, num_ranks=2)
+    proof = command(["tools/replay.py", "output/two", "--iter", "70", "--prove", *AGAIN], folder, num_ranks=2)
+    alone = command(["tools/replay.py", "output/two", "--iter", "94", *AGAIN], folder)
+    capsule = command(["tools/replay.py", "output/two/capsule.rank0.pt", "--bisect", *AGAIN], folder)
     hook = ["--range", "60:90", "--hook", "loudness.py:Loudness"]
-    hindsight = command(["tools/replay.py", "output/two", *hook], folder, num_ranks=2)
+    hindsight = command(["tools/replay.py", "output/two", *hook, *AGAIN], folder, num_ranks=2)
 
     assert "rank 0:\nthe step has failed: FloatingPointError" in step.stdout
     assert "first module whose output is not finite: normalize\n  for: signal_237.wav\n" in step.stdout
@@ -94,7 +95,9 @@ def test_a_command_of_train_net_is_given_in_another_folder(folder):
     options = ["SOLVER.MAX_ITER", 8, "SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", 0]
     assert command([TRAIN_NET, "OUTPUT_DIR", "output/digits", *options], folder).returncode == 0
 
-    found = command(["tools/replay.py", "output/digits", "--iter", "5", "--prove", "--", "python", TRAIN_NET], folder)
+    imports = ["IMPORTS", "[projects.digits]"]
+    words = ["output/digits", "--iter", "5", "--prove", "--", "python", TRAIN_NET, *imports]
+    found = command(["tools/replay.py", *words], folder)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "proof: every byte equals model_final.pth: " in found.stdout
-    assert found.stdout.count("sample 188 of digits_train") == 1
+    assert " samples: sample 188 of digits_train, " in found.stdout

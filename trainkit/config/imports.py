@@ -1,8 +1,7 @@
 """Import the modules that a config names, and let projects prepare a config."""
 
 import importlib
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Iterable
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -11,9 +10,6 @@ from trainkit.config.config import CfgNode, projects_of
 from trainkit.utils import comm
 from trainkit.utils.errors import ConfigError, not_accepted
 
-import_check: ContextVar[Callable[[Iterable[Any]], None] | None] = ContextVar("import_check", default=None)
-"""Called before anything is imported; raises a ConfigError for modules that must not be."""
-
 
 def import_modules(names: Iterable[str]) -> None:
     """Import the modules of ``cfg.IMPORTS``; call this when building, never when reading a config.
@@ -21,9 +17,6 @@ def import_modules(names: Iterable[str]) -> None:
     Raises:
         ConfigError: an import fails; it is chained to the original error.
     """
-    names = [*names]
-    if (check := import_check.get()) is not None:
-        check(names)
     for name in names:
         try:
             importlib.import_module(name)

@@ -1,7 +1,6 @@
-"""What a replay is asked for beside its report, and what it leaves alone."""
+"""The command line of a replay, and what it leaves alone."""
 
 import argparse
-import json
 import logging
 
 import pytest
@@ -11,7 +10,6 @@ from trainkit.projects.replay import replay
 from trainkit.projects.replay.tests.job import Job, Scans
 
 from tests.engine.job import tiny_cfg
-from trainkit.checkpoint.file import read_file
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.utils.logger import close_logger, setup_logger
@@ -31,67 +29,53 @@ def call(*words):
     return tool.main(tool.parse_args([*map(str, words)]))
 
 
-def test_the_files_that_are_asked_for_hold_the_step(run, tmp_path, capsys):
-    files = {name: tmp_path / name for name in ("batch", "state")}
-    options = ["--save-batch", files["batch"], "--save-state", files["state"]]
-
-    assert call(run.folder, "--iter", 7, "--once", "--json", *options, "--", run.script) == 0
-
-    found = json.loads(capsys.readouterr().out)
-    assert found["iteration"] == 7
-    batch = torch.load(files["batch"])
-    assert [field["shape"] for field in found["batch"]] == [list(value.shape) for value in batch.values()]
-    state = read_file(files["state"])
-    assert state["trainer"]["iteration"] == 6
+HOOK = """
+from trainkit.engine import CallbackHook
+Ten = lambda: CallbackHook(after_step=lambda trainer: trainer.storage.put_scalar("ten", 10))
+"""
 
 
-@pytest.mark.slow
-def test_a_state_that_was_saved_is_a_checkpoint_from_which_the_run_goes_on(run, tmp_path):
-    replay(run.folder, 7, run, verdict=False, save_state=str(tmp_path / "model_0000006.pth"))
-
-    Job(tmp_path)(True)
-
-    ends = [read_file(folder / "model_final.pth")["model"] for folder in (run.folder, tmp_path)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+def test_each_question_has_its_options(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(HOOK)
+    for words, start in [
+        (["--iter", 7, "--once"], f"Iteration 7 of {run.folder}, from model_0000004.pth and 2 iterations after it"),
+        (["--range", "3:5", "--hook", "mine.py:Ten"], "4 of 4 logged values equal those in model_0000004.pth"),
+        (["--range", "3:5", "--worst", 1], "iteration "),
+        (["--first-bad", "--quantity", "weight"], "weight stays within 10 times its running median"),
+    ]:
+        assert call(run.folder, *words, "--", run.script) == 0
+        assert start in capsys.readouterr().out.splitlines()[0]
+    assert '"ten": 10.0' in (tmp_path / f"replay_of_{run.folder.name}/metrics.json").read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["RUN"], "is a run: give --iter; got iter=None"),
-        (["RUN/model_final.pth", "--iter", 3], "is a capsule of one step: leave out --iter and --prove; got iter=3"),
-        (["RUN", "--iter", 3, "--range", "3:4", "--hook", f"{__file__}:A"], "and no --iter; got"),
-        (["RUN", "--range", "3:4"], "--hook FILE:CLASS of a file"),
-        (["RUN", "--range", "4:4", "--hook", f"{__file__}:A"], "with 0 <= A < B, "),
-        (["RUN", "--range", "3:4", "--hook", f"{argparse.__file__}:A"], "argparse.py has no 'A'; name a class"),
+        (["RUN", "--range", "3:4"], "--hook is ''; accepted with --range: FILE.py:CLASS"),
+        (["RUN", "--range", "4:4"], "argument --range: invalid iterations value: '4:4'"),
         (["RUN", "--range", "3:4", "--hook", f"{__file__}:call", "--out", "RUN/x"], "in the folder of the run, which"),
-        (["RUN", "--worst", 3], "--worst 3 needs --range A:B"),
-        (["RUN", "--range", "3-4"], "argument --range: invalid iterations value: '3-4'"),
+        (["RUN", "--range", "9:11", "--worst", 3, "--", "SCRIPT"], "--range ends with 11; the run ends with 10;"),
     ],
 )
 def test_wrong_arguments_end_with_one_line(run, capsys, words, message):
     with pytest.raises(SystemExit) as ended:
-        call(*(str(word).replace("RUN", str(run.folder)) for word in words))
+        call(*(str(word).replace("RUN", str(run.folder)).replace("SCRIPT", str(run.script)) for word in words))
 
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- what is left alone, and what is noticed
-
-
-def test_the_loggers_of_the_caller_stay_as_they_are(run, tmp_path, capsys):
+def test_the_loggers_of_the_caller_stay_as_they_are(run, tmp_path):
     logger = setup_logger(tmp_path / "mine.log")
     try:
         before = [*logger.handlers]
-
         replay(run.folder, 7, run)
         logger.info("still here")
 
-        assert logger.handlers == before
+        assert (logger.handlers, logging.root.manager.disable) == (before, logging.NOTSET)
         assert (tmp_path / "mine.log").read_text().count("\n") == 1
-        assert "still here" in (tmp_path / "mine.log").read_text()
-        assert logging.root.manager.disable == logging.NOTSET
     finally:
         close_logger()
 
@@ -128,7 +112,6 @@ class Changing(Scans):
 DatasetCatalog.register("tiny_changing", Changing)
 
 
-@pytest.mark.slow
 def test_another_dataset_is_noticed(tmp_path, monkeypatch):
     job = Job(tmp_path, "DATASETS.TRAIN", ("tiny_changing",))
     job()
