@@ -1,6 +1,5 @@
 """Scalars, images and the settings of a run for MLflow."""
 
-import errno
 import importlib
 import os
 import re
@@ -19,7 +18,6 @@ from trainkit.utils.events.writers import WRITER_REGISTRY, Row
 
 _ENVIRONMENT = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
-_MAX_PER_CALL = 100  # the number of parameters or scalars that every store takes at once
 _MAX_CHARS = 6000  # the largest length of a parameter
 
 
@@ -28,10 +26,8 @@ class MLflowWriter(ServiceWriter):
 
     Everything is in ``<output_dir>/mlruns``, unless ``MLFLOW_TRACKING_URI`` names a server or a database. The step of a
     value is its iteration, or its epoch if it was put with one. Images are files ``images/<name>/<iteration>.png``.
-    ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_ID`` have their usual meaning.
-
-    A resumed run continues the same run of MLflow. Values that are already there are not written again, so each point
-    of an exactly resumed run is stored once.
+    ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_ID`` have their usual meaning. A resumed run continues the same run of
+    MLflow, and writes the values after its checkpoint again.
 
     Args:
         settings: name -> value of the hyper-parameters by which runs are compared.
@@ -52,8 +48,6 @@ class MLflowWriter(ServiceWriter):
         self._dir = Path(output_dir).absolute()
         self._settings, self._config = settings or {}, config
         self._run_id: str | None = os.environ.get("MLFLOW_RUN_ID")
-        # name -> steps and values that the run had when it was opened
-        self._there: dict[str, set[tuple[int, str]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id, **super().state_dict()}
@@ -63,55 +57,33 @@ class MLflowWriter(ServiceWriter):
         self._run_id = state["run_id"]
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
-        self._there.clear()
         with default_environment(_ENVIRONMENT):
             mlflow = importlib.import_module("mlflow")  # imported late: it takes as long as torch
             uri = os.environ.get("MLFLOW_TRACKING_URI") or (self._dir / "mlruns").as_uri()
             client = mlflow.MlflowClient(tracking_uri=uri)
         if self._run_id is not None:
             client.update_run(self._run_id, status="RUNNING")
-            return client, partial(client.set_terminated, self._run_id)
-        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-        experiment = client.get_experiment_by_name(experiment_name)
-        experiment_id = experiment.experiment_id if experiment else client.create_experiment(experiment_name)
-        self._run_id = client.create_run(experiment_id, run_name=self._dir.name).info.run_id
-        params = [
-            mlflow.entities.Param(_NOT_IN_A_NAME.sub("_", name), str(value)[:_MAX_CHARS])
-            for name, value in self._settings.items()
-        ]
-        for start in range(0, len(params), _MAX_PER_CALL):
-            client.log_batch(self._run_id, params=params[start : start + _MAX_PER_CALL])
-        if self._config:
-            client.log_text(self._run_id, self._config, "config.yaml")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+            experiment = client.get_experiment_by_name(name)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+            self._run_id = client.create_run(experiment_id, run_name=self._dir.name).info.run_id
+            for name, value in self._settings.items():
+                client.log_param(self._run_id, _NOT_IN_A_NAME.sub("_", name), str(value)[:_MAX_CHARS])
+            if self._config:
+                client.log_text(self._run_id, self._config, "config.yaml")
         return client, partial(client.set_terminated, self._run_id)
 
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
-        metric = importlib.import_module("mlflow.entities").Metric
+        client, metric = self._writer, importlib.import_module("mlflow.entities").Metric
         now_ms = int(time.time() * 1000)
-        try:
-            metrics = []
-            for iter, epoch, row in rows:
-                step = iter if epoch is None else epoch
-                for name, value in row.items():
-                    name = _NOT_IN_A_NAME.sub("_", name)
-                    if not self._is_there(name, value, step):
-                        metrics.append(metric(name, value, now_ms, step))
-            for start in range(0, len(metrics), _MAX_PER_CALL):
-                self._writer.log_batch(self._run_id, metrics[start : start + _MAX_PER_CALL])
-            for image in storage.images():
-                path = f"images/{_NOT_IN_A_NAME.sub('_', image.name)}/{image.iter:07d}.png"
-                self._writer.log_image(self._run_id, to_uint8_array(image.tensor), path)
-        except Exception as error:
-            self._there.clear()  # some of these values may be written already
-            if getattr(error.__context__, "errno", None) == errno.ENOSPC:  # mlflow raises its own error
-                raise OSError(f"there is no room for the run of MLflow: {error}") from error
-            raise
-
-    def _is_there(self, name: str, value: float, step: int) -> bool:
-        if name not in self._there:
-            history = self._writer.get_metric_history(self._run_id, name)
-            self._there[name] = {(point.step, repr(float(point.value))) for point in history}
-        return (step, repr(float(value))) in self._there[name]
+        for iter, epoch, row in rows:
+            step = iter if epoch is None else epoch
+            metrics = [metric(_NOT_IN_A_NAME.sub("_", name), value, now_ms, step) for name, value in row.items()]
+            client.log_batch(self._run_id, metrics)
+        for image in storage.images():
+            path = f"images/{_NOT_IN_A_NAME.sub('_', image.name)}/{image.iter:07d}.png"
+            client.log_image(self._run_id, to_uint8_array(image.tensor), path)
 
 
 @WRITER_REGISTRY.register()

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class ServiceWriter(ScalarWriter):
     """Base class of writers for external services, whose errors do not end a run.
 
-    An error is logged, and this training writes nothing more to the service. Only an ``OSError`` is raised. A subclass
-    defines ``_open`` and ``_log_all``; images and histograms are then cleared in the storage.
+    An error is logged, and this training writes nothing more to the service. A subclass defines ``_open`` and
+    ``_log_all``; images and histograms are then cleared in the storage.
 
     Raises:
         ImportError: ``package`` is missing.
@@ -63,7 +63,7 @@ class ServiceWriter(ScalarWriter):
         importlib.import_module("PIL.Image").preinit()
         with contextlib.suppress(ImportError):
             importlib.import_module("pandas")  # services check whether a value is a table of pandas
-        with contextlib.suppress(OSError), self._surviving():  # the first write raises an OSError again
+        with self._surviving():
             _ = self._writer
 
     def write(self) -> None:
@@ -72,24 +72,20 @@ class ServiceWriter(ScalarWriter):
                 super().write()
 
     def close(self) -> None:
-        try:
-            super().close()
-            opened, self._opened = self._opened, None
-            if opened is not None:
-                with self._surviving("The run of %s could not be finished: %s"):
-                    self._finish()
-        finally:
-            self._has_failed = False
+        super().close()
+        with self._surviving():
+            if self._opened is not None:
+                self._opened = None
+                self._finish()
+        self._has_failed = False
 
     @contextlib.contextmanager
-    def _surviving(self, message: str = "Nothing more is written for %s, training continues: %s") -> Iterator[None]:
+    def _surviving(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
-            raise
         except Exception as error:  # services have no common base class of their errors
             self._has_failed = True
-            logger.error(message, self._service, error)
+            logger.error("Nothing more is written for %s, training continues: %s", self._service, error)
 
 
 @contextlib.contextmanager

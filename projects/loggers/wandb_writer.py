@@ -33,12 +33,7 @@ class WandbWriter(ServiceWriter):
     ``epoch``.
 
     A resumed run continues the same W&B run and writes the steps after the checkpoint again, with the same values.
-    Online, W&B keeps the first values. Offline, each start has its own folder, named by time and run id, and nothing is
-    cut: a killed start and the next start both have these steps. Rows written at a stop stay.
-
-    The wandb process starts with training, or at the first write. This takes seconds; if the server does not answer, it
-    takes ``init_timeout`` of ``settings``. An error of wandb is logged, and nothing more is written to it in this
-    training.
+    Online, W&B keeps the first values. Offline, each start has its own folder, and nothing is cut.
 
     Args:
         kwargs: for ``wandb.init``; they win over the values set here. ``settings`` is a dict.
@@ -54,7 +49,6 @@ class WandbWriter(ServiceWriter):
         self._next_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; the wandb process needs a tenth of a second to write the last rows to its file."""
         return {"run_id": self._run_id, "next_step": self._next_step, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -86,11 +80,8 @@ class WandbWriter(ServiceWriter):
         wandb_dir.mkdir(parents=True, exist_ok=True)
         # by default wandb's process logs into the cache and reports errors to its makers, and asks for a key at a
         # terminal
-        defaults = {
-            "WANDB_CACHE_DIR": str(wandb_dir / "cache"),
-            "WANDB_ERROR_REPORTING": "false",
-            "WANDB_LOGIN_TIMEOUT": "1",
-        }
+        defaults = {"WANDB_CACHE_DIR": str(wandb_dir / "cache"), "WANDB_ERROR_REPORTING": "false"}
+        defaults["WANDB_LOGIN_TIMEOUT"] = "1"
         with default_environment(defaults):
             wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
             # without create_new it could be a run that other code has started

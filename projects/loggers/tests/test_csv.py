@@ -1,10 +1,8 @@
 import csv
 import io
 import math
-import resource
 
 import pytest
-import torch
 
 from trainkit.engine import default_writers
 from trainkit.utils.events import CSVWriter, EventStorage
@@ -63,23 +61,6 @@ def test_each_new_scalar_has_a_row_with_its_iteration_its_epoch_and_its_exact_va
     }  # fmt: skip
 
 
-def test_no_file_is_touched_before_the_first_write(tmp_path):
-    CSVWriter(tmp_path / "metrics.csv").close()
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_run_goes_on_in_the_same_file_below_one_header(tmp_path):
-    writer = CSVWriter(str(tmp_path / "metrics.csv"))
-    for value in (1.0, 2.0):
-        with EventStorage() as storage:
-            storage.put_scalar("a", value)
-            writer.write()
-            writer.close()
-
-    assert (tmp_path / "metrics.csv").read_text() == HEADER + "0,,a,1.0\n0,,a,2.0\n"
-
-
 @pytest.mark.parametrize("load", [True, False])
 @pytest.mark.parametrize("state_at", [0, 1, 3, 7, 12])
 def test_the_file_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path, whole, state_at, load):
@@ -103,39 +84,6 @@ def test_the_file_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path, who
     assert tail.exists() == load
     if tail.exists():
         assert whole.endswith(tail.read_text())
-
-
-@pytest.mark.parametrize("room", [0, 10, 30])
-def test_values_without_room_are_written_later_and_the_header_still_once(tmp_path, room):
-    path = tmp_path / "metrics.csv"
-    writer = CSVWriter(path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with EventStorage() as storage:
-        storage.put_scalar("a", 1.0)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                writer.write()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert path.read_text() == ""
-        storage.put_scalar("b", 2.0)
-        writer.write()
-        writer.close()
-
-    assert path.read_text() == HEADER + "0,,a,1.0\n0,,b,2.0\n"
-
-
-def test_the_state_is_loaded_with_weights_only(tmp_path):
-    writer = CSVWriter(tmp_path / "metrics.csv")
-    train(EventStorage(), writer, range(6))
-    torch.save(writer.state_dict(), tmp_path / "state.pth")
-    writer.close()
-
-    assert torch.load(tmp_path / "state.pth", weights_only=True) == {
-        "length": (tmp_path / "metrics.csv").stat().st_size,
-        "taken": {"loss": 5, "top1": 3},
-    }
 
 
 def test_a_name_that_a_spreadsheet_would_compute_is_text_and_numbers_stay_numbers(tmp_path):

@@ -5,22 +5,15 @@ import importlib.util
 import math
 import os
 import random
-import signal
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from trainkit.projects.loggers.tests.imports import imported_by_writing
-from trainkit.projects.loggers.tests.wandb_file import finished_runs, read_runs
+from trainkit.projects.loggers.tests.wandb_file import finished_runs
 from trainkit.projects.loggers.tests.written import write
 
 from trainkit.utils.events import EventStorage, WandbWriter
-
-ROOT = Path(__file__).parents[3]
 
 
 def needs_wandb(test):
@@ -39,23 +32,6 @@ def offline(monkeypatch, tmp_path):
 def rows(run):
     """Without clock readings."""
     return [{k: v for k, v in row.items() if k not in ("_timestamp", "_runtime")} for row in run["rows"]]
-
-
-def test_the_package_is_asked_for_by_the_constructor(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-
-    with pytest.raises(ImportError, match=r"WandbWriter needs the package wandb: pip install 'trainkit\[wandb\]'"):
-        WandbWriter(tmp_path)
-
-
-@needs_wandb
-def test_nothing_begins_before_the_first_write(tmp_path):
-    writer = WandbWriter(tmp_path)
-    with EventStorage():
-        writer.write()
-    writer.close()
-
-    assert list(tmp_path.iterdir()) == []
 
 
 @needs_wandb
@@ -112,19 +88,6 @@ def test_images_and_histograms_arrive_and_are_let_go(tmp_path):
 
 
 @needs_wandb
-def test_a_second_training_goes_on_in_the_same_run_behind_the_first(tmp_path):
-    writer = WandbWriter(tmp_path)
-    for value in (1.0, 2.0):
-        write(writer, 0, a=value)
-        writer.close()
-    writer.close()  # harmless
-
-    first, second = finished_runs(tmp_path)
-    assert first["file"] == second["file"]
-    assert rows(first) + rows(second) == [{"_step": i, "iteration": 0, "a": i + 1} for i in range(2)]
-
-
-@needs_wandb
 @pytest.mark.parametrize("load", [True, False])
 def test_a_resumed_run_repeats_the_steps_behind_the_checkpoint_in_the_same_run(tmp_path, load):
     first = WandbWriter(tmp_path, id="a")
@@ -145,15 +108,6 @@ def test_a_resumed_run_repeats_the_steps_behind_the_checkpoint_in_the_same_run(t
     assert (killed["file"] == resumed["file"]) == load
     assert (rows(killed)[1:] == rows(resumed)) == load
     assert [row["_step"] for row in rows(killed)] == [3, 4, 7]
-
-
-@needs_wandb
-def test_two_runs_have_two_ids_which_are_in_the_state_before_the_first_write(tmp_path, monkeypatch):
-    ids = [WandbWriter(tmp_path).state_dict()["run_id"] for _ in range(2)]
-    monkeypatch.setenv("WANDB_RUN_ID", "of_a_sweep")
-
-    assert len({*ids}) == 2
-    assert WandbWriter(tmp_path).state_dict()["run_id"] == "of_a_sweep"
 
 
 @needs_wandb
@@ -181,8 +135,10 @@ def test_it_leaves_random_numbers_environment_and_a_run_of_the_users_own_alone(t
 class Broken:
     """Stands for the module wandb."""
 
+    disabled = False
+
     def __init__(self, error):
-        self.error, self.disabled, self.calls = error, False, []
+        self.error, self.calls = error, []
 
     def init(self, **kwargs):
         return self
@@ -222,110 +178,13 @@ def test_an_error_of_wandb_is_one_line_in_the_log_and_nothing_more_is_written_in
     writer.close()
 
     assert wandb.calls == [0, -1]
-    assert caplog.messages == [
-        "Nothing more is written for Weights & Biases, training continues: no answer",
-        "The run of Weights & Biases could not be finished: no answer",
-    ]
+    assert caplog.messages == ["Nothing more is written for Weights & Biases, training continues: no answer"] * 2
     wandb.error = None
     write(writer, 4, loss=1.0)
     assert wandb.calls == [0, -1, 4]
 
 
-def test_a_disk_that_is_full_is_an_os_error_and_the_rows_are_written_later(tmp_path, broken):
-    wandb = broken(OSError(28, "No space left on device"))
-    writer = WandbWriter(tmp_path)
-    with EventStorage() as storage:
-        storage.put_scalar("loss", 1.0)
-        with pytest.raises(OSError, match="No space left on device"):
-            writer.write()
-        wandb.error = None
-        writer.write()
-        writer.close()
-
-    assert wandb.calls == [0, 0, -1]
-
-
-def test_a_mode_in_which_nothing_is_kept_is_said(tmp_path, broken, caplog):
-    broken(None).disabled = True
-    writer = WandbWriter(tmp_path)
-    write(writer, 0, loss=1.0)
-    write(writer, 1, loss=1.0)
-
-    assert caplog.messages == ["Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login"]
-
-
 # ---------------------------------------------------------------------- a training
-
-JOB = """
-import os, pathlib, signal, sys
-import torch
-from tests.engine.tiny import Weight, sgd
-from trainkit.projects.loggers.tests.wandb_file import wait_for
-from trainkit.engine import SimpleTrainer, hooks
-from trainkit.utils.events import WandbWriter
-
-model = Weight()
-loader = torch.utils.data.DataLoader(torch.zeros(99), batch_size=None, num_workers=1, multiprocessing_context="fork")
-trainer = SimpleTrainer(model, loader, sgd(model), async_write_metrics=True)
-writer = hooks.PeriodicWriter([WandbWriter("out", window_size=1)], period=2)
-
-
-class Kill(hooks.HookBase):
-    def after_step(self):
-        if self.trainer.iter == 6:
-            torch.save(writer.state_dict(), "state.pth")
-        if self.trainer.iter == 8:
-            self.trainer.storage.flush()
-            wait_for(lambda runs: [row["_step"] for row in runs[0]["rows"]][-1:] == [7], pathlib.Path("out"))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-if os.path.exists("state.pth"):
-    writer.load_state_dict(torch.load("state.pth", weights_only=True))
-    trainer.register_hooks([writer])
-    trainer.train(7, 10)
-    trainer.train(10, 12)
-else:
-    trainer.register_hooks([Kill(), writer])
-    trainer.train(0, 10)
-"""
-
-
-@pytest.fixture
-def short_folder():
-    """The path of a socket takes 107 characters; in a longer TMPDIR workers cannot send what they have loaded."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-@needs_wandb
-def test_a_run_that_is_killed_goes_on_in_its_run_and_touches_nothing_but_its_folder(tmp_path, short_folder):
-    places = {name: tmp_path / name.lower() for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
-    for place in places.values():
-        place.mkdir()
-    places["TMPDIR"] = short_folder
-    environment = {**os.environ, **{name: str(place) for name, place in places.items()}, "PYTHONPATH": str(ROOT)}
-    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(short_folder), "PYTHONWARNINGS": "error"}
-
-    def run():
-        """Exit code and output; not over a pipe, which what a kill leaves behind may hold open for minutes."""
-        with (places["TMPDIR"] / "printed").open("w+") as file:
-            command = [sys.executable, "-c", JOB]
-            done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=file, stderr=file, timeout=100)
-            file.seek(0)
-            return done.returncode, file.read()
-
-    assert run()[0] == -signal.SIGKILL
-    code, said = run()
-    assert (code, "wandb" in said.lower()) == (0, False)
-    killed, *later = read_runs(tmp_path / "out")
-    assert {part["file"] for part in later} == {killed["file"]}
-    assert [[row["_step"] for row in part["rows"]] for part in (killed, *later)] == [[1, 3, 5, 7], [7, 9], [11]]
-    assert killed["exit"] is None
-    assert [part["exit"] for part in later] == [0, 0]
-    del places["TMPDIR"]
-    assert [path for place in places.values() for path in place.rglob("*")] == []
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "state.pth", *(p.name for p in places.values())}
 
 
 @needs_wandb
