@@ -1,11 +1,9 @@
 """The way of a loss: of one process, and everything of the trainers and hooks that two ranks must agree on."""
 
-import itertools
 import logging
 import math
 import os
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,29 +14,10 @@ from tests.cuda import needs_cuda
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
-from trainkit.engine import metrics
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EarlyStopping, EvalHook, PeriodicWriter, PreciseBN
-from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.losses import parse_losses
-
-
-def test_the_host_waits_for_the_step_before_the_last_one(monkeypatch):
-    waits, numbers = [], itertools.count()
-
-    def new_event(device):
-        number = next(numbers)
-        return SimpleNamespace(synchronize=lambda: waits.append(number))
-
-    monkeypatch.setattr(metrics, "runs_ahead", lambda device: True)
-    monkeypatch.setattr(metrics, "new_event", new_event)
-    seen = []
-    model = Weight()
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)
-    trainer.register_hooks([AfterStep(lambda trainer: seen.append((trainer.iter, list(waits))))])
-    trainer.train(0, 5)
-    assert seen == [(0, []), (1, []), (2, [0]), (3, [0, 1]), (4, [0, 1, 2])]
 
 
 def test_the_total_is_added_up_in_the_order_of_the_entries():
@@ -63,31 +42,21 @@ def test_entries_on_another_device_than_the_loss_are_stored_too(asynchronous):
 # ---------------------------------------------------------------------- two ranks; one spawn for all
 
 
-def means(*values, sec=0.5, most=3):
-    rows = [Row(iter, sec, by_name) for iter, by_name in enumerate(values)]
-    found, failures = exchange_rows(rows, most)
-    assert not any(failures)
-    assert [row.iter for row in found] == [row.iter for row in rows]
-    return [(row.values, row.data_time) for row in found]
-
-
-def exchange(rank, folder):
-    many = {f"loss_{i}": float(i + rank) for i in range(100)}
-    names = {"total_loss": float(rank), "a": 1.0 + rank}
-    backwards = dict(reversed(names.items())) if rank else names
-    return {
-        "means": means(names, sec=0.25 + rank),
-        "several rows": means(names, {"total_loss": 4.0 * rank}, names),
-        "no row": means(),
-        "other names": means({"total_loss": 1.0 + 2 * rank, "ab"[rank]: 2.0 + 3 * rank}),
-        "other names in the last row": means(names, {"total_loss": 1.0 + 2 * rank, "ab"[rank]: 2.0 + 3 * rank}),
-        "other order": means(backwards),
-        "other count": means(names if rank else {"total_loss": 2.0}),
-        "many": means(many) == [({f"loss_{i}": i + 0.5 for i in range(100)}, 0.5)],
-        "many on one rank": means(many if rank else {"loss_7": 0.0})[0][0]["loss_7"],
-        "failures": exchange_rows([Row(7, 0.5, names)], 1, "not finite" if rank else None),
-        "again": means(names, sec=0.25),
-    }
+def names(rank, folder):
+    """Each step has other names on the ranks: the same, in another order, others, more of them, a hundred."""
+    script = [
+        {"a": 1.0 + rank, "b": 0.0},
+        {"a": 2.0, "b": 4.0} if rank else {"b": 2.0, "a": 4.0},
+        {"ab"[rank]: 2.0 + 3 * rank, "c7": 0.0},
+        {"a": 2.0, "c7": 0.0} if rank else {"a": 4.0, "b": 6.0, "c7": 1.0},
+        {f"c{i}": i + 2.0 * rank for i in range(100)},
+        {"c7": 0.0, "c8": 0.0} if rank else {f"c{i}": float(i) for i in range(100)},
+    ]
+    model = Weight(lambda weight, batch: {name: weight * value for name, value in script[int(batch)].items()})
+    data = [torch.tensor(i) for i in range(len(script))]
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.0), exchange_period=4)
+    trainer.train(0, len(script))
+    return {name: values for name, values in scalars(trainer).items() if name in ("total_loss", "a", "b", "c7", "c99")}
 
 
 def losses(rank, folder):
@@ -282,7 +251,7 @@ def precise_bn_of_nothing(rank, folder):
 
 
 CHECKS = (
-    exchange,
+    names,
     losses,
     seen_by_one_rank,
     seen_by_one_rank_asynchronously,
@@ -304,27 +273,15 @@ def ranks(tmp_path_factory):
     return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
-def test_ranks_share_means_and_the_longest_data_time_whatever_names_they_have(ranks):
-    both = {"total_loss": 0.5, "a": 1.5}
-    union = {"total_loss": 2.0, "a": 2.0, "b": 5.0}
-    first, second = ranks["exchange"]
-    assert first.pop("failures") == second.pop("failures") == ([Row(7, 0.5, both)], [None, "not finite"])
-    assert (
-        first
-        == second
-        == {
-            "means": [(both, 1.25)],
-            "several rows": [(both, 0.5), ({"total_loss": 2.0}, 0.5), (both, 0.5)],
-            "no row": [],
-            "other names": [(union, 0.5)],
-            "other names in the last row": [(both, 0.5), (union, 0.5)],
-            "other order": [(both, 0.5)],
-            "other count": [({"total_loss": 1.5, "a": 2.0}, 0.5)],
-            "many": True,
-            "many on one rank": 4.0,
-            "again": [(both, 0.25)],
-        }
-    )
+def test_ranks_share_means_of_whatever_names_they_have(ranks):
+    expected = {
+        "total_loss": [(1.5, 0), (6.0, 1), (3.5, 2), (6.5, 3), (5050.0, 4), (2475.0, 5)],
+        "a": [(1.5, 0), (3.0, 1), (2.0, 2), (3.0, 3)],
+        "b": [(0.0, 0), (3.0, 1), (5.0, 2), (6.0, 3)],
+        "c7": [(0.0, 2), (0.5, 3), (8.0, 4), (3.5, 5)],
+        "c99": [(100.0, 4), (99.0, 5)],
+    }
+    assert ranks["names"] == [expected, expected]
 
 
 def test_metrics_are_exchanged_in_the_same_iterations_on_every_rank_and_reading_exchanges_nothing(ranks):

@@ -5,12 +5,14 @@ import threading
 import weakref
 
 import pytest
+import torch
 
-from tests.engine.tiny import defer
+from tests.engine.tiny import Weight, sgd
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
 from trainkit.engine.loop import TrainerBase
-from trainkit.utils.events import JSONWriter, get_event_storage, has_event_storage
+from trainkit.engine.step import SimpleTrainer
+from trainkit.utils.events import EventWriter, JSONWriter, get_event_storage, has_event_storage
 
 POINTS = ["before_train", "before_step", "after_backward", "after_step", "after_train"]
 
@@ -289,67 +291,54 @@ def test_a_stop_in_before_train_ends_the_run_without_an_iteration():
 # ---------------------------------------------------------------------- metrics of a worker
 
 
-class Deferring(Trainer):
-    """Stores the number of its iteration from the worker, as a trainer on an accelerator does."""
-
-    def run_step(self):
-        super().run_step()
-        defer(self.storage)
-        self.storage.publish(lambda iter=self.iter: get_event_storage().put_scalar("loss", iter, cur_iter=iter))
+class Failing(EventWriter):
+    def write(self):
+        raise ValueError("no number")
 
 
-def test_after_train_sees_everything_that_was_deferred_and_a_second_run_defers_again():
+def asynchronous(*hooks, fail_at=None):
+    """A trainer whose metrics are stored and written by a worker; its loss is the number of the iteration."""
+    model = Weight()
+    trainer = SimpleTrainer(
+        model, [torch.tensor(float(i)) for i in range(60)], sgd(model, 0.0), async_write_metrics=True
+    )
+    fail = CallbackHook(before_step=lambda t: t.iter == fail_at and raise_(RuntimeError("step failed")))
+    trainer.register_hooks([fail, *hooks])
+    return trainer
+
+
+def test_after_train_and_the_writers_see_everything_that_waited_in_each_run(tmp_path):
     found = []
-    trainer = Deferring([CallbackHook(after_train=lambda t: found.append(t.storage.history("loss").values()))])
-
-    trainer.train(0, 2)
-    trainer.train(2, 4)
-
-    assert found == [[(0.0, 0), (1.0, 1)], [(2.0, 2), (3.0, 3)]]
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("trainkit")] == []
-
-
-def test_the_last_deferred_values_of_each_run_reach_the_writers(tmp_path):
-    trainer = Deferring([PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], period=2)])
-    trainer.register_hooks([CallbackHook(after_train=lambda t: t.storage.put_scalar("result", t.iter))])
+    trainer = asynchronous(
+        CallbackHook(after_train=lambda t: found.append(t.storage.history("total_loss").values())),
+        CallbackHook(after_train=lambda t: t.storage.put_scalar("result", t.iter)),
+        PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], period=2),
+    )
 
     trainer.train(0, 3)
     trainer.train(3, 4)
 
-    assert [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()] == [
-        {"iteration": 1, "loss": 0.5},
-        {"iteration": 2, "loss": 1.0},
-        {"iteration": 3, "result": 3.0},
-        {"iteration": 3, "loss": 3.0},
-        {"iteration": 4, "result": 4.0},
-    ]
+    assert found == [[(0.0, 0), (1.0, 1), (2.0, 2)], [(3.0, 3)]]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    written = [[line["iteration"], line.get("total_loss"), line.get("result")] for line in lines]
+    assert written == [[1, 0.5, None], [2, 1.0, None], [3, None, 3.0], [3, 3.0, None], [4, None, 4.0]]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("trainkit")] == []
 
 
-def test_an_error_of_the_worker_is_raised_before_the_next_step_of_any_trainer():
-    def publish_and_wait(trainer):
-        trainer.storage.publish(lambda: raise_(OSError("disk full")))
-        behind = threading.Event()  # the worker gets to this when the job before it has ended
-        trainer.storage.publish(behind.set)
-        behind.wait(timeout=10)
-
-    calls = []
-    trainer = Deferring([Spy(calls, iter_and_status), CallbackHook(after_step=publish_and_wait)])
-
-    with pytest.raises(OSError, match="disk full"):
-        trainer.train(0, 3)
-
-    assert [iteration for point, iteration, _ in calls if point == "before_step"] == [0]
+@pytest.mark.parametrize("period", [1, 20])
+def test_an_error_of_the_worker_ends_the_run_at_most_20_iterations_later(period):
+    trainer = asynchronous(PeriodicWriter([Failing()], period))
+    with pytest.raises(ValueError, match="no number"):
+        trainer.train(0, 60)
+    assert period <= trainer.iter <= period + 20
+    assert trainer.status == "failed"
 
 
 def test_an_error_of_the_worker_does_not_hide_the_one_that_ended_the_run(caplog):
-    def publish(trainer):
-        if trainer.iter == 1:
-            trainer.storage.publish(lambda: raise_(OSError("disk full")))
-
     with pytest.raises(RuntimeError, match="step failed"):
-        Deferring([Spy([], iter_and_status, "before_step", publish)], fail_at=1).train(0, 3)
+        asynchronous(PeriodicWriter([Failing()], period=20), fail_at=3).train(0, 60)
 
-    assert "Storing or writing metrics failed as well: OSError: disk full" in caplog.messages
+    assert "ValueError: no number" in caplog.text
 
 
 # ---------------------------------------------------------------------- references

@@ -519,20 +519,6 @@ def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(trainer_
     assert threads == [{True}, {False}]
 
 
-@pytest.mark.parametrize(("bad", "period"), [(1, None), (10, 20), (25, 100)])
-def test_an_error_of_the_worker_ends_the_run_at_most_20_iterations_later(bad, period):
-    def fail():
-        raise OSError("no space left")
-
-    model = Regression()
-    trainer = SimpleTrainer(model, batches(4), sgd(model), async_write_metrics=True)
-    fails = AfterStep(lambda trainer: trainer.storage.publish(fail) if trainer.iter == bad else None)
-    trainer.register_hooks([fails, period and PeriodicWriter([], period)])
-    with pytest.raises(OSError, match="no space left"):
-        trainer.train(0, 60)
-    assert bad < trainer.iter <= bad + 20
-
-
 def test_a_value_that_the_model_changes_in_place_is_stored_as_it_was_in_its_step():
     stored = []
     for asynchronous in (False, True):
