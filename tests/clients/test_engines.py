@@ -17,7 +17,7 @@ from tests.exactness.machine import check
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase, hooks
 from trainkit.solver import GradientClipper
-from trainkit.utils.events import EventStorage, JSONWriter
+from trainkit.utils.events import EventStorage
 
 
 def weights(model):
@@ -199,35 +199,6 @@ def test_such_trainers_resume_exactly(tmp_path, name):
     check(Configured(trainer_class=globals()[name]), tmp_path)
 
 
-def test_a_loop_of_ones_own_runs_hooks_on_both_sides_of_the_save_point(tmp_path):
-    class Own(TrainerBase):
-        def run_step(self):
-            self.storage.put_scalar("square", self.iter**2)
-
-    calls = []
-    trainer = Own()
-    trainer.register_hooks(
-        [
-            hooks.CallbackHook(after_step=lambda trainer: calls.append(("above", trainer.iter))),
-            hooks.PeriodicWriter([JSONWriter(str(tmp_path / "metrics.json"))], period=2),
-        ]
-    )
-    trainer.register_hooks(
-        [hooks.CallbackHook(after_step=lambda trainer: calls.append(("below", trainer.iter)))], priority=60
-    )
-    trainer.max_iter = 4
-    with EventStorage() as trainer.storage:
-        trainer.before_train()
-        for trainer.iter in range(4):
-            trainer.before_step()
-            trainer.run_step()
-            trainer.after_step()
-        trainer.after_train()
-    assert calls == [(side, iter) for iter in range(4) for side in ("above", "below")]
-    assert trainer.status == "finished"
-    assert len((tmp_path / "metrics.json").read_text().splitlines()) == 2
-
-
 def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):
     seen = []
     trainer = TrainerBase()
@@ -245,33 +216,6 @@ def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):
     with pytest.raises(NotImplementedError):
         loop()
     assert seen == ["failed"]
-
-
-def test_parameters_that_are_unfrozen_in_the_run_train_as_with_torchs_own_choice(tmp_path):
-    def trained(folder, *more):
-        torch.manual_seed(3)
-        trainer = DefaultTrainer(tiny_cfg(folder, "SOLVER.NESTEROV", True, *more))
-        frozen = [*trainer.model.parameters()][:2]
-        before = weights(trainer.model)
-        for parameter in frozen:
-            parameter.requires_grad = False
-
-        def unfreeze(trainer):
-            if trainer.iter == 4:
-                assert equal(before[:2], weights(trainer.model)[:2])
-                for parameter in frozen:
-                    parameter.requires_grad = True
-
-        trainer.register_hooks([hooks.CallbackHook(before_step=unfreeze)])
-        trainer.train()
-        assert not any(map(torch.equal, before, weights(trainer.model)))
-        return trainer
-
-    fused = trained(tmp_path / "fused")
-    assert fused.optimizer.defaults["fused"]
-    plain = trained(tmp_path / "plain", "SOLVER.OPTIMIZER.FUSED", False)
-    for ours, theirs in zip(weights(fused.model), weights(plain.model), strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 class WalksOverHooks(DefaultTrainer):
@@ -349,14 +293,6 @@ def test_a_list_of_hooks_that_is_edited_by_index_is_the_list_that_runs(tmp_path)
     assert [iter for _, iter in whole.storage.history("late").values()] == [*range(10)]
     files = {path.name for path in (tmp_path / "whole").glob("model_*.pth")}
     assert files == {"model_0000005.pth", "model_0000008.pth", "model_final.pth"}
-
-
-class ReadsResults(hooks.HookBase):
-    def __init__(self):
-        self.seen = []
-
-    def after_step(self):
-        self.seen.append("classification/top1" in self.trainer.storage.histories())
 
 
 def test_a_hook_that_is_taken_out_of_the_list_of_a_trainer_does_not_run(tmp_path):

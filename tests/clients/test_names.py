@@ -1,7 +1,6 @@
 """What detectron2's users reach into: the names that their code needs beside those that are documented."""
 
 import itertools
-import logging
 import pickle
 from collections import Counter
 
@@ -11,7 +10,6 @@ import torch
 from fvcore.common.param_scheduler import ConstantParamScheduler
 from torch.optim import lr_scheduler
 
-from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
 from trainkit import solver
 from trainkit.config import get_cfg, global_cfg, set_global_cfg
@@ -24,17 +22,12 @@ from trainkit.data import (
 )
 from trainkit.data.common import (
     AspectRatioGroupedDataset,
-    DatasetFromList,
     ToIterableDataset,
-    set_default_dataset_from_list_serialize_method,
 )
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
-from trainkit.engine import DefaultTrainer, SimpleTrainer, hooks
+from trainkit.engine import SimpleTrainer, hooks
 from trainkit.solver.lr_scheduler import LRScheduler, _get_warmup_factor_at_iter
-from trainkit.utils import comm
-from trainkit.utils.events import CommonMetricPrinter, EventStorage
 from trainkit.utils.memory import retry_if_cuda_oom
-from trainkit.utils.registry import _convert_target_to_string, locate
 from trainkit.utils.serialize import PicklableWrapper
 
 # ---------------------------------------------------------------------- schedules
@@ -97,16 +90,6 @@ def test_the_hook_of_the_learning_rate_shows_its_scheduler_and_its_group():
     assert hooks.LRScheduler.get_best_param_group_id(optimizer) == 0
 
 
-def test_a_default_trainer_that_has_resumed_has_the_schedule_where_it_was(tmp_path):
-    cfg = tiny_cfg(tmp_path)
-    cfg.SOLVER.MAX_ITER = 12
-    DefaultTrainer(cfg).train()
-    cfg.SOLVER.MAX_ITER = 20
-    resumed = DefaultTrainer(cfg)
-    resumed.resume_or_load(resume=True)
-    assert resumed.scheduler.last_epoch == 12
-
-
 def test_an_evaluation_of_a_subclass_takes_the_place_of_the_hooks_own():
     class Twice(hooks.EvalHook):
         def _do_eval(self):
@@ -126,29 +109,6 @@ def test_the_older_profiler_writes_a_trace_for_each_iteration_that_it_is_to(tmp_
 
 
 # ---------------------------------------------------------------------- events
-
-
-def test_the_printer_logs_to_the_logger_that_it_is_given(caplog):
-    caplog.set_level("INFO")
-    printer = CommonMetricPrinter(10)
-    assert printer.logger.name.startswith("trainkit.utils.events")
-    printer.logger = logging.getLogger("mine")
-    with EventStorage() as storage:
-        storage.put_scalar("total_loss", 0.5)
-        printer.write()
-    assert [(record.name, "total_loss: 0.5" in record.message) for record in caplog.records] == [("mine", True)]
-
-
-def test_images_are_read_and_put_under_detectron2s_name():
-    image = torch.zeros(3, 2, 2)
-    with EventStorage(7) as storage:
-        storage.put_image("a", image)
-        assert [(name, iter) for name, _, iter in storage._vis_data] == [("a", 7)]
-        storage._vis_data.append(("b", image, 8))
-        assert [(entry.name, entry.iter) for entry in storage.images()] == [("a", 7), ("b", 8)]
-        assert [entry["name"] for entry in storage.state_dict()["images"]] == ["a", "b"]
-        storage.clear_images()
-        assert len(storage._vis_data) == 0
 
 
 # ---------------------------------------------------------------------- data
@@ -182,29 +142,6 @@ def test_the_catalogs_are_dicts():
     assert MetadataCatalog.pop("b") is metadata
     with pytest.raises(KeyError, match="MetadataCatalog has no 'b'"):
         MetadataCatalog["b"]
-
-
-def test_a_stream_of_a_subclass_is_drawn_from_by_each_rank_and_can_be_entered(monkeypatch):
-    class Counting(TrainingSampler):
-        def _infinite_indices(self):
-            yield from range(self._seed, self._seed + 14)
-
-    monkeypatch.setattr(comm, "get_rank", lambda: 1)
-    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
-    sampler = Counting(5, seed=100)
-    assert (sampler._rank, sampler._world_size) == (1, 3)
-    assert list(sampler) == [101, 104, 107, 110, 113]
-    sampler.set_position(6)
-    assert list(sampler) == [107, 110, 113]
-
-
-def test_how_a_list_is_held_is_given_by_a_function():
-    assert DatasetFromList([1, 2, 3], serialize=torch.tensor)[2] == torch.tensor(3)
-    with set_default_dataset_from_list_serialize_method(np.asarray):
-        held = DatasetFromList([1, 2, 3])
-        plain = DatasetFromList([1, 2, 3], serialize=False)
-    assert isinstance(held[2], np.integer)
-    assert type(plain[2]) is type(DatasetFromList([1, 2, 3])[2]) is int
 
 
 def test_samples_of_a_shape_come_together_and_the_rest_waits():
@@ -311,16 +248,6 @@ def test_a_call_without_enough_memory_is_made_again_and_then_on_the_cpu(caplog):
     assert calls[0] == calls[1] == ((first, 1), {"key": second})
     with pytest.raises(RuntimeError, match="another"):
         retry_if_cuda_oom(lambda: (_ for _ in ()).throw(RuntimeError("another")))()
-
-
-def test_objects_become_the_shortest_path_that_leads_to_them():
-    assert _convert_target_to_string(torch.optim.SGD) == "torch.optim.SGD"
-    assert _convert_target_to_string(torch.nn.Linear.forward) == "torch.nn.Linear.forward"
-    assert _convert_target_to_string(WarmupPolyLR) == f"{__name__}.WarmupPolyLR"
-    assert _convert_target_to_string(int) == "builtins.int"
-    for found in (torch.optim.SGD, torch.nn.Linear.forward, WarmupPolyLR, int):
-        assert locate(_convert_target_to_string(found)) is found
-    assert locate("torch.optim.sgd.SGD") is torch.optim.SGD
 
 
 def test_the_global_config_is_the_one_that_was_set_last():

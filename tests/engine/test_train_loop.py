@@ -1,3 +1,4 @@
+import functools
 import gc
 import json
 import logging
@@ -37,25 +38,13 @@ class Spy(HookBase):
     def __init__(self, calls, note, point=None, do=None):
         self._calls, self._note, self._point, self._do = calls, note, point, do
 
+        for name in POINTS:
+            setattr(self, name, functools.partial(self._at, name))
+
     def _at(self, point):
         self._calls.append((point, *self._note(self.trainer)))
         if point == self._point:
             self._do(self.trainer)
-
-    def before_train(self):
-        self._at("before_train")
-
-    def before_step(self):
-        self._at("before_step")
-
-    def after_backward(self):
-        self._at("after_backward")
-
-    def after_step(self):
-        self._at("after_step")
-
-    def after_train(self):
-        self._at("after_train")
 
 
 def iter_and_status(trainer):
@@ -86,33 +75,23 @@ def test_hooks_run_at_all_five_points_in_the_order_of_their_registration():
     ]
 
 
-def test_iter_and_status_at_each_point():
+def test_iter_status_and_storage_at_each_point():
+    def note(t):
+        return t.iter, t.storage.iter, t.start_iter, t.max_iter, t.status, get_event_storage() is t.storage
+
     calls = []
-    trainer = Trainer([Spy(calls, lambda t: (t.iter, t.storage.iter, t.start_iter, t.max_iter, t.status))])
+    trainer = Trainer([Spy(calls, note)])
     assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (0, 0, 0, "not started")
 
     trainer.train(3, 5)
 
     assert calls == [
-        ("before_train", 3, 3, 3, 5, "running"),
-        ("before_step", 3, 3, 3, 5, "running"),
-        ("after_backward", 3, 3, 3, 5, "running"),
-        ("after_step", 3, 3, 3, 5, "running"),
-        ("before_step", 4, 4, 3, 5, "running"),
-        ("after_backward", 4, 4, 3, 5, "running"),
-        ("after_step", 4, 4, 3, 5, "running"),
-        ("after_train", 5, 5, 3, 5, "finished"),
+        ("before_train", 3, 3, 3, 5, "running", True),
+        *((point, 3, 3, 3, 5, "running", True) for point in POINTS[1:4]),
+        *((point, 4, 4, 3, 5, "running", True) for point in POINTS[1:4]),
+        ("after_train", 5, 5, 3, 5, "finished", True),
     ]
     assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (5, 3, 5, "finished")
-
-
-def test_the_storage_is_open_from_before_train_to_after_train():
-    calls = []
-    trainer = Trainer([Spy(calls, lambda t: [get_event_storage() is t.storage])])
-
-    trainer.train(0, 1)
-
-    assert calls == [(point, True) for point in POINTS]
     assert not has_event_storage()
 
 
@@ -123,11 +102,8 @@ def test_the_same_trainer_and_hooks_train_twice():
     trainer.train(0, 1)
     trainer.train(1, 2)
 
-    assert calls == [(point, i, "running") for i in (0,) for point in POINTS[:4]] + [
-        ("after_train", 1, "finished"),
-        *((point, 1, "running") for point in POINTS[:4]),
-        ("after_train", 2, "finished"),
-    ]
+    first, second = ([(point, i, "running") for point in POINTS[:4]] for i in range(2))
+    assert calls == [*first, ("after_train", 1, "finished"), *second, ("after_train", 2, "finished")]
 
 
 def test_no_iteration_is_left_when_start_and_end_are_equal():
@@ -370,24 +346,10 @@ class A(HookBase):
         pass
 
 
-class B(A):
-    pass
-
-
-class C(A):
-    pass
-
-
-class Early(A):
-    priority = Priority.HIGH
-
-
-class Late(A):
-    priority = "LOW"
-
-
-class Timer(IterationTimer):
-    pass
+B, C = (type(name, (A,), {}) for name in "BC")
+Early = type("Early", (A,), {"priority": Priority.HIGH})
+Late = type("Late", (A,), {"priority": "LOW"})
+Timer = type("Timer", (IterationTimer,), {})
 
 
 def order(trainer):
@@ -398,17 +360,9 @@ def order(trainer):
 
 
 def test_priorities_have_the_values_of_mmengine():
-    assert {priority.name: priority.value for priority in Priority} == {
-        "HIGHEST": 0,
-        "VERY_HIGH": 10,
-        "HIGH": 30,
-        "ABOVE_NORMAL": 40,
-        "NORMAL": 50,
-        "BELOW_NORMAL": 60,
-        "LOW": 70,
-        "VERY_LOW": 90,
-        "LOWEST": 100,
-    }
+    names = ["HIGHEST", "VERY_HIGH", "HIGH", "ABOVE_NORMAL", "NORMAL", "BELOW_NORMAL", "LOW", "VERY_LOW", "LOWEST"]
+    values = [0, 10, 30, 40, 50, 60, 70, 90, 100]
+    assert {priority.name: priority.value for priority in Priority} == dict(zip(names, values, strict=True))
 
 
 def test_hooks_are_ordered_by_priority_and_then_by_registration():
