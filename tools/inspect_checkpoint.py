@@ -24,13 +24,13 @@ from typing import Any
 from zipfile import is_zipfile
 
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import Tensor
 from trainkit.projects.replay.contents import differing, is_of_the_clock
 from trainkit.projects.replay.fork import describe_parent
 
-from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.file import is_ours, read_file
-from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, tagged_file
+from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, read_finished, tagged_file
 from trainkit.checkpoint.format import format_of, make_format
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
@@ -43,7 +43,7 @@ CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the entries of 
 MAX_DIFFERENCES = 10  # differences shown in each part of the state without --all
 MAX_WIDTH = 70  # characters of a value
 MAX_RESULTS = 8  # results shown of the newest evaluation
-_DETAILS = ("written by", "processes", "versions", "code")  # facts that only --all shows
+_DETAILS = ("processes", "versions", "code")  # facts that only --all shows
 _MAGIC = b"PK", b"\x80"  # the first bytes of an archive and of a pickle
 
 
@@ -108,7 +108,6 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
     origin: Any = trainer.get("origin") if isinstance(trainer, Mapping) else None
     facts: dict[str, Callable[[], str]] = {
         "file": lambda: f"{path}, {_bytes(os.path.getsize(path))}",
-        "written by": lambda: "trainkit" if is_ours(path) else "another program",
         "intact": lambda: "yes, its content matches its checksums" if is_zipfile(path) else "it loads; no checksums",
         "iteration": lambda: _describe_iteration(state["iteration"], trainer),
         "continues": lambda: _describe_position(trainer["position"], trainer["iteration"]),
@@ -305,7 +304,7 @@ def describe_folder(folder: str) -> tuple[str, bool]:
             row[1] = str(state["iteration"] + 1) if isinstance(state.get("iteration"), int) else ""
             row[4] = "intact" if is_zipfile(path) else "loads, no checksums"
         except OSError as error:  # a CheckpointError is an OSError
-            broken[path], row[4] = str(error), "BROKEN" if is_ours(path) else "UNREADABLE"
+            broken[path], row[4] = str(error), "BROKEN"
         rows.append(row)
     lines = [tabulate(rows, ["checkpoint", "iterations", "size", "written", "state", "is"], disable_numparse=True)]
     lines += [*broken.values(), problem or _describe_resume(folder, broken)]
@@ -333,8 +332,8 @@ def _notes(path: str, tagged: str) -> str:
 
 
 def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
-    finished = Checkpointer(nn.Identity(), folder).finished()
-    if finished is not None:
+    finished = read_finished(folder)
+    if isinstance(finished, dict):
         return f"The run has finished after {finished.get('iterations')} iterations."
 
     def read(path: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainkit.projects.async_save.host_copy import HostCopy
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, TorchFormat, make_format
+from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, make_format
 from trainkit.checkpoint.state import Take
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class StagedFormat(CheckpointFormat):
     """
 
     def __init__(self, inner: CheckpointFormat | None = None) -> None:
-        self._inner = inner or TorchFormat()
+        self._inner = inner or CheckpointFormat()
         self.collective = self._inner.collective
         self._memory: dict[bool, list[Tensor]] = {}  # of the last copy: allocating takes longer than copying
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage
 
-from trainkit.checkpoint.format import CheckpointFormat, TorchFormat
+from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.checkpoint.state import ordinary
 from trainkit.utils.device import new_event, runs_ahead
 
@@ -42,9 +42,14 @@ class HostCopy:
         # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[_Address, UntypedStorage] = {}
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
+        taken: dict[int, tuple[Tensor, Tensor]] = {}  # id -> original and copy: a file holds an object once
 
         def take(tensor: Tensor, path: str) -> Tensor:
-            tensor = ordinary(tensor, path)
+            if id(tensor) not in taken:
+                taken[id(tensor)] = tensor, copy_of(ordinary(tensor, path))
+            return taken[id(tensor)][1]
+
+        def copy_of(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
                 return tensor
             if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
@@ -53,7 +58,7 @@ class HostCopy:
             tensors.append((torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor))
             return tensors[-1][0]
 
-        self._state = (format or TorchFormat()).prepare(state, take=take)
+        self._state = (format or CheckpointFormat()).prepare(state, take=take)
         self.memory: dict[bool, list[Tensor]] = {}
         copies = self._copy_storages(originals, memory)
         for copy, tensor in tensors:

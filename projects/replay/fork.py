@@ -13,7 +13,7 @@ from trainkit.projects.replay.settings import changes_since, other_settings, set
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
-from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, find_checkpoint
+from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, tagged_file
 from trainkit.checkpoint.format import format_of
 from trainkit.checkpoint.ranks import together
 from trainkit.config import CfgNode, ConfigError
@@ -99,7 +99,7 @@ def _find(run: str, iteration: int) -> tuple[Saved, int, str]:
 
 def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
     """Put the parent's checkpoint, and the record of its batch, into a folder without checkpoints; tag it."""
-    if find_checkpoint(folder):
+    if tagged_file(folder):
         return
     saved = _find(run, iteration)[0]
     for file in [os.path.join(run, "batch.json"), *format_of(saved.state).files(saved.path)]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainkit.projects.sharding.shards import KEY, Shards, fill_shards
 from trainkit.projects.sharding.tensors import is_sharded
 
+from trainkit.checkpoint.atomic import sync_folder
 from trainkit.checkpoint.file import SUFFIX, read_file, write_plain
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part
 from trainkit.checkpoint.ranks import together
@@ -62,6 +63,7 @@ class ShardedFormat(CheckpointFormat):
     def _commit(self, state: Mapping[str, Any], path: str, folder: str) -> None:
         if comm.is_main_process():
             write_plain(state, path)
+            sync_folder(os.path.dirname(folder))
             with contextlib.suppress(OSError):  # the next save tries again
                 for part in part_folders(path):
                     if part != folder:

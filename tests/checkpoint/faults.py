@@ -4,8 +4,8 @@ import builtins
 import io
 import os
 
-# all of one save of a small state: the file and the tag; each made durable; both renamed
-CALLS_OF_A_SAVE = {"write": 2, "fsync": 4, "rename": 2}
+# all of one save of a small state: the file and the tag; both renamed; they and their folder made durable
+CALLS_OF_A_SAVE = {"write": 2, "fsync": 3, "rename": 2}
 EACH_CALL = [(kind, n) for kind, count in CALLS_OF_A_SAVE.items() for n in range(1, count + 1)]
 
 

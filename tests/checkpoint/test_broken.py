@@ -1,4 +1,4 @@
-"""Whatever is broken is found, named and passed over."""
+"""What is broken is found, named and passed over."""
 
 import builtins
 import logging
@@ -28,26 +28,21 @@ def warnings_of(caplog):
 
 
 def flips(intact, rng):
-    for position in rng.sample(range(len(intact)), 200):
+    for position in rng.sample(range(len(intact)), 100):
         damaged = bytearray(intact)
         damaged[position] ^= rng.randrange(1, 256)
         yield bytes(damaged)
 
 
 def truncations(intact, rng):
-    return (intact[:length] for length in rng.sample(range(len(intact)), 200))
+    return (intact[:length] for length in rng.sample(range(len(intact)), 50))
 
 
-@pytest.mark.parametrize(("damages", "most_harmless"), [(flips, 100), (truncations, 0)])
-@pytest.mark.parametrize("tagged", [True, False])
-def test_after_each_of_200_damages_the_run_goes_on_from_the_checkpoint_before(
-    run_folder, caplog, damages, most_harmless, tagged
-):
+@pytest.mark.parametrize(("damages", "most_harmless"), [(flips, 50), (truncations, 0)])
+def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder, caplog, damages, most_harmless):
     """Or from the damaged one, if what it holds is the same: an archive has padding."""
     path = run_folder / NEWEST
     intact = path.read_bytes()
-    if not tagged:
-        (run_folder / "last_checkpoint").unlink()
     assert (resume(run_folder), warnings_of(caplog)) == (29, [])
 
     num_harmless = 0
@@ -78,23 +73,20 @@ def test_a_resume_reads_each_file_that_it_tries_once(run_folder, monkeypatch):
     assert opened == ["last_checkpoint", NEWEST, "model_0000019.pth"]
 
 
-def circle(path):
-    path.symlink_to(path)
-
-
-@pytest.mark.parametrize("make", [lambda path: path.mkdir(), circle, lambda path: path.touch()])
-@pytest.mark.parametrize("tagged", [True, False])
-def test_what_is_no_file_is_passed_over(run_folder, caplog, make, tagged):
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.mkdir(), lambda path: path.symlink_to(path), lambda path: path.touch(), lambda path: None],
+)
+def test_a_tag_that_names_no_checkpoint_is_passed_over(run_folder, caplog, make):
+    """Also for weights that somebody has put there: they are newer, and no state of a run."""
+    torch.save({"model": linear(5).state_dict()}, run_folder / "weights.pth")
     make(run_folder / "model_0000039.pth")
-    if tagged:
-        (run_folder / "last_checkpoint").write_text("model_0000039.pth")
-    else:
-        (run_folder / "last_checkpoint").unlink()
-
-    found = Checkpointer(linear(0), run_folder).get_checkpoint_file()
-    assert found == str(run_folder / ("model_0000039.pth" if tagged else NEWEST))
+    (run_folder / "last_checkpoint").write_text("model_0000039.pth")
+    assert Checkpointer(linear(0), run_folder).get_checkpoint_file() == str(run_folder / "model_0000039.pth")
     assert resume(run_folder) == 29
-    assert len(warnings_of(caplog)) == 1
+    (warning,) = warnings_of(caplog)
+    assert "model_0000039.pth" in warning
+    assert "weights.pth' holds no state for ['trainer']" in warning
 
 
 def test_no_intact_checkpoint_is_an_error_that_lists_all(run_folder):
@@ -104,34 +96,21 @@ def test_no_intact_checkpoint_is_an_error_that_lists_all(run_folder):
         resume(run_folder)
 
 
-def test_a_missing_checkpoint_falls_back_too(run_folder, caplog):
-    (run_folder / NEWEST).unlink()
-    assert resume(run_folder) == 19
-    assert f"{NEWEST}': No such file" in caplog.text
-
-
 @pytest.mark.parametrize("content", [None, "", "\n"])
-def test_a_lost_tag_is_replaced_by_the_newest_file_of_ours(run_folder, content):
+def test_without_a_tag_there_is_no_checkpoint(run_folder, content):
     tag = run_folder / "last_checkpoint"
     tag.unlink() if content is None else tag.write_text(content)
-    torch.save({"model": linear(5).state_dict()}, run_folder / "weights.pth")  # newer
-    assert resume(run_folder) == 29
-
-
-def test_a_folder_in_place_of_the_tag_is_an_error(run_folder):
-    (run_folder / "last_checkpoint").unlink()
-    (run_folder / "last_checkpoint").mkdir()
-    with pytest.raises(CheckpointError, match="Is a directory: .*last_checkpoint"):
-        resume(run_folder)
+    assert not Checkpointer(linear(0), run_folder).has_checkpoint()
+    assert resume(run_folder) == 0
 
 
 def test_the_first_save_removes_what_a_killed_one_has_left_and_a_resume_nothing(run_folder):
     """A resume may read the folder of a run that is still writing."""
-    leftover, mine = ".model_0000039.pth.0123abcd.trainkit-tmp", ".model_0000039.pth.mine"
+    leftover, mine = ".model_0000039.pth.trainkit-tmp", ".model_0000039.pth.mine"
     for name in (leftover, mine):
         (run_folder / name).touch()
     assert resume(run_folder) == 29
     assert {leftover, mine} <= set(os.listdir(run_folder))
 
-    Checkpointer(linear(39), run_folder).save("model_0000039")
+    Checkpointer(linear(39), run_folder).save("model_0000049")
     assert [name for name in os.listdir(run_folder) if name.startswith(".")] == [mine]

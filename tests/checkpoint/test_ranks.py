@@ -1,76 +1,166 @@
-"""Checkpoints of several processes."""
+"""Checkpoints of several processes: all ranks load the same file or fail together, and each gets its own state."""
 
 import errno
 import os
 from pathlib import Path
 
 import pytest
-from torch import distributed
+import torch
+from torch import distributed, nn
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
+from tests.engine.tiny import Steps
 from tests.two_ranks import on_two_ranks
-from trainkit.checkpoint import Checkpointer, CheckpointError, checkpointer
+from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.ranks import digest_of
+from trainkit.engine import hooks
+from trainkit.engine.hook_base import HookBase
 
 
-def _main(rank: int, name: str) -> None:
-    folder = Path(name)
-
-    # Both save; rank 0 writes.
-    Checkpointer(linear(rank + 1), folder / "run", trainer=Counter()).save("model")
+def all_ranks_load_the_same_file_or_fail_together(rank, name):
+    folder = Path(name) / "together"
+    Checkpointer(linear(rank + 1), folder / "run", trainer=Counter()).save("model")  # rank 0 writes
     distributed.barrier()
 
     # Rank 1 finds no checkpoint in its own folder, but follows rank 0.
     model = linear(0)
     Checkpointer(model, folder / ("run" if rank == 0 else "empty"), trainer=Counter()).resume_or_load("")
     assert weight_of(model) == 1
+    assert not (folder / "empty").exists()
 
     # Rank 1 does not see the file: nobody starts at 0, nobody waits.
     path = folder / "run" / "model.pth" if rank == 0 else folder / "elsewhere" / "model.pth"
     with pytest.raises(CheckpointError, match=r"rank 1: cannot read .*elsewhere"):
         Checkpointer(linear(0)).resume_or_load(path, resume=False)
 
-    # Rank 0 writes and reads the note of the end, in its own folder; the other rank gets it.
-    here = Checkpointer(linear(0), folder / ("run" if rank == 0 else "empty"))
-    here.mark_finished({"rank": rank})
-    assert here.finished() == {"rank": 0}
-    here.forget_finished()
-    assert here.finished() is None
-    assert not (folder / "empty").exists()
-
-    # An error of rank 0 in choosing the file reaches rank 1.
+    # An error of rank 0 in choosing the file reaches rank 1; so does that of a disk.
     if rank == 0:
         (folder / "run" / "last_checkpoint").write_text("../model.pth")
     with pytest.raises(CheckpointError, match="bare name"):
         Checkpointer(linear(0), folder / "run").resume_or_load("")
-
-    # So does that of a disk.
     if rank == 0:
-        (folder / "run" / "last_checkpoint").unlink()
-        os.listdir = _fail
+        (folder / "run" / "last_checkpoint").write_text("model.pth")
+        os.listdir, listdir = _fail, os.listdir
     with pytest.raises(CheckpointError, match="Stale file handle"):
         Checkpointer(linear(0), folder / "run").resume_or_load("")
+    if rank == 0:
+        os.listdir = listdir
 
 
-def _fail(folder: str) -> list[str]:
+def _fail(folder):
     raise OSError(errno.ESTALE, "Stale file handle")
 
 
-def test_all_ranks_load_the_same_file_or_fail_together(tmp_path):
-    assert on_two_ranks([_main], tmp_path)["_main"] == [None, None]
+class Part:
+    """A state of which ``own`` differs between ranks."""
+
+    rank_keys = ("own",)
+
+    def __init__(self, rank, size=3):
+        self.state = {
+            "own": {"rank": rank, "list": [torch.tensor([float(rank)])], "same": [torch.ones(size), torch.ones(size)]},
+            "shared": torch.full((size,), float(rank)),
+        }
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
 
 
-def _one_does_not_see_the_mark(rank: int, name: str) -> str:
-    folder = Path(name) / "mark"
-    Checkpointer(linear(1), folder, trainer=Counter()).save("model")
-    distributed.barrier()
-    if rank == 0:
-        (folder / "last_checkpoint").unlink()
-    else:
-        checkpointer.is_ours = lambda path: False
-    model = linear(0)
-    Checkpointer(model, folder, trainer=Counter()).resume_or_load("")
-    return str(weight_of(model))
+def norm(rank):
+    layer = nn.BatchNorm1d(2)
+    nn.init.constant_(layer.weight, rank)
+    layer.running_mean.fill_(rank + 1)
+    return layer
 
 
-def test_all_ranks_take_the_file_that_rank_0_takes(tmp_path):
-    assert on_two_ranks([_one_does_not_see_the_mark], tmp_path)["_one_does_not_see_the_mark"] == ["1.0", "1.0"]
+def each_rank_gets_its_own_part_and_buffers_back(rank, folder):
+    folder = os.path.join(folder, "own")
+    Checkpointer(norm(rank), folder, part=Part(rank)).save("a")
+    model, part = norm(7), Part(7)
+    Checkpointer(model, folder, part=part).resume_or_load("")
+    own, (one, other) = part.state["own"], part.state["own"]["same"]
+    one += 1  # equal tensors of one rank are two
+    return (
+        (own["rank"], own["list"][0].item(), one.tolist(), other.tolist()),
+        (part.state["shared"].tolist(), model.weight.tolist(), model.running_mean.tolist()),
+    )
+
+
+def ranks_share_in_the_file_what_is_equal(rank, folder):
+    sizes = []
+    for name, size in (("small", 1), ("large", 100_000)):
+        place = os.path.join(folder, name)
+        Checkpointer(nn.Linear(1, 1), place, part=Part(rank, size)).save("a")
+        if rank == 0:
+            sizes.append(os.path.getsize(os.path.join(place, "a.pth")))
+    return round((sizes[1] - sizes[0]) / 400_000, 1) if rank == 0 else None
+
+
+class Saver(HookBase):
+    def __init__(self, checkpointer):
+        self.checkpointer = checkpointer
+
+    def after_step(self):
+        self.checkpointer.save("a")
+
+
+def a_checkpointer_on_rank_0_alone_waits_for_nobody(rank, folder):
+    trainer = Steps()
+    checkpointer = Checkpointer(nn.Linear(1, 1), os.path.join(folder, "alone"), trainer=trainer)
+    trainer.register_hooks([hooks.IterationTimer(), Saver(checkpointer) if rank == 0 else None])
+    trainer.train(0, 2)
+    return trainer.status
+
+
+def every_rank_goes_on_with_its_own_random_numbers(rank, folder):
+    def make():
+        trainer, drawn = Steps(step=lambda iter: drawn.append(torch.rand(()).item())), []
+        checkpointer = Checkpointer(nn.Linear(1, 1), os.path.join(folder, "random"), trainer=trainer)
+        trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 3)])
+        return trainer, checkpointer, drawn
+
+    torch.manual_seed(rank)
+    trainer, _, whole = make()
+    trainer.train(0, 5)
+    torch.manual_seed(9)
+    trainer, checkpointer, resumed = make()
+    checkpointer.load(os.path.join(folder, "random", "model_0000002.pth"))
+    trainer.train(3, 5)
+    return whole[0], resumed == whole[3:]
+
+
+def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_path):
+    checks = [
+        all_ranks_load_the_same_file_or_fail_together,
+        each_rank_gets_its_own_part_and_buffers_back,
+        ranks_share_in_the_file_what_is_equal,
+        a_checkpointer_on_rank_0_alone_waits_for_nobody,
+        every_rank_goes_on_with_its_own_random_numbers,
+    ]
+    found = on_two_ranks(checks, tmp_path)
+
+    assert found["all_ranks_load_the_same_file_or_fail_together"] == [None, None]
+    # what no key names is that of rank 0, as are the parameters
+    assert found["each_rank_gets_its_own_part_and_buffers_back"] == [
+        ((rank, float(rank), [2.0] * 3, [1.0] * 3), ([0.0] * 3, [0.0] * 2, [rank + 1.0] * 2)) for rank in range(2)
+    ]
+    # "same" twice, and "shared", which is that of rank 0 alone
+    assert found["ranks_share_in_the_file_what_is_equal"] == [3.0, None]
+    assert found["a_checkpointer_on_rank_0_alone_waits_for_nobody"] == ["finished"] * 2
+    (first, same), (other, also_same) = found["every_rank_goes_on_with_its_own_random_numbers"]
+    assert first != other
+    assert (same, also_same) == (True, True)
+
+    part = Part(7)
+    Checkpointer(norm(7), tmp_path / "own", part=part).resume_or_load("")  # one process takes the state of rank 0
+    assert part.state["own"]["rank"] == 0
+
+
+def test_tensors_differ_for_a_digest_by_values_shape_and_dtype():
+    one = torch.arange(4, dtype=torch.float32)
+    others = [one.flip(0), one.view(torch.int32), one[:, None], -one, one.half(), one.to("meta"), one[0], one.bool()]
+    assert len({digest_of(tensor) for tensor in [one, *others]}) == 9
+    assert digest_of(one) == digest_of(nn.Parameter(one.clone()))

@@ -89,11 +89,9 @@ def test_an_overridden_load_model_gets_the_checkpoint_and_gives_the_keys_that_do
     assert weight_of(model["backbone"]) == 1
     assert checkpointer.logged.missing_keys == ["head.weight"]
     assert checkpointer.logged.incorrect_shapes == [("backbone.bias", (3,), (2,))]
-    table = caplog.messages[-1]
-    assert "missing     head.weight    -                    [2, 2]" in table
-    assert "mismatched  backbone.bias  [3]                  [2]" in table
-    assert "head.bias" not in table
-    assert "extra" not in table
+    shapes, missing = caplog.messages[-2:]
+    assert "'backbone.bias'" in shapes
+    assert missing.endswith("head.weight")
 
 
 @pytest.mark.parametrize("call", ["load", "resume_or_load"])

@@ -168,6 +168,7 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
     outside.mkdir()
     (outside / "log.txt").write_text("of somebody else")
     (folder / "model_0000004.pth").write_text("old")
+    (folder / "last_checkpoint").write_text("model_0000004.pth")
     links = ["config.yaml", "log.txt", "metrics.json", "previous_1"]
     for name in links:
         (folder / name).symlink_to(outside / name)
@@ -184,7 +185,7 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
 
 @pytest.mark.parametrize("args", [RESUME, EVAL])
 def test_resuming_and_evaluating_move_nothing(tmp_path, args):
-    for name in ("metrics.json", "model_final.pth", "config.yaml"):  # a damaged checkpoint is one as well
+    for name in ("metrics.json", "model_final.pth", "config.yaml", "last_checkpoint"):  # a damaged one is one too
         (tmp_path / name).write_text("old")
     default_setup(cfg_for(tmp_path), args)
     assert (tmp_path / "metrics.json").read_text() == "old"
@@ -195,6 +196,7 @@ def test_resuming_and_evaluating_move_nothing(tmp_path, args):
 def test_what_torchrun_has_started_again_moves_nothing(tmp_path, monkeypatch, restarts, args, moved):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     (tmp_path / "model_final.pth").write_text("old")
+    (tmp_path / "last_checkpoint").write_text("model_final.pth")
     default_setup(cfg_for(tmp_path), args)
     assert (tmp_path / "previous_1").exists() is moved
     said = "The run was restarted" in (tmp_path / "log.txt").read_text()

@@ -74,17 +74,11 @@ def test_a_file_of_a_run_is_described(run, inspect):
 
     assert (code, err) == (0, "")
     found = rows(out)
-    assert " ".join(found["written"]) == "written by trainkit"
     assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
     assert " ".join(found["iteration"]) == "iteration 4"  # the later one, of the entries
-    assert "iteration   after 5 of 10 iterations (number 4, counted from 0)\n" in out
-    assert "continues   with the rest of this iteration (evaluation, writers), then with the next iteration\n" in out
-    assert (
-        out.count("\ncommand     ")
-        == out.count("\nversions    python ")
-        == out.count("files of the project are known")
-        == 1
-    )
+    assert "after 5 of 10 iterations (number 4, counted from 0)\n" in out
+    assert "with the rest of this iteration (evaluation, writers), then with the next iteration\n" in out
+    assert out.count("\ncommand ") == out.count("\nversions ") == out.count("files of the project are known") == 1
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
     assert found["layers.1.num_batches_tracked"] == ["layers.1.num_batches_tracked", "[]", "int64", "8", "B"]
     assert " ".join(found["9"]) == "9 tensors 91 values 368 B"
@@ -96,9 +90,9 @@ def test_a_file_of_a_run_is_described(run, inspect):
 def test_the_final_file_goes_on_with_the_end_of_the_run(run, inspect):
     out = inspect(run / "model_final.pth")[1]
 
-    assert "iteration   after 10 of 10 iterations (number 9, counted from 0)\n" in out
+    assert "after 10 of 10 iterations (number 9, counted from 0)\n" in out
     assert ", then with the end of the run\n" in out
-    assert "is          last, final\n" in out
+    assert " last, final\n" in out
 
 
 def test_the_short_view_of_a_file_has_only_what_one_asks_for_first(run, inspect):
@@ -156,11 +150,10 @@ def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_
         code, out, _ = inspect(tmp_path / name, "--all")
         found = rows(out)
         assert code == 0
-        assert " ".join(found["written"]) == "written by another program"
         assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
         assert found["a"] == ["a", "[2]", "bfloat16", "4", "B"]
         assert " ".join(found["2"]) == "2 tensors 5 values 16 B"
-    assert "iteration   after 4 iterations (number 3, counted from 0)\n" in out
+    assert "after 4 iterations (number 3, counted from 0)\n" in out
     assert found["scheduler"] == ["scheduler", "last_epoch", "3"]
 
 
@@ -207,7 +200,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
     torch.save(torch.ones(2), small / "tensor.pth")
     (small / "empty.pth").touch()
     expected = {
-        "empty.pth": "is damaged or not a file of torch.save: it is empty, or ends too early",
+        "empty.pth": "is damaged or not a file of torch.save: it ends too early",
         "model_0000029.pth": "is damaged or not a file of torch.save: the content of its record 'archive/",
         "half.pth": "is damaged or not a file of torch.save: File is not a zip file",
         "numpy.pth": "is refused: it needs numpy.",
@@ -293,7 +286,7 @@ def test_a_broken_checkpoint_of_a_folder_is_named_and_the_one_to_go_on_from_as_w
     assert code == 1
     found = rows(out)
     assert found["model_0000029.pth"][-2:] == ["BROKEN", "last"]
-    assert found["numpy.pth"][-1] == "UNREADABLE"
+    assert found["numpy.pth"][-1] == "BROKEN"
     assert found["model_0000019.pth"][-1] == "intact"
     assert f"'{small}/model_0000029.pth' is damaged or not a file of torch.save: the content of its record" in out
     assert out.endswith("\n--resume continues from model_0000019.pth.\n")

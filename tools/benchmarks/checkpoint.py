@@ -26,7 +26,7 @@ def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: in
     model, optimizer = _trained(num_layers, device)
     plain = scratch / "plain.pth"
     synchronous = Checkpointer(model, scratch / "synchronous", optimizer=optimizer)
-    asynchronous = Checkpointer(model, scratch / "asynchronous", async_save=True, optimizer=optimizer)
+    asynchronous = Checkpointer(model, scratch / "asynchronous", format="async_save", optimizer=optimizer)
     asynchronous.save("first")  # the copy of this save allocates memory, which later copies use again
 
     def timed(action: Callable[[], object]) -> Runner:

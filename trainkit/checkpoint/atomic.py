@@ -3,13 +3,12 @@
 import contextlib
 import errno
 import os
-import re
-import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.trainkit-tmp")
-_being_written: list[str] = []  # names of temporary files, which no thread of this process may remove
+_SUFFIX = ".trainkit-tmp"
+_being_written: list[str] = []  # names of temporary files of this process
 
 
 class CheckpointError(OSError):
@@ -17,61 +16,54 @@ class CheckpointError(OSError):
 
 
 @contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
-    """Context in which an OSError becomes a CheckpointError that names ``path``."""
-    try:
-        yield
-    except (OSError, RuntimeError) as failure:
-        error: BaseException | None = failure
-        while error is not None and not isinstance(error, OSError):  # torch's writer raises a RuntimeError after it
-            error = error.__context__
-        if error is None:
-            raise
-        reason = error.strerror or error
-        raise CheckpointError(f"cannot write '{path}': {reason}. Checkpoints written before are unchanged") from error
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a temporary file that replaces ``path`` after the block has succeeded. Raises CheckpointError.
 
-
-@contextlib.contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` after the block has succeeded. Raises CheckpointError."""
-    folder, name = os.path.split(os.path.abspath(path))
-    temporary = f".{name}.{secrets.token_hex(4)}.trainkit-tmp"
-    _being_written.append(temporary)
+    `sync_folder` makes the rename durable: until then, a power failure may bring the old file back.
+    """
+    folder, name = os.path.split(path)
+    own_name = f".{name}.{os.urandom(4).hex()}{_SUFFIX}"
+    temporary = os.path.join(folder, own_name)
+    _being_written.append(own_name)
     try:
-        with writing(path):
-            with open(os.path.join(folder, temporary), "xb", buffering=1 << 20) as output:
-                yield output
-                output.flush()
-                os.fsync(output.fileno())
-            os.replace(os.path.join(folder, temporary), path)
-            sync_folder(folder)
+        with open(temporary, "wb", buffering=1 << 20) as output:
+            yield output
+            output.flush()
+            os.fsync(output.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        reason: BaseException | None = error
+        while isinstance(reason, RuntimeError):  # torch's writer raises it after an OSError
+            reason = reason.__context__
+        if isinstance(reason, OSError):
+            raise CheckpointError(f"cannot write '{path}': {reason.strerror or reason}; the old file stays") from reason
+        raise
     finally:
-        with contextlib.suppress(OSError):  # the file may have been renamed
-            os.remove(os.path.join(folder, temporary))
-        _being_written.remove(temporary)
+        _being_written.remove(own_name)
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
     """Write a small text file completely or not at all. Raises CheckpointError if it cannot be written."""
-    with replacing(os.fspath(path)) as output:
+    with replacing(path) as output:
         output.write(text.encode())
 
 
 def remove_leftovers(folder: str) -> None:
     """Remove temporary files of killed processes; no other process may be writing to ``folder``."""
-    with contextlib.suppress(OSError):  # leftovers only cost space
-        for name in os.listdir(folder):
-            if _TEMPORARY.fullmatch(name) and name not in _being_written:
-                os.remove(os.path.join(folder, name))
+    for path in Path(folder).glob(f".*{_SUFFIX}"):
+        if path.name not in _being_written:
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: str) -> None:
-    """Make a rename durable."""
+    """Make the renames in a folder durable. Raises CheckpointError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do this
-            raise
+            raise CheckpointError(f"cannot write '{folder}': {error.strerror}") from error
     finally:
         os.close(descriptor)

@@ -1,8 +1,7 @@
-"""One checkpoint file: written completely or not at all, and verified before it is read.
+"""One checkpoint file, in the format of ``torch.save``: a zip archive with a CRC for each record.
 
-It has the format of ``torch.save``: a zip archive with a CRC for each record. ``torch.load`` ignores these CRCs, so
-`read_file` checks them. The saved dict has one more key, ``MARKER``, which marks trainkit's files; `read_file` removes
-it. Older trainkit files have a digest after the archive, which is ignored.
+``torch.load`` ignores the CRCs, so `read_file` checks them. Files of older versions have one more key, and some have a
+digest after the archive; both are ignored.
 """
 
 import os
@@ -10,7 +9,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from trainkit.checkpoint.atomic import CheckpointError, replacing
 from trainkit.checkpoint.state import plain_state
 
 SUFFIX = ".pth"
-MARKER = "__trainkit_format__"
+_OLD_KEY = "__trainkit_format__"
 _FOLDER = 0x10  # the bit for folders in a record's attributes
 
 
@@ -29,8 +28,8 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 def write_plain(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """`write_file` for a state that `plain_state` has returned."""
-    with replacing(os.fspath(path)) as output:
-        torch.save({MARKER: 2, **state}, output)
+    with replacing(path) as output:
+        torch.save(state, output)
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: type = dict) -> Any:
@@ -42,9 +41,11 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
     try:
         with open(path, "rb") as file:
             if file.read(2) == b"PK":
-                _check_records(file)
+                _check_records(path)
             file.seek(0)
             state = torch.load(file, map_location=map_location, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read '{path}': {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         # Not chained: torch's message recommends loading without protection.
@@ -52,31 +53,21 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
             f"'{path}' is refused: it needs {name[1] if name else 'more than plain values'}. Only tensors and plain "
             "Python values are accepted; if you trust it, convert it by tools/convert_checkpoint.py"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read '{path}': {error.strerror or error}") from error
     except Exception as error:  # zipfile and torch raise many types
-        reason = str(error).partition(". ")[0] or "it is empty, or ends too early"
-        raise CheckpointError(f"'{path}' is damaged or not a file of torch.save: {reason}") from error
+        raise CheckpointError(
+            f"'{path}' is damaged or not a file of torch.save: {str(error) or 'it ends too early'}"
+        ) from error
     if not isinstance(state, kind):
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
     if isinstance(state, dict):
-        state.pop(MARKER, None)
+        state.pop(_OLD_KEY, None)
     return state
 
 
-def _check_records(file: BinaryIO) -> None:
+def _check_records(path: str | os.PathLike[str]) -> None:
     """Compare the records of a zip archive with their CRCs."""
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(path) as archive:
         if any(record.external_attr & _FOLDER for record in archive.infolist()):
             raise zipfile.BadZipFile("a record is marked as a folder, which torch.load leaves out without a word")
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
-
-
-def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Whether a file has the marker of `write_file`; the file is not verified."""
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open("archive/data.pkl") as pickled:
-            return MARKER.encode() in pickled.read(200)
-    except Exception:  # zipfile raises many types
-        return False

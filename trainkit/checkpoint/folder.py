@@ -1,12 +1,13 @@
 """Find the checkpoints of a folder, and the one to resume from."""
 
+import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.file import SUFFIX, is_ours, read_file
+from trainkit.checkpoint.file import SUFFIX, read_file
 from trainkit.utils.plugins import NAMES, load_plugin
 
 _logger = logging.getLogger(__name__)
@@ -22,15 +23,15 @@ def local_folder(path: str) -> str:
 
 def checkpoint_files(folder: str) -> list[str]:
     """Paths of all ``.pth`` files, sorted by name; none if the folder does not exist."""
-    # glob would hide that a folder cannot be read
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     return [os.path.join(folder, name) for name in names if name.endswith(SUFFIX) and name[0] != "."]
 
 
 def candidates(folder: str) -> list[str]:
-    """The tagged file, ``""`` if there is none, and all checkpoints, the newest first. Raises as `tagged_file`."""
+    """The tagged file and then all checkpoints, the newest first; none without a tag. Raises as `tagged_file`."""
+    tagged = tagged_file(folder)
     newest_first = sorted(checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True)
-    return [tagged_file(folder), *newest_first]
+    return [tagged, *newest_first] if tagged else []
 
 
 def tagged_file(folder: str) -> str:
@@ -51,39 +52,36 @@ def tagged_file(folder: str) -> str:
     return os.path.join(folder, name) if name else ""
 
 
-def find_checkpoint(folder: str) -> str:
-    """Path of the tagged file; without it, of the newest file of trainkit, not verified; else ``""``."""
-    tagged, *others = candidates(folder)
-    return tagged or next(filter(is_ours, others), "")
+def choose(paths: Iterable[str], read: Callable[[str], Any] = read_file) -> tuple[str, Any]:
+    """The path and the content of the first intact one of the `candidates`; ``""`` if there are none.
 
-
-def choose(
-    paths: Sequence[str], read: Callable[[str], Any] = read_file, is_ours: Callable[[str], bool] = is_ours
-) -> tuple[str, Any]:
-    """The path and the content of the tagged checkpoint, or else of the newest intact one; ``""`` if there is none.
-
-    Args:
-        paths: the `candidates` of a folder.
-        read: reads and verifies a file, or raises CheckpointError; ``is_ours``: whether trainkit has written it.
+    ``read`` reads and verifies a file, or raises CheckpointError.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is intact.
+        CheckpointError: there are candidates, but none is intact.
     """
     broken: list[str] = []
-    for path in filter(None, dict.fromkeys(paths)):
+    for path in dict.fromkeys(paths):
         try:
             content = read(path)
         except CheckpointError as error:
             broken.append(str(error))
             continue
-        # A foreign file is used only if it is tagged; otherwise it may be weights that a user has put there.
-        if path == paths[0] or is_ours(path):
-            if broken:
-                _logger.warning("Resuming from '%s' instead, because %s", path, "; ".join(broken))
-            return path, content
+        if broken:
+            _logger.warning("Resuming from '%s' instead, because %s", path, "; ".join(broken))
+        return path, content
     if broken:
         raise CheckpointError(f"no checkpoint is intact: {'; '.join(broken)}. To start a new run, leave out --resume")
     return "", None
+
+
+def read_finished(folder: str) -> Any:
+    """What a finished run has written into the file ``finished``; None if the file is missing or damaged."""
+    try:
+        with open(os.path.join(folder, "finished"), "rb") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None
 
 
 def is_file_of(folder: str, name: str) -> bool:

@@ -19,7 +19,7 @@ _PART = re.compile(r"(.+)\.(\w+)-[0-9a-f]{8}")
 
 
 class CheckpointFormat:
-    """How the state of a checkpoint becomes files; `docs/extending.md` has an example.
+    """How the state of a checkpoint becomes files: one file of ``torch.save``, unless a subclass writes others.
 
     The file at ``path`` commits a save: it is written last, and replaced in one step. Further files are in a folder
     ``<name>.<format>-<8 hex digits>``, and the file has an entry with the format's registered name, by which the format
@@ -38,11 +38,11 @@ class CheckpointFormat:
 
     def write(self, state: Any, path: str) -> None:
         """Write what `prepare` has returned. Raises CheckpointError; the earlier files are unchanged then."""
-        raise NotImplementedError
+        write_plain(state, path)
 
     def read(self, path: str) -> Any:
         """The state in the file at ``path``, verified. Raises CheckpointError."""
-        raise NotImplementedError
+        return read_file(path)
 
     def fill(
         self, state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
@@ -62,20 +62,10 @@ class CheckpointFormat:
         os.remove(path)
 
 
-class TorchFormat(CheckpointFormat):
-    """One file of ``torch.save``, see `trainkit.checkpoint.file`."""
-
-    def write(self, state: Any, path: str) -> None:
-        write_plain(state, path)
-
-    def read(self, path: str) -> Any:
-        return read_file(path)
-
-
 def make_format(name: str, model: nn.Module | None = None) -> CheckpointFormat:
     """The format registered under ``name``, else under ``model.checkpoint_format``, else one file of torch.save."""
     name = name or getattr(model, "checkpoint_format", "")
-    made: CheckpointFormat = FORMAT_REGISTRY.get(name)(model) if name else TorchFormat()
+    made: CheckpointFormat = FORMAT_REGISTRY.get(name)(model) if name else CheckpointFormat()
     return made
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
-from trainkit.checkpoint.format import TorchFormat
+from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.utils.periods import is_nth
 
 _logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class PeriodicCheckpointer:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
         folder, pattern = self.checkpointer.save_dir, re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
-        form = getattr(self.checkpointer, "format", TorchFormat())
+        form = getattr(self.checkpointer, "format", CheckpointFormat())
         counts = name != f"{self.file_prefix}_final" or is_nth(iteration + 1, self.period, self.start)
         try:
             numbered = {int(match[1]): match[0] for match in map(pattern.fullmatch, os.listdir(folder)) if match}

@@ -33,37 +33,29 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
     if kind in (list, tuple):
         if _PLAIN.issuperset(map(type, value)):  # at once: a random state has a thousand numbers
             return kind(value)
-        return kind(plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value))
+        return kind([plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value)])
     if kind not in _DICTS:
         refuse(value, path)
     copy: Any = kind()
     for key, item in value.items():
-        if type(key) is not str:
-            key, here = plain_state(key, f"{path}[{key!r}]", refuse), f"{path}[{key!r}]"
-        else:
-            here = f"{path}.{key}" if path else key
-        if type(item) in ORDINARY:
-            copy[key] = (take or ordinary)(item, here)
-        else:
-            copy[key] = item if type(item) in _PLAIN else plain_state(item, here, take)
+        is_final = type(item) in _PLAIN or (take is None and type(item) is Tensor and not item.requires_grad)
+        if is_final and type(key) in _PLAIN:
+            copy[key] = item
+            continue
+        here = f"{path}[{key!r}]" if type(key) is not str else f"{path}.{key}" if path else key
+        if type(key) not in _PLAIN:
+            key = plain_state(key, here, refuse)
+        copy[key] = plain_state(item, here, take)
     if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
         copy._metadata = value._metadata
     return copy
 
 
 def ordinary(tensor: Tensor, path: str) -> Tensor:
-    """The tensor as a file holds it: detached, and cloned if it uses only a part of its memory.
-
-    Raises:
-        TypeError: it is of another type, such as a sharded tensor.
-    """
+    """The tensor as a file holds it, detached. Raises TypeError if it is of another type, such as a sharded one."""
     if type(tensor) not in ORDINARY:
         refuse(tensor, path)
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor
-    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.clone() if is_part else tensor
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def refuse(value: object, path: str) -> Any:

@@ -2,16 +2,20 @@
 
 import contextlib
 import itertools
+import json
 import logging
 import weakref
 from collections.abc import Mapping
 from functools import cached_property
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
+from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.folder import read_finished
 from trainkit.config import (
     CfgNode,
     ConfigError,
@@ -166,7 +170,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
                     f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
                     "iterations; raise it, or leave out --resume"
                 )
-            finished = self.checkpointer.finished() if isinstance(self.checkpointer, Checkpointer) else None
+            finished = comm.broadcast(read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None)
             match finished:
                 case {"iterations": int(done), "max_iter": int(end), "results": dict(results)}:
                     if self.max_iter <= end:
@@ -216,15 +220,15 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             release_folders(self.cfg)
 
     def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
-        marks = isinstance(self.checkpointer, Checkpointer)  # fvcore's checkpointer cannot mark a run as finished
-        if marks:
-            self.checkpointer.forget_finished()
+        mark = Path(checkpoint_dir(self.cfg), "finished")
+        if comm.is_main_process():
+            mark.unlink(missing_ok=True)
         token = kept_loaders.set({})
         try:
             super().train(start_iter, max_iter)
-            if marks and self.status == "finished":
+            if comm.is_main_process() and self.status == "finished":
                 results = _plain_results(self._results)
-                self.checkpointer.mark_finished({"iterations": self.iter, "max_iter": max_iter, "results": results})
+                write_text(json.dumps({"iterations": self.iter, "max_iter": max_iter, "results": results}), mark)
         except OSError:
             self.status = "failed"
             raise

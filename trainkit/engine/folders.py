@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
-from trainkit.checkpoint.folder import candidates, choose, find_checkpoint, is_file_of, local_folder, mirrors
+from trainkit.checkpoint.folder import is_file_of, local_folder, mirrors, tagged_file
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
@@ -94,7 +94,7 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
 
 def _has_checkpoint(folder: str) -> bool:
     try:
-        return bool(find_checkpoint(folder) or choose(candidates(folder))[0])  # `choose` reads the files
+        return bool(tagged_file(folder))
     except CheckpointError:  # there is a checkpoint; its error is raised on all ranks when it is loaded
         return True
 

@@ -34,7 +34,7 @@ def settled(checkpointer):
 
 def test_an_asynchronous_save_that_fails_is_logged_at_once_and_the_run_goes_on(tmp_path, caplog):
     (tmp_path / "model_0000001.pth").mkdir()
-    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, async_save=True)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format="async_save")
     errors = []
     count = AfterStep(lambda trainer: errors.append(sum("is not saved" in text for text in caplog.messages)))
     trainer = Steps([settled(checkpointer), PeriodicCheckpointer(checkpointer, 2)])
@@ -50,7 +50,7 @@ def test_an_asynchronous_save_that_fails_is_logged_at_once_and_the_run_goes_on(t
 
 
 def test_a_run_that_fails_still_completes_the_save_under_way(tmp_path):
-    checkpointer = Checkpointer(nn.Linear(300, 300), tmp_path, async_save=True)
+    checkpointer = Checkpointer(nn.Linear(300, 300), tmp_path, format="async_save")
     with pytest.raises(RuntimeError, match="step 2 failed"):
         Steps([PeriodicCheckpointer(checkpointer, 2)], step=fail_at(2)).train(0, 9)
     assert files(tmp_path) == ["last_checkpoint", "model_0000001.pth"]

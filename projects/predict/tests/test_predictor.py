@@ -132,7 +132,7 @@ def test_weights_without_an_average_are_used_with_one_warning(trained, tmp_path,
 def test_averaged_weights_of_another_model_are_an_error_like_any_others(trained, tmp_path):
     state = {"model": {"a": torch.ones(1)}, "trainer": {"hooks": {"EMAHook": {"model": {"a": torch.ones(1)}}}}}
     torch.save(state, tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match="holds another model than this one"):
+    with pytest.raises(CheckpointError, match="entry 'model' does not fit"):
         predicted(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "other.pth"), "HOOKS", [EMA]))
 
 

@@ -78,8 +78,8 @@ class HistoryBuffer:
     def state_dict(self) -> dict[str, Any]:
         """``values`` and ``iterations``, shape ``[N]``, float64 and int64; ``count`` and ``sum`` of all values ever."""
         return {
-            "values": torch.tensor(np.asarray(self._values[-self._max_length :]), device="cpu"),
-            "iterations": torch.tensor(np.asarray(self._iterations[-self._max_length :]), device="cpu"),
+            "values": torch.from_numpy(np.array(self._values[-self._max_length :])),
+            "iterations": torch.from_numpy(np.array(self._iterations[-self._max_length :])),
             "count": self._count,
             "sum": self._sum,
         }
