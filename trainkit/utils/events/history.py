@@ -1,7 +1,6 @@
 """The recent values of a scalar, at a constant cost per value."""
 
 import math
-import statistics
 from array import array
 from collections.abc import Sequence
 from itertools import islice
@@ -51,7 +50,8 @@ class HistoryBuffer:
         last = self._last(window_size)
         if math.isnan(sum(last)) and any(map(math.isnan, last)):  # the sum is fast; inf - inf is NaN too
             return math.nan
-        return statistics.median(last)
+        ordered, middle = sorted(last), len(last) // 2
+        return ordered[middle] if len(last) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values."""
