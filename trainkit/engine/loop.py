@@ -14,7 +14,6 @@ from trainkit.utils.errors import ConfigError
 from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.losses import raise_failure
-from trainkit.utils.periods import is_nth, next_due
 
 __all__ = ["Position", "TrainerBase"]
 
@@ -39,7 +38,7 @@ class TrainerBase(RunState):
         self._stops = StopRequests()
         self._saves: dict[str, Callable[[], object]] = {}  # requested checkpoints by name; written at the next save
         self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # where in an iteration the run is
-        self._epoch_due, self._starts_epoch = 0, False  # the iterations after which an epoch may end
+        self._epoch_start = self._epoch_end = -1  # the iteration that starts an epoch; the number done when it ends
         self._has_warned_of_save = False
 
     # ------------------------------------------------------------------ the loop
@@ -74,29 +73,29 @@ class TrainerBase(RunState):
 
     def _run_iterations(self) -> None:
         """All iterations; of the first one only stage 2, if a checkpoint or a stop has left the run there."""
-        self.iter, stops, end_step = self._at, self._stops, self._step.end_step
+        self.iter, stops = self._at, self._stops
         # the ranks agree on a stop also where the run is over anyway
         while self._stage == 2 or (
             self._early is None and stops.agreed(self.iter - 1) is None and self.iter < self.max_iter
         ):
             self.storage.iter = self.iter
-            if self.storage.worker is not None:
-                self.storage.worker.raise_error()
             if self._stage == 1:
                 self._inside = "stage 1"
-                if self._starts_epoch:
-                    self._starts_epoch = False
+                if self.iter == self._epoch_start:
                     self.before_epoch()
                 self.before_step()
                 self.run_step()
                 self._at, self._stage = self.iter, 2
                 self.after_step()
-                end_step()
-                self._inside = "save point"
-                if self._saves:
-                    self._write_saves()
+                self._reach_save_point()
             self._run_stage_2()
             self.iter += 1
+
+    def _reach_save_point(self) -> None:
+        self._step.end_step()
+        self._inside = "save point"
+        if self._saves:
+            self._write_saves()
 
     def _run_stage_2(self) -> None:
         self._inside, hooks, done = "stage 2", self._hook_list, self.iter + 1
@@ -105,11 +104,9 @@ class TrainerBase(RunState):
             call()
         if is_due:
             hooks.find_due(done)
-        if done >= self._epoch_due and self.has_epochs:
-            self._epoch_due = next_due(self, done, self.iters_per_epoch)
-            if is_nth(done, self.iters_per_epoch):
-                self.after_epoch()
-                self._starts_epoch = True
+        if done == self._epoch_end:
+            self.after_epoch()
+            self._epoch_start, self._epoch_end = done, self._find_epoch_end(done)
         self._inside, self._at, self._stage = "", done, 1
         if self._saves:  # requested in stage 2
             self._write_saves()
@@ -185,9 +182,8 @@ class TrainerBase(RunState):
             self._early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
         self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
-        per_epoch = self.iters_per_epoch if self.has_epochs else 0
-        self._epoch_due = next_due(self, self._at, per_epoch)
-        self._starts_epoch = self._stage == 1 and per_epoch > 0 and (self._at == 0 or is_nth(self._at, per_epoch))
+        self._epoch_end = self._find_epoch_end(self._at)
+        self._epoch_start = start_iter if self._find_epoch_end(start_iter - 1) == start_iter else -1
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self.failure, self._inside, self._saves = "running", None, "", {}
         self._stops.reset(self.stop_check_period)
@@ -278,8 +274,6 @@ class TrainerBase(RunState):
             self._restore_rng()
             self.storage.iter = self._at = self.iter
             self._stage = 1
-            if self.storage.worker is not None:
-                self.storage.worker.raise_error()
         for call in self._hook_list.calls["before_step"]:
             call()
 
@@ -292,10 +286,7 @@ class TrainerBase(RunState):
         for call in hooks.all_above if self.iter + 1 >= hooks.due else hooks.above:
             call()
         if own_loop:
-            self._step.end_step()
-            self._inside = "save point"
-            if self._saves:
-                self._write_saves()
+            self._reach_save_point()
             self._run_stage_2()
 
     def before_save(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.utils import comm
 from trainkit.utils.env import get_rng_state, rng_state_for_rank
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.periods import periods_done, say_done
+from trainkit.utils.periods import exact, periods_done, say_done
 
 _T = TypeVar("_T")
 
@@ -148,6 +148,13 @@ class RunState:
     def epoch(self) -> int:
         """The current epoch, counted from 0."""
         return periods_done(self.iter, self.iters_per_epoch)
+
+    def _find_epoch_end(self, done: int) -> int:
+        """The next number of iterations after which an epoch ends: -1 without epochs, 0 before the first one."""
+        if not self.has_epochs:
+            return -1
+        length = self.iters_per_epoch
+        return round((periods_done(done, length) + 1) * exact(length)) if done >= 0 else 0
 
     # ------------------------------------------------------------------ of the trainer that makes the steps
 

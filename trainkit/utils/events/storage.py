@@ -107,8 +107,7 @@ class EventStorage:
             epoch: writers show the scalar over epochs, at this epoch.
 
         Raises:
-            ValueError: the name has the other hint already; it is ``iteration``, or ``epoch`` while the argument
-                ``epoch`` is given (writers use these names); the value is not one number.
+            ValueError: the name has the other hint already; writers use it; the value is not one number.
         """
         try:
             if isinstance(value, Tensor) and runs_ahead(value.device):
@@ -116,8 +115,7 @@ class EventStorage:
             else:
                 number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            text = f"scalar {name!r} must be one number or a tensor of one element, got {type(value).__name__}: {error}"
-            raise ValueError(text) from error
+            raise ValueError(f"scalar {name!r} must be one number, got {type(value).__name__}: {error}") from error
         if self._prefix or self._epochs or epoch is not None or self._smoothing_hints.get(name) is not smoothing_hint:
             name = self._accepted(name, smoothing_hint, epoch)
         self.rows.append((self.iter if cur_iter is None else operator.index(cur_iter), {name: number}))
@@ -152,15 +150,10 @@ class EventStorage:
         """Keep the histogram of a tensor of any shape, like an image. Synchronizes its device."""
         values = hist_tensor.detach().float().flatten().cpu()
         low, high = values.min().item(), values.max().item()
-        raw = {
-            "min": low,
-            "max": high,
-            "num": values.numel(),
-            "sum": values.sum().item(),
-            "sum_squares": values.square().sum().item(),
-            "bucket_limits": torch.linspace(low, high, bins + 1, device="cpu")[1:].tolist(),
-            "bucket_counts": torch.histc(values, bins=bins).tolist(),
-        }
+        limits, counts = torch.linspace(low, high, bins + 1, device="cpu")[1:], torch.histc(values, bins=bins)
+        raw = {"min": low, "max": high, "num": values.numel(), "sum": values.sum().item()}
+        raw |= {"sum_squares": values.square().sum().item()}
+        raw |= {"bucket_limits": limits.tolist(), "bucket_counts": counts.tolist()}
         self._histograms.append(Histogram(self._prefix + hist_name, self.iter, raw))
 
     @contextmanager
@@ -175,9 +168,13 @@ class EventStorage:
     # ------------------------------------------------------------------ store what waits
 
     def start_worker(self) -> Worker:
-        """From now on a thread stores what waits, and makes the calls of `publish`; it ends with the ``with`` block."""
+        """From now on a thread stores what waits, and makes the calls of `publish`; it ends with the ``with`` block.
+
+        Raises the first error of this thread since the last call.
+        """
         if self.worker is None:
             self.worker = Worker(self, _own_stack)
+        self.worker.raise_error()
         return self.worker
 
     def flush(self) -> None:
