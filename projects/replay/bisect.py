@@ -17,15 +17,13 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     """Run the forward pass of ``step`` with each sample of a batch alone, to find those with which it fails.
 
     Each pass starts from the same random state and buffers. No gradients are averaged over ranks, and no hook is
-    called. The sample is in its batch twice, since batch norm does not accept a single one.
+    called. The sample is in its batch twice, since batch norm does not accept a single one. If the step does not fail,
+    the sample with the largest loss is named.
 
     Args:
         step: a `SimpleTrainer`.
         batch: a list of samples, or nested containers of tensors whose first dimension is the sample.
         names: the names of the samples; empty if they are not known.
-
-    Returns:
-        The samples with which the batch fails, or if it does not fail, the sample with the largest loss.
     """
     model, rng = unwrap_model(step.model), get_rng_state()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -32,14 +32,8 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     """Write the capsule of a failed step of a `DefaultTrainer`; it replaces the capsule of an earlier failure.
 
     If the weights may have been updated since, or a file cannot hold the batch, the capsule holds no step. It then
-    holds how the run was started and what the run has logged since its last checkpoint. An error while the capsule is
-    written is only a warning.
-
-    Args:
-        origin: see `describe_origin`.
-
-    Returns:
-        The command that repeats the step; "" if there is no step to repeat.
+    holds how the run was started (``origin``) and what it has logged since its last checkpoint. Returns the command
+    that repeats the step; "" if there is no step to repeat.
     """
     inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     named = failed_iteration(error)  # the trainer may be in a later one
@@ -47,9 +41,8 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     if isinstance(error, ConfigError) or not isinstance(error, Exception) or not (is_of_step or named is not None):
         return ""
     iteration = trainer.iter if named is None else named
-    argv, has_module = origin["argv"], bool(origin["module"])
-    # not python -c, nor a program from stdin
-    command = command_of(origin) if has_module or os.path.isfile(argv[0]) else "and the command of the run"
+    is_file = origin["module"] or os.path.isfile(origin["argv"][0])  # not python -c, nor a program from stdin
+    command = command_of(origin) if is_file else "and the command of the run"
     commands = [f"{_replay_of_run(trainer)} --iter {iteration} -- {command}"]
     # of several micro-batches, or with logical ranks, this process has only one batch of the step
     is_whole = trainer.accumulation_steps == 1 and not trainer.cfg.SOLVER.get("LOGICAL_RANKS")
@@ -63,9 +56,6 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
             commands.insert(0, f"{REPLAY} {shlex.quote(path)} -- {command}")
     except Exception as other:
         logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
-        with contextlib.suppress(Exception):
-            if not trainer.checkpointer.has_checkpoint():
-                return ""  # it is not known how the run was started
     return ", or from the checkpoint: ".join(commands)
 
 

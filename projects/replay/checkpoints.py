@@ -88,19 +88,6 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
     return found
 
 
-Both = list[tuple[int, str, float, float]]
-"""(iteration, name, value here, value there) of each value that is in both."""
-
-
-def in_both(left: Values, right: Values) -> Both:
-    rows = [(iter, row, right.get(iter, {})) for iter, row in sorted(left.items())]
-    return [(iter, name, row[name], other[name]) for iter, row, other in rows for name in row if name in other]
-
-
-def first_difference(both: Both) -> tuple[int, str, float, float] | None:
-    return next((found for found in both if repr(found[2]) != repr(found[3])), None)
-
-
 def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool | None]:
     """Compare the values up to iteration ``end`` with those in a checkpoint.
 
@@ -110,11 +97,13 @@ def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, boo
     if saved is None:
         return "nothing to compare with: the run has stored nothing after this step", None
     first, last = min(values, default=end), max(values, default=end)
-    both = in_both(values, logged_values(saved.state["trainer"]["storage"], first, end + 1))
+    stored = logged_values(saved.state["trainer"]["storage"], first, end + 1)
+    rows = [(iter, row, stored.get(iter, {})) for iter, row in sorted(values.items())]
+    both = [(iter, name, row[name], there[name]) for iter, row, there in rows for name in row if name in there]
     where = f"in {os.path.basename(saved.path)}, iterations {first} to {last}"
-    if different := first_difference(both):
-        iteration, name, here, there = different
-        return f"DIFFERENT: {name} of iteration {iteration} is {here!r} here and {there!r} {where}", False
+    for iter, name, here, there in both:
+        if repr(here) != repr(there):
+            return f"DIFFERENT: {name} of iteration {iter} is {here!r} here and {there!r} {where}", False
     is_compared = any(not _OF_SCHEDULE.match(name) for _, name, *_ in both)
     note = "" if is_compared else "; none of them depends on the data"
     return f"{len(both)} of {len(both)} logged values equal those {where}{note}", is_compared or None

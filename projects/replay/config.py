@@ -19,8 +19,6 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is not accepted."""
-    if "FORK" in cfg and cfg.FORK.ITER != -1 and not cfg.FORK.RUN:
-        raise not_accepted("FORK.ITER", cfg.FORK.ITER, "-1 without FORK.RUN")
     pairs, mode = cfg.DATALOADER.get("SKIP", []), cfg.DATALOADER.get("SKIP_MODE", "shift")
     is_pair = [isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs]
     numbers: list[Any] = [number for pair in pairs for number in pair] if all(is_pair) else [None]

@@ -16,7 +16,7 @@ from trainkit.checkpoint.atomic import replacing, write_text
 from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, tagged_file
 from trainkit.checkpoint.format import format_of
 from trainkit.checkpoint.ranks import together
-from trainkit.config import CfgNode, ConfigError
+from trainkit.config import ConfigError
 from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers import InfiniteSampler
@@ -39,18 +39,10 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     """Give ``cfg`` the settings of the run to fork, except its folders, then the changes of the command.
 
     Every rank calls it. FORK records the parent and the changes. If the fork is resumed, it gets its own settings. The
-    function that is returned puts the checkpoint into the folder of the fork, if there is none, and sets
-    ``args.resume``.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-        ConfigError: an option does not go together with ``--fork``; the fork would use the folder of the run to fork; a
-            change is not valid; the command does not name IMPORTS of that run.
+    function that is returned puts the checkpoint into the folder of the fork, if there is none.
     """
     if any(getattr(args, option, None) for option in ("config_file", "eval_only", "fast_dev_run")):
         raise ConfigError("--fork trains with the settings of RUN: without --config-file, --eval-only, --fast-dev-run")
-    if "://" in args.fork or not isinstance(cfg, CfgNode):
-        raise ConfigError(f"--fork {args.fork}: accepted: a local folder with the checkpoints of a DefaultTrainer")
     name, _, number = args.fork.rpartition("@")
     if not name or not number.isdecimal() or os.path.isdir(args.fork):
         name, number = args.fork, "0"
@@ -116,17 +108,12 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
 
     If settings differ, the trainer's settings are used, also for values that the state holds: the rates of the
     optimizer, and seeds. Writers continue at the same iteration, in their own files.
-
-    Raises:
-        ConfigError: the state is beyond SOLVER.MAX_ITER.
     """
     fork, record = trainer.cfg.FORK, state["hooks"]["RunRecord"]
     parent = {"run": fork.RUN, "iteration": state["iteration"], "changes": fork.CHANGES}
     logger.info("The run is a fork of %s", describe_parent(parent))
     if (done := state["iteration"] + 1) >= trainer.max_iter:
-        raise ConfigError(
-            f"SOLVER.MAX_ITER is {trainer.max_iter}, but the checkpoint to fork has done {done} iterations"
-        )
+        raise ConfigError(f"SOLVER.MAX_ITER is {trainer.max_iter}, but the checkpoint to fork has done {done}")
     own, changed = trainer.state_dict(), [key for key, *_ in other_settings(record["settings"], trainer.cfg)]
     record = {"settings": settings_of(trainer.cfg), "parents": [*record["parents"], parent]}
     hooks = state["hooks"] | {"RunRecord": record}

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,15 +19,6 @@ from trainkit.utils.losses import non_finite_names
 Part = tuple[str, str]  # a part of a step, and its digest
 
 
-@dataclass
-class _Pass:
-    """A forward pass of the trainer's model: its parts, and (module, largest absolute value of its output) per call."""
-
-    parts: list[Part] = field(default_factory=list)
-    outputs: list[tuple[str, float]] = field(default_factory=list)
-    finite: list[Tensor] | None = None  # where its first output with a bad value is finite
-
-
 class Inspection(HookBase):
     """Inspect the step of iteration ``at``. Register this hook last, train only once with it, then call ``close``.
 
@@ -36,6 +26,8 @@ class Inspection(HookBase):
     attributes of the trainer, and the batches that it draws from a `ResumableLoader`.
 
     Attributes:
+        parts: the name and the digest of each part of the step, in the order of computation.
+        outputs: (module, largest absolute value of its output) of each call, in the order in which the calls end.
         drawn: gets the batches that loaders give in this step.
         samples: the names of the samples of each micro-batch; empty if the loader does not know them.
         losses, gradients: copies of the losses, and of the gradients before clipping. If the trainer does not know its
@@ -43,11 +35,12 @@ class Inspection(HookBase):
     """
 
     def __init__(self, at: int) -> None:
-        self.at, self._is_known = at, False
+        self.at = at
+        self.parts, self.outputs = list[Part](), list[tuple[str, float]]()
         self._handles: list[Any] = []
         self._depth = 0  # of calls of modules
-        self._parts_before, self._parts_after = list[Part](), list[Part]()
-        self._passes = [_Pass()]  # the first one: calls outside of a pass of the model
+        self._start = 0, 0  # numbers of parts and outputs when the present forward pass began
+        self._first_bad: tuple[int, list[Tensor]] = 0, []  # number of its micro-batch; where the output is finite
         self._batches: list[Any] = []
         self.drawn: list[Any] = []
         self.samples: list[list[str]] = []
@@ -60,21 +53,6 @@ class Inspection(HookBase):
         """The batch as the model gets it, or the batch that was drawn; a list of several micro-batches."""
         return self._batches if len(self._batches) > 1 else next(iter(self._batches), None)
 
-    @property
-    def outputs(self) -> list[tuple[str, float]]:
-        """(module, largest absolute value of its output) of each call, in the order in which the calls end."""
-        return [output for one in self._passes_of_step() for output in one.outputs]
-
-    @property
-    def parts(self) -> list[Part]:
-        """The name and the digest of each part of the step, in the order of computation."""
-        inside = [part for one in self._passes_of_step() for part in one.parts]
-        return [*self._parts_before, *inside, *self._parts_after]
-
-    def _passes_of_step(self) -> list[_Pass]:
-        """Without those with which DDP orders its buckets."""
-        return self._passes[-len(self._batches) :] if self._is_known else self._passes
-
     def before_step(self) -> None:
         if self.trainer.iter != self.at:
             return
@@ -84,9 +62,9 @@ class Inspection(HookBase):
             step.forget_recordings()  # makes an ordinary step, with the same bits: a recording calls no modules
         self._models, optimizers = _parts_of(self.trainer)
         self.not_finite_before = [f"{p}{n}" for model, p in self._models.items() for n in non_finite_names(model)]
-        self._parts_before = self._digests_of_models("before the step")
+        self._see_models("before the step")
         for optimizer, prefix in optimizers.items():
-            self._parts_before.append((f"{prefix}optimizer before the step", digest(optimizer.state_dict())))
+            self.parts.append((f"{prefix}optimizer before the step", digest(optimizer.state_dict())))
             if hasattr(optimizer, "register_step_pre_hook"):
                 self._handles.append(optimizer.register_step_pre_hook(lambda used, *_: self._keep_gradients(used)))
         for model, prefix in self._models.items():
@@ -95,37 +73,38 @@ class Inspection(HookBase):
                 self._handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(partial(self._leave, name)))
 
-    def _digests_of_models(self, when: str) -> list[Part]:
-        return [(f"{prefix}model {when}", digest(model.state_dict())) for model, prefix in self._models.items()]
+    def _see_models(self, when: str) -> None:
+        self.parts += [(f"{prefix}model {when}", digest(model.state_dict())) for model, prefix in self._models.items()]
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
-            self._passes += [_Pass()] if name == "(model)" else []
-            self._see_batch()
+            self._see_batch(is_pass=name == "(model)")
         self._depth += 1
         text = f"input of the module {name}, though the modules that were called before it agree"
-        self._passes[-1].parts.append((text, digest((args, kwargs))))
+        self.parts.append((text, digest((args, kwargs))))
 
-    def _see_batch(self) -> None:
+    def _see_batch(self, is_pass: bool) -> None:
         trainer = self.trainer
         try:
-            batch, drawn, self._is_known = trainer.batch, trainer.feed.drawn, True
+            batch, drawn = trainer.batch, trainer.feed.drawn
         except RuntimeError:  # the trainer makes its steps itself
-            batch, drawn = self.drawn[-1] if self.drawn else None, 1
+            batch, drawn, is_pass = self.drawn[-1] if self.drawn else None, 1, False
         if batch is not None and (not self._batches or self._batches[-1] is not batch):
             self._batches.append(batch)
-            self._parts_before.append(("batch", digest(batch)))
+            self.parts.append(("batch", digest(batch)))
+            self._start = len(self.parts), len(self.outputs)
+        elif is_pass:  # the last one was to order the buckets of DDP
+            del self.parts[self._start[0] :], self.outputs[self._start[1] :]
         if hasattr(trainer.data_loader, "names_of_last") and self._batches:  # it may be ahead of the micro-batches
             self.samples = trainer.data_loader.names_of_last(drawn)[: len(self._batches)]
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
-        now, values = self._passes[-1], [*floating_tensors(output)]
-        now.parts.append((f"module {name}: equal inputs and different outputs", digest(output)))
-        if values:
-            now.outputs.append((name, torch.stack([value.abs().max().double() for value in values]).max().item()))
-            if now.finite is None and not math.isfinite(now.outputs[-1][1]):
-                now.finite = [value.isfinite() for value in values]
+        self.parts.append((f"module {name}: equal inputs and different outputs", digest(output)))
+        if values := [*floating_tensors(output)]:
+            self.outputs.append((name, torch.stack([value.abs().max().double() for value in values]).max().item()))
+            if not self._first_bad[1] and not math.isfinite(self.outputs[-1][1]):
+                self._first_bad = len(self._batches) - 1, [value.isfinite() for value in values]
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Those that are not kept yet: of all parameters before clipping (``after_backward``), or of an optimizer."""
@@ -146,7 +125,8 @@ class Inspection(HookBase):
             if not self.losses:
                 latest = self.trainer.storage.latest().items()
                 self.losses = {n: torch.tensor(v) for n, (v, i) in latest if i == self.at and n not in CLOCK_READINGS}
-            self._end(self._digests_of_models("after the update"))
+            self._end()
+            self._see_models("after the update")
 
     def close(self) -> None:
         """If the step has failed, note those of its parts that exist."""
@@ -154,14 +134,13 @@ class Inspection(HookBase):
             with contextlib.suppress(RuntimeError):
                 _ = self.trainer.losses  # the backward pass is done, and an earlier hook may have failed after it
                 self.after_backward()
-            self._end([])
+            self._end()
 
-    def _end(self, update: list[Part]) -> None:
+    def _end(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        named = {f"loss {name}": loss for name, loss in self.losses.items()}
-        named |= {f"gradient of {name}": gradient for name, gradient in self.gradients.items()}
-        self._parts_after = [*((name, digest(value)) for name, value in named.items()), *update]
+        self.parts += [(f"loss {name}", digest(loss)) for name, loss in self.losses.items()]
+        self.parts += [(f"gradient of {name}", digest(gradient)) for name, gradient in self.gradients.items()]
 
     @property
     def bad_samples(self) -> list[str]:
@@ -177,14 +156,9 @@ class Inspection(HookBase):
 
     @property
     def samples_of_first_bad_output(self) -> list[str]:
-        """The samples that are not finite in the first output that is not finite.
-
-        Empty if the first dimension of this output is not the sample.
-        """
-        for one, samples in zip(self._passes_of_step(), self.samples, strict=False):
-            if one.finite is not None:
-                return [name for value in one.finite for name in _bad_names(value, samples)]
-        return []
+        """The samples that are not finite in the first bad output, if its first dimension is the sample."""
+        number, finite = self._first_bad
+        return [name for value in finite for names in self.samples[number:][:1] for name in _bad_names(value, names)]
 
     def fields(self) -> list[tuple[str, list[int], str, float | None, float | None]]:
         """Name, shape, dtype, minimum and maximum of each tensor of the batch."""

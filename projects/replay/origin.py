@@ -74,10 +74,7 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
 
 
 def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:
-    """How this run was started, as plain values for a checkpoint; call it once per run: it reads files and asks git.
-
-    ``config`` is the YAML of the settings as given.
-    """
+    """How this run was started, as plain values for a checkpoint; ``config`` is the YAML of the settings as given."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     is_cuda = device is not None and device.type == "cuda"
     return {

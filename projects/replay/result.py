@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainkit.projects.replay.checkpoints import Values, first_difference, in_both
+from trainkit.projects.replay.checkpoints import Values
 from trainkit.projects.replay.inspection import Inspection, Part, find_difference
 
 from trainkit.utils.logger import format_table
@@ -107,16 +107,13 @@ def _shortened(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-Elsewhere = tuple[Sequence[Part], Values] | str
-"""The parts of the step in a new process, and the values on the way; or why there was none."""
-
-
-def judge(first: Inspection, again: Inspection, values: Values, elsewhere: Elsewhere, equals_run: bool | None) -> str:
+def judge(first: Inspection, again: Inspection, elsewhere: list[Part] | str, equals_run: bool | None) -> str:
     """Whether the executions of a step agree with each other, and with the values that the run has stored.
 
     Args:
-        first: the first execution; ``values``: what was logged up to it.
+        first: the first execution.
         again: another one in the same process, from a copy of the state before the step.
+        elsewhere: the parts of the step in a new process; or why there was none.
         equals_run: whether the values equal those that the run has stored; None: nothing of the data was compared.
     """
     here, there = find_difference(first.parts, again.parts), ""
@@ -124,10 +121,8 @@ def judge(first: Inspection, again: Inspection, values: Values, elsewhere: Elsew
     if isinstance(elsewhere, str):
         new = f"not repeated in a new process: {elsewhere}"
     else:
-        there = find_difference(first.parts, elsewhere[0])
+        there = find_difference(first.parts, elsewhere)
         new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
-        if there and (change := first_difference(in_both(values, elsewhere[1]))):
-            new += f", since iteration {change[0]} ({change[1]})"
     if here and isinstance(elsewhere, str):
         start = "transient, or with a state that no checkpoint holds"
     elif here and there:

@@ -31,23 +31,14 @@ def replay_range(
     output_dir: str | os.PathLike[str],
     start: Start = None,
 ) -> str:
-    """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; the run is not changed.
+    """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; see `replay`.
 
-    Call it in as many processes as the run had. It writes the values that the hook puts into the storage, and the
-    values of the run, to ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not
-    finite.
-
-    Args:
-        make_hook: makes the hook; called on each rank.
-        start: see `replay`.
+    It writes the values that the hook puts into the storage, and those of the run, to
+    ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not finite.
 
     Returns:
         A comparison of the values with those that the run has stored; it shows whether the hook has changed the run. If
         an iteration fails: "FAILED" and the reason; the values before this iteration are written.
-
-    Raises:
-        CheckpointError: no checkpoint can be used, or the run had another number of processes.
-        ConfigError: the run has fewer iterations.
     """
     values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():
@@ -69,10 +60,7 @@ def worst(run: str | os.PathLike[str], first: int, end: int, num: int, start: St
 def first_bad(
     run: str | os.PathLike[str], last: int | None, quantity: str = "loss", times: float = 10.0, start: Start = None
 ) -> str:
-    """The first iteration in which a `Quantity` is more than ``times`` its running median, as text.
-
-    Up to iteration ``last``; None: that of the newest checkpoint or capsule.
-    """
+    """The first iteration, up to ``last`` (None: the end), in which a `Quantity` is out of its band."""
     run = os.path.abspath(run)
     if last is None:
         last = max((saved.iteration for saved in capsules_of(run) + checkpoints_of(run)), default=0)

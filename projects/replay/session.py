@@ -52,33 +52,21 @@ class _Done(SystemExit):
 
 
 class Session:
-    """Runs the command of a run again, and calls ``work`` where the command would train. A subclass defines ``work``.
-
-    Attributes:
-        origin: how the run was started.
-        inspection: that of the present step, which gets the batches that any `ResumableLoader` gives; None: of no step.
-    """
+    """Runs the command of a run again, and calls ``work``, which a subclass defines, where it would train."""
 
     keeps_all_hooks = False  # True: also those that evaluate, which the next checkpoint depends on
+    inspection: Inspection | None = None  # of the present step; it gets the batches that any `ResumableLoader` gives
     _trainer: Any
+    _result: Any = None
 
     def __init__(self, run: str, at: int, start: Saved | None, after: Saved | None) -> None:
-        """
-        Args:
-            run: the folder of the run, or a capsule.
-            at: the first iteration to inspect.
-            start: the checkpoint from which the replay starts; None: it starts at iteration 0.
-            after: the next checkpoint. The process that wrote it has done the step; it may have other settings than
-                ``start``.
-        """
-        governing = after or start
+        """``start``: the checkpoint before iteration ``at``, None: the run starts there; ``after``: the next one."""
+        governing = after or start  # the process that wrote `after` has done the step; it may have other settings
         assert governing is not None
         self.origin = governing.state["trainer"]["origin"]
         self._run, self._at, self._start, self._next = run, at, start, after
         self._processes = self.origin["processes"]  # number of processes that the replay needs
         self._notes: list[str] = []
-        self.inspection: Inspection | None = None
-        self._result: Any = None
 
     def work(self, trainer: Any) -> Any:
         """Called instead of the training, with a trainer without the hooks that save, evaluate and write."""
@@ -98,7 +86,8 @@ class Session:
         token, disabled, threads = active_replay.set(self), logging.root.manager.disable, torch.get_num_threads()
         logging.disable(logging.ERROR)
         try:
-            torch.set_num_threads(self._threads_of_run() or threads)
+            number = self.origin.get("machine", {}).get(THREADS, "")
+            torch.set_num_threads(min(int(number), 1024) if number.isdecimal() else threads)
             with self._taking_over(), contextlib.suppress(_Done), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 start() if callable(start) else run_command(start)
@@ -111,10 +100,6 @@ class Session:
         if self._result is None:
             raise ConfigError("the command after `--` has ended before it trained; give the one that trains")
         return self._result
-
-    def _threads_of_run(self) -> int:
-        number = self.origin.get("machine", {}).get(THREADS, "")
-        return min(int(number), 1024) if number.isdecimal() else 0
 
     @contextlib.contextmanager
     def _taking_over(self) -> Iterator[None]:
@@ -156,8 +141,7 @@ class Session:
     def set_up(self, cfg: Any, compare: bool = True) -> None:
         """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already.
 
-        Args:
-            compare: note the settings that differ; False: an option, which is not applied, would have set them.
+        ``compare``: note the settings that differ; False: an option, which is not applied, would have set them.
         """
         if not isinstance(cfg, CfgNode):
             raise ConfigError(f"the command sets up a {type(cfg).__name__}; only jobs of a DefaultTrainer are replayed")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from trainkit.projects.replay.bisect import find_samples
 from trainkit.projects.replay.checkpoints import around, compare_way, logged_values, prove
-from trainkit.projects.replay.inspection import Inspection
+from trainkit.projects.replay.inspection import Inspection, Part
 from trainkit.projects.replay.origin import Saved
-from trainkit.projects.replay.result import Elsewhere, Replay, judge
+from trainkit.projects.replay.result import Replay, judge
 from trainkit.projects.replay.session import Session, Start, copy_of
 
 from trainkit.checkpoint import CheckpointError
@@ -38,24 +38,21 @@ def replay(
     Args:
         run: the folder of the checkpoints; or the capsule of a failed step, which holds its iteration.
         iter: the iteration of the step, counted from 0, as in metrics.json.
-        start: a function that sets up the run as its command did and calls ``train()``; or that command as a list, such
-            as ``["python", "train.py"]``. A file never chooses code.
+        start: the command of the run, such as ``["python", "train.py"]``, or a function that does the same. A file
+            never chooses code.
         prove: continue to the next checkpoint, and compare everything in it.
-        verdict: perform the step again in this process, and in a new one if ``start`` is a command, and say whether all
-            executions are equal.
+        verdict: perform the step again in this process, and in a new one if ``start`` is a command.
         bisect: find the samples with which the step fails.
 
     Raises:
         CheckpointError: no checkpoint can be used, or the run had another number of processes.
-        ConfigError: ``start`` is missing or does not call ``train()``; the run has no such iteration; ``iter`` is
-            missing for a run, or given for a capsule.
+        ConfigError: ``start`` is missing or does not call ``train()``, or there is no such iteration.
     """
     run = os.path.abspath(run)
-    if not os.path.exists(run):
-        raise ConfigError(f"there is no {run!r}; accepted: the folder of a run, or a capsule")
-    if (iter is None) != os.path.isfile(run) or (os.path.isfile(run) and prove):
-        is_capsule = "is a capsule of one step: leave out --iter and --prove" if os.path.isfile(run) else ""
-        raise ConfigError(f"{run!r} {is_capsule or 'is a run: give --iter'}; got iter={iter}, prove={prove}")
+    is_file = os.path.isfile(run)
+    if not os.path.exists(run) or is_file != (iter is None) or (is_file and prove):
+        accepted = "accepted: the folder of a run and --iter, or a capsule without --iter and --prove"
+        raise ConfigError(f"got {run!r} (there: {os.path.exists(run)}), iter={iter}, prove={prove}; {accepted}")
     session = _Capsule(run) if iter is None else _Step(run, iter, *around(run, iter))
     session.keeps_all_hooks, session.verdict, session.bisect, session.command = prove, verdict, bisect, start
     if prove and (session._next is None or "capsule" in session._next.state):
@@ -92,7 +89,7 @@ class _Step(Session):
         if self.verdict:
             self._load(before)
             again = self._look()[0]
-            found = judge(seen, again, values, self._perform_elsewhere(), self._equals_run)
+            found = judge(seen, again, self._perform_elsewhere(), self._equals_run)
             first_rank, *others = comm.all_gather(found)
             different = [f"{text} (on rank {rank})" for rank, text in enumerate(others, 1) if text != first_rank]
             result.verdict = "; ".join([first_rank, *different])
@@ -147,7 +144,7 @@ class _Step(Session):
         reason = error or "this trainer makes its steps itself"
         return "; ".join(found) or f"they cannot be looked at one by one: {reason}"
 
-    def _perform_elsewhere(self) -> Elsewhere:
+    def _perform_elsewhere(self) -> list[Part] | str:
         """Perform the step in a new process, which runs the same command."""
         if callable(self.command) or "RANK" in os.environ:
             return "it is under torchrun" if "RANK" in os.environ else "no command is given"
@@ -156,15 +153,13 @@ class _Step(Session):
             code = f"import sys; sys.path = {sys.path}; from {__name__} import write_parts; write_parts(*{arguments!r})"
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
             if os.path.exists(arguments[-1]):
-                parts, values = torch.load(arguments[-1])
-                return parts, values
+                return list(torch.load(arguments[-1]))
             return (done.stderr.strip().splitlines() or ["it has ended"])[-1]
 
 
 def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
-    """What the new process does: write the parts of the step, and the values on the way."""
-    found = replay(run, iter, command, verdict=False)
-    torch.save((found.inspection.parts, found.values), file)
+    """What the new process does: write the parts of the step."""
+    torch.save(replay(run, iter, command, verdict=False).inspection.parts, file)
 
 
 class _Capsule(_Step):

@@ -215,6 +215,14 @@ class ArrayScans(Scans):
 DatasetCatalog.register("tiny_arrays", ArrayScans)
 
 
+def test_what_is_no_capsule_is_refused(tmp_path):
+    Job(tmp_path)()
+    with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
+        replay(tmp_path / "model_final.pth", start=Job(tmp_path))
+    with pytest.raises(ConfigError, match="iter=3, .* or a capsule without --iter and --prove"):
+        replay(tmp_path / "model_final.pth", 3, Job(tmp_path))
+
+
 def test_a_batch_that_a_file_cannot_hold_leaves_no_step(tmp_path):
     odd = ("DATASETS.TRAIN", ("tiny_arrays",), "DATALOADER.COLLATE", "list", "MODEL.NAME", "ListClassifier")
     job = failed(Job(tmp_path, *odd))
@@ -232,16 +240,6 @@ def test_a_new_run_moves_the_capsule_aside_and_resuming_does_not_take_it_for_a_c
 
     assert (tmp_path / "previous_1/capsule.rank0.pt").exists()
     assert not os.path.exists(tmp_path / "capsule.rank0.pt")
-
-
-def test_what_is_no_capsule_is_refused(tmp_path):
-    Job(tmp_path)()
-    with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
-        replay(tmp_path / "model_final.pth", start=Job(tmp_path))
-    with pytest.raises(ConfigError, match="is a run: give --iter; got iter=None"):
-        replay(tmp_path, start=Job(tmp_path))
-    with pytest.raises(ConfigError, match="is a capsule of one step: leave out --iter and --prove; got iter=3"):
-        replay(tmp_path / "model_final.pth", 3, Job(tmp_path))
 
 
 @needs_cuda

@@ -11,6 +11,7 @@ from trainkit.projects.replay.tests.job import digest_of_folder
 
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
+from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup
@@ -32,16 +33,23 @@ class KillAt(HookBase):
 OWN = ("SOLVER.MAX_ITER", 12, "TEST.EVAL_PERIOD", 4, "HOOKS", [{"NAME": "EMAHook"}])
 
 
-def train(folder, *arguments, options=OWN, kill_at=None, trainer_class=DefaultTrainer):
+class Batches(HookBase):
+    def __init__(self):
+        self.xs = {}
+
+    def after_backward(self):
+        self.xs[self.trainer.iter] = self.trainer.batch["x"]
+
+
+def train(folder, *arguments, options=OWN, hooks=()):
     """A script whose settings are those of the tiny job."""
-    arguments = [str(argument) for argument in arguments]
-    args = default_argument_parser().parse_args(arguments)
+    args = default_argument_parser().parse_args([*map(str, arguments)])
     cfg = tiny_cfg(folder, *options)
     cfg.merge_from_list(args.opts)
     cfg.freeze()
     default_setup(cfg, args)
-    trainer = trainer_class(cfg)
-    trainer.register_hooks([KillAt(kill_at)] if kill_at is not None else [])
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks(hooks)
     trainer.resume_or_load(args.resume)
     trainer.train()
     return trainer
@@ -95,7 +103,7 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
 
     for kill_at in (7, 11):  # before its first checkpoint, and after it
         with pytest.raises(Killed):
-            fork(f"{parent}@5", tmp_path / "killed", *change, "--resume", kill_at=kill_at)
+            fork(f"{parent}@5", tmp_path / "killed", *change, "--resume", hooks=[KillAt(kill_at)])
     trainer = fork(parent, tmp_path / "killed", *change, "--resume")  # without the iteration: it is known
 
     assert trainer.cfg.FORK.ITER == 4
@@ -124,31 +132,14 @@ def lr_of(folder):
 
 @pytest.mark.slow
 def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path, parent):
-    class Batches(HookBase):
-        def __init__(self):
-            self.xs = {}
+    other, forked = Batches(), Batches()
+    train(tmp_path / "other", "SEED", 2, hooks=[other])
+    fork(f"{parent}@5", tmp_path / "fork", "SEED", 2, hooks=[forked])
 
-        def after_backward(self):
-            self.xs[self.trainer.iter] = self.trainer.batch["x"]
-
-    found = []
-    for name, arguments in (("other", ["SEED", 2]), ("fork", ["--fork", f"{parent}@5", "SEED", 2])):
-        args = default_argument_parser().parse_args([str(argument) for argument in arguments])
-        cfg = tiny_cfg(tmp_path / name, *OWN, "SEED", 2)
-        default_setup(cfg, args)
-        trainer, batches = DefaultTrainer(cfg), Batches()
-        trainer.register_hooks([batches])
-        trainer.resume_or_load(args.resume)
-        trainer.train()
-        found.append(batches.xs)
-
-    other, forked = found
-    assert sorted(forked) == [5, 6, 7, 8, 9, 10, 11]
-    assert all(torch.equal(forked[iter], other[iter]) for iter in forked)
-    numbers = [
-        read_file(folder / "model_final.pth")["trainer"]["rng"]["torch"] for folder in (parent, tmp_path / "fork")
-    ]
-    assert not torch.equal(*numbers)  # of dropout
+    assert sorted(forked.xs) == [5, 6, 7, 8, 9, 10, 11]
+    assert all(torch.equal(forked.xs[iter], other.xs[iter]) for iter in forked.xs)
+    states = [read_file(folder / "model_final.pth")["trainer"] for folder in (parent, tmp_path / "fork")]
+    assert not torch.equal(*(state["rng"]["torch"] for state in states))  # of dropout
 
 
 def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_path):
@@ -200,30 +191,19 @@ def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
 # ---------------------------------------------------------------------- errors
 
 
-def test_an_absent_checkpoint_is_an_error_that_lists_those_there_are(tmp_path, parent):
-    with pytest.raises(
-        OSError, match=r"no checkpoint of a DefaultTrainer after 6 iterations; there are those after 5, 10, 12$"
-    ):
-        fork(f"{parent}@6", tmp_path)
-    assert not (tmp_path / "config.yaml").exists()
-
-
-def test_a_fork_has_nothing_to_do_after_the_end_of_its_parent(tmp_path, parent):
-    with pytest.raises(ConfigError, match="MAX_ITER is 12, but the checkpoint to fork has done 12 iterations"):
-        fork(parent, tmp_path)
-
-
-@pytest.mark.parametrize("key", ["OUTPUT_DIR", "CHECKPOINT.DIR"])
-def test_the_folder_of_the_parent_is_refused(tmp_path, parent, key):
-    with pytest.raises(ConfigError, match="OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"):
-        fork(parent, tmp_path, key, parent)
-
-
-def test_options_that_a_fork_would_ignore_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--fork trains with the settings of RUN: without"):
-        default_setup(
-            tiny_cfg(tmp_path), default_argument_parser().parse_args(["--fork", "output/a", "--config-file=a.yaml"])
-        )
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        ("{}@6", (), r"no checkpoint of a DefaultTrainer after 6 iterations; there are those after 5, 10, 12$"),
+        ("{}", (), "MAX_ITER is 12, but the checkpoint to fork has done 12"),
+        ("{}", ("OUTPUT_DIR", "{}"), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
+        ("{}", ("CHECKPOINT.DIR", "{}"), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
+        ("{}@5", ("--config-file", "a.yaml"), "--fork trains with the settings of RUN: without"),
+    ],
+)
+def test_what_cannot_be_forked_is_refused(tmp_path, parent, run, options, message):
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        fork(run.format(parent), tmp_path, *(option.format(parent) for option in options))
 
 
 def test_a_script_that_does_not_load_is_refused(tmp_path, parent):

@@ -1,17 +1,12 @@
 """The command line of a replay, and what it leaves alone."""
 
-import argparse
 import logging
 
 import pytest
-import torch
 from trainkit.projects.replay import __main__ as tool
 from trainkit.projects.replay import replay
-from trainkit.projects.replay.tests.job import Job, Scans
+from trainkit.projects.replay.tests.job import Job
 
-from tests.engine.job import tiny_cfg
-from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.utils.logger import close_logger, setup_logger
 
 
@@ -52,7 +47,7 @@ def test_each_question_has_its_options(run, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["RUN"], "is a run: give --iter; got iter=None"),
+        (["RUN"], "iter=None, prove=False; accepted: the folder of a run and --iter"),
         (["RUN", "--range", "3:4"], "--hook is ''; accepted with --range: FILE.py:CLASS"),
         (["RUN", "--range", "4:4"], "argument --range: invalid iterations value: '4:4'"),
         (["RUN", "--range", "3:4", "--hook", f"{__file__}:call", "--out", "RUN/x"], "in the folder of the run, which"),
@@ -78,48 +73,3 @@ def test_the_loggers_of_the_caller_stay_as_they_are(run, tmp_path):
         assert (tmp_path / "mine.log").read_text().count("\n") == 1
     finally:
         close_logger()
-
-
-class EarlyDraws(Job):
-    """A script that draws between `default_setup` and its trainer."""
-
-    def __call__(self):
-        cfg = tiny_cfg(self.folder, "SEED", -1)
-        default_setup(cfg, argparse.Namespace(resume=False, eval_only=False))
-        torch.rand(3)
-        trainer = DefaultTrainer(cfg)
-        trainer.resume_or_load(False)
-        return trainer.train()
-
-
-def test_a_seed_that_was_drawn_is_set_before_what_a_script_draws_itself(tmp_path):
-    EarlyDraws(tmp_path)()
-
-    found = replay(tmp_path, 2, EarlyDraws(tmp_path), prove=True)
-
-    assert found.start == "the beginning"
-    assert found.proof.startswith("every byte equals model_0000004.pth")
-
-
-class Changing(Scans):
-    shift = 0.0
-
-    def __getitem__(self, index):
-        sample = super().__getitem__(index)
-        return {**sample, "x": sample["x"].nan_to_num() + self.shift}
-
-
-DatasetCatalog.register("tiny_changing", Changing)
-
-
-def test_another_dataset_is_noticed(tmp_path, monkeypatch):
-    job = Job(tmp_path, "DATASETS.TRAIN", ("tiny_changing",))
-    job()
-    monkeypatch.setattr(Changing, "shift", 1.0)
-
-    found = replay(tmp_path, 7, job, prove=True)
-
-    assert found.on_the_way.startswith("DIFFERENT: total_loss of iteration ")
-    assert found.proof.startswith("DIFFERENT from model_final.pth in model/")
-    assert found.verdict.startswith("different on this machine")
-    assert not found.is_equal

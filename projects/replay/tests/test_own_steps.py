@@ -23,14 +23,13 @@ class Pair(nn.Module):
 
 
 class Adversaries(DefaultTrainer):
-    """Two optimizers; ``iterate`` says whether the iterator is the trainer's own."""
+    """Two optimizers; the iterator ``mine``, if any, is the trainer's own."""
 
-    has_iterator = False
+    mine = None
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.of_critic = torch.optim.SGD(self.model.critic.parameters(), lr=0.1)
-        self.mine = iter(self.data_loader) if self.has_iterator else None
 
     def run_step(self):
         batch = next(self.mine or self._trainer._data_loader_iter)
@@ -48,19 +47,16 @@ class Adversaries(DefaultTrainer):
             raise FloatingPointError("the loss of the critic is not finite")
 
 
-class Iterating(Adversaries):
-    has_iterator = True
-
-
 class Game:
-    def __init__(self, folder, trainer_class=Adversaries, bad_call=-1):
-        self.folder, self.trainer_class, self.bad_call = folder, trainer_class, bad_call
+    def __init__(self, folder, has_iterator=False, bad_call=-1):
+        self.folder, self.has_iterator, self.bad_call = folder, has_iterator, bad_call
 
     def __call__(self):
         more = ("MODEL.NAME", "Pair", "MODEL.BAD_CALL", self.bad_call, "DATASETS.TEST", ())
         cfg = tiny_cfg(self.folder, *more)
         default_setup(cfg, argparse.Namespace(resume=False, eval_only=False))
-        trainer = self.trainer_class(cfg)
+        trainer = Adversaries(cfg)
+        trainer.mine = iter(trainer.data_loader) if self.has_iterator else None
         trainer.resume_or_load(False)
         return trainer.train()
 
@@ -93,7 +89,7 @@ def test_the_first_module_that_is_not_finite_is_named(tmp_path):
 
 
 def test_an_iterator_of_the_trainer_is_no_fault_of_the_machine(tmp_path):
-    game = Game(tmp_path, Iterating)
+    game = Game(tmp_path, has_iterator=True)
     game()
 
     found = replay(tmp_path, 3, game)

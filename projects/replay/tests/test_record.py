@@ -68,14 +68,6 @@ def test_a_checkpoint_of_before_this_hook_is_compared_too(tmp_path, caplog):
     assert [line.split()[0] for line in caplog.messages[-1].splitlines()[3:]] == ["SOLVER.IMS_PER_BATCH"]
 
 
-def test_a_checkpoint_without_settings_is_resumed(tmp_path, caplog):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path))
-    state = trainer.state_dict()
-    del state["hooks"]["RunRecord"]
-    DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4)).load_state_dict(state)
-    assert "other settings" not in caplog.text
-
-
 def test_another_number_of_threads_is_said_when_a_run_is_resumed(tmp_path, caplog):
     DefaultTrainer(tiny_cfg(tmp_path)).train()
     threads = torch.get_num_threads()

@@ -1,5 +1,6 @@
 """Any step of a past run is performed again, from its checkpoints, and equals the run to the last bit."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,12 +19,11 @@ from tests.engine.job import tiny_cfg
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
-from trainkit.engine import GraphTrainer, HookBase
+from trainkit.engine import DefaultTrainer, GraphTrainer, HookBase, default_setup
 
 SAME = "repeated in this process, every bit is equal"
 REPRODUCIBLE = f"reproducible: {SAME}; not repeated in a new process: no command is given"
-
-
+MODULES = [*(f"layers.{i}" for i in range(5)), "layers", "(model)"]
 TOP1 = "classification/top1"
 
 
@@ -37,6 +37,17 @@ def run(tmp_path_factory):
     job = Job(tmp_path_factory.mktemp("run"))
     job()
     return job
+
+
+def changed_copy(run, folder, change, names=("model_final.pth",)):
+    """A copy of the files of a run, with ``change(state)`` made to some."""
+    for file in run.folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    for name in names:
+        state = read_file(folder / name)
+        change(state)
+        write_file(state, folder / name)
+    return folder
 
 
 # ---------------------------------------------------------------------- a step
@@ -54,7 +65,7 @@ class Keep(HookBase):
             self.gradients = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("iter", [0, 5, 9])
+@pytest.mark.parametrize("iter", [0, 9])
 def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(tmp_path, iter):
     kept = Keep(iter)
     Job(tmp_path, make_hooks=lambda: [kept])()
@@ -65,21 +76,19 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(t
     assert found.losses == kept.losses
     assert found.gradients.keys() == kept.gradients.keys()
     assert all(torch.equal(found.gradients[name], kept.gradients[name]) for name in kept.gradients)
-    assert found.verdict == REPRODUCIBLE
-    assert found.differences == []
+    assert (found.verdict, found.differences) == (REPRODUCIBLE, [])
     assert found.start == ("the beginning" if iter < 4 else "model_0000004.pth")
 
 
-@pytest.mark.parametrize("iter", [4, 8])
-def test_a_step_of_a_run_with_a_graph_is_repeated_with_all_its_modules(tmp_path, monkeypatch, iter):
+def test_a_step_of_a_run_with_a_graph_is_repeated_with_all_its_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(GraphTrainer, "make_recorder", lambda self: CpuRecorder())
     job = Job(tmp_path, "SOLVER.GRAPH.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
     job()
 
-    found = replay(tmp_path, iter, job, prove=True)
+    found = replay(tmp_path, 8, job, prove=True)
 
-    assert (found.verdict, found.proof) == (REPRODUCIBLE, proof(f"model_{'0000004' if iter == 4 else 'final'}.pth"))
-    assert [name for name, _ in found.inspection.outputs] == [*(f"layers.{i}" for i in range(5)), "layers", "(model)"]
+    assert (found.verdict, found.proof) == (REPRODUCIBLE, proof("model_final.pth"))
+    assert [name for name, _ in found.inspection.outputs] == MODULES
 
 
 @needs_cuda
@@ -99,77 +108,52 @@ def test_the_report_has_the_numbers_of_the_step_and_the_run_is_not_changed(run):
 
     found = replay(run.folder, 6, run, prove=True)
 
-    outputs = dict(found.inspection.outputs)
-    assert [*outputs] == [*(f"layers.{i}" for i in range(5)), "layers", "(model)"]
+    outputs, words = dict(found.inspection.outputs), " ".join(str(found).split())
+    assert [*outputs] == MODULES
     assert 0 < outputs["layers.2"] <= outputs["layers.1"]
-    norm = found.gradients["layers.0.weight"].norm().item()
-    assert f"layers.0.weight {norm:.4g}" in " ".join(str(found).split())
-    assert f"x [8, 4] torch.float32 {found.batch['x'].min():.4g}" in " ".join(str(found).split())
-    assert str(found).endswith(f"proof: {found.proof}\nverdict: {found.verdict}")
+    assert f"layers.0.weight {found.gradients['layers.0.weight'].norm().item():.4g}" in words
+    assert f"x [8, 4] torch.float32 {found.batch['x'].min():.4g}" in words
+    assert str(found).endswith(f"proof: {proof('model_final.pth')}\nverdict: {found.verdict}")
     assert found.error == found.first_bad_module == found.first_bad_gradient == found.failure == ""
-    assert found.proof == proof("model_final.pth")
     assert digest_of_folder(run.folder) == before
 
 
 # ---------------------------------------------------------------------- faults are named
 
 
-def failed(job):
+def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path):
+    job = Job(tmp_path, make_hooks=lambda: [PlantNan("layers.4.bias", 7)])
     with pytest.raises(FloatingPointError):
         job()
-    return job
-
-
-def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path):
-    name, module = "layers.4.bias", "layers.4"
-    job = failed(Job(tmp_path, make_hooks=lambda: [PlantNan(name, 7)]))
 
     found = replay(tmp_path, 7, job)
 
-    assert found.inspection.not_finite_before == [name]
-    assert found.first_bad_module == module
+    assert found.inspection.not_finite_before == ["layers.4.bias"]
+    assert found.first_bad_module == "layers.4"
     assert found.error.startswith("FloatingPointError: the loss is not finite in iteration 7")
     assert found.verdict == REPRODUCIBLE
     assert found.on_the_way == "4 of 4 logged values equal those in capsule.rank0.pt, iterations 5 to 6"
 
 
-def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_path):
-    job = Job(tmp_path, "DATASETS.TRAIN", ("tiny_scans",), "SOLVER.NON_FINITE.POLICY", "skip")
-    job()
-    batches = {iter: replay(tmp_path, iter, job, verdict=False) for iter in range(10)}
+LISTS = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
 
-    hit = [iter for iter, found in batches.items() if "scan_017.png" in found.samples]
-    assert len(hit) == 2  # of two epochs
-    for iter, found in batches.items():
-        assert found.inspection.bad_samples == (["scan_017.png"] if iter in hit else [])
-        assert found.first_bad_module == ("layers.0" if iter in hit else "")
+
+@pytest.mark.parametrize(("options", "length", "hits"), [((), 10, 2), (LISTS, 5, 2)])  # of two epochs
+def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_path, options, length, hits):
+    policy = ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.MAX_ITER", length, "SOLVER.STEPS", (), "DATASETS.TEST", ())
+    job = Job(tmp_path, *options, *policy, "DATASETS.TRAIN", ("tiny_scans",))
+    job()
+    steps = [replay(tmp_path, iter, job, verdict=False) for iter in range(length)]
+
+    for found in steps:
+        is_hit = "scan_017.png" in found.samples
+        assert found.inspection.bad_samples == ["scan_017.png"] * is_hit
         assert found.inspection.samples_of_first_bad_output == found.inspection.bad_samples
-        assert found.first_bad_gradient == ("layers.4.bias" if iter in hit else "")
-
-
-def test_a_sample_of_a_batch_that_is_a_list_is_named(tmp_path):
-    """Two micro-batches, each a list of samples."""
-    lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
-    policy = (
-        "DATASETS.TRAIN",
-        ("tiny_scans",),
-        "SOLVER.NON_FINITE.POLICY",
-        "skip",
-        "SOLVER.MAX_ITER",
-        3,
-        "DATASETS.TEST",
-        (),
-    )
-    job = Job(tmp_path, *lists, *policy, "SOLVER.STEPS", ())
-    job()
-    found = [replay(tmp_path, iter, job) for iter in range(3)]
-
-    assert [name for step in found for name in step.inspection.bad_samples] == ["scan_017.png"]
-    assert [step.inspection.samples_of_first_bad_output for step in found] == [
-        step.inspection.bad_samples for step in found
-    ]
-    assert [len(step.samples) for step in found] == [16, 16, 16]
-    assert {step.verdict for step in found} == {REPRODUCIBLE}
+        assert (found.first_bad_module, found.first_bad_gradient) == (
+            ("layers.0", "layers.4.bias") if is_hit else ("", "")
+        )
+        assert len(found.samples) == (16 if options else 8)
+    assert sum("scan_017.png" in found.samples for found in steps) == hits
 
 
 # ---------------------------------------------------------------------- proofs
@@ -180,19 +164,12 @@ def test_a_sample_of_a_batch_that_is_a_list_is_named(tmp_path):
     [
         ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 4],
         ["HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"}]],
-        ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"],
-        ["DATALOADER.NUM_WORKERS", 2],
+        ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "DATALOADER.NUM_WORKERS", 2],
         ["TEST.EVAL_PERIOD", 2, "CHECKPOINT.BEST_METRIC", TOP1],
-        [
-            "HOOKS",
-            [{"NAME": "ReduceOnPlateau", "VAL_METRIC": TOP1, "PATIENCE": 1}],
-            "TEST.EVAL_PERIOD",
-            2,
-        ],
+        ["HOOKS", [{"NAME": "ReduceOnPlateau", "VAL_METRIC": TOP1, "PATIENCE": 1}], "TEST.EVAL_PERIOD", 2],
         # stops after iteration 7
         ["EARLY_STOPPING.METRIC", TOP1, "EARLY_STOPPING.MIN_DELTA", 1000.0, "TEST.EVAL_PERIOD", 2],
-        ["SEED", -1],
-        ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.OPTIMIZER.NAME", "AdamW"],
+        ["SEED", -1, "SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.OPTIMIZER.NAME", "AdamW"],
     ],
     ids=lambda options: str(options[0] if options[0] != "HOOKS" else options[1][0]["NAME"]),
 )
@@ -233,15 +210,32 @@ def test_a_run_that_keeps_the_batch_of_more_processes_is_proven(tmp_path):
     assert found.proof == proof("model_final.pth")
 
 
-def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
-    for file in run.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    state = read_file(tmp_path / "model_final.pth")
-    state["model"]["layers.4.bias"][1] += 1e-6
-    state["trainer"]["storage"]["histories"]["total_loss"]["values"][5] += 1e-6
-    write_file(state, tmp_path / "model_final.pth")
+class EarlyDraws(Job):
+    """A script that draws between `default_setup` and its trainer."""
 
-    found = replay(tmp_path, 6, Job(tmp_path), prove=True)
+    def __call__(self):
+        cfg = tiny_cfg(self.folder, "SEED", -1)
+        default_setup(cfg, argparse.Namespace(resume=False, eval_only=False))
+        torch.rand(3)
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(False)
+        return trainer.train()
+
+
+def test_a_seed_that_was_drawn_is_set_before_what_a_script_draws_itself(tmp_path):
+    EarlyDraws(tmp_path)()
+
+    found = replay(tmp_path, 2, EarlyDraws(tmp_path), prove=True)
+
+    assert (found.start, found.proof) == ("the beginning", proof("model_0000004.pth"))
+
+
+def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
+    def change(state):
+        state["model"]["layers.4.bias"][1] += 1e-6
+        state["trainer"]["storage"]["histories"]["total_loss"]["values"][5] += 1e-6
+
+    found = replay(changed_copy(run, tmp_path, change), 6, Job(tmp_path), prove=True)
 
     assert found.on_the_way.startswith("DIFFERENT: total_loss of iteration 5 is ")
     assert found.proof.startswith("DIFFERENT from model_final.pth in model/layers.4.bias: 1 of 2 values")
@@ -262,9 +256,9 @@ class Seen:
 @pytest.mark.parametrize(
     ("again", "new", "equals_run", "start"),
     [
-        (Seen(), Seen(), True, "reproducible: "),
-        (Seen(), Seen(), None, "reproducible, but not compared with the run"),
-        (Seen(), Seen(), False, "different on this machine: "),
+        (Seen(), Seen(), True, f"reproducible: {SAME}; in a new process, every bit is equal"),
+        (Seen(), Seen(), None, "reproducible, but not compared with the run, which has stored no value of the data"),
+        (Seen(), Seen(), False, "different on this machine: the executions agree"),
         (Seen(output="3"), Seen(), True, "with a state that no checkpoint holds (a counter"),
         (Seen(), Seen(output="3"), True, "other in each process (the order of a set"),
         (Seen(output="3"), Seen(output="4"), True, "transient (hardware, "),
@@ -272,9 +266,7 @@ class Seen:
     ],
 )
 def test_the_verdict_says_no_more_than_the_executions_show(again, new, equals_run, start):
-    elsewhere = "no command is given" if new is None else (new.parts, {})
-
-    verdict = judge(Seen(), again, {}, elsewhere, equals_run)
+    verdict = judge(Seen(), again, "no command is given" if new is None else new.parts, equals_run)
 
     assert verdict.startswith(start)
     assert verdict.count("differs in the module layers.0: equal inputs and different outputs") == sum(
@@ -337,11 +329,8 @@ def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch,
     subprocess.run([sys.executable, *words], check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
-    printed = subprocess.run(
-        [sys.executable, "-m", "trainkit.projects.replay", "run", "--iter", "5", "--", *words],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "trainkit.projects.replay", "run", "--iter", "5", "--", *words]
+    printed = subprocess.run(command, capture_output=True, text=True)
 
     assert f"\nverdict: {start}" in printed.stdout, printed
     assert "not as in the run: variable PYTHONHASHSEED: 1 in the run, not set now" in printed.stdout
@@ -364,21 +353,16 @@ def test_values_that_no_sample_changes_are_no_proof(tmp_path):
 
 
 def test_what_differs_from_the_run_is_said(run, tmp_path):
-    for file in run.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    for name in ("model_0000004.pth", "model_final.pth"):
-        state = read_file(tmp_path / name)
+    def change(state):
         origin = state["trainer"]["origin"]
-        origin["files"]["tests/engine/job.py"] = "another"
-        origin["files"]["gone.py"] = "1"
+        origin["files"] |= {"tests/engine/job.py": "another", "gone.py": "1"}
         origin["versions"]["torch"] = "2.12.0"
         origin["device"] = "NVIDIA H100"
         origin["machine"] |= {"threads of torch": "1", "instructions of the CPU": "SSE", "variable OMP_SCHEDULE": "x"}
-        write_file(state, tmp_path / name)
 
     threads = []
     job = Job(tmp_path, "SOLVER.BASE_LR", 0.2, make_hooks=lambda: threads.append(torch.get_num_threads()) or [])
-    found = replay(tmp_path, 6, job, verdict=False)
+    found = replay(changed_copy(run, tmp_path, change), 6, job, verdict=False)
 
     assert threads == [1]  # set for the replay, so it is no difference
     assert found.differences == [
@@ -394,41 +378,31 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
-    with pytest.raises(ConfigError, match="there is no '.*/nowhere'; accepted: the folder of a run, or a capsule"):
+    with pytest.raises(ConfigError, match="got '.*/nowhere' .*; accepted: the folder of a run and --iter"):
         replay(tmp_path / "nowhere", 3, run)
     with pytest.raises(CheckpointError, match="no checkpoint of a DefaultTrainer that says how its run was started"):
         replay(tmp_path, 3, run)
     with pytest.raises(CheckpointError, match="no checkpoint after iteration 10; leave out --prove"):
         replay(run.folder, 10, run, prove=True)
-    with pytest.raises(ConfigError, match="--iter is 10; accepted: 0 to 9, the iterations of the run"):
-        replay(run.folder, 10, run)
-    with pytest.raises(ConfigError, match="--iter is -1; accepted: 0 to 9"):
+    with pytest.raises(ConfigError, match="--iter is -1; accepted: 0 to 9, the iterations of the run"):
         replay(run.folder, -1, run)
     with pytest.raises(ConfigError, match="has ended before it trained"):
         replay(run.folder, 3, lambda: None)
-
-    state = read_file(run.folder / "model_final.pth")
-    state["trainer"]["origin"]["processes"] = 4
-    write_file(state, tmp_path / "model_final.pth")
+    changed_copy(run, tmp_path, lambda state: state["trainer"]["origin"].update(processes=4))
     with pytest.raises(CheckpointError, match="torchrun --nproc-per-node 4 -m trainkit.projects.replay"):
-        replay(tmp_path, 3, run)
+        replay(tmp_path, 6, run)
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
-def test_a_checkpoint_says_how_its_run_was_started(run):
+def test_a_checkpoint_says_how_its_run_was_started(run, tmp_path):
     origin = read_file(run.folder / "model_0000004.pth")["trainer"]["origin"]
 
     assert origin["argv"]
-    assert origin["seed"] == 1
-    assert origin["device"] == "cpu"
-    assert origin["processes"] == 1
+    assert (origin["seed"], origin["device"], origin["processes"]) == (1, "cpu", 1)
     assert origin["versions"]["torch"] == str(torch.__version__)
     assert origin["machine"]["threads of torch"] == str(torch.get_num_threads())
     assert {"tests/engine/job.py", "projects/replay/tests/job.py", "trainkit"} <= origin["files"].keys()
     assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
-    cfg = tiny_cfg(run.folder.parent / "other")
-    (run.folder.parent / "config.yaml").write_text(origin["config"])
-    cfg.merge_from_file(run.folder.parent / "config.yaml")
+    cfg = tiny_cfg(tmp_path)
+    (tmp_path / "config.yaml").write_text(origin["config"])
+    cfg.merge_from_file(tmp_path / "config.yaml")
     assert cfg == tiny_cfg(run.folder)
