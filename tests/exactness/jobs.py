@@ -1,13 +1,12 @@
 """The kinds of runs that must resume exactly; each one is small."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import Sampler
 
 from tests.engine.job import tiny_cfg
 from tests.same_bits_jobs import GANTrainer
@@ -141,41 +140,43 @@ class Shuffling(Sampler):
         self.epoch = state["epoch"]
 
 
-class Stream(IterableDataset):
-    """Samples without indices, which knows its position."""
+class OwnLoader:
+    """A loader of a user, which knows its position."""
 
-    def __init__(self):
-        self.sampler, self.count = Shuffling(), 0
+    epoch = count = 0
 
     def __iter__(self):
-        for index in itertools.islice(self.sampler, self.count, None):
+        order = torch.randperm(18, generator=torch.Generator().manual_seed(self.epoch))
+        while self.count < 5:
             self.count += 1
-            yield SAMPLES[index]
-        self.count = 0
+            yield SAMPLES[order[4 * self.count - 4 : 4 * self.count]]
+        self.epoch, self.count = self.epoch + 1, 0
 
     def state_dict(self):
-        return {**self.sampler.state_dict(), "count": self.count}
+        return {"epoch": self.epoch, "count": self.count}
 
     def load_state_dict(self, state):
-        self.sampler.load_state_dict(state)
-        self.count = state["count"]
+        self.epoch, self.count = state["epoch"], state["count"]
 
 
 class FiniteData(Scripted):
     """18 samples in batches of 4, so each fifth has 2; two hooks of one class.
 
     Args:
-        stream: the data have no indices.
+        own_loader: the loader is not one of trainkit.
         options: of the loader.
     """
 
-    def __init__(self, *, stream=False, accumulation_steps=1, **options):
-        self.stream, self.accumulation_steps, self.options = stream, accumulation_steps, options
-        self.has_epochs = not stream
+    def __init__(self, *, own_loader=False, accumulation_steps=1, **options):
+        self.own_loader, self.accumulation_steps, self.options = own_loader, accumulation_steps, options
+        self.has_epochs = not own_loader
 
     def parts(self):
-        source = {"dataset": Stream()} if self.stream else {"dataset": SAMPLES, "sampler": Shuffling()}
-        loader = ResumableLoader(**source, batch_size=4, seed=1, **self.options)
+        loader = (
+            OwnLoader()
+            if self.own_loader
+            else ResumableLoader(SAMPLES, sampler=Shuffling(), batch_size=4, seed=1, **self.options)
+        )
         model = Dropping()
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.5)
         trainer = SimpleTrainer(model, loader, optimizer, accumulation_steps=self.accumulation_steps)

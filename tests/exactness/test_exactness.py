@@ -37,7 +37,7 @@ JOBS = {
     "finite data": FiniteData(),
     "finite data, workers": FiniteData(num_workers=2, persistent_workers=True),
     "windows that cross epochs": FiniteData(accumulation_steps=3),
-    "a stream": FiniteData(stream=True),
+    "a loader of a user": FiniteData(own_loader=True),
 }
 
 

@@ -12,8 +12,8 @@ from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
+from trainkit.data.loader import worker_init_reset_seed as worker_init_reset_seed  # detectron2 has it here
 from trainkit.data.samplers import InferenceSampler, TrainingSampler, new_generator, seed_of
-from trainkit.data.workers import worker_init_reset_seed as worker_init_reset_seed  # detectron2 has it here
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
 from trainkit.utils.errors import ConfigError, look_up, unknown_name
@@ -64,17 +64,15 @@ def build_batch_data_loader(
     """
     if aspect_ratio_grouping:
         raise ValueError("aspect_ratio_grouping is not accepted; use GroupedBatchSampler or AspectRatioGroupedDataset")
-    if (total_batch_size is None) == (single_gpu_batch_size is None):
-        sizes = f"{total_batch_size} and {single_gpu_batch_size}"
-        raise ValueError(f"give either total_batch_size or single_gpu_batch_size, got {sizes}")
     num_ranks = comm.get_data_world_size()
+    if (total_batch_size is None) == (single_gpu_batch_size is None):
+        raise ValueError(f"give total_batch_size or single_gpu_batch_size: {total_batch_size}, {single_gpu_batch_size}")
     total = total_batch_size or (single_gpu_batch_size or 0) * num_ranks
     if total < 1 or total % num_ranks:  # a ConfigError: a command line with another number of processes can cause it
         accepted = f"must be a positive multiple of the world size {num_ranks}"
         raise ConfigError(f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) {accepted}, got {total}")
     dataset, sampler = getattr(dataset, "indexed", None) or (dataset, sampler)
     seed = torch.initial_seed() if seed is None else seed
-    kwargs.setdefault("generator", new_generator(seed, LOADER_KEY, comm.get_data_rank()))
     return ResumableLoader(
         dataset,
         seed=seed,
@@ -86,7 +84,7 @@ def build_batch_data_loader(
         prefetch_factor=prefetch_factor if num_workers else None,  # DataLoader accepts these two only with workers
         persistent_workers=persistent_workers and num_workers > 0,
         pin_memory=pin_memory and accelerator_runs_ahead(),
-        **kwargs,
+        **{"generator": new_generator(seed, LOADER_KEY, comm.get_data_rank()), **kwargs},
     )
 
 
@@ -131,8 +129,7 @@ def build_train_loader(
     """The endless loader of a dataset; or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
 
     Args:
-        dataset: a list of samples, map-style, or iterable. An iterable dataset has its own order, length, and division
-            between ranks and workers.
+        dataset: a list of samples, map-style, or iterable.
         mapper: applied to each sample before collating.
         sampler: None: a `TrainingSampler`.
         kwargs: as for `build_batch_data_loader`, but ``collate_fn`` is torch's ``default_collate``.
@@ -169,16 +166,10 @@ def build_test_loader(
 def _load_dataset(name: str, key: str) -> Any:
     if name not in DatasetCatalog:
         raise ConfigError(f"{key}: {DatasetCatalog.explain_unknown(name)}")
-    dataset = DatasetCatalog.get(name)
-    if not isinstance(dataset, IterableDataset) and len(dataset) == 0:
-        raise ConfigError(f"{key}: {name!r} has no samples")
-    if isinstance(dataset, list | tuple):
-        dataset = DatasetFromList(dataset)
-        dataset.name = name
-    return dataset
+    return _mapped(DatasetCatalog.get(name))
 
 
-def _mapped(dataset: Any, mapper: _Function) -> Any:
+def _mapped(dataset: Any, mapper: _Function = None) -> Any:
     dataset = DatasetFromList(dataset) if isinstance(dataset, list | tuple) else dataset
     return dataset if mapper is None else MapDataset(dataset, mapper)
 
@@ -189,13 +180,11 @@ def build_transform(cfg: CfgNode, is_train: bool) -> _Function:
     if not cfg.INPUT[key]:
         return None
     transform = look_up(TRANSFORM_REGISTRY, cfg.INPUT[key], f"INPUT.{key}")(cfg)
-    if not callable(transform):
-        raise TypeError(f"INPUT.{key} must build a function sample -> sample, got a {type(transform).__name__}")
     return transform if is_train else partial(_keep, transform)
 
 
 def _keep(transform: Callable[[Any], Any], sample: Any) -> Any:
     sample = transform(sample)
-    if sample is None:  # it would change the results
+    if sample is None:  # another sample in its place would change the results
         raise ValueError("INPUT.TEST_TRANSFORM gave None; only a training transform may leave a sample out")
     return sample

@@ -31,9 +31,6 @@ class Catalog(UserDict[str, _T]):
     def __missing__(self, name: str) -> _T:
         raise KeyError(self.explain_unknown(name))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__[1:]}({', '.join(self)})"
-
 
 class _DatasetCatalog(Catalog[Callable[[], Any]]):
     """Names of datasets, each with the function that makes it: a list, a map-style dataset or an ``IterableDataset``.
@@ -43,8 +40,6 @@ class _DatasetCatalog(Catalog[Callable[[], Any]]):
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
         """Register the function that makes the dataset ``name``. Raises ValueError if the name is taken."""
-        if not callable(func):
-            raise TypeError(f"dataset {name!r} needs a function that makes it, got a {type(func).__name__}")
         if name in self:
             raise ValueError(f"a dataset {name!r} is registered already; remove({name!r}) it first")
         self[name] = func

@@ -1,6 +1,5 @@
 """Datasets that wrap other datasets."""
 
-import contextlib
 import copy
 import io
 import math
@@ -52,11 +51,6 @@ class MapDataset(data.Dataset[Any]):
 
 
 class _MapIterableDataset(MapDataset, IterableDataset[Any]):
-    def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):  # these exist if the inner dataset has them
-            return getattr(self._dataset, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
     def __iter__(self) -> Iterator[Any]:
         for sample in self._dataset:  # not map(), which would end if the function raised StopIteration
             if (mapped := self._map_func(sample)) is not None:
@@ -81,8 +75,6 @@ class DatasetFromList(data.Dataset[Any]):
         serialize: keep one buffer of pickled samples, which forked workers share: reference counting would make each of
             them copy the memory of small objects. Or a function that makes another container of the list.
     """
-
-    name = ""  # for errors
 
     def __init__(
         self, lst: Sequence[Any], copy: bool = True, serialize: bool | Callable[[Sequence[Any]], Any] = True
@@ -123,10 +115,10 @@ class _SamplePickler(pickle.Pickler):
     """Pickles tensors as arrays: loading takes 6 us instead of 45, and a view is saved without its whole storage."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
-            with contextlib.suppress(TypeError, RuntimeError):  # no array: bfloat16, sparse, requires grad, on a device
-                return torch.from_numpy, (obj.numpy(),)
-        return NotImplemented
+        try:
+            return (torch.from_numpy, (obj.numpy(),)) if type(obj) is torch.Tensor else NotImplemented
+        except (TypeError, RuntimeError):  # no array: bfloat16, sparse, requires grad, on a device
+            return NotImplemented
 
 
 serialize_methods: list[Callable[[Sequence[Any]], Any]] = [_PickledSamples]  # the last one is in use

@@ -2,13 +2,18 @@
 
 import copy
 import logging
+import multiprocessing
+import os
 import pickle
+import signal
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -17,15 +22,15 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, new_generator
-from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
-from trainkit.data.workers import worker_init_reset_seed
+from trainkit.data.seeding import draws_from_torch_alone, seed_globals, splitmix64, undisturbed_globals
 from trainkit.utils import comm
+from trainkit.utils.env import seed_all_rng, stop_signals
 
 logger = logging.getLogger(__name__)
 
 LOADER_KEY = 2  # samplers use other keys, so the seeds of workers are independent of the order
 _NOT_RANDOM = (list, tuple, range, data.TensorDataset, DatasetFromList)
-_CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)  # errors if a worker ends while it sends a batch
+_POLL_SEC = 5.0  # interval of a worker's checks whether its parent is alive
 
 
 def trivial_batch_collator(batch: list[Any]) -> list[Any]:
@@ -38,12 +43,11 @@ class ResumableLoader(DataLoader[Any]):
 
     The position counts the delivered samples of all ranks. After ``load_state_dict`` the next ``iter()`` continues
     there: at once with an `InfiniteSampler`; by drawing the indices of the pass again with another sampler or batch
-    sampler that has ``state_dict`` and ``load_state_dict``; by these methods of an ``IterableDataset``, without
-    workers. ``resume_obstacle`` says why there is no position; it is empty if there is one.
+    sampler that has ``state_dict`` and ``load_state_dict``. ``resume_obstacle`` says why there is no position.
 
-    Before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and the sample's
-    position, unless nothing is random (lists and tensors, collated by torch or this package) or there is an obstacle.
-    Without workers, the random state of the process is restored after each batch.
+    Before ``dataset[index]`` torch's global generator is seeded from the seed and the sample's position, and those of
+    Python and NumPy too unless `draws_from_torch_alone`. There are no seeds if nothing is random (lists and tensors,
+    collated by torch or this package). Without workers, the generators are restored after each batch.
 
     Args:
         seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
@@ -65,216 +69,220 @@ class ResumableLoader(DataLoader[Any]):
         kwargs["worker_init_fn"] = partial(_start_worker, worker_init_fn)
         super().__init__(dataset, **kwargs)
         seed = torch.initial_seed() if seed is None else seed
-        is_stream = isinstance(dataset, data.IterableDataset)
-        self._draws = draws = _Draws(self.batch_sampler, dataset if is_stream else None, seed)
-        self.resume_obstacle = self._find_obstacle(is_stream)
+        self._order = order = _Order(self.batch_sampler, seed)
+        self._recent: deque[list[Any]] = deque(maxlen=64)  # indices of the last delivered batches
+        self.resume_obstacle = self._find_obstacle()
         if not self.resume_obstacle and self.generator is None:
             # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
             kwargs["generator"] = self.generator = new_generator(seed, LOADER_KEY, comm.get_data_rank())
         self._inside: DataLoader[Any] | None = None
-        if not is_stream and self.batch_sampler is not None:
+        if self.batch_sampler is not None and not isinstance(dataset, data.IterableDataset):
             if type(dataset) not in _NOT_RANDOM or self.collate_fn not in (default_collate, trivial_batch_collator):
-                draws.seeds_samples = not self.resume_obstacle
+                order.seeds_samples = not self.resume_obstacle
                 # an evaluation without workers may use the random numbers of the loop
-                draws.seeds_batches = draws.is_test and self.num_workers > 0
-            for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
+                order.seeds_batches = order.is_test and self.num_workers > 0
+            only_torch = order.seeds_samples and draws_from_torch_alone(dataset, self.collate_fn)
+            for name in ("shuffle", "batch_sampler", "drop_last"):
                 kwargs.pop(name, None)
-            kwargs |= {"batch_sampler": draws, "collate_fn": partial(_collate, self.collate_fn)}
-            self._inside = DataLoader(_Samples(dataset), **kwargs)
+            kwargs |= {"sampler": order, "batch_size": None, "collate_fn": trivial_batch_collator}
+            self._inside = DataLoader(_Batches(dataset, self.collate_fn, only_torch), **kwargs)
 
-    def _find_obstacle(self, is_stream: bool) -> str:
-        order = self._draws.order
-        if not self.in_order or order is None:
+    def _find_obstacle(self) -> str:
+        source = self._order.source
+        if not self.in_order or source is None:
             return "with in_order=False or batch_size=None the delivered samples are not counted"
-        if is_stream and self.num_workers > 0:
-            return f"each worker has its own copy of the {type(order).__name__}; give num_workers=0 or indexed samples"
-        if not hasattr(order, "state_dict") or not hasattr(order, "load_state_dict"):
-            return f"{type(order).__name__} has no state_dict() and load_state_dict()"
-        return getattr(order, "resume_obstacle", "")
+        if isinstance(self.dataset, data.IterableDataset):
+            return f"a {type(self.dataset).__name__} has no indices; add them, or use a loader that has a state_dict()"
+        if not hasattr(source, "state_dict") or not hasattr(source, "load_state_dict"):
+            return f"{type(source).__name__} has no state_dict() and load_state_dict()"
+        return getattr(source, "resume_obstacle", "")
 
     @property
     def seed(self) -> int:
         """The seed of the random numbers of samples: the sampler's own seed if it has one."""
-        return self._draws.seed
+        return self._order.seed
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the newest iterator after the delivered batches, if there is no obstacle."""
-        return {"kind": type(self._draws.order).__name__, "seed": self.seed, **self._draws.state()}
+        return {"kind": type(self._order.source).__name__, "seed": self.seed, **self._order.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next ``iter()`` continues at the saved position, with its seeds; do not use older iterators any more.
 
         If the state is from a sampler of another class, the data starts again, with a warning.
         """
-        if state["kind"] != (kind := type(self._draws.order).__name__):
+        if state["kind"] == (kind := type(self._order.source).__name__):
+            self._order.load(state)
+        else:
             text = "The checkpoint's data order is from %s, which cannot be used with %s; the data starts again"
             logger.warning(text, state["kind"], kind)
-        else:
-            self._draws.load(state)
 
     def names_of_last(self, num_batches: int) -> list[list[str]]:
         """The sample names of the last delivered batches, as in errors; fewer batches if they are not known."""
-        batches = [*self._draws.recent][-num_batches:]
-        return [[_names(self.dataset, [index]) for index in batch] for batch in batches]
+        return [[_name(self.dataset, index) for index in batch] for batch in [*self._recent][-num_batches:]]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._draws.restart()
-        return _Deliveries(super().__iter__() if self._inside is None else iter(self._inside), self._draws, self)
+        if self._inside is None:
+            return super().__iter__()
+        progress = self._order.start_pass()
+        return _Deliveries(iter(self._inside), progress, self._recent)
 
 
-class _Draws(data.Sampler[list[tuple[int | None, Any]]]):
-    """The batches of a loader as lists of (random bits or None, index); counts which of them are delivered.
+class _Deliveries(Iterator[Any]):
+    """The batches from torch's iterator; counts them."""
 
-    Attributes:
-        order: the object that decides the order of samples, so it has the state.
-        position, number: samples of the stream, and batches of the pass, that are delivered.
-        owed: (position after it, its number, indices) of each batch of the pass that is not delivered yet.
-        recent: indices of the last delivered batches.
+    def __init__(self, fetched: Iterator[Any], progress: "_Progress", recent: deque[list[Any]]) -> None:
+        self._fetched, self._progress, self._recent = fetched, progress, recent
+        # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the queues in it first, and
+        # torch then waits 5 s for each worker. Held here, torch's iterator is in no cycle.
+        weakref.finalize(self, id, fetched).atexit = False
+
+    def __next__(self) -> Any:
+        (self._progress.position, self._progress.num_batches, indices), batch = next(self._fetched)
+        self._recent.append(indices)
+        return batch
+
+
+@dataclass
+class _Progress:
+    """What a pass has delivered: samples of the stream, counted from the start of the run, and batches."""
+
+    position: int = 0
+    num_batches: int = 0
+
+
+class _Order(data.Sampler[Any]):
+    """The batches of a loader as (random bits, (position and number of batches after it, its indices)).
+
+    There are bits for each sample, for the first one alone, or for none. ``source`` decides the order of samples, so it
+    has the state.
     """
 
     seeds_samples = seeds_batches = False
 
-    def __init__(self, batches: Any, stream: Any, seed: int) -> None:
+    def __init__(self, batches: Any, seed: int) -> None:
         sampler: Any = getattr(batches, "sampler", None)
-        self._batches, self._stream, self._own_seed = batches, stream, seed
-        self.order: Any = sampler if type(batches) is data.BatchSampler else batches
-        if stream is not None:
-            self.order = stream
+        self._batches, self._own_seed = batches, seed
+        self.source: Any = sampler if type(batches) is data.BatchSampler else batches
         self.is_test = isinstance(sampler, InferenceSampler)
         self._endless: Any = sampler if isinstance(sampler, InfiniteSampler) else None
-        self._start: Any = None  # the state of the order before the pass
+        self._start: Any = None  # the state of the source before the pass
+        self._progress: _Progress | None = None
         self._is_loaded = False
-        self.position = self.number = 0
-        self.owed: Any = None  # a deque after the start of the first pass
-        self.recent: deque[list[Any]] = deque(maxlen=64)
 
     @property
     def seed(self) -> int:
         return self._own_seed if self._endless is None else self._endless.seed
 
     def state(self) -> dict[str, Any]:
-        if self.owed is None or self._stream is not None:
-            self.restart()
-        if self.order is self._endless:
-            return {"position": self.position, "order": self.order.state_dict(self.position)}
-        return {"position": self.position, "order": self._start, "batches": self.number}
+        progress = self._progress or self.start_pass()
+        if self.source is self._endless:
+            return {"position": progress.position, "order": self.source.state_dict(progress.position)}
+        return {"position": progress.position, "order": self._start, "batches": progress.num_batches}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.order.load_state_dict(copy.deepcopy(state["order"]))
+        self.source.load_state_dict(copy.deepcopy(state["order"]))
         self._own_seed, self._start, self._is_loaded = state["seed"], state["order"], True
-        self.position, self.number, self.owed = state["position"], state.get("batches", 0), deque()
+        self._progress = _Progress(state["position"], state.get("batches", 0))
 
-    def restart(self) -> None:
-        """Start a pass: after loading a state where it says, else where the order goes on."""
-        if self._endless is not None and self.order is self._endless:
-            self.position, self.number = self._endless.start, 0
-        elif not self._is_loaded:
-            self.number = 0
-            self._start = copy.deepcopy(self.order.state_dict()) if hasattr(self.order, "state_dict") else None
-        self._is_loaded, self.owed = False, deque()
+    def start_pass(self) -> _Progress:
+        """Start a pass: after loading a state where it says, else where the source goes on."""
+        if self._endless is not None and self.source is self._endless:
+            self._progress = _Progress(self._endless.start)
+        elif self._progress is None or not self._is_loaded:
+            self._progress = _Progress(self._progress.position if self._progress else 0)
+            self._start = copy.deepcopy(self.source.state_dict()) if hasattr(self.source, "state_dict") else None
+        self._is_loaded = False
+        return self._progress
 
-    def __iter__(self) -> Iterator[list[tuple[int | None, Any]]]:
-        rank, world_size, owed = comm.get_data_rank(), comm.get_data_world_size(), self.owed
-        if self._endless is not None:
-            rank, world_size = self._endless.rank, self._endless.world_size
-        position, key = 0 if self.is_test else self.position, splitmix64(self.seed, 0)
-        for number, drawn in enumerate(islice(self._batches, self.number, None), self.number + 1):
-            indices, first = [*drawn], position + rank
-            bits: list[int | None] = [None] * len(indices)
-            if self.seeds_samples:
-                bits = [splitmix64(key, first + i * world_size) for i in range(len(indices))]
-            elif self.seeds_batches:  # each evaluation has the same random numbers
-                bits[:1] = [splitmix64(key, first)]
+    def __iter__(self) -> Iterator[Any]:
+        progress = self._progress or self.start_pass()
+        return self._draw(0 if self.is_test else progress.position, progress.num_batches)
+
+    def _draw(self, position: int, num_batches: int) -> Iterator[Any]:
+        ranks: Any = self._endless
+        rank, world_size = (
+            (ranks.rank, ranks.world_size) if ranks else (comm.get_data_rank(), comm.get_data_world_size())
+        )
+        key = splitmix64(self.seed, 0)
+        for number, drawn in enumerate(islice(self._batches, num_batches, None), num_batches + 1):
+            indices = [*drawn]
+            num_seeds = len(indices) if self.seeds_samples else int(self.seeds_batches)  # each evaluation has the same
+            bits = [splitmix64(key, position + rank + i * world_size) for i in range(num_seeds)]
             position += len(indices) * world_size
-            owed.append((position, number, indices))
-            yield [*zip(bits, indices, strict=True)]
+            yield bits, (position, number, indices)
 
 
-class _Deliveries(Iterator[Any]):
-    """The batches from torch's iterator; counts them, and says in an error which batch was due."""
+class _Batches(data.Dataset[Any]):
+    """The batches by what `_Order` draws, each with its progress; the bits seed the global generators."""
 
-    def __init__(self, fetched: Iterator[Any], draws: _Draws, loader: ResumableLoader) -> None:
-        self._fetched, self._draws, self._owed, self._loader = fetched, draws, draws.owed, loader
-        # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the queues in it first, and
-        # torch then waits 5 s for each worker. Held here, torch's iterator is in no cycle.
-        if loader.num_workers > 0:
-            weakref.finalize(self, id, fetched).atexit = False
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], only_torch: bool) -> None:
+        self.dataset, self._collate_fn, self._only_torch = dataset, collate_fn, only_torch
 
-    def __next__(self) -> Any:
-        has_workers, owed = self._loader.num_workers > 0, self._owed
-        try:
-            with undisturbed_globals() if self._draws.seeds_samples and not has_workers else nullcontext():
-                batch = next(self._fetched)
-        except StopIteration:
-            raise
-        except Exception as error:
-            if owed:
-                _add_note(error, f"while waiting for the batch of {_names(self._loader.dataset, owed.popleft()[2])}")
-            if has_workers and isinstance(error, _CUT_OFF) and not str(error).startswith("Caught "):
-                raise RuntimeError(f"a loader worker has ended while it sent a batch: {error!r}") from error
-            raise
-        if owed:
-            delivered = owed.popleft()
-            if self._draws.owed is owed:  # otherwise there is a newer iterator
-                self._draws.position, self._draws.number, indices = delivered
-                self._draws.recent.append(indices)
-        return batch
+    def __getitem__(self, drawn: Any) -> tuple[Any, Any]:
+        bits, (*_, indices) = drawn
+        samples: list[Any] = []
+        is_worker, only_torch = get_worker_info() is not None, self._only_torch
+        with nullcontext() if is_worker or not bits else undisturbed_globals(only_torch):
+            try:
+                for number, index in zip_longest(bits, indices):
+                    if number is not None:  # all generators of a worker are seeded at least once per batch
+                        seed_globals(number, only_torch and (bool(samples) or not is_worker))
+                    samples.append(self.dataset[index])
+                return drawn[1], self._collate_fn(samples)
+            except Exception as error:
+                where = f"while loading {_name(self.dataset, index)}"
+                if isinstance(error, StopIteration) or not _can_be_pickled(type(error)):
+                    # the data would end, or the loader would wait for the worker
+                    raise RuntimeError(f"{type(error).__qualname__} {where}: {error}") from error
+                getattr(error, "add_note", logger.error)(where)  # Python 3.10 has no notes
+                raise
 
 
-class _Samples(data.Dataset[Any]):
-    """The samples of a dataset by (random bits, index); the bits seed the global generators before each sample."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, key: tuple[int | None, Any]) -> Any:
-        bits, index = key
-        if bits is not None:
-            seed_globals(bits)
-        try:
-            return self.dataset[index]
-        except StopIteration as error:  # it would end the data
-            raise RuntimeError(f"StopIteration while loading {_names(self.dataset, [index])}") from error
-        except Exception as error:
-            _add_note(error, f"while loading {_names(self.dataset, [index])}")
-            _check_can_be_sent(error)
-            raise
-
-
-def _collate(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+def _can_be_pickled(value: Any) -> bool:
     try:
-        return collate_fn(samples)
-    except Exception as error:
-        _check_can_be_sent(error)
-        raise
-
-
-def _check_can_be_sent(error: Exception) -> None:
-    """Raises RuntimeError in place of an error that a worker cannot pickle: its loader would wait for it."""
-    try:
-        pickle.dumps(None if get_worker_info() is None else type(error))
+        return bool(pickle.dumps(value))
     except Exception:
-        raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
+        return False
 
 
-def _add_note(error: Exception, text: str) -> None:
-    getattr(error, "add_note", logger.error)(text)  # Python 3.10 has no notes
-
-
-def _names(dataset: Any, indices: list[Any]) -> str:
-    """The names of the first samples of a batch; a dataset may have a method ``sample_name(index)`` for them."""
+def _name(dataset: Any, index: Any) -> str:
+    """The name of a sample; a dataset may have a method ``sample_name(index)`` for it."""
     while type(dataset) is MapDataset:
         dataset = dataset._dataset
-    owner = getattr(dataset, "name", "") or type(dataset).__name__
-    name = getattr(dataset, "sample_name", lambda index: f"sample {index} of {owner}")
-    more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
-    return ", ".join(str(name(index)) for index in indices[:5]) + more
+    return (
+        str(dataset.sample_name(index))
+        if hasattr(dataset, "sample_name")
+        else f"sample {index} of {type(dataset).__name__}"
+    )
+
+
+def worker_init_reset_seed(worker_id: int) -> None:
+    """Seed Python, NumPy and torch in a loader worker, and make it ignore signals except a SIGTERM from its parent.
+
+    A terminal, a scheduler and torchrun send signals to all processes, but a run that is stopped still needs batches
+    for its last step. Any ``DataLoader`` can have this as ``worker_init_fn``.
+    """
+    seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
+    if get_worker_info() is not None and hasattr(signal, "sigtimedwait"):  # macOS, Windows: the sender is unknown
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(born_to: int) -> None:
+    """End this worker if its parent sends SIGTERM or has died."""
+    parent: Any = multiprocessing.parent_process()  # with forkserver, `born_to` is the server, which lives on
+    while os.getppid() == born_to and parent.is_alive():
+        received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SEC)
+        if received is not None and received.si_pid == parent.pid:
+            break
+    os._exit(0)
 
 
 def _start_worker(user_function: Callable[[int], None] | None, worker_id: int) -> None:
     worker_init_reset_seed(worker_id)
     worker: Any = get_worker_info()
-    if isinstance(worker.dataset, _Samples):
+    if isinstance(worker.dataset, _Batches):
         object.__setattr__(worker, "dataset", worker.dataset.dataset)  # the user's code expects its own dataset there
     if user_function is not None:
         user_function(worker_id)

@@ -11,13 +11,11 @@ def resume_obstacle(loader: Iterable[Any]) -> str:
     """The reason why a loader's position cannot be saved, as its attribute ``resume_obstacle``; empty if it can."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return getattr(loader, "resume_obstacle", "")
-    return (
-        f"the data loader ({type(loader).__name__}) has no state_dict() and load_state_dict(), so a resumed run "
-        "starts its data again; use trainkit.data.build_batch_data_loader, or add these methods"
-    )
+    name, remedy = type(loader).__name__, "use trainkit.data.build_batch_data_loader"
+    return f"the data loader ({name}) has no state_dict() and load_state_dict(), so the data starts again; {remedy}"
 
 
-def iters_per_epoch(loader: Iterable[Any]) -> int | None:
+def iters_per_epoch(loader: Any) -> int | None:
     """Batches per pass over the data, rounded for an endless sampler; None for a stream without a length.
 
     A loader may have an attribute ``batches_per_epoch``. No worker is started.
@@ -25,11 +23,10 @@ def iters_per_epoch(loader: Iterable[Any]) -> int | None:
     if hasattr(loader, "batches_per_epoch"):
         return loader.batches_per_epoch
     try:
-        return len(loader)  # type: ignore[arg-type]
+        return len(loader)
     except (TypeError, NotImplementedError):  # an endless sampler, a stream
         batches: Any = getattr(loader, "batch_sampler", None)
-    sampler: Any = getattr(batches, "sampler", None)
-    size = getattr(batches, "batch_size", None)
-    if not size or not hasattr(sampler, "samples_per_epoch"):
+    sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", None)
+    if sampler is None or not size or not hasattr(sampler, "samples_per_epoch"):
         return None
     return whole_or_rounded(Fraction(sampler.samples_per_epoch, size * sampler.world_size))

@@ -58,9 +58,11 @@ class InfiniteSampler(Sampler[int]):
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        if (seed := state["seed"]) != self.seed:
-            logger.info("The data continues in the order of the checkpoint's seed %d, not of %d", seed, self.seed)
-        self.seed = seed
+        if state["seed"] != self.seed:
+            logger.info(
+                "The data continues in the order of the checkpoint's seed %d, not of %d", state["seed"], self.seed
+            )
+        self.seed = state["seed"]
         self.set_position(state["position"])
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -69,22 +71,18 @@ class InfiniteSampler(Sampler[int]):
 
     def _infinite_indices(self) -> Iterator[int]:
         """The stream; if a subclass overrides this, as for detectron2, positions are reached by iterating."""
-        for epoch in count():
-            yield from self.epoch_indices(epoch).tolist()
+        return self._indices_from(0, 0)
+
+    def _indices_from(self, epoch: int, offset: int) -> Iterator[int]:
+        for later in count(epoch):
+            for block in self.epoch_indices(later)[offset:].split(_BLOCK):
+                yield from block.tolist()
+            offset = 0
 
     def __iter__(self) -> Iterator[int]:
         if type(self)._infinite_indices is not InfiniteSampler._infinite_indices:
-            yield from islice(self._infinite_indices(), self.start + self.rank, None, self.world_size)
-            return
-        epoch, offset = self.locate(self.start)
-        offset += self.rank
-        while True:
-            indices = self.epoch_indices(epoch)
-            share = indices[offset :: self.world_size]
-            for block in share.split(_BLOCK):
-                yield from block.tolist()
-            offset += len(share) * self.world_size - len(indices)  # the stride continues in the next epoch
-            epoch += 1
+            return islice(self._infinite_indices(), self.start + self.rank, None, self.world_size)
+        return islice(self._indices_from(*self.locate(self.start)), self.rank, None, self.world_size)
 
 
 class TrainingSampler(InfiniteSampler):
@@ -102,8 +100,7 @@ class TrainingSampler(InfiniteSampler):
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:
             return torch.arange(self.samples_per_epoch, device="cpu")
-        generator = new_generator(self.seed, 0, epoch)
-        return torch.randperm(self.samples_per_epoch, generator=generator, device="cpu")
+        return torch.randperm(self.samples_per_epoch, generator=new_generator(self.seed, 0, epoch), device="cpu")
 
 
 class InferenceSampler(Sampler[int]):
@@ -127,7 +124,7 @@ class InferenceSampler(Sampler[int]):
 
 def _check_size(size: int) -> int:
     if size < 1:
-        raise ValueError(f"size must be >= 1 sample, got {size}")
+        raise ValueError(f"size must be >= 1 sample, got {size}: is the dataset empty?")
     return size
 
 

@@ -98,12 +98,6 @@ def test_a_state_of_other_loaders_is_named_and_the_data_start_again(caplog):
     assert take(loader, 2) == take(combined("each", names="ab"), 2)
 
 
-@pytest.mark.parametrize("arguments", [({},), ({"a": []}, "all"), ({"a": []}, "each", "max")])
-def test_wrong_arguments_are_errors(arguments):
-    with pytest.raises(ValueError, match=r'CombinedLoader got .*; give at least one loader, mode="round_robin" or'):
-        CombinedLoader(*arguments)
-
-
 class Two(DefaultTrainer):
     mode = ""
 
