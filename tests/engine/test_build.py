@@ -7,7 +7,7 @@ from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.build import WRAPPER_REGISTRY
-from trainkit.engine.evaluation_run import EvaluationRun
+from trainkit.engine.entry import EvaluationRun
 
 
 class Wrapped(nn.Module):

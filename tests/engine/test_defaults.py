@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import weakref
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -13,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.engine.job import TinyClassifier, tiny_cfg
-from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import (
@@ -25,13 +25,13 @@ from trainkit.engine import (
     hooks,
 )
 from trainkit.evaluation import DatasetEvaluator
-from trainkit.utils.events import EventWriter
+from trainkit.utils.events import JSONWriter
 from trainkit.utils.periods import exact
 from trainkit.utils.plugins import RUN_HOOKS
 
 
-def rows(output_dir):
-    return [json.loads(line) for line in (output_dir / "metrics.json").read_text().splitlines()]
+def rows(output_dir, name="metrics.json"):
+    return [json.loads(line) for line in (output_dir / name).read_text().splitlines()]
 
 
 def names(trainer):
@@ -51,20 +51,11 @@ def equal(a, b):
 
 def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
     every = ["CHECKPOINT.BEST_METRIC", "classification/top1", "EARLY_STOPPING.METRIC", "classification/top1"]
-    every += ["DATASETS.VAL", ("tiny_val",)]
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, *every))
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *every, "DATASETS.VAL", ("tiny_val",)))
     trainer.register_hooks([hooks.CallbackHook(), HookBase()])
     assert names(trainer) == [
-        "IterationTimer",
-        "LRScheduler",
-        "CallbackHook",
-        "HookBase",
-        "PeriodicCheckpointer",
-        "EvalHook",
-        "BestCheckpointer",
-        "EarlyStopping",
-        "FinalEvalHook",
-        "PeriodicWriter",
+        *("IterationTimer", "LRScheduler", "CallbackHook", "HookBase", "PeriodicCheckpointer", "EvalHook"),
+        *("BestCheckpointer", "EarlyStopping", "FinalEvalHook", "PeriodicWriter"),
     ]
 
 
@@ -116,14 +107,6 @@ def test_every_build_method_can_be_overridden(tmp_path):
         def evaluate(self):
             return {"count": {"samples": self.num}}
 
-    class Recorder(EventWriter):
-        iters = ()
-
-        def write(self):
-            from trainkit.utils.events import get_event_storage
-
-            Recorder.iters += (get_event_storage().iter,)
-
     class Net(nn.Linear):
         def forward(self, x):
             return super().forward(x).square().mean()
@@ -154,7 +137,7 @@ def test_every_build_method_can_be_overridden(tmp_path):
             return Count()
 
         def build_writers(self):
-            return [Recorder()]
+            return [JSONWriter(tmp_path / "mine.json")]
 
         def build_hooks(self):
             return [*super().build_hooks(), None]
@@ -163,44 +146,7 @@ def test_every_build_method_can_be_overridden(tmp_path):
     assert trainer.train() == {"count": {"samples": 7}}
     assert isinstance(trainer.optimizer, torch.optim.RMSprop)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
-    assert Recorder.iters == (1, 3, 4)
-
-
-def test_all_five_points_fire_and_overridden_methods_are_called(tmp_path):
-    calls = []
-
-    class Spy(HookBase):
-        def before_train(self):
-            calls.append("before_train")
-
-        def before_step(self):
-            calls.append("before_step")
-
-        def after_backward(self):
-            calls.append(("after_backward", sorted(self.trainer.losses), len(self.trainer.batch["label"])))
-
-        def after_step(self):
-            calls.append(("after_step", self.trainer.iter))
-
-        def after_train(self):
-            calls.append("after_train")
-
-    class Trainer(DefaultTrainer):
-        def after_backward(self):
-            calls.append("mine")
-            super().after_backward()
-
-    trainer = Trainer(tiny_cfg(tmp_path, "TEST.EVALUATORS", []))
-    trainer.register_hooks([Spy()])
-    trainer.train(0, 1)
-    assert calls == [
-        "before_train",
-        "before_step",
-        "mine",
-        ("after_backward", ["loss_cls"], 8),
-        ("after_step", 0),
-        "after_train",
-    ]
+    assert [row["iteration"] for row in rows(tmp_path, "mine.json")] == [1, 3, 4]
 
 
 def test_a_step_trainer_that_is_put_in_later_calls_the_hooks_too(tmp_path):
@@ -221,7 +167,7 @@ def test_parts_that_were_set_to_others_before_training_are_refused_where_another
             optimizer = self.optimizer if same else torch.optim.SGD(model.parameters(), 0.1)
             self._trainer = AMPTrainer(model, self.data_loader, optimizer, precision=torch.bfloat16)
 
-    with pytest.raises(ValueError, match=r"not the one that the checkpointer saves .* return the model in build_model"):
+    with pytest.raises(ValueError, match="not the one that the checkpointer saves; return it in build_model"):
         Own(tiny_cfg(tmp_path), "model").train()
     with pytest.raises(ValueError, match=r"the learning rates of another optimizer"):
         Own(tiny_cfg(tmp_path), "optimizer").train()
@@ -230,9 +176,9 @@ def test_parts_that_were_set_to_others_before_training_are_refused_where_another
     assert trainer.status == "finished"
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_put_in_by_a_hook_goes_on_at_the_place_that_it_is_given(tmp_path, num_workers):
-    def train(swap_at, keeps_place=True):
+@pytest.mark.parametrize("keeps_place", [True, False])
+def test_a_loader_put_in_by_a_hook_goes_on_at_the_place_that_it_is_given(tmp_path, keeps_place):
+    def train(swap_at):
         shown = []
 
         class Swap(HookBase):
@@ -247,33 +193,26 @@ def test_a_loader_put_in_by_a_hook_goes_on_at_the_place_that_it_is_given(tmp_pat
                     if keeps_place:
                         self.trainer.data_loader.load_state_dict(place)
 
-        options = ["DATALOADER.NUM_WORKERS", num_workers, "SOLVER.MAX_ITER", 6, "TEST.EVAL_PERIOD", 0]
-        trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "TEST.EVALUATORS", []))
+        options = ["DATALOADER.NUM_WORKERS", 2, "SOLVER.MAX_ITER", 6, "TEST.EVAL_PERIOD", 0, "TEST.EVALUATORS", []]
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
         trainer.register_hooks([Swap()])
         trainer.train()
         return torch.stack(shown)
 
     data = train(swap_at=-1)
-    assert torch.equal(train(swap_at=2), torch.cat([data[:3], -data[3:]]))
-    assert torch.equal(train(swap_at=2, keeps_place=False), torch.cat([data[:3], -data[:3]]))
+    assert torch.equal(train(swap_at=2), torch.cat([data[:3], -(data[3:] if keeps_place else data[:3])]))
 
 
-def test_a_hook_of_four_lines_registered_after_construction_has_its_scalars_written(tmp_path):
+def test_the_scalars_of_a_hook_and_each_evaluation_are_written(tmp_path):
     class Square(HookBase):
         def after_step(self):
             self.trainer.storage.put_scalar("square", self.trainer.iter**2)
 
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WINDOW", 1))
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WINDOW", 1, "LOG.PERIOD", 1000, "TEST.EVAL_PERIOD", 3))
     trainer.register_hooks([Square()])
     trainer.train()
-    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [1, 9, 16, 25, 49, 81]  # 16: an evaluation
-
-
-def test_each_evaluation_is_written_however_long_the_log_period_is(tmp_path):
-    options = ["LOG.PERIOD", 1000, "TEST.EVAL_PERIOD", 3, "SOLVER.CHECKPOINT_PERIOD", 4]
-    DefaultTrainer(tiny_cfg(tmp_path, *options)).train()
-    whole = [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row]
-    assert whole == [2, 5, 8, 10]
+    assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == [2, 5, 8, 10]
+    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [4, 25, 64, 81]
 
 
 def test_the_trainer_is_freed_when_nobody_holds_it(tmp_path):
@@ -303,40 +242,23 @@ def test_ranks_exchange_metrics_once_per_log_period(tmp_path, options, expected)
     assert trainer._trainer.metrics.exchange_period == expected
 
 
-def test_an_unknown_precision_is_an_error_of_the_config(tmp_path):
-    with pytest.raises(ConfigError, match=r"SOLVER.AMP.PRECISION: got 'float8' .*; accepted: 'float16', 'bfloat16'"):
-        DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "float8"))
-
-
-def test_lengths_in_epochs_are_iterations_in_the_trainers_own_config(tmp_path):
-    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep", "SOLVER.STEPS", ["2ep"], "TEST.EVAL_PERIOD", "1ep")
-    trainer = DefaultTrainer(cfg)
-    assert trainer.iters_per_epoch == 5
-    assert (trainer.max_iter, trainer.cfg.SOLVER.STEPS, trainer.cfg.TEST.EVAL_PERIOD) == (20, (10,), 5)
-    assert cfg.SOLVER.MAX_ITER == "4ep"
-
-
 @pytest.mark.parametrize(
-    ("samples", "batch", "accumulation", "max_iter", "passes"),
-    [(32, 8, 3, 5, 3.75), (1197, 64, 16, 5, 4.28), (1197, 64, 1, 75, 4.01), (32, 64, 1, 2, 4.0)],
+    ("samples", "batch", "accumulation", "max_iter"), [(32, 8, 3, 5), (1197, 64, 16, 5), (1197, 64, 1, 75)]
 )
 @pytest.mark.parametrize("is_endless", [True, False])
 def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(
-    tmp_path, samples, batch, accumulation, max_iter, passes, is_endless
+    tmp_path, samples, batch, accumulation, max_iter, is_endless
 ):
     class Trainer(DefaultTrainer):
         @classmethod
         def build_train_loader(cls, cfg):
             data = [{"x": torch.ones(4), "label": 0}] * samples
-            if is_endless:
-                return build_train_loader(cfg, data)
-            return DataLoader(data, batch_size=batch, drop_last=False)
+            return build_train_loader(cfg, data) if is_endless else DataLoader(data, batch_size=batch)
 
     options = ("SOLVER.MAX_ITER", "4ep", "SOLVER.IMS_PER_BATCH", batch, "SOLVER.ACCUMULATION_STEPS", accumulation)
     trainer = Trainer(tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.WARMUP_ITERS", 0))
     if is_endless:
         assert trainer.max_iter == max_iter
-        assert trainer.max_iter * batch * accumulation / samples == pytest.approx(passes, abs=0.01)
     else:  # of whole batches, the last of each pass being smaller
         assert exact(trainer.iters_per_epoch) == Fraction(math.ceil(samples / batch), accumulation)
     assert abs(trainer.max_iter - 4 * exact(trainer.iters_per_epoch)) <= 0.5
@@ -347,22 +269,17 @@ def test_everything_in_epochs_happens_where_epochs_end(tmp_path):
     cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.STEPS", ["3ep"])
     trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
     assert (trainer.iters_per_epoch, exact(trainer.iters_per_epoch)) == (2, Fraction(5, 3))
+    assert (trainer.cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER) == ((5,), "6ep")
     ends, evaluated = [], []
-    trainer.register_hooks(
-        [
-            hooks.CallbackHook(
-                after_epoch=lambda trainer: ends.append(trainer.iter + 1),
-                before_eval=lambda trainer, phase, name: evaluated.append(trainer.last_done_iter + 1),
-            )
-        ]
+    note = hooks.CallbackHook(
+        after_epoch=lambda trainer: ends.append(trainer.iter + 1),
+        before_eval=lambda trainer, phase, name: evaluated.append(trainer.last_done_iter + 1),
     )
+    trainer.register_hooks([note])
     trainer.train()
-    assert ends == [2, 3, 5, 7, 8, 10]
-    assert evaluated == [2, 3, 5, 7, 8, 10]
-    assert sorted(path.name for path in tmp_path.glob("*.pth")) == [
-        *("model_0000002.pth", "model_0000006.pth", "model_final.pth")
-    ]
-    assert trainer.cfg.SOLVER.STEPS == (5,)
+    assert ends == evaluated == [2, 3, 5, 7, 8, 10]
+    files = sorted(path.name for path in tmp_path.glob("*.pth"))
+    assert files == ["model_0000002.pth", "model_0000006.pth", "model_final.pth"]
 
 
 def test_a_run_whose_epochs_are_not_whole_is_saved_and_resumed(tmp_path):
@@ -397,32 +314,16 @@ def test_lengths_in_epochs_over_a_stream_are_an_error_when_building(tmp_path):
         Trainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep"))
 
 
-def test_gradients_are_clipped_once_by_the_trainer(tmp_path):
-    clip = ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"]
-    clip += ["SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.001, "SOLVER.MOMENTUM", 0.0, "SOLVER.WEIGHT_DECAY", 0.0]
-    norms = []
-
-    class Trainer(DefaultTrainer):
-        def after_step(self):
-            norms.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]).norm().item())
-            super().after_step()
-
-    Trainer(tiny_cfg(tmp_path, *clip)).train(0, 1)
-    assert norms == [pytest.approx(0.001, rel=1e-3)]
-
-
 # ---------------------------------------------------------------------- running
 
 
 def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1"))
-    results = trainer.train()
-    assert set(results) == {"classification"}
+    assert set(trainer.train()) == {"classification"}
     assert trainer.status == "finished"
-    files = {path.name for path in tmp_path.iterdir()}
-    checkpoints = {"model_0000004.pth", "model_final.pth", "model_best.pth"}
-    others = {"metrics.json", "last_checkpoint", "finished"}
-    assert files == others | checkpoints
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("model_0000004.pth", "model_final.pth", "model_best.pth", "metrics.json", "last_checkpoint", "finished")
+    }
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
@@ -443,22 +344,6 @@ def test_validation_feeds_the_metrics_and_the_test_data_is_used_once_at_the_end(
     assert stored[10]["test/classification/top1"] == results["classification"]["top1"]
 
 
-def test_evaluation_at_the_start_finds_a_broken_evaluator_before_the_first_step(tmp_path):
-    class Broken(DatasetEvaluator):
-        def evaluate(self):
-            raise RuntimeError("broken")
-
-    class Trainer(DefaultTrainer):
-        @classmethod
-        def build_evaluator(cls, cfg, dataset_name):
-            return Broken()
-
-    trainer = Trainer(tiny_cfg(tmp_path, "TEST.EVAL_AT_START", True))
-    with pytest.raises(RuntimeError, match="broken"):
-        trainer.train()
-    assert trainer.iter == 0
-
-
 def test_without_an_evaluator_training_goes_on_with_a_warning_that_says_what_to_do(tmp_path, caplog):
     results = DefaultTrainer(tiny_cfg(tmp_path, "TEST.EVALUATORS", [])).train()
     assert results == {}
@@ -470,13 +355,10 @@ def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_nam
     one = DefaultTrainer.test(tiny_cfg(tmp_path), model)
     two = DefaultTrainer.test(tiny_cfg(tmp_path, "DATASETS.TEST", ("tiny_test", "tiny_val")), model)
     assert set(one) == {"classification"}
-    assert two["tiny_test"] == one
     assert set(two) == {"tiny_test", "tiny_val"}
-
-
-def test_test_needs_one_evaluator_per_dataset(tmp_path):
+    assert two["tiny_test"] == one
     with pytest.raises(ValueError, match=r"need one evaluator per dataset in \('tiny_test',\), got 2"):
-        DefaultTrainer.test(tiny_cfg(tmp_path), TinyClassifier(None), [DatasetEvaluator(), DatasetEvaluator()])
+        DefaultTrainer.test(tiny_cfg(tmp_path), model, [DatasetEvaluator(), DatasetEvaluator()])
 
 
 def test_test_can_be_limited_to_a_number_of_batches(tmp_path):
@@ -490,15 +372,14 @@ def test_test_can_be_limited_to_a_number_of_batches(tmp_path):
     assert Count.num == 8
 
 
-@pytest.mark.parametrize(("expected", "exits"), [(50.0, False), (-1000.0, True)])
-def test_unexpected_results_end_the_process_with_code_1(tmp_path, expected, exits):
-    cfg = tiny_cfg(tmp_path, "TEST.EXPECTED_RESULTS", [["classification", "top1", expected, 50.0]])
-    if not exits:
-        DefaultTrainer(cfg).train()
-        return
-    with pytest.raises(SystemExit) as caught:
-        DefaultTrainer(cfg).train()
-    assert caught.value.code == 1
+@pytest.mark.parametrize(
+    ("expected", "end"), [(50.0, nullcontext()), (-1000.0, pytest.raises(SystemExit, match="^1$"))]
+)
+def test_unexpected_results_end_the_process_with_code_1(tmp_path, expected, end):
+    with end:
+        DefaultTrainer(
+            tiny_cfg(tmp_path, "TEST.EXPECTED_RESULTS", [["classification", "top1", expected, 50.0]])
+        ).train()
 
 
 def test_a_second_train_does_not_begin_a_finished_run_again(tmp_path, caplog):
@@ -553,33 +434,22 @@ def test_a_run_that_failed_is_resumed_after_its_last_checkpoint(tmp_path):
     assert second.iter == 10
 
 
-def test_hooks_that_are_registered_after_loading_get_their_state(tmp_path):
+def test_hooks_that_are_registered_after_loading_get_their_state_and_others_are_named(tmp_path, caplog):
     class Counter(HookBase):
+        _state_names = ("count",)
         count = 0
 
         def after_step(self):
             self.count += 1
 
-        def state_dict(self):
-            return {"count": self.count}
-
-        def load_state_dict(self, state_dict):
-            self.count = state_dict["count"]
-
-    first = DefaultTrainer(tiny_cfg(tmp_path))
+    first = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1"))
     first.register_hooks([Counter()], before="PeriodicCheckpointer")
     first.train()
-    second, counter = DefaultTrainer(tiny_cfg(tmp_path)), Counter()
+    second, counter = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 12)), Counter()
     second.resume_or_load()
     second.register_hooks([counter])
     assert counter.count == 10
-
-
-def test_a_saved_hook_that_is_not_registered_is_warned_about_by_name(tmp_path, caplog):
-    DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1")).train()
-    other = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 12))
-    other.resume_or_load()
-    other.train()
+    second.train()
     assert "states of hooks that are not registered: ['BestCheckpointer']" in caplog.text
 
 
@@ -591,12 +461,6 @@ def test_weights_alone_start_a_run_at_iteration_0(tmp_path):
     assert new.start_iter == 0
     assert equal(weights(new), weights(old))
     assert not new.optimizer.state
-
-
-def test_a_missing_weights_file_is_named(tmp_path):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "no.pth")))
-    with pytest.raises(CheckpointError, match=r"no\.pth"):
-        trainer.resume_or_load(resume=False)
 
 
 def test_resuming_beyond_the_end_is_an_error_that_names_both_numbers(tmp_path):

@@ -153,12 +153,9 @@ PLACES = [{}, {"priority": "LOWEST"}, {"before": "EvalHook"}, {"after": "FinalEv
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("of_config", [True, False], ids=["config", "register_hooks"])
-def test_after_train_of_a_users_hook_comes_after_the_final_validation_and_test(of_config, place, tmp_path):
-    options = [{"NAME": "EndOfRun", **{key.upper(): value for key, value in place.items()}}] if of_config else []
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, *JOB, "HOOKS", options))
-    if not of_config:
-        trainer.register_hooks([EndOfRun()], **place)
+def test_after_train_of_a_users_hook_comes_after_the_final_validation_and_test(place, tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *JOB))
+    trainer.register_hooks([EndOfRun()], **place)
     trainer.train()
     [hook] = (hook for hook in trainer.hooks if isinstance(hook, EndOfRun))
     assert hook.at_the_end == [("val", 1), ("val", 4), ("test", 4)]

@@ -11,45 +11,31 @@ from trainkit.engine import DefaultTrainer, HookBase
 
 
 def summary(tmp_path, caplog, *options, hooks=()):
-    """Its lines, and the trainer."""
+    """Its lines."""
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
     trainer.register_hooks(list(hooks))
     with caplog.at_level(logging.INFO), contextlib.suppress(RuntimeError):
         trainer.train()
     [text] = [message for message in caplog.messages if message.startswith("The run ")]
-    return [line.strip() for line in text.splitlines()], trainer
+    return [line.strip() for line in text.splitlines()]
+
+
+class Cows(HookBase):
+    def summary(self):
+        return "42 cows were seen"
 
 
 def test_a_finished_run_says_what_was_best_where_the_time_went_and_what_there_is(tmp_path, caplog):
-    metric = ["CHECKPOINT.BEST_METRIC", "classification/top1", "DATASETS.VAL", ("tiny_val",)]
-    (end, time, best, files), _ = summary(tmp_path, caplog, *metric, "SOLVER.MAX_ITER", 8)
+    metric = ["CHECKPOINT.BEST_METRIC", "classification/top1", "DATASETS.VAL", ("tiny_val",), "SOLVER.MAX_ITER", 8]
+    end, time, cows, best, files = summary(tmp_path, caplog, *metric, hooks=[HookBase(), Cows()])
     assert end == "The run has finished after 8 of 8 iterations"
     assert " s per step, " in time
+    assert cows == "42 cows were seen"
     assert best.startswith("best classification/top1 ")
     assert best.endswith(": model_best.pth")
-    present = sorted(path.name for path in tmp_path.iterdir())
-    assert {"model_final.pth", "model_best.pth", "metrics.json"} < set(present)
-    assert files == f"files in {tmp_path}: {', '.join(present)}"
-
-
-@pytest.mark.parametrize(
-    ("period", "shown"),
-    [
-        (3, ["model_0000002.pth", "model_0000005.pth", "model_0000008.pth"]),
-        (2, ["model_0000001.pth", "...", "model_0000007.pth"]),
-        (20, []),
-    ],
-)
-def test_of_many_periodic_checkpoints_the_first_and_the_last_are_named(tmp_path, caplog, period, shown):
-    lines, _ = summary(tmp_path, caplog, "SOLVER.CHECKPOINT_PERIOD", period)
-    names = lines[-1].split(": ", 1)[1].split(", ")
-    assert names == [
-        "finished",
-        "last_checkpoint",
-        "metrics.json",
-        *shown,
-        "model_final.pth",
-    ]
+    assert (tmp_path / "model_0000004.pth").exists()  # there may be hundreds of them
+    names = "finished, last_checkpoint, metrics.json, model_best.pth, model_final.pth"
+    assert files == f"files in {tmp_path}: {names}"
 
 
 def fail(trainer):
@@ -66,38 +52,18 @@ def stop(trainer):
     ("action", "end"), [(stop, "was stopped after 3 of 10 iterations"), (fail, "has failed after 6 of 10 iterations")]
 )
 def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, caplog, action, end):
-    lines, _ = summary(tmp_path, caplog, hooks=[AfterStep(action)])
+    lines = summary(tmp_path, caplog, hooks=[AfterStep(action)])
     assert lines[0] == f"The run {end}"
     assert lines[-1] == "to go on: the same command with --resume, or trainer.train()"
 
 
 def test_a_run_that_has_finished_early_says_why_and_of_how_many_iterations(tmp_path, caplog):
     early = ["EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", 1.0, "TEST.EVAL_PERIOD", 3]
-    (end, *_), trainer = summary(tmp_path, caplog, *early)
+    end, *_ = summary(tmp_path, caplog, *early)
     assert end.startswith("The run has finished after 3 of 10 iterations, early: classification/top1 is ")
-    assert trainer.status == "finished"
 
 
-def test_before_the_first_checkpoint_there_is_nothing_to_go_on_from(tmp_path, caplog):
-    lines, _ = summary(tmp_path, caplog, "SOLVER.CHECKPOINT_PERIOD", 8, hooks=[AfterStep(fail)])
-    assert lines[-1] == "there is no checkpoint"
-
-
-def test_a_hook_has_its_say(tmp_path, caplog):
-    class Mine(HookBase):
-        def summary(self):
-            return "42 cows were seen"
-
-    class Silent(HookBase):
-        pass
-
-    lines, trainer = summary(tmp_path, caplog, hooks=[Silent(), Mine()])
-    assert trainer.status == "finished"
-    assert lines[-2] == "42 cows were seen"
-    assert "" not in lines
-
-
-def test_a_run_that_never_began_says_nothing(tmp_path, caplog):
+def test_a_run_that_never_started_says_nothing(tmp_path, caplog):
     trainer = DefaultTrainer(tiny_cfg(tmp_path))
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="start_iter"):
         trainer.train(start_iter=-1)

@@ -108,7 +108,6 @@ _C.HOOKS = []  # [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks
 _C.TEST = CN()
 _C.TEST.EVALUATORS = []  # Names in EVALUATOR_REGISTRY that DefaultTrainer.build_evaluator uses.
 _C.TEST.IMS_PER_BATCH = 64  # Samples per batch on each rank.
-_C.TEST.PERSISTENT_WORKERS = True  # True: keep workers between periodic evaluations. If the data change: False.
 _C.TEST.MAX_BATCHES = 0  # Evaluate at most this many batches per rank. 0: all.
 _C.TEST.EVAL_PERIOD = 0  # How often the model is evaluated during training. 0: only at the end.
 _C.TEST.EVAL_AT_START = False  # True: also evaluate before training, which finds a broken evaluator early.
@@ -162,7 +161,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 def get_cfg() -> CN:
     """A new copy of the defaults, which you may change."""
     cfg = _C.clone()
-    for key in ("LOG.EVAL_AXIS", "TEST.EVAL_START"):  # in config files of earlier versions
+    for key in ("LOG.EVAL_AXIS", "TEST.EVAL_START", "TEST.PERSISTENT_WORKERS"):  # in config files of earlier versions
         cfg.register_deprecated_key(key)
     mark_keys_of_projects(cfg)
     return cfg

@@ -91,10 +91,9 @@ def build_batch_data_loader(
 def _loader_arguments(cfg: CfgNode, mapper: _Function, is_train: bool) -> dict[str, Any]:
     if cfg.DATALOADER.COLLATE not in _COLLATE_FNS:
         raise unknown_name("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, "accepted", _COLLATE_FNS)
-    is_kept = cfg.DATALOADER.PERSISTENT_WORKERS if is_train else cfg.TEST.PERSISTENT_WORKERS and cfg.TEST.EVAL_PERIOD
     return {
         "mapper": build_transform(cfg, is_train) if mapper is None else mapper,
-        "persistent_workers": bool(is_kept),
+        "persistent_workers": is_train and cfg.DATALOADER.PERSISTENT_WORKERS,
         "num_workers": cfg.DATALOADER.NUM_WORKERS,
         "collate_fn": _COLLATE_FNS[cfg.DATALOADER.COLLATE],
         "prefetch_factor": cfg.DATALOADER.PREFETCH_FACTOR,

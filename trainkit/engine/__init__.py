@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from trainkit.engine import hooks
     from trainkit.engine.amp import AMPTrainer
     from trainkit.engine.defaults import DefaultTrainer
-    from trainkit.engine.entry import run
-    from trainkit.engine.evaluation_run import EvaluationRun
+    from trainkit.engine.entry import EvaluationRun, run
     from trainkit.engine.hook_base import HookBase, Priority
     from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
     from trainkit.engine.loop import TrainerBase

@@ -1,6 +1,5 @@
 """The trainer of a step and the wrapper of the model that a config asks for."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,10 @@ from torch import nn
 from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer, SkippingTrainer, fixed_scaler
 from trainkit.engine.step import SimpleTrainer
-from trainkit.solver.clipping import GradientClipper, build_gradient_clipper
+from trainkit.solver.clipping import build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
 from trainkit.utils.errors import look_up
 from trainkit.utils.registry import Registry
-
-logger = logging.getLogger(__name__)
 
 TRAINER_REGISTRY = Registry("TRAINER")
 """SOLVER.TRAINER -> a function ``(cfg, model, data_loader, optimizer)`` that returns a `SimpleTrainer`."""
@@ -89,7 +86,7 @@ def make_step_trainer(
         "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
         "async_write_metrics": device is not None and runs_ahead(device) if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
         "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
-        "clip_gradients": _clipper(cfg, optimizer),
+        "clip_gradients": getattr(optimizer, "gradient_clipper", None) or build_gradient_clipper(cfg),
         **kwargs,
     }
     parts: list[type[SimpleTrainer]] = [*outer]
@@ -111,20 +108,3 @@ def make_step_trainer(
             arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
         arguments |= {"precision": precision, "log_grad_scaler": True}
     return trainer(model, data_loader, optimizer, **arguments)
-
-
-def _clipper(cfg: CfgNode, optimizer: Any) -> GradientClipper | None:
-    """That of the optimizer or the config; None if a class of the user has its own step(), which may clip already."""
-    clipper: GradientClipper | None = getattr(optimizer, "gradient_clipper", None)
-    if clipper is None:
-        clipper = build_gradient_clipper(cfg)
-    if clipper is None or not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "gradient_clipper"):
-        return clipper
-    if type(optimizer).step.__module__.partition(".")[0] in ("torch", "trainkit"):
-        return clipper
-    logger.warning(
-        "SOLVER.CLIP_GRADIENTS is left to the step() of %s; if it does not clip, call maybe_add_gradient_clipping in "
-        "build_optimizer",
-        type(optimizer).__name__,
-    )
-    return None

@@ -1,11 +1,11 @@
 """The default trainer, which is built from a config."""
 
-import contextlib
 import itertools
 import json
 import logging
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -16,18 +16,10 @@ from torch import nn
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
 from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.folder import read_finished
-from trainkit.config import (
-    CfgNode,
-    ConfigError,
-    check_values,
-    import_modules,
-    prepare_projects,
-    resolve_lengths,
-)
+from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
 from trainkit.config.imports import wrap_by_projects
 from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
-from trainkit.engine.evaluation_run import evaluate_models
 from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
@@ -35,29 +27,21 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.launch import is_restarted
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options
-from trainkit.engine.parts import DefaultParts, kept_loaders
-from trainkit.engine.setup import (
-    default_argument_parser,
-    default_setup,
-    default_writers,
-    option_of,
-)
+from trainkit.engine.parts import DefaultParts
+from trainkit.engine.setup import default_argument_parser, default_setup, default_writers
 from trainkit.engine.step import SimpleTrainer, forwarded
-from trainkit.engine.summary import ENDS, summarize
-from trainkit.evaluation import (
-    verify_results,
-)
+from trainkit.evaluation import verify_results
 from trainkit.modeling import device_of_config, on_device
 from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
+from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
+from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
-
-_RUN_DOES_IT = "call trainkit.engine.run(args, Trainer, cfg), which follows all options"
 
 # includes names that detectron2 users import from here
 __all__ = [  # noqa: F822 - DefaultPredictor is in a project
@@ -91,7 +75,6 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     """
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
-    _is_resumed = False
 
     # what the trainer of a step has and a run replaces; whatever else it knows, __getattr__ asks it for
     model = forwarded("_trainer.model")
@@ -111,24 +94,22 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         cfg = self.auto_scale_workers(cfg, comm.get_data_world_size())
 
         def build(cfg: CfgNode) -> nn.Module:
-            return wrap_by_projects("wrap_model", cfg, on_device(cfg, self._build("build_model", cfg)))
+            return wrap_by_projects("wrap_model", cfg, on_device(cfg, self.build_model(cfg)))
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
         # in this order: users' build_optimizer may need the model, and their build_train_loader both
         model = build_parallel(cfg, ModelBuilder(build, self))
-        optimizer = self._build("build_optimizer", cfg, model)
-        data_loader = self._build("build_train_loader", cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        data_loader = wrap_by_projects("wrap_loader", cfg, self.build_train_loader(cfg))
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
-        data_loader = wrap_by_projects("wrap_loader", cfg, data_loader)
         self._trainer = build_step_trainer(cfg, model, data_loader, optimizer)
 
         self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        name = cfg.CHECKPOINT.FORMAT
-        if name:
+        if name := cfg.CHECKPOINT.FORMAT:
             look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")
         self.checkpointer = Checkpointer(model, checkpoint_dir(cfg), format=name, trainer=weakref.proxy(self))
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
@@ -140,12 +121,6 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             default = is_missing and hook_class.is_needed(self)
             self.register_hooks(self._configured.take(hook_class, default=default))
         self._configured.check_taken()
-        if not any(isinstance(hook, hooks.LRScheduler) for hook in self.hooks):
-            logger.warning(
-                "There is no LRScheduler hook, so the learning rate stays at its first value (%g), unless you step "
-                "trainer.scheduler",
-                optimizer.param_groups[0]["lr"],
-            )
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.cfg.OUTPUT_DIR})"
@@ -163,20 +138,17 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         """
         resume = resume or is_restarted()
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
-        if resume and self.checkpointer.has_checkpoint():
-            self.start_iter = self.iter + 1  # the checkpoint names the last completed iteration
-            if self.start_iter > self.max_iter:
-                raise ConfigError(
-                    f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
-                    "iterations; raise it, or leave out --resume"
-                )
-            finished = comm.broadcast(read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None)
-            match finished:
-                case {"iterations": int(done), "max_iter": int(end), "results": dict(results)}:
-                    if self.max_iter <= end:
-                        self.status, self.iter, self._last_eval_results = "finished", done, results
-                case dict():
-                    logger.warning("The file 'finished' of this run is damaged and is ignored: %.200r", finished)
+        if not resume or not self.checkpointer.has_checkpoint():
+            return
+        self.start_iter = self.iter + 1  # the checkpoint names the last completed iteration
+        if self.start_iter > self.max_iter:
+            raise ConfigError(
+                f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
+                "iterations; raise it, or leave out --resume"
+            )
+        match comm.broadcast(read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None):
+            case {"iterations": int(done), "max_iter": int(end), "results": dict(results)} if self.max_iter <= end:
+                self.status, self.iter, self._last_eval_results = "finished", done, results
 
     def train(  # type: ignore[override]  # the arguments have defaults here, and results are returned
         self, start_iter: int | None = None, max_iter: int | None = None
@@ -190,41 +162,26 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             The results of the last evaluation, on rank 0.
 
         Raises:
-            ConfigError: the command line asks for an evaluation, or to resume a checkpoint that was not loaded; another
-                run writes to OUTPUT_DIR or CHECKPOINT.DIR.
+            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR.
             ValueError: ``model`` is not the one that the checkpointer saves.
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
             OSError: the run is at its end, but not all of its results are on the disk.
         """
-        self._check_command()
         if not is_part_of(self.model, getattr(self.checkpointer, "model", self.model)):
-            raise ValueError(
-                "the model that is trained is not the one that the checkpointer saves and loads: trainer.model was "
-                "replaced; return the model in build_model, so that all parts have the same model"
+            raise ValueError("trainer.model is not the one that the checkpointer saves; return it in build_model")
+        if self.status == "finished" and start_iter is None and max_iter is None:
+            logger.warning(
+                "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter", self.iter
             )
+            release_folders(self.cfg)  # default_setup has locked them
+            return self._results
         if start_iter is None:
             start_iter = self.start_iter if self.status == "not started" else self.last_done_iter + 1
-            if self.status == "finished" and max_iter is None:
-                logger.warning(
-                    "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter "
-                    "(SOLVER.MAX_ITER)",
-                    self.iter,
-                )
-                release_folders(self.cfg)  # default_setup has locked them
-                return self._results
-        for note in own_folders(self.cfg):
-            logger.info(note)
+        max_iter, mark = self.max_iter if max_iter is None else max_iter, Path(checkpoint_dir(self.cfg), "finished")
         try:
-            return self._train(start_iter, self.max_iter if max_iter is None else max_iter)
-        finally:
-            release_folders(self.cfg)
-
-    def _train(self, start_iter: int, max_iter: int) -> dict[str, Any]:
-        mark = Path(checkpoint_dir(self.cfg), "finished")
-        if comm.is_main_process():
-            mark.unlink(missing_ok=True)
-        token = kept_loaders.set({})
-        try:
+            own_folders(self.cfg)
+            if comm.is_main_process():
+                mark.unlink(missing_ok=True)
             super().train(start_iter, max_iter)
             if comm.is_main_process() and self.status == "finished":
                 results = _plain_results(self._results)
@@ -233,26 +190,24 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             self.status = "failed"
             raise
         finally:
-            kept_loaders.reset(token)  # ends their workers
-            if comm.is_main_process() and self.status in ENDS:
-                logger.info("%s", summarize(self))
+            if comm.is_main_process() and self.status not in ("not started", "running"):
+                logger.info("%s", self._summary())
+            release_folders(self.cfg)
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
             verify_results(self.cfg, self._results)
         return self._results
 
-    def _check_command(self) -> None:
-        """Refuse to train if the command line asks for something else; training would change the files of a run."""
-        if option_of(self.cfg, "eval_only"):
-            raise ConfigError(
-                f"--eval-only is given, but the script trains; {_RUN_DOES_IT}, or return before train() if "
-                "args.eval_only"
-            )
-        starts_over = self.status == "not started" and not self._is_resumed
-        if starts_over and option_of(self.cfg, "resume") and self.checkpointer.has_checkpoint():
-            raise ConfigError(
-                f"--resume is given, but the script starts at iteration 0; {_RUN_DOES_IT}, or call "
-                "trainer.resume_or_load(resume=args.resume) before train()"
-            )
+    def _summary(self) -> str:
+        """The end of the run: progress, the ``summary()`` of each hook, the files but periodic checkpoints."""
+        (reason, max_iter), verb = self._early or ("", self.max_iter), "was" if self.status == "stopped" else "has"
+        end = f"The run {verb} {self.status} {say_done(self.iter, max_iter)}{reason and f', early: {reason}'}"
+        lines = [end, *filter(None, [hook.summary() for hook in self.hooks])]
+        names = sorted({path.name for path in Path(self.cfg.OUTPUT_DIR).glob("[!.]*")} - {LOCK_FILE})
+        shown = [name for name in names if not re.match(r"model_\d+\.", name)]
+        lines.append(f"files in {self.cfg.OUTPUT_DIR}: {', '.join(shown)}")
+        if self.status != "finished":
+            lines.append("to go on: the same command with --resume, or trainer.train()")
+        return "\n  ".join(lines)
 
     def run_step(self) -> None:
         trainer = self._step_trainer
@@ -272,7 +227,6 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._is_resumed = True
         self.__dict__.pop("_last_eval_results", None)  # the results of an earlier run of this trainer
         if results := state_dict.get("results"):
             self._last_eval_results = results
@@ -297,7 +251,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         late_hooks = [
             # before the evaluation: if it fails, there is a checkpoint to debug it
             *take(hooks.PeriodicCheckpointer, checkpointer=self.checkpointer),
-            *take(hooks.EvalHook, eval_function=lambda: me._evaluate(me._validation_cfg())),
+            *take(hooks.EvalHook, eval_function=lambda: me._evaluate(me.cfg.DATASETS.VAL or me.cfg.DATASETS.TEST)),
             # after the evaluation: they need its results
             *take(hooks.BestCheckpointer, default=False),
             *itertools.chain.from_iterable(
@@ -309,7 +263,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             *take(
                 hooks.FinalEvalHook,
                 default=bool(cfg.DATASETS.VAL),
-                eval_function=lambda: {"test": me._evaluate(me.cfg)},  # results of the validation data have no prefix
+                # results of the validation data have no prefix
+                eval_function=lambda: {"test": me._evaluate(me.cfg.DATASETS.TEST)},
             ),
             # last: it writes the values of all other hooks
             *take(hooks.PeriodicWriter, writers=self.build_writers() if comm.is_main_process() else []),
@@ -333,16 +288,14 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         """The results of the last evaluation. detectron2 users check whether ``_last_eval_results`` exists."""
         return getattr(self, "_last_eval_results", {})
 
-    def _validation_cfg(self) -> CfgNode:
-        """A copy whose DATASETS.TEST is the data of the periodic evaluation."""
+    def _evaluate(self, datasets: Sequence[str]) -> dict[str, Any]:
         cfg = self.cfg.clone()
         cfg.defrost()
-        cfg.DATASETS.TEST = cfg.DATASETS.VAL or cfg.DATASETS.TEST
-        return cfg
-
-    def _evaluate(self, cfg: CfgNode) -> dict[str, Any]:
-        self._last_eval_results = evaluate_models(self.test, cfg, self.model, self.hooks)
+        cfg.DATASETS.TEST = datasets
+        self._last_eval_results = self.test_with_hooks(cfg, self.model, self.hooks)
         return self._last_eval_results
+
+    # ------------------------------------------------------------------ the trainer of the steps
 
     def __getattr__(self, name: str) -> Any:
         """What only the trainer of a step knows: batch, losses, outputs, feed, ..."""
@@ -363,12 +316,5 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested results as Python numbers; other values are left out."""
-    plain: dict[str, Any] = {}
-    for name, value in results.items():
-        if isinstance(value, Mapping):
-            plain[str(name)] = _plain_results(value)
-        else:
-            with contextlib.suppress(TypeError, ValueError):
-                plain[str(name)] = float(value)
-    return plain
+    """Nested results as Python numbers."""
+    return {str(k): _plain_results(v) if isinstance(v, Mapping) else float(v) for k, v in results.items()}

@@ -34,7 +34,7 @@ def use_local_folders(cfg: CfgNode) -> None:
 
 
 def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
-    """Lock both folders for this run, on rank 0; returns lines for the log.
+    """Make and lock both folders for this run, on rank 0; returns lines for the log.
 
     Args:
         resume: whether the run is resumed; None: as it was said before. An address needs it.
@@ -72,31 +72,22 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
     Rank 0 does it, and gets lines for the log. An evaluation locks and writes nothing. A run that goes on moves only
     links out of its folder, since it would write through them.
     """
-    notes, checkpoints = [] if eval_only else own_folders(cfg, resume), checkpoint_dir(cfg)
     if not comm.is_main_process():
         return []
-    for mirror in filter(None, map(mirrors.get, [cfg.OUTPUT_DIR, checkpoints] * eval_only)):
+    checkpoints, notes = checkpoint_dir(cfg), [] if eval_only else own_folders(cfg, resume)
+    folders = dict.fromkeys([cfg.OUTPUT_DIR, checkpoints])
+    for mirror in filter(None, map(mirrors.get, folders if eval_only else ())):
         mirror.download()
-    is_new = not eval_only and not (resume and _has_checkpoint(checkpoints))
-    try:
-        for folder in dict.fromkeys([cfg.OUTPUT_DIR, checkpoints]):
-            os.makedirs(folder, exist_ok=True)
-            if aside := _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new):
-                notes.append(f"The files of an earlier run in {folder} are now in {aside}")
-        if not eval_only:
-            write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
-    except OSError as error:
-        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written, choose another: {error}") from error
+    is_new = not eval_only and not (resume and tagged_file(checkpoints))
+    for folder in folders:
+        os.makedirs(folder, exist_ok=True)
+        if aside := _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new):
+            notes.append(f"The files of an earlier run in {folder} are now in {aside}")
+    if not eval_only:
+        write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
     if resume and is_new and (older := sorted(Path(checkpoints).glob("previous_*/last_checkpoint"))):
         notes.append(f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is it OUTPUT_DIR?")
     return notes
-
-
-def _has_checkpoint(folder: str) -> bool:
-    try:
-        return bool(tagged_file(folder))
-    except CheckpointError:  # there is a checkpoint; its error is raised on all ranks when it is loaded
-        return True
 
 
 def _move_aside(folder: Path, weights: str, is_new: bool) -> Path | None:

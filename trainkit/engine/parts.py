@@ -3,8 +3,8 @@
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.config.imports import wrap_by_projects
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_list import overrides
 from trainkit.evaluation import DatasetEvaluator, build_evaluator, inference_on_dataset, print_csv_format
 from trainkit.evaluation.observer import for_details
 from trainkit.modeling import build_model
@@ -22,9 +24,6 @@ from trainkit.utils import comm
 from trainkit.utils.plugins import NAMES, load_plugin
 
 logger = logging.getLogger(__name__)
-
-# test loaders that the current run keeps: dataset -> (config, loader)
-kept_loaders: ContextVar[dict[str, tuple[CfgNode, Iterable[Any]]] | None] = ContextVar("kept_loaders", default=None)
 
 
 class DefaultParts:
@@ -57,10 +56,7 @@ class DefaultParts:
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator | list[DatasetEvaluator]:
         """The evaluators of TEST.EVALUATORS. Raises NotImplementedError if TEST.EVALUATORS is empty."""
         if not cfg.TEST.EVALUATORS:
-            raise NotImplementedError(
-                "name evaluators in TEST.EVALUATORS, or override DefaultTrainer.build_evaluator(cfg, dataset_name) to "
-                "return a DatasetEvaluator"
-            )
+            raise NotImplementedError("name evaluators in TEST.EVALUATORS, or override build_evaluator()")
         return build_evaluator(cfg, dataset_name)
 
     @classmethod
@@ -81,44 +77,44 @@ class DefaultParts:
         Raises:
             ValueError: the numbers of evaluators and datasets differ.
         """
-        names = cfg.DATASETS.TEST
-        if evaluators is not None:
-            evaluators = [evaluators] if isinstance(evaluators, DatasetEvaluator) else list(evaluators)
-            if len(evaluators) != len(names):
-                raise ValueError(f"need one evaluator per dataset in {names}, got {len(evaluators)}")
-        results: dict[str, Any] = {}
+        names, results = cfg.DATASETS.TEST, dict[str, Any]()
+        given = [evaluators] if isinstance(evaluators, DatasetEvaluator) else evaluators
+        if given is not None and len(given) != len(names):
+            raise ValueError(f"need one evaluator per dataset in {names}, got {len(given)}")
         for i, name in enumerate(names):
-            if evaluators is not None:
-                evaluator: Any = evaluators[i]
-            else:
-                try:
-                    evaluator = cls.build_evaluator(cfg, name)
-                except NotImplementedError as error:
-                    logger.warning("%s is not evaluated: %s", name, error)
-                    results[name] = {}
-                    continue
-            loader = _test_loader(cls.build_test_loader, cfg, name)
-            if cfg.TEST.MAX_BATCHES:
-                own: Any = getattr(loader, "first_batches", None)  # a loader may do this itself
-                number = cfg.TEST.MAX_BATCHES
-                loader = itertools.islice(loader, number) if own is None else own(number)
+            try:
+                evaluator: Any = cls.build_evaluator(cfg, name) if given is None else given[i]
+            except NotImplementedError as error:
+                logger.warning("%s is not evaluated: %s", name, error)
+                results[name] = {}
+                continue
+            loader: Any = wrap_by_projects("wrap_loader", cfg, cls.build_test_loader(cfg, name))
+            if number := cfg.TEST.MAX_BATCHES:  # a loader may do this itself
+                loader = getattr(loader, "first_batches", partial(itertools.islice, loader))(number)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
                 logger.log(for_details(), "Results on %s:", name)
                 print_csv_format(results[name])
         return next(iter(results.values())) if len(results) == 1 else results
 
+    @classmethod
+    def test_with_hooks(cls, cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]) -> dict[str, Any]:
+        """The results of ``test(cfg, model)``, or of the ``evaluated_models`` of a hook; every rank calls it."""
+        offering = next((hook for hook in hooks if overrides(hook, "evaluated_models")), None)
+        if offering is None:
+            return cls.test(cfg, model)
+        results: dict[str, Any] = {}
+        for prefix, context in offering.evaluated_models(model).items():
+            with context as evaluated:
+                found = cls.test(cfg, evaluated)
+            results |= {prefix: found} if prefix else found
+        return results
+
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
         reference = cfg.SOLVER.get("REFERENCE_WORLD_SIZE")
         return load_plugin(NAMES["scale_workers"]).scale_workers(cfg, num_workers) if reference else cfg
-
-    def _build(self, method: str, *args: Any) -> Any:
-        built = getattr(self, method)(*args)
-        if built is None:  # without this check, the error would come in code that is not the user's
-            raise TypeError(f"{type(self).__name__}.{method}() returned None; return the object that it builds")
-        return built
 
     @classmethod
     def is_default(cls, method: str) -> bool:
@@ -128,20 +124,9 @@ class DefaultParts:
     @classmethod
     def _check_names(cls, cfg: CfgNode) -> None:
         """Find wrong names now, not at the first evaluation. Names used only by overridden methods are not checked."""
-        for key in ("VAL", "TEST"):
-            for name in cfg.DATASETS[key]:
-                if cls.is_default("build_test_loader") and name not in DatasetCatalog:
-                    raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
-                if cls.is_default("build_evaluator") and cfg.TEST.EVALUATORS:
-                    cls.build_evaluator(cfg, name)
-
-
-def _test_loader(build: Callable[[CfgNode, str], Iterable[Any]], cfg: CfgNode, name: str) -> Iterable[Any]:
-    """A new loader, or the loader of the last evaluation of this run if it keeps its workers."""
-    kept = kept_loaders.get()
-    if kept is not None and name in kept and kept[name][0] == cfg:
-        return kept[name][1]
-    loader = wrap_by_projects("wrap_loader", cfg, build(cfg, name))
-    if kept is not None and getattr(loader, "persistent_workers", False):
-        kept[name] = cfg, loader
-    return loader
+        for name in (*cfg.DATASETS.VAL, *cfg.DATASETS.TEST):
+            if cls.is_default("build_test_loader") and name not in DatasetCatalog:
+                key = "VAL" if name in cfg.DATASETS.VAL else "TEST"
+                raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
+            if cls.is_default("build_evaluator") and cfg.TEST.EVALUATORS:
+                cls.build_evaluator(cfg, name)

@@ -1,7 +1,6 @@
 """The start of an entry script: arguments, output folder, log, seed, writers."""
 
 import argparse
-import copy
 import importlib.util
 import inspect
 import logging
@@ -26,18 +25,11 @@ from trainkit.engine.launch import is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.errors import not_accepted, unknown_name
+from trainkit.utils.errors import unknown_name
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, installed, load_plugin, type_name
 
 logger = logging.getLogger(__name__)
-
-_ARGS = "__args__"  # in the __dict__ of a config, like yacs's marks: copied with the config, not written to files
-
-
-def option_of(cfg: CfgNode, name: str) -> Any:
-    """The option with which `default_setup` was called for ``cfg``, or for its original; None if there is none."""
-    return getattr(cfg.__dict__.get(_ARGS), name, None)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,20 +41,17 @@ class _Parser(argparse.ArgumentParser):
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
     """The options of a training script; ``epilog`` replaces the examples at the end of the help."""
-    parser = _Parser(
-        epilog=epilog
-        or f"""
+    examples = f"""
 Examples:
-  one process           {sys.argv[0]} --config-file cfg.yaml
-  changed options       {sys.argv[0]} --config-file cfg.yaml SOLVER.BASE_LR 0.001 SOLVER.MAX_ITER 3ep
-  8 GPUs                {sys.argv[0]} --num-gpus 8 --config-file cfg.yaml
-  2 machines            (machine 0) {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT
-                        (machine 1) {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 1 --dist-url tcp://HOST:PORT
-  torchrun              torchrun --nproc-per-node 8 {sys.argv[0]} --config-file cfg.yaml
-""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --res is a misspelled option, not --resume
-    )
+  one process    {sys.argv[0]} --config-file cfg.yaml SOLVER.BASE_LR 0.001 SOLVER.MAX_ITER 3ep
+  8 GPUs         {sys.argv[0]} --num-gpus 8 --config-file cfg.yaml
+  2 machines     {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT
+                 {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 1 --dist-url tcp://HOST:PORT
+  torchrun       torchrun --nproc-per-node 8 {sys.argv[0]} --config-file cfg.yaml
+"""
+    formatter = argparse.RawDescriptionHelpFormatter
+    # no abbreviations: --res is a misspelled option, not --resume
+    parser = _Parser(epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False)
     add, add_flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
     add_flag("--resume", help="resume from the last checkpoint in OUTPUT_DIR, if any")
@@ -90,7 +79,7 @@ def user_errors_exit() -> Iterator[None]:
         yield
     except (ConfigError, CheckpointError) as error:
         if not comm.is_main_process():
-            time.sleep(5)  # usually rank 0 has the same error, and with its end this process ends too
+            time.sleep(2)  # usually rank 0 has the same error, and with its end this process ends too
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -110,7 +99,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
 
     Raises:
-        ConfigError: a folder cannot be written, a setting is not accepted, or ``num_gpus`` processes are not there.
+        ConfigError: a folder cannot be written, or a setting is not accepted.
     """
     given, text = cfg, ""
     if not isinstance(cfg, CfgNode):
@@ -119,11 +108,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         cfg, text = load_plugin(CONFIG_TYPES[type_name(cfg)]).to_cfg(cfg, args)
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     when_ready = apply_options(given, args)
-    if (num_gpus := getattr(args, "num_gpus", 1)) > comm.get_world_size():
-        raise not_accepted("--num-gpus", num_gpus, f"{comm.get_world_size()}, or start by trainkit.engine.launch")
-    if num_gpus == 0:
+    if getattr(args, "num_gpus", 1) == 0:
         cfg.MODEL["DEVICE"] = "cpu"  # by item, since the config may be frozen
-    cfg.__dict__[_ARGS] = copy.copy(args)  # the script may change its own
     text = text or cfg.dump()
     import_modules(cfg.IMPORTS)
     check_values(cfg)
@@ -189,20 +175,22 @@ def default_writers(
     if "tensorboard" in names and not all(map(importlib.util.find_spec, ("tensorboard", "trainkit.projects.loggers"))):
         logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")
         names = [name for name in names if name != "tensorboard"]
-    printer = partial(events.CommonMetricPrinter, max_iter, window_size, iters_per_epoch=iters_per_epoch)
-    makers: dict[str, Callable[[], events.EventWriter]] = {
-        "console": partial(printer, min_interval_sec=1.0),
-        "json": partial(events.JSONWriter, Path(output_dir, "metrics.json"), window_size),
-    }
-    for name in names:
-        if name in events.WRITER_REGISTRY:
-            maker = events.WRITER_REGISTRY.get(name)
-            also = {"cfg": cfg} if "cfg" in inspect.signature(maker).parameters else {}
-            makers[name] = partial(maker, output_dir, window_size, **also)
-        elif name not in makers:
-            known = [*makers, *(registered for registered, _ in events.WRITER_REGISTRY)]
-            raise unknown_name("LOG.WRITERS", name, "accepted (your own: register it in a module of IMPORTS)", known)
+
+    def make(name: str) -> events.EventWriter:
+        if name == "console":
+            printer = partial(events.CommonMetricPrinter, iters_per_epoch=iters_per_epoch, min_interval_sec=1.0)
+            return printer(max_iter, window_size)
+        if name == "json":
+            return events.JSONWriter(Path(output_dir, "metrics.json"), window_size)
+        if name not in events.WRITER_REGISTRY:
+            known = ["console", "json", *(registered for registered, _ in events.WRITER_REGISTRY)]
+            raise unknown_name("LOG.WRITERS", name, "accepted", known)
+        maker = events.WRITER_REGISTRY.get(name)
+        also = {"cfg": cfg} if "cfg" in inspect.signature(maker).parameters else {}
+        writer: events.EventWriter = maker(output_dir, window_size, **also)
+        return writer
+
     try:
-        return [makers[name]() for name in names]
-    except (ImportError, TypeError) as error:  # a package is missing, or a registered writer takes other arguments
+        return [make(name) for name in names]
+    except ImportError as error:  # the package of a writer
         raise ConfigError(f"LOG.WRITERS: {error}") from error

@@ -32,7 +32,7 @@ from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultPredictor, DefaultTrainer
 from trainkit.engine.build import ModelBuilder
-from trainkit.engine.evaluation_run import EvaluationRun
+from trainkit.engine.entry import EvaluationRun
 from trainkit.engine.hooks import EMAHook
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import build_optimizer

@@ -14,7 +14,7 @@ from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.evaluation_run import EvaluationRun
+from trainkit.engine.entry import EvaluationRun
 from trainkit.evaluation import DatasetEvaluator
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
