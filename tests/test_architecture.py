@@ -14,7 +14,8 @@ LAYERS = [
     ["trainkit.config"],
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
-    ["trainkit.engine.launch", "trainkit.engine.parallel"],
+    ["trainkit.engine.parallel", "trainkit.engine.process"],
+    ["trainkit.engine.launch"],
     ["trainkit.engine.hook_base"],
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.run_state"],
@@ -184,6 +185,8 @@ def effects_at_import(module, tree):
 def _defines(statement, own):
     match statement:
         case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Pass():
+            return True
+        case ast.Delete(targets=[ast.Name()]):  # of a name of the module
             return True
         case ast.Expr(value=ast.Constant()):  # a docstring, or the ellipsis of a Protocol
             return True

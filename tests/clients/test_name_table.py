@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.engine.launch import DEFAULT_TIMEOUT
+from trainkit.engine.process import DEFAULT_TIMEOUT
 
 GUIDE = Path(__file__).parent.parent.parent / "docs/migrate_from_detectron2.md"
 

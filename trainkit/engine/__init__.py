@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.engine.launch import DEFAULT_TIMEOUT, is_restarted, launch  # now: the module has the name of the function
+import trainkit.engine.launch  # noqa: F401 - now: later it would hide the function of this name
 from trainkit.utils.plugins import lazy_names
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainkit.engine.hooks import *  # noqa: F403 - from here too, as in detectron2
     from trainkit.engine.loop import TrainerBase
     from trainkit.engine.parallel import create_ddp_model
+    from trainkit.engine.process import DEFAULT_TIMEOUT, is_restarted, launch
     from trainkit.engine.setup import default_argument_parser, default_setup, default_writers, user_errors_exit
     from trainkit.engine.step import SimpleTrainer
 
@@ -41,4 +42,5 @@ __all__ = [  # noqa: F405 - some are in projects
     "is_restarted",
 ]
 
+del launch  # the module
 __getattr__ = lazy_names(__name__, "DefaultPredictor", "GraphTrainer", "GraphAMPTrainer", "fast_dev_config")

@@ -24,10 +24,10 @@ from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
-from trainkit.engine.launch import is_restarted
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.parts import DefaultParts
+from trainkit.engine.process import is_restarted
 from trainkit.engine.setup import default_argument_parser, default_setup, default_writers
 from trainkit.engine.step import SimpleTrainer, forwarded
 from trainkit.evaluation import verify_results

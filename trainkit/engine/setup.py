@@ -21,7 +21,7 @@ from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_
 from trainkit.config.checks import similar_keys
 from trainkit.config.config import changed_settings
 from trainkit.engine.folders import prepare_folders, use_local_folders
-from trainkit.engine.launch import is_restarted
+from trainkit.engine.process import is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng

@@ -151,7 +151,7 @@ class EventStorage:
         values = hist_tensor.detach().float().flatten().cpu()
         low, high = values.min().item(), values.max().item()
         limits, counts = torch.linspace(low, high, bins + 1, device="cpu")[1:], torch.histc(values, bins=bins)
-        raw = {"min": low, "max": high, "num": values.numel(), "sum": values.sum().item()}
+        raw: dict[str, Any] = {"min": low, "max": high, "num": values.numel(), "sum": values.sum().item()}
         raw |= {"sum_squares": values.square().sum().item()}
         raw |= {"bucket_limits": limits.tolist(), "bucket_counts": counts.tolist()}
         self._histograms.append(Histogram(self._prefix + hist_name, self.iter, raw))
