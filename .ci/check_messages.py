@@ -219,7 +219,6 @@ RULES = [
 # (rule, how the message starts) -> why it need not keep the rule
 EXCEPTIONS = {
     (says_nothing_of_its_own, "«text»"): "the text of an error whose state must not be kept in memory",
-    (says_nothing_of_its_own, "«message»"): "GraphTrainer says each once; the text stands where it is called",
     (names_nothing, "holds a single number"): "behind --input FILE",
     (names_nothing, "The random state of devices"): "which devices do not matter, since they are not there",
     (names_nothing, "Storing or writing metrics failed"): "the traceback follows",

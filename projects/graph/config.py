@@ -14,7 +14,7 @@ _CONFLICTS = (
 def add_config(cfg: CfgNode) -> None:
     """Add the keys with their defaults."""
     cfg.SOLVER.GRAPH = CfgNode()
-    cfg.SOLVER.GRAPH.ENABLED = False  # True: record the step as a CUDA graph; without CUDA: torch.compile.
+    cfg.SOLVER.GRAPH.ENABLED = False  # True: record the step as a CUDA graph; without CUDA nothing changes.
 
 
 def check(cfg: CfgNode) -> None:

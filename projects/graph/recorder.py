@@ -1,5 +1,6 @@
 """Record work of a GPU and repeat it; and the signature of a batch."""
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -39,6 +40,20 @@ class CudaRecorder:
         finally:
             current.wait_stream(self._stream)
 
+    @contextmanager
+    def watching(self, found: list[str]) -> Iterator[None]:
+        """Context that adds to ``found`` the lines in which the host waits for the device, as a recording cannot."""
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        waits = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+        found += [f"{warning.filename}:{warning.lineno}" for warning in waits]
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` without executing it; the result executes it, on the same tensors."""
         graph = torch.cuda.CUDAGraph()
@@ -75,18 +90,16 @@ def check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
     """Raises ConfigError if there are several processes, or the update needs the host."""
     if comm.get_world_size() > 1:
         raise ConfigError(
-            f"a recorded step cannot exchange gradients, but there are {comm.get_world_size()} processes; use one, "
-            f"MODEL.COMPILE instead, {ADVICE}"
+            f"a recorded step takes one process, got {comm.get_world_size()}; use MODEL.COMPILE, {ADVICE}"
         )
-    name = type(optimizer).__name__
-    if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
+    is_fused = [bool(group.get("fused")) for group in optimizer.param_groups]
+    if not all(fused or "capturable" in group for fused, group in zip(is_fused, optimizer.param_groups, strict=True)):
         raise ConfigError(
-            f"the update by {name} cannot be recorded, since its learning rate would never change; use SGD or Adagrad "
-            "with fused=True (SOLVER.OPTIMIZER.FUSED True), an optimizer that has the argument capturable (Adam, "
-            f"AdamW, RMSprop, ...), {ADVICE}"
+            f"the update by {type(optimizer).__name__} cannot be recorded; use one with fused=True "
+            f"(SOLVER.OPTIMIZER.FUSED True) or with the argument capturable, {ADVICE}"
         )
-    if skips and not all(group.get("fused") for group in optimizer.param_groups):
+    if skips and not all(is_fused):
         raise ConfigError(
-            f"{name} decides on the host whether to skip an update (for float16 and SOLVER.NON_FINITE.POLICY skip), "
-            f"so it cannot be recorded; use fused=True (SOLVER.OPTIMIZER.FUSED True), bfloat16, {ADVICE}"
+            f"{type(optimizer).__name__} decides on the host whether to skip an update, so it cannot be recorded; use "
+            f"fused=True (SOLVER.OPTIMIZER.FUSED True), bfloat16, {ADVICE}"
         )

@@ -1,9 +1,9 @@
-"""The step as a static graph: on CUDA it is recorded and replayed; on other devices the model is compiled."""
+"""The step as a CUDA graph: it is recorded once and replayed."""
 
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from trainkit.projects.graph.host_reads import HostReads
 from trainkit.projects.graph.recorder import ADVICE, CudaRecorder, check_recordable, describe
 
 from trainkit.config import CfgNode
@@ -52,14 +51,13 @@ class GraphTrainer(SimpleTrainer):
     On CUDA the first `WARM_UP_ITERS` iterations with inputs of one signature (shapes, types, and all values in a batch
     that are not tensors) are ordinary steps. Then everything from the forward pass to the update is recorded, and later
     iterations replay it. At most `MAX_RECORDINGS` signatures are recorded; others stay ordinary steps. The recording is
-    divided where the host must act: for hooks that override ``after_backward``.
+    divided where the host must act: for hooks that override ``after_backward``. On other devices, all steps are
+    ordinary.
 
     A replay repeats work of the device, but no Python. The model's work on the host is not repeated; a number that a
-    hook changes in the model keeps its old value; a model that reads a tensor on the host is refused. The learning rate
-    may change at each step. If another setting of the optimizer, ``requires_grad``, the mode of a module or a hook
-    changes, steps are recorded again. The next iteration overwrites ``losses`` and the gradients.
-
-    On other devices, training runs the model through ``torch.compile``, with fixed shapes.
+    hook changes in the model keeps its old value; the steps of a model that waits for the device stay ordinary. The
+    learning rate may change at each step. If another setting of the optimizer, ``requires_grad``, the mode of a module
+    or a hook changes, steps are recorded again. The next iteration overwrites ``losses`` and the gradients.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,11 +66,9 @@ class GraphTrainer(SimpleTrainer):
             args, kwargs: as in the trainer without a graph.
 
         Raises:
-            ConfigError: the step cannot be recorded (several processes, or an optimizer that needs the host), or the
-                model cannot be compiled.
+            ConfigError: the step cannot be recorded (several processes, or an optimizer that needs the host).
         """
         super().__init__(*args, **kwargs)
-        self._compiled: tuple[nn.Module | None, Callable[[Any], Any]] = (None, self.model)
         self._recorder = self.make_recorder()
         self._recording: _Recording | None = None  # the recording of this step; None: an ordinary step
         self._recordings: dict[Hashable, _Recording | None] = {}  # None: the step cannot be recorded
@@ -83,29 +79,18 @@ class GraphTrainer(SimpleTrainer):
         self._settings: list[itemgetter[Any]] = []  # they read the settings of a group that a recording contains
         self._in_step = False  # True after a step that has failed
         self._given: Sequence[Any] = ()  # the micro-batches of this step
-        self._reads: HostReads | None = None  # reads on the host in the last ordinary step before a recording
+        self._waits: list[str] | None = None  # where the last ordinary step before a recording waits for the device
         self._newest: Hashable = None
         self._warned_of: set[str] = set()
-        if self._recorder is not None:
+        if self._recorder is None:
+            logger.warning("Steps are recorded only on CUDA; on %s they are ordinary", self._device.type)
+        else:
             check_recordable(self.optimizer, skips=getattr(self, "skips_updates", False))
             self.forget_recordings()
 
     def make_recorder(self) -> CudaRecorder | None:
-        """None if the model is compiled instead."""
+        """None: all steps are ordinary."""
         return CudaRecorder(self._device) if self._device.type == "cuda" else None
-
-    def compile_model(self) -> Callable[[Any], Any]:
-        """The model for training without recordings."""
-        # With dynamic shapes, kernels would depend on the shapes seen before, and a resumed run would differ. Random
-        # numbers must be those of the ordinary trainers.
-        return torch.compile(self.model, dynamic=False, options={"fallback_random": True})
-
-    def call_model(self, batch: Any) -> Any:
-        if self._recorder is not None:
-            return super().call_model(batch)
-        if self._compiled[0] is not self.model:
-            self._compiled = self.model, self.compile_model()
-        return self._compiled[1](batch)
 
     # ------------------------------------------------------------------ the parts of a step
 
@@ -127,7 +112,7 @@ class GraphTrainer(SimpleTrainer):
         self._recording = recording = self._find_recording(batches, inputs)
         if recording is None:
             self._shown = None
-            with self._beside(inputs), self._reads or nullcontext():
+            with self._beside(inputs):
                 return self._of_given(batches)
         self._replay(recording, "gradients")
         # checking one is enough, unless hooks act on gradients; a group may have no parameters yet
@@ -149,12 +134,12 @@ class GraphTrainer(SimpleTrainer):
     def unscale(self) -> None:
         """Of an `AMPTrainer`; a recording does it with the backward pass."""
         if self._recording is None:
-            with self._beside(), self._reads or nullcontext():
+            with self._beside():
                 super().unscale()  # type: ignore[misc]
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         if self._recording is None:
-            with self._beside(), self._reads or nullcontext():
+            with self._beside():
                 return super().judge_gradients(losses)
         if "judgement" in self._recording.replays:
             _take_gradients(self._recording)
@@ -168,15 +153,21 @@ class GraphTrainer(SimpleTrainer):
             super().update()
         else:
             self._fill_rates()
-            with self._beside(), self._reads or nullcontext():
+            with self._beside():
                 self._update_on_device()
-            if self._reads is not None and self._reads.found:
-                self._refuse(self._reads.found)
-            self._reads = None
+            if self._waits:
+                self._refuse(self._waits[0])
+            self._waits = None
         self._in_step = False
 
-    def _beside(self, inputs: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
-        return nullcontext() if self._recorder is None else self._recorder.beside(inputs)
+    def _beside(self, inputs: Sequence[Tensor] = ()) -> AbstractContextManager[Any]:
+        if self._recorder is None:
+            return nullcontext()
+        contexts = ExitStack()
+        contexts.enter_context(self._recorder.beside(inputs))
+        if self._waits is not None:
+            contexts.enter_context(self._recorder.watching(self._waits))
+        return contexts
 
     def _replay(self, recording: _Recording, part: str) -> None:
         if part in recording.replays:
@@ -199,35 +190,32 @@ class GraphTrainer(SimpleTrainer):
             signature = None  # the model may read the tensor on the host
         if signature is None or len(self._recordings) == MAX_RECORDINGS or len(self._seen) == _MAX_SIGNATURES:
             self._warn_once(
-                "batches",
-                f"Iteration {self.iter} and others run as ordinary steps: {len(self._recordings)} kinds of batches are "
-                "recorded, and there are more. Give batches of few shapes (pad them, drop the last one), in lists, "
-                "tuples and dicts, without file names and the like",
+                f"{len(self._recordings)} kinds of batches are recorded, and there are more, which run as ordinary "
+                "steps. Give batches of few shapes, in lists, tuples and dicts, without file names and the like"
             )
             self._seen.clear()
             return None
         self._seen[signature] = self._seen.get(signature, 0) + 1
-        self._newest, self._reads = signature, HostReads() if self._seen[signature] == WARM_UP_ITERS else None
+        self._newest, self._waits = signature, [] if self._seen[signature] == WARM_UP_ITERS else None
         if self._seen[signature] <= WARM_UP_ITERS:
             return None
         del self._seen[signature]
         self._recordings[signature] = recording = self._record(batches, tensors)
         return recording
 
-    def _refuse(self, found: str) -> None:
+    def _refuse(self, place: str) -> None:
         """Keep such steps ordinary: a recording would fail in the middle, and CUDA would stay in capture mode."""
         self._recordings[self._newest] = None
         self._warn_once(
-            "reads",
-            f"The step of iteration {self.iter} and others like it cannot be recorded as a graph and stay ordinary "
-            f"steps: {found}. Neither the model nor the optimizer may read values on the host (item(), cpu(), print, "
-            f"an if on a tensor, indexing by a mask) or make tensors from Python values; change that, {ADVICE}",
+            f"Steps that wait for the device, as at {place}, cannot be recorded and stay ordinary steps. Neither the "
+            f"model nor the optimizer may read values on the host (item(), an if on a tensor, a mask); change that, "
+            f"{ADVICE}"
         )
 
-    def _warn_once(self, of: str, message: str) -> None:
-        if of not in self._warned_of:
-            self._warned_of.add(of)
-            logger.warning(message)
+    def _warn_once(self, message: str) -> None:
+        if message[:20] not in self._warned_of:
+            self._warned_of.add(message[:20])
+            logger.warning("%s (iteration %d)", message, self.iter)
 
     def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
         """Record all parts without executing them; from now on gradients are the tensors that the recording writes."""
@@ -276,9 +264,8 @@ class GraphTrainer(SimpleTrainer):
         replaced = [name for name, buffer in self.model.named_buffers() if buffers.get(name) is not buffer]
         if put or replaced:
             raise RuntimeError(
-                f"the model {f'puts the scalars {put}' if put else f'replaces the buffers {replaced}'} in its forward "
-                "pass, which a replay does not repeat; return scalars with the losses, change buffers in place "
-                f"(copy_), {ADVICE}"
+                f"the model puts the scalars {put} and replaces the buffers {replaced} in its forward pass, which a "
+                f"replay does not repeat; return scalars with the losses, change buffers by copy_, {ADVICE}"
             )
         return replay
 
@@ -291,10 +278,8 @@ class GraphTrainer(SimpleTrainer):
             return
         if changed and (self._recordings or self._seen):
             self._warn_once(
-                "changes",
-                "A setting of the optimizer, requires_grad, the mode of a module or a hook has changed before "
-                f"iteration {self.iter}, so steps are recorded again, each time that this happens; they are ordinary "
-                f"steps until nothing has changed for {WARM_UP_ITERS} iterations",
+                "A setting of the optimizer, requires_grad, the mode of a module or a hook has changed, so steps are "
+                f"recorded again, each time; they are ordinary until nothing has changed for {WARM_UP_ITERS} iterations"
             )
         self.forget_recordings()
 
@@ -361,8 +346,8 @@ def _take_gradients(recording: _Recording) -> None:
             continue
         if parameter.grad is None or gradient is None:
             raise RuntimeError(
-                "a hook has removed or added a gradient in after_backward, but the recorded update uses the "
-                f"gradients of the backward pass; set it to zero instead, or set requires_grad, {ADVICE}"
+                "a hook has removed or added a gradient in after_backward, which a recorded update does not notice; "
+                f"set it to zero instead, or set requires_grad, {ADVICE}"
             )
         gradient.copy_(parameter.grad)
         parameter.grad = gradient

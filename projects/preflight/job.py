@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
-from trainkit.projects.graph.host_reads import HostReads
 from trainkit.projects.preflight.findings import Finding, not_asked
+from trainkit.projects.preflight.host_reads import HostReads
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine.hook_base import HookBase

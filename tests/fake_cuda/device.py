@@ -57,8 +57,10 @@ def _on_wait(what):
     waits.append(Wait(what, threading.current_thread().name, place))
     if _state["capturing"] == threading.get_ident():
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
-    if _state["sync_debug"] == 2 and what not in ("event", "stream", "device"):
-        raise RuntimeError("called a synchronizing CUDA operation")
+    if _state["sync_debug"] and what not in ("event", "stream", "device"):
+        if _state["sync_debug"] == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
 
 
 class Stream(torch.Stream):

@@ -25,6 +25,11 @@ class CpuRecorder:
     def beside(self, inputs=()):
         yield
 
+    @contextmanager
+    def watching(self, found):
+        with Watching(found):
+            yield
+
     def record(self, work):
         rng_state = torch.get_rng_state()
         operations = Operations()
@@ -39,6 +44,19 @@ class CpuRecorder:
             operations.replay()
 
         return replay
+
+
+class Watching(TorchDispatchMode):
+    """Adds to ``found`` the operations that wait for the device."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        self.found += [name] * (name in _READS)
+        return func(*args, **(kwargs or {}))
 
 
 class Operations(TorchDispatchMode):

@@ -42,6 +42,6 @@ class HostReads(TorchDispatchMode):
 def _place() -> str:
     """The innermost line that is not in torch or trainkit."""
     folders = [f"{Path(torch.__file__).parent}{os.sep}", f"{Path(comm.__file__).parents[1]}{os.sep}"]
-    libraries = ("<", *folders, __file__, str(Path(__file__).with_name("trainer.py")))
+    libraries = ("<", *folders, __file__)
     inner = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(libraries)]
     return f"{inner[-1].filename}:{inner[-1].lineno}" if inner else "a place without a line of Python (a backward pass)"
