@@ -40,21 +40,10 @@ EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "afte
 class HookBase:
     """Code that runs at points of the loop; a subclass overrides the points that it needs, and the others cost nothing.
 
-    ::
-
-        hook.before_train()
-        for iter in range(start_iter, max_iter):
-            hook.before_step()
-            trainer.run_step()        # calls hook.after_backward() between the gradients and the update
-            hook.after_step()
-        hook.after_train()
-
-    ``register_hooks`` sets ``self.trainer``, a weak reference: hook and trainer do not keep each other alive. Keep
-    ``before_step`` cheap, since the time of a step starts after it. Delete nothing in ``after_train``, since the same
-    trainer may ``train()`` again.
-
-    The epoch points need a trainer with epochs. Points of evaluation, saving and loading are called whenever the
-    trainer's model is evaluated, saved or loaded, also by ``--eval-only``.
+    ``register_hooks`` sets ``self.trainer``, a weak reference: hook and trainer do not keep each other alive. The same
+    trainer may ``train()`` again after ``after_train``. The epoch points need a trainer with epochs. Points of
+    evaluation, saving and loading are called whenever the trainer's model is evaluated, saved or loaded, also by
+    ``--eval-only``.
     """
 
     trainer: Any = None  # a weakref.proxy of the trainer; Any, since a hook may need a certain subclass of TrainerBase
@@ -64,14 +53,13 @@ class HookBase:
     _state_names: tuple[str, ...] = ()  # names of the attributes that are its state; in the file they have no "_"
 
     def before_train(self) -> None:
-        """Before the first iteration of each ``train()``. At ``start_iter`` 0 reset the state; otherwise the run
-        continues."""
+        """Before the first iteration of each ``train()``; the run is a new one if ``start_iter`` is 0."""
 
     def before_epoch(self) -> None:
         """Before the first iteration of an epoch; not in a run that is resumed inside it."""
 
     def before_step(self) -> None:
-        """Before each iteration."""
+        """Before each iteration; keep it cheap, since the time of a step starts after it."""
 
     def after_backward(self) -> None:
         """When all gradients of an iteration are computed, unscaled and not yet clipped."""
@@ -139,20 +127,15 @@ class HookBase:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs: tensors and plain Python values only.
+        """The state that a resumed run needs: tensors and plain Python values only; every rank calls it at each save.
 
-        Every rank calls it at each save, at the save point or at the end of an iteration. A run that is stopped in an
-        evaluation repeats stage 2, so a hook below the save point must do nothing when it is called again for an
-        iteration that it has handled.
+        A run that is stopped in an evaluation repeats stage 2, so a hook below the save point must do nothing when it
+        is called again for an iteration that it has handled.
         """
         return {name.lstrip("_"): getattr(self, name) for name in self._state_names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave; a hook with state overrides both.
-
-        Raises:
-            NotImplementedError: there is a state, but the hook does not override this method.
-        """
+        """Load what ``state_dict`` gave; a hook with state overrides both, or has ``_state_names``."""
         if state_dict and not self._state_names:
             raise NotImplementedError(f"{type(self).__name__} saves a state but has no load_state_dict; define both")
         for name in self._state_names:

@@ -111,8 +111,7 @@ class RunState:
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
 
-        It is ``start_iter``. If stage 2 of the iteration before is still to do, it is ``start_iter - 1`` for hooks
-        below the save point.
+        It is ``start_iter``, or the one before for a hook below the save point, if its stage 2 is still to do.
         """
         return self._at if self._hook_list.is_below(hook) else self.start_iter
 
@@ -128,12 +127,9 @@ class RunState:
 
     @property
     def iters_per_epoch(self) -> int:
-        """Iterations per pass over the training data; a subclass that knows its data overrides this.
+        """Iterations per pass over the training data, rounded; n epochs are ``round(n * exact)`` iterations.
 
-        It is rounded, but epochs do not drift: n epochs are ``round(n * exact)`` iterations.
-
-        Raises:
-            ValueError: there are no epochs.
+        A subclass that knows its data overrides this. Raises ValueError if there are no epochs.
         """
         raise ValueError(f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations")
 
