@@ -23,7 +23,6 @@ from trainkit.data.samplers import InfiniteSampler
 from trainkit.engine import is_restarted
 from trainkit.engine.folders import checkpoint_dir
 from trainkit.solver.lr_scheduler import ScheduledLR
-from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -126,7 +125,6 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
             anew = {"taken": taken.get(writer["class"], {}), "length": 0, "sizes": {}}
             writer["state"] |= {key: value for key, value in anew.items() if key in writer["state"]}
     if any(key.startswith("SOLVER.") for key in changed) and isinstance(trainer.scheduler, ScheduledLR):
-        compare_with_saved(trainer.optimizer.param_groups, step["optimizer"]["param_groups"])
         step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
         rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # -1: it seeks its position
         hooks |= {name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")}

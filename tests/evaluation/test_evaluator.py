@@ -61,36 +61,24 @@ def draw():
 
 def test_the_model_sees_every_batch_and_the_evaluator_inputs_with_outputs():
     evaluator = Recorder()
-    assert inference_on_dataset(lambda batch: batch * 10, [1, 2, 3], evaluator) == {"seen": 3}
+    assert inference_on_dataset(lambda batch: batch * 10, iter([1, 2, 3]), evaluator) == {"seen": 3}
     assert evaluator.seen == [(1, 10), (2, 20), (3, 30)]
+    assert inference_on_dataset(str, [1], evaluator) == {"seen": 1}  # it is reset
 
 
-def test_an_evaluator_is_reset_by_each_evaluation():
-    evaluator = Recorder()
-    inference_on_dataset(str, [1, 2, 3], evaluator)
-    assert inference_on_dataset(str, [1], evaluator) == {"seen": 1}
+class Looker:
+    """Has no methods beside detectron2's, and reports nothing."""
+
+    reset = process = evaluate = lambda *_: None
 
 
-def test_a_list_of_evaluators_gives_the_merged_results():
-    assert inference_on_dataset(str, [1, 2], [Recorder("a"), Recorder("b")]) == {"a": 2, "b": 2}
-
-
-def test_no_evaluator_runs_the_model_and_gives_an_empty_dict():
+def test_evaluators_are_merged_and_none_only_runs_the_model():
     calls = []
     assert inference_on_dataset(calls.append, [1, 2], None) == {}
     assert calls == [1, 2]
-
-
-def test_the_same_key_from_two_evaluators_is_an_error_that_names_it():
+    assert inference_on_dataset(str, [1, 2], [Recorder("a"), Looker(), Recorder("b")]) == {"a": 2, "b": 2}
     with pytest.raises(ValueError, match=r"Recorder .*'top1'"):
         inference_on_dataset(str, [1], [Recorder("top1"), Recorder("top1")])
-
-
-def test_an_evaluator_of_detectron2_needs_no_further_methods_and_may_return_nothing():
-    class Looker:
-        reset = process = evaluate = lambda *_: None
-
-    assert inference_on_dataset(str, [1], [Looker(), Recorder()]) == {"seen": 1}
 
 
 def test_an_evaluator_learns_which_model_is_evaluated():
@@ -111,14 +99,11 @@ def test_callbacks_are_called_in_order_around_the_batches():
     assert calls == ["on_start", "before_inference", "batch 0", "batch 1", "after_inference", "on_end"]
 
 
-def test_a_loader_without_length_works():
-    assert inference_on_dataset(str, iter([1, 2, 3]), Recorder()) == {"seen": 3}
-
-
-def test_an_empty_loader_is_an_error_that_names_the_loader():
-    loader = torch.utils.data.DataLoader([])
-    with pytest.raises(ValueError, match=r"DataLoader gave no batch"):
-        inference_on_dataset(str, loader, Recorder())
+def test_an_empty_loader_is_an_error_that_names_the_loader_and_has_no_end():
+    observer = StopsBefore(9)
+    with pytest.raises(ValueError, match=r"DataLoader gave no batch"), observe_inference(observer, "val"):
+        inference_on_dataset(str, DataLoader([]), Recorder())
+    assert observer.calls == []
 
 
 def test_no_gradients_are_recorded_and_every_module_is_in_eval_mode():
@@ -144,25 +129,17 @@ def test_modes_of_every_submodule_and_the_random_state_are_as_they_were_also_aft
     assert rng_states() != before[1]
 
 
-def test_inputs_are_moved_to_the_devices_of_the_model():
-    model = nn.Linear(2, 1, device="meta")
+class Pick(nn.Module):
+    def forward(self, batch):
+        return batch["x"]
+
+
+def test_inputs_are_moved_to_the_device_of_the_model_and_the_callers_autocast_is_in_force():
     evaluator = Recorder()
-    inference_on_dataset(nn.Sequential(Pick("x"), model), [{"x": torch.ones(3, 2)}], evaluator)
+    inference_on_dataset(nn.Sequential(Pick(), nn.Linear(2, 1, device="meta")), [{"x": torch.ones(3, 2)}], evaluator)
     inputs, outputs = evaluator.seen[0]
     assert inputs["x"].device.type == outputs.device.type == "meta"
 
-
-class Pick(nn.Module):
-    def __init__(self, key):
-        super().__init__()
-        self.key = key
-
-    def forward(self, batch):
-        return batch[self.key]
-
-
-def test_the_callers_autocast_is_in_force():
-    evaluator = Recorder()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inference_on_dataset(nn.Linear(2, 1), [torch.ones(3, 2)], evaluator)
     assert evaluator.seen[0][1].dtype == torch.bfloat16
@@ -188,9 +165,9 @@ def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_en
         inference_on_dataset(two_seconds, iter(range(3)), None)
     assert caplog.messages == [
         "Start inference of 10 batches of digits_val",
-        "Inference done: 3 of 10, 2.0000 s / batch, ETA 0:00:14",
-        "Inference done: 6 of 10, 2.0000 s / batch, ETA 0:00:08",
-        "Inference done: 9 of 10, 2.0000 s / batch, ETA 0:00:02",
+        "Inference done: 3 of 10 batches, 2.0000 s / batch, ETA 0:00:14",
+        "Inference done: 6 of 10 batches, 2.0000 s / batch, ETA 0:00:08",
+        "Inference done: 9 of 10 batches, 2.0000 s / batch, ETA 0:00:02",
         "Total inference time: 0:00:20 (2.000000 s / batch on this rank)",
         "Start inference",
         "Inference done: 3, 2.0000 s / batch",

@@ -45,13 +45,7 @@ FLAT = {"GAMMA": 0.5, "NUM_DECAYS": 1, "WARMUP_ITERS": 2, "WARMUP_FACTOR": 0.0}
             {**STEPS, "WARMUP_FACTOR": 0.5, "WARMUP_METHOD": "constant"},
             [0.5, 0.5, 1, 1, 0.5, 0.5, 0.5, 0.5, *[0.25] * 3],
         ),
-        (
-            "WarmupMultiStepLR",
-            {**STEPS, "WARMUP_FACTOR": 0.25, "WARMUP_METHOD": "exponential"},
-            [0.25, 0.5, 1, 1, 0.5, 0.5, 0.5, 0.5, *[0.25] * 3],
-        ),
         ("WarmupMultiStepLR", {"WARMUP_ITERS": 10, "WARMUP_FACTOR": 0.0}, [t / 10 for t in range(11)]),
-        ("WarmupMultiStepLR", {"WARMUP_ITERS": 1, "WARMUP_FACTOR": 0.5}, [0.5, *[1.0] * 10]),
         ("WarmupMultiStepLR", {"MAX_ITER": 1, "WARMUP_ITERS": 1, "WARMUP_FACTOR": 0.5}, [0.5, *[1.0] * 10]),
         ("WarmupStepWithFixedGammaLR", FLAT, [0.0, 0.5, *[1.0] * 3, *[0.5] * 6]),
         (
@@ -87,13 +81,6 @@ def test_every_schedule_keeps_its_last_value_past_the_end(name, rescale, warmup_
     assert lrs == [lrs[0]] * 6 == pytest.approx([last] * 6)
 
 
-def test_groups_keep_their_own_base_lr():
-    cfg = make_cfg(STEPS=(1,), BIAS_LR_FACTOR=4.0)
-    optimizer = build_optimizer(cfg, nn.Linear(1, 1))
-    build_lr_scheduler(cfg, optimizer).step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.4]
-
-
 def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert lrs_of(make_cfg(STEPS=(5, 10, 30))) == [1.0] * 5 + [0.1] * 6
@@ -114,14 +101,11 @@ def test_a_config_may_name_a_function_that_makes_the_schedule():
     [
         ({"name": "WarmupCosinLR"}, r"LR_SCHEDULER_NAME: unknown 'WarmupCosinLR'; did you mean 'WarmupCosineLR'\? "),
         ({"LR_SCHEDULER_BUILDER": "mine"}, "LR_SCHEDULER_BUILDER: no 'mine'"),
-        ({"WARMUP_ITERS": 11}, "SOLVER.WARMUP_ITERS: got 11 .*at most SOLVER.MAX_ITER, 10"),
-        ({"WARMUP_ITERS": -1}, "WARMUP_ITERS.*-1.*accepted: iterations"),
-        ({"MAX_ITER": 0}, "SOLVER.MAX_ITER.* got .0"),
+        ({"WARMUP_ITERS": 11}, r"WARMUP_ITERS 11: warmup_length must be in \[0, 1\], .*got 1.1"),
         ({"MAX_ITER": "3ep"}, "SOLVER.MAX_ITER.* got .'3ep'"),
-        ({"STEPS": ("1ep",)}, "STEPS.* got .*'1ep'"),
-        ({"STEPS": (6, 5)}, "WarmupMultiStepLR: Milestone.*start_epoch=6, milestone=5"),
-        ({"WARMUP_METHOD": "exp"}, "WarmupMultiStepLR: warmup_method.*got 'exp'"),
-        ({"name": "WarmupStepWithFixedGammaLR", "NUM_DECAYS": 0}, "WarmupStepWithFixedGammaLR: num_decays"),
+        ({"STEPS": (6, 5)}, "WarmupMultiStepLR, .*: Milestone.*start_epoch=6, milestone=5"),
+        ({"WARMUP_METHOD": "exp"}, "WarmupMultiStepLR, .*: warmup_method.*got 'exp'"),
+        ({"name": "WarmupStepWithFixedGammaLR", "NUM_DECAYS": 0}, "WarmupStepWithFixedGammaLR, .*: num_decays"),
         ({"name": "WarmupCosineLR", "BASE_LR_END": 2.0}, "SOLVER.BASE_LR_END: got 2.0 .*from 0 to SOLVER.BASE_LR, 1.0"),
         ({"name": "WarmupCosineLR", "BASE_LR": 0.0}, "SOLVER.BASE_LR, 0.0, which must not be 0"),
     ],

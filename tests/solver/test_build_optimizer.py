@@ -46,24 +46,11 @@ def test_the_default_is_sgd_with_the_keys_of_the_solver():
     ]
 
 
-def test_constructor_arguments_come_from_a_yaml_file(tmp_path):
-    file = tmp_path / "adam.yaml"
-    file.write_text("SOLVER: {OPTIMIZER: {NAME: Adam, BETAS: [0.8, 0.99], EPS: 1e-6, AMSGRAD: True}}")
-    cfg = get_cfg()
-    cfg.merge_from_file(file)
-    defaults = build_optimizer(cfg, make_model()).defaults
-    assert (defaults["betas"], defaults["eps"], defaults["amsgrad"]) == ((0.8, 0.99), 1e-6, True)
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
         ("AdamW", {"BETAS": [0.8, 0.9]}, {"betas": (0.8, 0.9)}),
         ("RMSprop", {"ALPHA": 0.5, "MOMENTUM": 0.25}, {"alpha": 0.5, "momentum": 0.25}),
-        ("RMSprop", {}, {"momentum": 0.9}),
-        ("Adagrad", {"LR_DECAY": 0.1}, {"lr_decay": 0.1}),
-        ("Adadelta", {"RHO": 0.5}, {"rho": 0.5}),
-        ("NAdam", {"MOMENTUM_DECAY": 0.1}, {"momentum_decay": 0.1}),
         ("Adafactor", {"EPS": [None, 0.01]}, {"eps": (None, 0.01)}),
         ("SGD", {"MOMENTUM": 0.5, "DAMPENING": 0.1}, {"momentum": 0.5, "dampening": 0.1}),
         ("SGD", {"MOMENTUM": None}, {"momentum": 0.9}),
@@ -89,9 +76,7 @@ SET = {"MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.5}
     ("name", "momentum", "decay"),
     [
         ("SGD", {"momentum": 0.95, "nesterov": True}, True),
-        ("RMSprop", {"momentum": 0.95}, True),
         ("AdamW", {}, True),
-        ("Adagrad", {}, True),
         ("Rprop", {}, False),
     ],
 )
@@ -116,9 +101,12 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "SolverTestSGD", "solver_test_adam"])
 def test_a_default_of_the_solver_is_never_an_error(name):
-    optimizer = build_optimizer(make_cfg(NAME=name), nn.Linear(2, 2, bias=False))
+    optimizer = build_optimizer(
+        make_cfg(NAME=name, **({"EPS": 0.5} if "_" in name else {})), nn.Linear(2, 2, bias=False)
+    )
     known = inspect.signature(type(optimizer)).parameters
     assert optimizer.defaults.get("momentum", 0) == (0.9 if "momentum" in known else 0)
+    assert "_" not in name or optimizer.defaults["eps"] == 0.5  # a function may take any argument
 
 
 def test_a_registered_class_is_built_with_its_arguments():
@@ -129,35 +117,21 @@ def test_a_registered_class_is_built_with_its_arguments():
         build_optimizer(make_cfg(NAME="SolverTestSGD", TAP=[3, 4]), make_model())
 
 
-def test_a_registered_function_may_take_any_argument():
-    optimizer = build_optimizer(make_cfg(NAME="solver_test_adam", EPS=0.5), make_model())
-    assert type(optimizer) is torch.optim.Adam
-    assert (optimizer.defaults["eps"], optimizer.defaults["fused"]) == (0.5, None)
-
-
 @pytest.mark.parametrize(
     ("node", "message"),
     [
         ({"NAME": "Adm"}, r"SOLVER.OPTIMIZER.NAME: unknown 'Adm'; did you mean 'Adam'\? .*AdamW.*SGD"),
-        ({"NAME": "sgd"}, r"unknown 'sgd'; did you mean 'SGD'\?"),
         ({"NAME": "LBFGS"}, "unknown 'LBFGS'"),
         ({"NAME": "Muon"}, "Muon refuses .*: Muon only supports 2D"),
         ({"NAME": "Adam", "BETA": [0.9, 0.9]}, "Adam refuses .*'beta'. It takes params, lr, betas, eps"),
-        ({"NAME": "Adam", "PARAMS": []}, "Adam refuses .*'params'"),
-        ({"NAME": "Adam", "MOMENTUM": 0.9}, "Adam refuses .*'momentum'"),
         ({"NAME": "Adam", "BETAS": [2, 0.9]}, r"betas=\(2, 0.9\).*Invalid beta parameter at index 0"),
         ({"NAME": "Adam", "LR": "big"}, "SOLVER.OPTIMIZER.LR: got 'big' .*a number"),
-        ({"NAME": "Adam", "EPS": "tiny"}, "eps='tiny'"),
-        ({"NAME": "Adam", "FUSED": True, "FOREACH": True}, "cannot be `True` together"),
     ],
     ids=str,
 )
 def test_what_the_optimizer_cannot_take_is_an_error(node, message):
     with pytest.raises(ConfigError, match=message):
         build_optimizer(make_cfg(**node), make_model())
-
-
-def test_a_model_without_trainable_parameters_is_an_error():
     with pytest.raises(ConfigError, match="Linear has no trainable parameters"):
         build_optimizer(make_cfg(), nn.Linear(1, 1).requires_grad_(False))
 
@@ -188,8 +162,6 @@ def test_every_weight_of_a_small_type_is_updated(dtype):
         ({"DIFFERENTIABLE": True}, (None, None)),
         ({"FUSED": False}, (False, None)),
         ({"FOREACH": True}, (None, True)),
-        ({"FOREACH": False}, (None, False)),
-        ({"FUSED": True}, (True, None)),
         ({"FUSED": None}, (True, None)),
     ],
     ids=str,
@@ -197,13 +169,6 @@ def test_every_weight_of_a_small_type_is_updated(dtype):
 def test_the_config_wins_over_the_choice(node, expected):
     defaults = build_optimizer(make_cfg(NAME="Adam", **node), make_model()).defaults
     assert (defaults["fused"], defaults["foreach"]) == expected
-
-
-def test_parameters_that_the_fused_implementation_refuses_fall_back():
-    model = nn.Linear(2, 2)
-    assert build_optimizer(make_cfg(), model).defaults["fused"] is True
-    model.phase = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
-    assert build_optimizer(make_cfg(), model).defaults["fused"] is None
 
 
 def test_sparse_gradients_fall_back_and_can_step():
@@ -214,17 +179,10 @@ def test_sparse_gradients_fall_back_and_can_step():
     optimizer.step()
     assert torch.equal(model.weight[1], before[1] - 1)
     assert torch.equal(model.weight[0], before[0])
-    assert build_optimizer(make_cfg(), nn.Embedding(4, 2)).defaults["fused"] is True
-
-
-def test_building_leaves_parameters_and_random_state_as_they_were():
-    model = make_model()
-    before = [param.detach().clone() for param in model.parameters()]
-    state = torch.get_rng_state()
-    build_optimizer(make_cfg(NAME="Adam"), model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    assert all(param.grad is None for param in model.parameters())
+    model = nn.Embedding(4, 2)
+    assert build_optimizer(make_cfg(), model).defaults["fused"] is True
+    model.phase = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    assert build_optimizer(make_cfg(), model).defaults["fused"] is None
 
 
 def test_a_parameter_whose_first_gradient_comes_late_is_updated_as_without_the_fused_implementation():

@@ -1,7 +1,5 @@
 """Schedulers, and the schedules with a warm-up."""
 
-import math
-
 import pytest
 import torch
 from fvcore.common.param_scheduler import (
@@ -10,7 +8,6 @@ from fvcore.common.param_scheduler import (
     LinearParamScheduler,
     MultiStepParamScheduler,
     StepParamScheduler,
-    StepWithFixedGammaParamScheduler,
 )
 from torch import nn
 from torch.optim import lr_scheduler
@@ -53,8 +50,7 @@ each_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDU
         (FALL, (0.0, 0.5), [0.0, 0.25, 0.5, 0.25, 0.0]),
         (FALL, (0.0, 0.5, "linear", True), [0.0, 0.5, 1.0, 0.5, 0.0]),
         (FALL, (0.001, 0.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
-        (LinearParamScheduler(1.0, 1.0), (0.25, 0.5, "exponential"), [0.25, 0.5, 1.0, 1.0, 1.0]),
-        (FALL, (0.25, 0.5, "exponential"), [0.25, 0.125**0.5, 0.5, 0.25, 0.0]),
+        (CosineParamScheduler(1, 0), (0.0, 0.5), [0.0, 0.25, 0.5, 0.5 - 0.125**0.5, 0.0]),
     ],
 )
 def test_a_schedule_with_a_warm_up_has_these_values(schedule, arguments, expected):
@@ -62,23 +58,12 @@ def test_a_schedule_with_a_warm_up_has_these_values(schedule, arguments, expecte
     assert [found(where) for where in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
 
 
-def test_a_cosine_with_a_warm_up_is_joined_where_the_warm_up_ends():
-    schedule = WarmupParamScheduler(CosineParamScheduler(1, 0), 0.001, 5 / 30)
-    lrs = run(LRMultiplier(make_optimizer(5.0), schedule, 30), 30)
-    at_5 = 2.5 * (1 + math.cos(math.pi * 5 / 30))
-    assert lrs[:5] == pytest.approx([0.005 + (at_5 - 0.005) * iter / 5 for iter in range(5)])
-    assert lrs[5:] == pytest.approx([2.5 * (1 + math.cos(math.pi * iter / 30)) for iter in range(5, 31)])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"warmup_method": "exp"}, "warmup_method .*got 'exp'"),
         ({"warmup_length": -0.1}, "warmup_length .*got -0.1"),
-        ({"warmup_length": 1.1}, "warmup_length .*got 1.1"),
         ({"warmup_length": 1.0, "rescale_interval": True}, "warmup_length .*below 1 with rescale_interval"),
-        ({"warmup_method": "exponential", "warmup_factor": 0.0}, "above 0, got 0.0 and"),
-        ({"warmup_method": "exponential", "warmup_length": 1.0}, "above 0, got 0.1 and 0.0"),
     ],
     ids=str,
 )
@@ -103,13 +88,8 @@ def test_a_wrong_warm_up_is_an_error(arguments, message):
             lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=10, eta_min=0.2),
             lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=11, eta_min=0.2),
         ),
-        (
-            WarmupParamScheduler(ConstantParamScheduler(1.0), 0.1, 4 / 10),
-            lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=4),
-            lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=5),
-        ),
     ],
-    ids=["multi-step", "cosine", "linear"],
+    ids=["multi-step", "cosine"],
 )
 def test_a_multiplier_equals_torchs_schedule(ours, theirs, other):
     lrs = run(LRMultiplier(make_optimizer(0.8), ours, 10), 10)
@@ -122,7 +102,6 @@ def test_a_multiplier_equals_torchs_schedule(ours, theirs, other):
     [
         (ConstantParamScheduler(0.5), 0.5),
         (StepParamScheduler(10, [1.0, 0.1]), 0.1),
-        (StepWithFixedGammaParamScheduler(1.0, 2, 0.5, 10), 0.25),
         (MultiStepParamScheduler([1, 0.1], milestones=[5], num_updates=10), 0.1),
         (CosineParamScheduler(1.0, 0.1), 0.1),
     ],
@@ -132,13 +111,6 @@ def test_the_last_value_stays_from_the_end_on(schedule, last, warmup_length):
     """fvcore's schedules raise an error there, or rise again."""
     schedule = WarmupParamScheduler(schedule, 0.5, warmup_length)
     assert run(LRMultiplier(make_optimizer(1.0), schedule, 10), 13)[10:] == [last] * 4
-
-
-def test_a_wrong_multiplier_is_an_error():
-    with pytest.raises(TypeError, match=r"multiplier .* got 1\.0"):
-        LRMultiplier(make_optimizer(1.0), 1.0, 4)
-    with pytest.raises(ValueError, match=r"max_iter must be >= 1 iteration, got 0"):
-        LRMultiplier(make_optimizer(1.0), FALL, 0)
 
 
 # ---------------------------------------------------------------------- groups, states, factors
@@ -152,7 +124,7 @@ def test_each_group_starts_from_its_own_rate_and_a_fixed_one_keeps_it(make):
     assert (type(optimizer).step, "step" in vars(optimizer)) == (torch.optim.SGD.step, False)  # not replaced
     run(scheduler, 4)
     scheduler.factors = [0.5]
-    scheduler.seek(4)
+    scheduler.step(4)
     assert scheduler.get_last_lr() == rates(optimizer) == [0.25, 1.0, 1.0]
     assert [group["initial_lr"] for group in optimizer.param_groups] == [1.0, 4.0, 1.0]
 
@@ -186,14 +158,6 @@ def test_a_resumed_schedule_has_the_bits_of_the_checkpoint_and_the_length_of_the
         resumed.optimizer.load_state_dict(first.optimizer.state_dict())
         resumed.load_state_dict(first.state_dict())
         assert (begin[:-1] + run(resumed, 6) == whole) is equal
-
-
-def test_last_iter_continues_a_schedule_and_seek_goes_to_any_iteration():
-    optimizer = make_optimizer(1.0)
-    scheduler = LRMultiplier(optimizer, FALL, 4, last_iter=1)
-    assert (scheduler.last_epoch, rates(optimizer)) == (2, [0.5])
-    scheduler.seek(0)
-    assert (scheduler.last_epoch, run(scheduler, 1)) == (0, [1.0, 0.75])
 
 
 def test_a_tensor_is_filled_in_place_and_a_plain_number_in_the_state():

@@ -32,7 +32,6 @@ from trainkit.engine.setup import default_argument_parser, default_setup, defaul
 from trainkit.engine.step import SimpleTrainer, forwarded
 from trainkit.evaluation import verify_results
 from trainkit.modeling import device_of_config, on_device
-from trainkit.solver.param_groups import compare_with_saved
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
@@ -231,10 +230,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
-        step = state_dict["_trainer"]
-        if changes := compare_with_saved(self.optimizer.param_groups, step["optimizer"]["param_groups"]):
-            logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)
-        self._trainer.load_step_state_dict(step)
+        self._trainer.load_step_state_dict(state_dict["_trainer"])
 
     # ------------------------------------------------------------------ hooks
 

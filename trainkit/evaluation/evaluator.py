@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.evaluation.observer import EvaluationAbandoned, current_observer, for_details
+from trainkit.evaluation.observer import EvaluationAbandoned, for_details, observers
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device, unwrap_model
 from trainkit.utils.env import preserve_rng_state
@@ -51,8 +51,7 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def bind(self, model: Any) -> None:
         for evaluator in self.evaluators:
-            if hasattr(evaluator, "bind"):  # detectron2's have no such method
-                evaluator.bind(model)
+            getattr(evaluator, "bind", lambda model: None)(model)  # detectron2's have no such method
 
     def reset(self) -> None:
         for evaluator in self.evaluators:
@@ -102,21 +101,18 @@ def inference_on_dataset(
         EvaluationAbandoned: on every rank, if the observer of some rank is stopping.
     """
     evaluator = DatasetEvaluators(evaluator if isinstance(evaluator, Sequence) else [evaluator] if evaluator else [])
-    observer, phase = current_observer()
+    callbacks = callbacks or {}
+    observer, phase = observers[-1]
     device, num_batches, is_stopping, start = None, 0, False, time.perf_counter()
-
-    def call(callback: str) -> None:
-        (callbacks or {}).get(callback, lambda: None)()
-
     with preserve_rng_state(), torch.no_grad(), inference_context(model):
         if isinstance(model, nn.Module):
             # the wrapper's forward broadcasts buffers, which hangs when ranks have different numbers of batches
             model = unwrap_model(model)
             device = device_of(model)
-        call("on_start")
+        callbacks.get("on_start", _nothing)()
         evaluator.bind(model)
         evaluator.reset()
-        call("before_inference")
+        callbacks.get("before_inference", _nothing)()
         observer.before_eval(phase, name)
         together = getattr(model, "batches_of_all_ranks", None)
         batches = together(data_loader, evaluator, observer.is_stopping) if together else data_loader
@@ -132,27 +128,28 @@ def inference_on_dataset(
         by_rank = comm.all_gather((num_batches, is_stopping))
         if any(stopping for _, stopping in by_rank):
             raise EvaluationAbandoned(f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop")
-        call("after_inference")
+        callbacks.get("after_inference", _nothing)()
         if not any(num for num, _ in by_rank):  # the part of one rank may be empty
             raise ValueError(f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate")
         results = evaluator.evaluate()
         observer.after_eval(phase, name, results)
-        call("on_end")
+        callbacks.get("on_end", _nothing)()
     total_sec = time.perf_counter() - start
     text = "Total inference time: %s (%.6f s / batch on this rank)"
     logger.log(for_details(), text, timedelta(seconds=round(total_sec)), total_sec / max(num_batches, 1))
     return results
 
 
+def _nothing() -> None: ...
+
+
 @contextmanager
 def inference_context(model: Any) -> Iterator[None]:
     """Context that puts a model into eval mode; at the end it restores the mode of every submodule."""
-    if not isinstance(model, nn.Module):
-        yield
-        return
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     try:
-        model.eval()
+        if modes:
+            model.eval()
         yield
     finally:
         for module, training in modes:
@@ -162,10 +159,11 @@ def inference_context(model: Any) -> Iterator[None]:
 def _with_progress(batches: Iterable[Any], data_loader: Any, name: str) -> Iterator[Any]:
     """The batches, with regular log lines."""
     try:
-        total, of_total = len(data_loader), f" of {len(data_loader)}"
+        total = len(data_loader)
     except TypeError:
-        total, of_total = None, ""
-    logger.log(for_details(), "Start inference%s%s", of_total and f"{of_total} batches", name and f" of {name}")
+        total = None
+    num = "" if total is None else f" of {total} batches"
+    logger.log(for_details(), "Start inference%s%s", num, name and f" of {name}")
     start = last_line = time.perf_counter()
     for num_done, inputs in enumerate(batches, 1):
         yield inputs
@@ -173,4 +171,4 @@ def _with_progress(batches: Iterable[Any], data_loader: Any, name: str) -> Itera
         if now - last_line >= _LOG_PERIOD_SEC:
             last_line, per_batch = now, (now - start) / num_done
             eta = "" if total is None else f", ETA {timedelta(seconds=round(per_batch * max(total - num_done, 0)))}"
-            logger.info("Inference done: %d%s, %.4f s / batch%s", num_done, of_total, per_batch, eta)
+            logger.info("Inference done: %d%s, %.4f s / batch%s", num_done, num, per_batch, eta)

@@ -29,27 +29,19 @@ class InferenceObserver:
     def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None: ...
 
 
-_stack: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]
+observers: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]  # the last one counts
 
 
 @contextmanager
 def observe_inference(observer: Any, phase: Phase) -> Iterator[None]:
-    """Context in which ``inference_on_dataset`` calls the points of ``observer``; the innermost observer counts.
-
-    Args:
-        observer: a trainer, or whatever else has the methods of `InferenceObserver`.
-    """
-    _stack.append((observer, phase))
+    """Context in which ``inference_on_dataset`` calls the points of ``observer``, such as a trainer."""
+    observers.append((observer, phase))
     try:
         yield
     finally:
-        _stack.pop()
-
-
-def current_observer() -> tuple[InferenceObserver, Phase]:
-    return _stack[-1]
+        observers.pop()
 
 
 def for_details() -> int:
     """The level of a log line with details of an evaluation."""
-    return logging.DEBUG if _stack[-1][0].is_training() else logging.INFO
+    return logging.DEBUG if observers[-1][0].is_training() else logging.INFO

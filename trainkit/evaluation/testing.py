@@ -19,16 +19,13 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_csv_format(results: Mapping[str, Any]) -> None:
-    """Log ``{task: {metric: value}}``, or ``{dataset: {task: {metric: value}}}``, as a table with a row per metric."""
-    leaves = [(path, f"{value:.4f}" if isinstance(value, float) else str(value)) for path, value in _leaves(results)]
-    with_dataset = any(len(path) > 2 for path, _ in leaves)
-    rows = []
-    for path, value in leaves:
-        *datasets, task, metric = path if len(path) > 1 else ("", *path)
-        rows.append([*["/".join(datasets)] * with_dataset, task, metric, value])
-    headers = [*["dataset"] * with_dataset, "task", "metric", "value"]
-    align = ["left"] * (len(headers) - 1) + ["right"]
-    table = format_table(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True) if rows else "none"
+    """Log ``{task: {metric: value}}`` as a table with a row per metric; with datasets, the task is "dataset/task"."""
+    rows = [
+        ("/".join(task), metric, f"{value:.4f}" if isinstance(value, float) else value)
+        for (*task, metric), value in _leaves(results)
+    ]
+    options: dict[str, Any] = {"tablefmt": "pipe", "colalign": ("left", "left", "right"), "disable_numparse": True}
+    table = format_table(rows, ("task", "metric", "value"), **options) if rows else "none"
     logger.log(for_details(), "Evaluation results:\n%s", table)
 
 

@@ -68,10 +68,9 @@ def with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
 def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
     """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or only those in ``only``."""
     name, factory, arguments = cfg.SOLVER.OPTIMIZER.NAME, _find_optimizer(cfg), collect_arguments(cfg)
-    groups = [
-        {**group, "params": [param for param in group["params"] if only is None or param in only]}
-        for group in _build_groups(cfg, model, arguments)
-    ]
+    groups = [{**group, "params": [*group["params"]]} for group in _build_groups(cfg, model, arguments)]
+    if only is not None:
+        groups = [{**group, "params": [param for param in group["params"] if param in only]} for group in groups]
     groups = [group for group in groups if group["params"]]
     params = [param for group in groups for param in group["params"]]
     if not params:
@@ -93,20 +92,18 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
 def _build_groups(cfg: CfgNode, model: nn.Module, arguments: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     solver, decay = cfg.SOLVER, arguments.get("weight_decay")
     if solver.PARAM_GROUP_BUILDER:
-        build = look_up(PARAM_GROUP_REGISTRY, solver.PARAM_GROUP_BUILDER, "SOLVER.PARAM_GROUP_BUILDER")
-        return [*build(cfg, model)]
+        return look_up(PARAM_GROUP_REGISTRY, solver.PARAM_GROUP_BUILDER, "SOLVER.PARAM_GROUP_BUILDER")(cfg, model)
     norm, bias = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) if decay is not None else (None, None)
     return get_default_optimizer_params(model, arguments["lr"], decay, norm, solver.BIAS_LR_FACTOR, bias)
 
 
 def _find_optimizer(cfg: CfgNode) -> Callable[..., Optimizer]:
-    name = cfg.SOLVER.OPTIMIZER.NAME
     # the trainers pass no closure, which LBFGS needs
     known = {key: value for key, value in vars(torch.optim).items() if isinstance(value, type) and key != "LBFGS"}
-    known |= {name: OPTIMIZER_REGISTRY.get(name)} if name in OPTIMIZER_REGISTRY else {}
-    if name not in known:
+    name = cfg.SOLVER.OPTIMIZER.NAME
+    if name not in OPTIMIZER_REGISTRY and name not in known:
         raise unknown_name("SOLVER.OPTIMIZER.NAME", name, "accepted", {*known, *dict(OPTIMIZER_REGISTRY)})
-    return known[name]
+    return OPTIMIZER_REGISTRY.get(name) if name in OPTIMIZER_REGISTRY else known[name]
 
 
 def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
@@ -178,17 +175,11 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
         raise not_accepted("SOLVER.MAX_ITER, WARMUP_ITERS and STEPS", (max_iter, warmup, solver.STEPS), "iterations")
     if warmup == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
         warmup = min(warmup, max_iter // 20)
-    if warmup > max_iter:
-        raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {max_iter}")
     options = (solver.WARMUP_FACTOR, warmup / max_iter, solver.WARMUP_METHOD, solver.RESCALE_INTERVAL)
     try:
-        scheduler = LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
+        return LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
     except ValueError as error:
-        raise ConfigError(f"SOLVER.LR_SCHEDULER_NAME {name}: {error}") from error
-    base = scheduler.base_lrs[0]
-    rates = scheduler.schedule(0, base), scheduler.schedule(min(warmup, max_iter - 1), base)
-    _logger.info("The learning rate is %g at the start, and %g after %d iterations of warm-up", *rates, warmup)
-    return scheduler
+        raise ConfigError(f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup}: {error}") from error
 
 
 def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
@@ -53,22 +53,18 @@ class GradientClipper:
             The norm of all gradients together before clipping, shape ``[]``, on the device of the gradients.
         """
         self.has_clipped = True
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        grads = [cast(Tensor, parameter.grad) for parameter in parameters]
-        norms = [_whole(get_total_norm(group, self.norm_type)) for group in _by_mesh(grads)]
+        groups = _by_mesh([parameter for parameter in parameters if parameter.grad is not None])
+        norms: list[Any] = [get_total_norm([p.grad for p in group], self.norm_type) for group in groups]  # type: ignore
+        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
         total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
-        if self.clip_type is GradientClipType.FULL_MODEL:
-            for group in _by_mesh(parameters):
+        for group in groups:
+            if self.clip_type is GradientClipType.FULL_MODEL:
                 clip_grads_with_norm_(group, self.clip_value, total_norm)
-        elif self.clip_type is GradientClipType.NORM:
-            for group in _by_mesh(grads) if grads else ():
-                # one all-reduce if ranks hold parts; clip_grad_norm_([parameter]) for each takes twice the time
-                norms_of_group = _whole(torch.stack([torch.linalg.vector_norm(grad, self.norm_type) for grad in group]))
-                for grad, norm in zip(group, norms_of_group, strict=True):
-                    own = cast(Any, grad).to_local() if hasattr(grad, "to_local") else grad
-                    own.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
-        elif grads:  # torch fails without any gradient
-            clip_grad_value_(parameters, self.clip_value)
+            elif self.clip_type is GradientClipType.NORM:
+                for parameter in group:
+                    clip_grad_norm_(parameter, self.clip_value, self.norm_type)
+            elif group:  # torch fails without any gradient
+                clip_grad_value_(group, self.clip_value)
         return total_norm
 
 
@@ -80,11 +76,6 @@ def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     return [*groups.values()]
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """The norm over all ranks that hold parts of the tensors, on every rank."""
-    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:

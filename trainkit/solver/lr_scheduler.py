@@ -22,8 +22,8 @@ class WarmupParamScheduler(ParamScheduler):
 
     Args:
         warmup_length: fraction of the training, in [0, 1].
-        warmup_method: ``linear`` rises to the schedule's value at the end of the warm-up; ``exponential`` rises to it
-            by the same factor in each iteration; ``constant`` keeps the first value until then.
+        warmup_method: ``linear`` rises to the schedule's value at the end of the warm-up; ``constant`` keeps the first
+            value until then.
         rescale_interval: True: the whole schedule runs after the warm-up. False: the warm-up replaces the start of the
             schedule.
     """
@@ -36,23 +36,18 @@ class WarmupParamScheduler(ParamScheduler):
         warmup_method: str = "linear",
         rescale_interval: bool = False,
     ) -> None:
-        if warmup_method not in ("linear", "constant", "exponential"):
-            raise ValueError(f"warmup_method must be linear, constant or exponential, got {warmup_method!r}")
+        if warmup_method not in ("linear", "constant"):
+            raise ValueError(f"warmup_method must be linear or constant, got {warmup_method!r}")
         if not 0.0 <= warmup_length <= 1.0 or (rescale_interval and warmup_length == 1.0):
             raise ValueError(f"warmup_length must be in [0, 1], below 1 with rescale_interval, got {warmup_length}")
         self._scheduler, self._length, self._rescale = scheduler, warmup_length, rescale_interval
         self._start = self._end = warmup_factor * scheduler(0.0)
-        if warmup_method != "constant":
+        if warmup_method == "linear":
             self._end = scheduler(0.0 if rescale_interval else min(warmup_length, _last_where(scheduler)))
-        self._exponential = warmup_method == "exponential"
-        if self._exponential and not (self._start > 0 and self._end > 0):
-            raise ValueError(f"an exponential warm-up must start and end above 0, got {self._start} and {self._end}")
 
     def __call__(self, where: float) -> float:
         if where < self._length:
             done = where / self._length
-            if self._exponential:
-                return self._end * (self._start / self._end) ** (1.0 - done)
             return self._start * (1.0 - done) + self._end * done
         return self._scheduler((where - self._length) / (1.0 - self._length) if self._rescale else where)
 
@@ -119,9 +114,5 @@ class LRMultiplier(ScheduledLR):
     """The base rate times ``multiplier(iter / max_iter)``; after the end the multiplier's last value stays."""
 
     def __init__(self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1) -> None:
-        if not isinstance(multiplier, ParamScheduler):
-            raise TypeError(f"multiplier must be a fvcore ParamScheduler, got {multiplier!r}")
-        if max_iter < 1:
-            raise ValueError(f"max_iter must be >= 1 iteration, got {max_iter}")
         last = _last_where(multiplier)
         super().__init__(optimizer, lambda iter, base: base * multiplier(min(iter / max_iter, last)), last_iter)

@@ -1,13 +1,10 @@
 """Sort the parameters of a model into groups with their hyper-parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-
-from trainkit.utils.errors import ConfigError
-from trainkit.utils.logger import format_table
 
 # _NormBase: all batch and instance norms
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
@@ -36,24 +33,21 @@ def get_default_optimizer_params(
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``, and gives a further factor.
         overrides: leaf name (``bias``) or full name of a parameter (which wins) -> hyper-parameters.
     """
-    overrides = overrides or {}
+    overrides, modules, groups = overrides or {}, dict(model.named_modules()), []
     if base_lr is None and (bias_lr_factor != 1.0 or lr_factor_func is not None):
         raise ValueError("bias_lr_factor and lr_factor_func multiply base_lr, which is None")
-    modules = dict(model.named_modules())
-    groups = []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        lr, decay, (owner, _, leaf) = base_lr, weight_decay, name.rpartition(".")
-        # None: the model renames its parameters
+        own, (owner, _, leaf) = {"lr": base_lr, "weight_decay": weight_decay}, name.rpartition(".")
         if isinstance(modules.get(owner), NORM_LAYERS) and weight_decay_norm is not None:
-            decay = weight_decay_norm
+            own["weight_decay"] = weight_decay_norm
         if leaf == "bias" and weight_decay_bias is not None:
-            decay = weight_decay_bias
-        if lr is not None:
-            lr = lr * (bias_lr_factor if leaf == "bias" else 1.0)
-            lr = lr if lr_factor_func is None else lr * lr_factor_func(name)
-        own = {key: value for key, value in (("lr", lr), ("weight_decay", decay)) if value is not None}
+            own["weight_decay"] = weight_decay_bias
+        if base_lr is not None:
+            lr = base_lr * (bias_lr_factor if leaf == "bias" else 1.0)
+            own["lr"] = lr if lr_factor_func is None else lr * lr_factor_func(name)
+        own = {key: value for key, value in own.items() if value is not None}
         groups.append({"params": [param], **own, **overrides.get(leaf, {}), **overrides.get(name, {})})
     return reduce_param_groups(groups)
 
@@ -79,26 +73,3 @@ def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, 
         for param in members:
             per_param.setdefault(param, {}).update({**group, "params": [param]})
     return list(per_param.values())
-
-
-def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the values that differ in saved groups of an optimizer, at the start of their schedules; "" if none.
-
-    Raises:
-        ConfigError: the saved groups are of another kind of optimizer, or their number differs.
-    """
-    if len(saved) != len(groups):
-        raise ConfigError(f"the checkpoint has {len(saved)} parameter groups, this run {len(groups)}")
-    rows = []
-    for number, (new, old) in enumerate(zip(map(_values, groups), map(_values, saved), strict=True)):
-        if (only_old := old.keys() - new) and (only_new := new.keys() - old):  # one alone: another version of torch
-            raise ConfigError(f"the optimizer in the checkpoint has {sorted(only_old)}, this one {sorted(only_new)}")
-        rows += [(number, name, new[name], old[name]) for name in new if new[name] != old.get(name, new[name])]
-    headers = ("group", "setting", "of this run", "in the checkpoint")
-    return format_table(rows, headers, max_rows=20) if rows else ""
-
-
-def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    first = {name: group.get(f"initial_{name}", value) for name, value in group.items() if name != "params"}
-    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in first.items()}
-    return {name: value for name, value in plain.items() if not name.startswith("initial_")}
