@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainkit.projects.sharding.evaluation import batches_of_all_ranks
 from trainkit.projects.sharding.tensors import is_sharded, local_part, shard_like, shard_optimizer_state
 
-from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.config import CfgNode, ConfigError
 from trainkit.engine.build import WRAPPER_REGISTRY, ModelBuilder
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
@@ -35,32 +35,25 @@ def fsdp(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
     all ranks. The method calls torch's ``parallelize_module(model, mesh["tp"], plan)`` and returns the model.
 
     Raises:
-        ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes; META_INIT is set,
-            but modules share a parameter; ``parallelize_model`` distributes nothing, or separates such modules.
+        ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes;
+            ``parallelize_model`` distributes nothing; a parameter that modules share became several.
     """
     if comm.get_world_size() == 1:
         return build(cfg)
-    defaults, options = get_cfg().MODEL.DDP, cfg.MODEL.FSDP
-    ignored = [f"MODEL.DDP.{key}" for key, value in cfg.MODEL.DDP.items() if value != defaults.get(key)]
-    if ignored:
-        logger.warning("%s: no effect under MODEL.PARALLEL fsdp; leave it out", ", ".join(ignored))
+    options = cfg.MODEL.FSDP
     model, weights = _build_on_meta(cfg, build) if options.META_INIT else (build(cfg), None)
     mesh = _build_mesh(device_type := resolve_device(cfg.MODEL.DEVICE).type, options.MESH)
     if (size := comm.get_data_group_size()) > 1:
-        weights, shared = weights or _named_tensors(model), _shared_parameters(model)
+        weights, shared = weights or _named_tensors(model), _shared(model)
         parallelize = getattr(build.trainer, "parallelize_model", lambda cfg, model, mesh: model)
-        if (model := parallelize(cfg, model, mesh)) is None:
-            raise TypeError("parallelize_model() returned None; return the model")
+        model = parallelize(cfg, model, mesh)
         if not any(map(is_sharded, model.parameters())):
             raise ConfigError(
                 f"MODEL.TENSOR_PARALLEL is {size}, but parallelize_model() has distributed no parameter; give your "
                 "DefaultTrainer this class method, and call torch's parallelize_module there"
             )
-        if separated := [" = ".join(same) for same in shared if same not in _shared_parameters(model)]:
-            raise ConfigError(
-                f"parallelize_model() has made separate parameters of {'; '.join(separated)}; assign one to the other "
-                "at its end"
-            )
+        if separated := [" = ".join(same) for same in shared if same not in _shared(model)]:
+            raise ConfigError(f"{'; '.join(separated)}: one parameter became several, by parallelize_model()")
     shard_model(
         model,
         _blocks_of_classes(model, options.BLOCKS) if options.BLOCKS else blocks_of_lists(model),
@@ -96,10 +89,7 @@ def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
     """
     num = comm.get_data_world_size()
     if shape and (len(shape) != 2 or min(shape) < 1 or math.prod(shape) != num):
-        raise ConfigError(
-            f"MODEL.FSDP.MESH is {[*shape]}, but it must be [replicate, shard], whose product is the number of "
-            f"processes (divided by MODEL.TENSOR_PARALLEL), {num}; [] shards over all of them"
-        )
+        raise not_accepted("MODEL.FSDP.MESH", [*shape], f"[replicate, shard] whose product is {num}, or []")
     dims = dict(zip(("dp_replicate", "dp_shard"), shape, strict=True)) if shape else {"dp_shard": num}
     if comm.get_data_group_size() > 1:
         dims["tp"] = comm.get_data_group_size()
@@ -178,12 +168,11 @@ def _build_on_meta(cfg: CfgNode, build: ModelBuilder) -> tuple[nn.Module, dict[s
     cfg.freeze()
     with nullcontext() if comm.is_main_process() else torch.device("meta"):
         model = build(cfg)
-    if shared := [" = ".join(same) for same in _shared_parameters(model)]:
-        raise ConfigError(
-            f"MODEL.FSDP.META_INIT is True, but modules share parameters ({'; '.join(shared)}), which would be "
-            "separate parameters afterwards; set META_INIT to False"
-        )
     weights = _named_tensors(model) if comm.is_main_process() else {}
+    if shared := _shared(model):
+        raise ConfigError(
+            f"MODEL.FSDP.META_INIT would separate the parameters {shared[0]}, which are one; set it to False"
+        )
     return model.to("meta"), weights
 
 
@@ -193,15 +182,12 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
     owners = {module: block for block in reversed([*blocks]) for module in block.modules()}  # the innermost one
-    for same in _shared_parameters(model):
+    for same in _shared(model):
         if len({owners.get(model.get_submodule(name.rpartition(".")[0])) for name in same}) > 1:
-            raise ConfigError(
-                f"{' = '.join(same)} is one parameter in different blocks, which are gathered separately; name other "
-                "blocks in MODEL.FSDP.BLOCKS, so that one block holds both"
-            )
+            raise ConfigError(f"{' = '.join(same)} is one parameter in different blocks; change MODEL.FSDP.BLOCKS")
 
 
-def _shared_parameters(model: nn.Module) -> list[list[str]]:
+def _shared(model: nn.Module) -> list[list[str]]:
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -2,15 +2,17 @@
 
 The file ``model_0000099.pth`` holds everything else; each sharded tensor is in it as an empty tensor of its shape (on
 the meta device). The content of these tensors is in the folder ``model_0000099.shards-<8 hex digits>``. The entry
-``shards`` of the file has the name of the folder and the sizes and digests of its files. The folder is written first,
-under a new name each time. Replacing the file commits the save.
+``shards`` of the file has the name of the folder, and the sizes and digests of its files: torch reads them without
+checksums. The folder is written first, under a new name each time. Replacing the file commits the save.
 """
 
 import hashlib
 import importlib
 import os
+import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,9 +65,10 @@ class Shards:
         files, error = {}, ""
         try:
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
-            files = _digest_own_files(folder)
             sync_folder(folder)
             sync_folder(os.path.dirname(folder))
+            files = files_of(folder, f"__{comm.get_rank()}_*")
+            files |= files_of(folder, ".metadata") if comm.is_main_process() else {}
         except dcp.CheckpointException as failure:
             rank, (reason, _) = next(iter(failure.failures.items()))
             error = f"rank {rank}: {reason}"
@@ -73,8 +76,14 @@ class Shards:
             error = f"rank {comm.get_rank()}: {failure}"
         by_rank = comm.all_gather((files, error), group=self.group)
         if errors := [text for _, text in by_rank if text]:
+            shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged")
-        return {"folder": os.path.basename(folder), "files": {k: v for files, _ in by_rank for k, v in files.items()}}
+        return {"folder": Path(folder).name, "files": {k: v for files, _ in by_rank for k, v in files.items()}}
+
+
+def files_of(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, tuple[int, str]]:
+    """name -> (size, SHA-256) of the files in the folder that fit the pattern."""
+    return {path.name: (path.stat().st_size, _digest_of(path)) for path in Path(folder).glob(pattern)}
 
 
 def fill_shards(
@@ -97,10 +106,14 @@ def fill_shards(
         return state
     folder, files = _checked(manifest, path)
     like = None if model is None else _layout_for_reading(model)
-    _verify(folder, files, path, *((0, 1) if model is None else (comm.get_rank(), comm.get_world_size())))
     dcp, prefixes = _import_dcp(), tuple(wanted)
     found: dict[str, Tensor] = {}
     try:
+        rank, num = (0, 1) if model is None else (comm.get_rank(), comm.get_world_size())
+        for i, (name, (size, digest)) in enumerate(sorted(files.items())):
+            file = Path(folder, name)
+            if file.stat().st_size != size or (i % num == rank and digest != _digest_of(file)):
+                raise OSError(f"'{file}' is damaged: its content does not match its digest")
         reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(folder, files)
         known = reader.read_metadata().state_dict_metadata
 
@@ -120,30 +133,6 @@ def fill_shards(
     return filled
 
 
-def _verify(folder: str, files: Mapping[str, tuple[int, str]], path: str, part: int, num_parts: int) -> None:
-    """Check that all shard files exist, and the digests of every ``num_parts``-th file, starting with file ``part``.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    if not os.path.isdir(folder):
-        raise CheckpointError(
-            f"'{path}' is one part of a checkpoint, but its shards '{os.path.basename(folder)}' are not in its folder; "
-            "copy that folder too"
-        )
-    for i, (name, (size, digest)) in enumerate(sorted(files.items())):
-        file = os.path.join(folder, name)
-        try:
-            found = os.stat(file).st_size
-            is_intact = i % num_parts != part or sha256_of(file) == digest
-        except OSError as error:
-            raise CheckpointError(f"'{path}' is damaged: its part '{file}' cannot be read: {error.strerror}") from error
-        if found != size:
-            raise CheckpointError(f"'{path}' is damaged: its part '{file}' holds {found:,} bytes of {size:,}")
-        if not is_intact:
-            raise CheckpointError(f"'{path}' is damaged: the content of its part '{file}' does not match its digest")
-
-
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """The folder, and name -> (size, digest) of its files, from the entry ``shards`` of the file ``path``.
 
@@ -154,23 +143,15 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
         name = str(manifest["folder"])
         files = {str(file): (int(size), str(digest)) for file, (size, digest) in manifest["files"].items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise CheckpointError(
-            f"'{path}' is damaged: its entry '{KEY}' has to name a folder and its files, got a "
-            f"{type(manifest).__name__} that does not. Use another checkpoint"
-        ) from None
+        raise CheckpointError(f"'{path}' is damaged: its entry '{KEY}' has to name a folder and its files") from None
     parent = os.path.dirname(path)
-    folder = os.path.join(parent, name)
-    is_beside = _is_name(name) and is_file_of(parent, name)
-    if not is_beside or not all(is_file_of(folder, file) for file in files):
+    is_beside = owner_of_part(name) and name[: -len("-01234567")].endswith(f".{KEY}") and is_file_of(parent, name)
+    if not is_beside or not all(is_file_of(os.path.join(parent, name), file) for file in files):
         raise CheckpointError(
             f"'{path}' is refused: its shards {name!r:.80} have to be a folder beside it, and files in that folder, no "
-            "links out of it. Copy that folder to where the file is, or use another checkpoint"
+            "links out of it"
         )
-    return folder, files
-
-
-def _is_name(folder: str) -> bool:
-    return bool(owner_of_part(folder)) and folder[: -len("-01234567")].endswith(f".{KEY}")
+    return os.path.join(parent, name), files
 
 
 def _layout_for_reading(model: nn.Module) -> Any:
@@ -191,23 +172,12 @@ def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
     return empty
 
 
-def sha256_of(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+def _digest_of(path: Path) -> str:
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(1 << 20):
             sha256.update(data)
     return sha256.hexdigest()
-
-
-def _digest_own_files(folder: str) -> dict[str, tuple[int, str]]:
-    """name -> (size, digest) of the files that this rank has written."""
-    begin = f"__{comm.get_rank()}_"
-    names = [name for name in os.listdir(folder) if name.startswith(begin)]
-    if comm.is_main_process():
-        names.append(".metadata")
-    paths = {name: os.path.join(folder, name) for name in names}
-    return {name: (os.path.getsize(path), sha256_of(path)) for name, path in paths.items()}
 
 
 def _import_dcp() -> Any:

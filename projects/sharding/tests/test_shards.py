@@ -1,7 +1,6 @@
 """Checkpoints whose tensors are in a folder beside the file: they run no code, lead nowhere, and are read whole."""
 
 import contextlib
-import enum
 import io
 import pickle
 
@@ -10,8 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from trainkit.projects.hooks.publish_weights import publish_weights
-from trainkit.projects.sharding.format import remove_strays
-from trainkit.projects.sharding.shards import sha256_of
+from trainkit.projects.sharding.shards import files_of
 
 from tests.checkpoint.test_safety import Evil
 from tests.tools.test_inspect_checkpoint import damage, inspect, rows
@@ -42,10 +40,9 @@ def write_shards(folder):
 
 
 def write_manifest(path, folder, changes=()):
-    files = {file.name: (file.stat().st_size, sha256_of(file)) for file in folder.iterdir()}
     empty = {"weight": torch.empty(4, device="meta")}
     empty["scale"] = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
-    write_file({"model": empty, "shards": {"folder": folder.name, "files": files, **dict(changes)}}, path)
+    write_file({"model": empty, "shards": {"folder": folder.name, "files": files_of(folder), **dict(changes)}}, path)
 
 
 class Vector(torch.nn.Module):
@@ -130,21 +127,6 @@ def test_the_payloads_of_the_test_would_run(sharded, tmp_path):
         assert (tmp_path / "marker").exists()
 
 
-def test_intact_shards_are_read(sharded):
-    model = read_whole(sharded[0])
-    assert model.weight.tolist() == [5] * 4
-    assert model.scale.tolist() == [[1, 1, 1]] * 2
-
-
-def test_shards_of_python_3_11_0_to_3_11_3_are_read(tmp_path, monkeypatch):
-    """These versions pickle the member of an enum as a call of ``getattr``."""
-    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
-    folder = tmp_path / "model.shards-01234567"
-    write_shards(folder)
-    assert b"getattr" in (folder / ".metadata").read_bytes()
-    assert read_whole(tmp_path / "model.pth").weight.tolist() == [5] * 4
-
-
 @pytest.mark.parametrize(
     "name", ["../{}", "{parent}/outside/{}", "link.shards-01234567", "below/{}", "..", "", "a\n{}"]
 )
@@ -196,14 +178,6 @@ def test_an_entry_shards_that_names_no_folder_is_an_error(tmp_path, shards):
             read(tmp_path / "model.pth")
 
 
-def test_a_save_reads_no_file_that_has_one_folder_of_shards_to_find_the_folders_of_killed_saves(tmp_path):
-    (tmp_path / "model_0000009.pth").write_text("reading it would be an error")
-    for name in ("model_0000009.shards-00000001", "model_0000019.shards-00000002"):
-        (tmp_path / name).mkdir()
-    remove_strays(tmp_path)
-    assert [path.name for path in tmp_path.glob("*.shards-*")] == ["model_0000009.shards-00000001"]
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """Make a checkpoint whose weights stand in a folder, without several processes."""
@@ -212,9 +186,9 @@ def checkpoint(tmp_path):
         folder = tmp_path / f"{name}.shards-01234567"
         writer = dcp.FileSystemWriter(folder)
         dcp.save({"model.weight": torch.full((4,), fill)}, storage_writer=writer, no_dist=True)
-        files = {path.name: (path.stat().st_size, sha256_of(path)) for path in folder.iterdir()}
         empty = torch.empty(4, device="meta")
-        state = {"model": {"weight": empty}, "iteration": 3, "shards": {"folder": folder.name, "files": files}}
+        state = {"model": {"weight": empty}, "iteration": 3}
+        state["shards"] = {"folder": folder.name, "files": files_of(folder)}
         write_file(state, tmp_path / f"{name}.pth")
         return tmp_path / f"{name}.pth", folder
 
