@@ -79,13 +79,6 @@ def test_a_compressed_checkpoint_is_resumed_and_a_damaged_one_is_an_error(page, 
         Checkpointer(model, tmp_path, format=page["Compressed"]()).resume_or_load("")
 
 
-def test_a_config_names_a_format(page, tmp_path):
-    DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.FORMAT", "compressed")).train()
-    assert gzip.decompress((tmp_path / "model_final.pth").read_bytes())[:2] == b"PK"
-    with pytest.raises(ConfigError, match="CHECKPOINT.FORMAT.*'compresed'.*did you mean 'compressed'"):
-        DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.FORMAT", "compresed"))
-
-
 def test_the_store_keeps_files_by_name(tmp_path):
     page = run(STORE.partition("@STORE_REGISTRY")[0], "docs/extending.md")
     page["ARCHIVE"] = str(tmp_path / "archive")

@@ -44,19 +44,6 @@ def train(folder, monkeypatch, capsys):
     close_logger()
 
 
-def test_these_are_the_commands():
-    assert [" ".join(command[:3]) for command in COMMANDS] == [
-        "pip install -e",
-        "python train.py",
-        "python train.py OUTPUT_DIR",
-        "python tools/plot_metrics.py output/spirals",
-        "python train.py --fast-dev-run",
-        "python train.py --eval-only",
-        "python train.py --resume",
-        "python train.py --num-gpus",
-    ]
-
-
 @pytest.mark.slow
 def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train, folder, monkeypatch):
     printed = train(TRAIN)
@@ -80,18 +67,11 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("width", "message"),
-    [
-        ("0", "MODEL.WIDTH is 0; accepted: a number of at least 1"),
-        ("a", "MODEL.WIDTH: got 'a' (str); accepted: a number"),
-    ],
-)
-def test_a_width_that_makes_no_sense_is_one_message(train, capsys, width, message):
+def test_a_width_that_makes_no_sense_is_one_message(train, capsys):
     with pytest.raises(SystemExit):
-        train([*TRAIN, "OUTPUT_DIR", "output/wrong", "MODEL.WIDTH", width])
+        train([*TRAIN, "OUTPUT_DIR", "output/wrong", "MODEL.WIDTH", "0"])
     DatasetCatalog.remove("spirals_test")
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert capsys.readouterr().err == "error: MODEL.WIDTH is 0; accepted: a number of at least 1\n"
 
 
 def test_the_hook_logs(train):

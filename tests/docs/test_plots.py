@@ -32,17 +32,3 @@ def test_each_command_writes_what_the_page_says(tool, tmp_path, command, files):
     written = tool.main(tool.parse_args(shlex.split(command)))
 
     assert [(tmp_path / file).resolve() for file in written] == [tmp_path / file for file in files]
-
-
-def test_the_images_of_the_page_are_there_and_small():
-    images = [ROOT / "docs" / name for name in re.findall(r"!\[.*\]\((.+)\)", TEXT)]
-
-    assert [image.name for image in images] == ["curves.png", "page.png"]
-    assert all(image.stat().st_size < 200_000 for image in images)
-
-
-def test_the_limits_of_the_page_are_those_of_the_tool(tool):
-    images, panels = importlib.import_module("plots.images"), importlib.import_module("plots.panels")
-
-    assert f"{images.MOST_IMAGES} pictures and {images.MOST_BYTES >> 20} MiB" in TEXT
-    assert f"a factor of {panels.LOG_RANGE:g}" in TEXT
