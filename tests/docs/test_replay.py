@@ -11,7 +11,6 @@ from tests.forked import run_forked, script
 SCRIPT, HOOK = blocks("docs/replay.md", "python")
 COMMANDS = [shlex.split(block) for block in blocks("docs/replay.md", "sh")]
 AGAIN = ["--", "python", "train.py"]
-TRAIN_NET = ROOT / "tools/train_net.py"
 FAILURE, LAST_LINE, CAPSULE, STEP, PROOF, RANGE = blocks("docs/replay.md", "")
 
 
@@ -88,16 +87,3 @@ def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
     assert "60 of 60 logged values equal those in capsule.rank0.pt, iterations 60 to 89" in hindsight.stdout
     assert len((folder / "replay_of_two/metrics.json").read_text().splitlines()) == 30
     assert "the run had 2 processes, and this replay has 1; start it by torchrun --nproc-per-node 2" in alone.stderr
-
-
-@pytest.mark.slow
-def test_a_command_of_train_net_is_given_in_another_folder(folder):
-    options = ["SOLVER.MAX_ITER", 8, "SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", 0]
-    assert command([TRAIN_NET, "OUTPUT_DIR", "output/digits", *options], folder).returncode == 0
-
-    imports = ["IMPORTS", "[projects.digits]"]
-    words = ["output/digits", "--iter", "5", "--prove", "--", "python", TRAIN_NET, *imports]
-    found = command(["tools/replay.py", *words], folder)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "proof: every byte equals model_final.pth: " in found.stdout
-    assert " samples: sample 188 of digits_train, " in found.stdout
