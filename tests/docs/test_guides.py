@@ -139,7 +139,7 @@ def code_of(function):
 
 def test_the_loop_is_that_of_the_source():
     assert TRAIN.splitlines() == code_of(TrainerBase.train)
-    parts = (TrainerBase._run_iterations, TrainerBase._reach_save_point, TrainerBase._run_stage_2)
+    parts = (TrainerBase._run_iterations, TrainerBase._run_stage_2)
     assert "\n\n\n".join("\n".join(code_of(part)) for part in parts) + "\n" == ITERATION
 
 
@@ -157,7 +157,6 @@ def test_as_many_lines_are_read_as_the_guide_says():
         "train",
         "_start",
         "_run_iterations",
-        "_reach_save_point",
         "_run_stage_2",
         "_write_saves",
         "_finish",

@@ -73,7 +73,7 @@ class TrainerBase(RunState):
 
     def _run_iterations(self) -> None:
         """All iterations; of the first one only stage 2, if a checkpoint or a stop has left the run there."""
-        self.iter, stops = self._at, self._stops
+        self.iter, stops, end_step = self._at, self._stops, self._step.end_step
         # the ranks agree on a stop also where the run is over anyway
         while self._stage == 2 or (
             self._early is None and stops.agreed(self.iter - 1) is None and self.iter < self.max_iter
@@ -87,15 +87,12 @@ class TrainerBase(RunState):
                 self.run_step()
                 self._at, self._stage = self.iter, 2
                 self.after_step()
-                self._reach_save_point()
+                end_step()
+                self._inside = "save point"
+                if self._saves:
+                    self._write_saves()
             self._run_stage_2()
             self.iter += 1
-
-    def _reach_save_point(self) -> None:
-        self._step.end_step()
-        self._inside = "save point"
-        if self._saves:
-            self._write_saves()
 
     def _run_stage_2(self) -> None:
         self._inside, hooks, done = "stage 2", self._hook_list, self.iter + 1
@@ -286,7 +283,10 @@ class TrainerBase(RunState):
         for call in hooks.all_above if self.iter + 1 >= hooks.due else hooks.above:
             call()
         if own_loop:
-            self._reach_save_point()
+            self._step.end_step()
+            self._inside = "save point"
+            if self._saves:
+                self._write_saves()
             self._run_stage_2()
 
     def before_save(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,8 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.utils.device import device_of
+from trainkit.utils.errors import ConfigError
+from trainkit.utils.logger import format_table
 from trainkit.utils.losses import Losses, describe_failure, mean_losses, non_finite_names, parse_losses
 from trainkit.utils.periods import check_period
 
@@ -300,9 +302,12 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         return {"optimizer": self.optimizer.state_dict()}
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; its hyper-parameters replace those of this run."""
+        """Load a state; its hyper-parameters replace those of this run. Raises as `compare_with_saved`."""
+        changes = compare_with_saved(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
         state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
         self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
+        if changes:
+            logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)
 
 
 def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
@@ -311,3 +316,26 @@ def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
     if groups is None:
         return [*model.parameters()]
     return [parameter for group in groups for parameter in group["params"]]
+
+
+def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the values that differ in saved groups of an optimizer, at the start of their schedules; "" if none.
+
+    Raises:
+        ConfigError: the saved groups are of another kind of optimizer, or their number differs.
+    """
+    if len(saved) != len(groups):
+        raise ConfigError(f"the checkpoint has {len(saved)} parameter groups, this run {len(groups)}")
+    rows = []
+    for number, (new, old) in enumerate(zip(map(_values_at_start, groups), map(_values_at_start, saved), strict=True)):
+        if (only_old := old.keys() - new) and (only_new := new.keys() - old):  # one alone: another version of torch
+            raise ConfigError(f"the optimizer in the checkpoint has {sorted(only_old)}, this one {sorted(only_new)}")
+        rows += [(number, name, new[name], old[name]) for name in new if new[name] != old.get(name, new[name])]
+    headers = ("group", "setting", "of this run", "in the checkpoint")
+    return format_table(rows, headers, max_rows=20) if rows else ""
+
+
+def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:
+    first = {name: group.get(f"initial_{name}", value) for name, value in group.items() if name != "params"}
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in first.items()}
+    return {name: value for name, value in plain.items() if not name.startswith("initial_")}

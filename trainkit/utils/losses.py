@@ -73,7 +73,10 @@ def parse_losses(returned: object) -> Losses:
             raise TypeError(f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar tensors")
         if value.ndim > 0:
             if value.numel() != 1:
-                raise ValueError(f"the model's loss {name!r} has the shape {list(value.shape)}; accepted: a scalar")
+                shape = list(value.shape)
+                raise ValueError(
+                    f"the model's loss {name!r} has the shape {shape}; accepted: a scalar, see losses_from"
+                )
             values[name] = value.reshape(())  # only if needed, since it adds a step to the backward pass
         if value.requires_grad:
             trained.append(name)
