@@ -45,7 +45,7 @@ LATE_IMPORTS = {
     "tools.plots.picture": "matplotlib, an optional package",
     "trainkit.projects.weights.safetensors": "safetensors, an optional package",
     "trainkit.projects.sharding.shards": "torch.distributed.checkpoint takes as long to import as torch",
-    "trainkit.config.imports": "IMPORTS, the one place where a config names code",
+    "trainkit.config.projects": "IMPORTS, the one place where a config names code",
     "trainkit.projects.hooks.visualization": "Pillow, which nobody needs before the first picture",
     "trainkit.projects.lazy.nodes": "omegaconf, an optional package",
     "trainkit.projects.lazy.python_files": "what the import statements of a config file call",

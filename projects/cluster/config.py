@@ -1,7 +1,7 @@
 """The config keys of this project."""
 
 from trainkit.config import CfgNode
-from trainkit.config.checks import check_choices, check_ranges
+from trainkit.config.checks import check_accepted
 
 
 def add_config(cfg: CfgNode) -> None:
@@ -12,8 +12,7 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is not accepted."""
-    check_ranges(cfg, {"[0, inf)": "STEP_TIMEOUT"})
-    check_choices(cfg, {"REQUEUE_SIGNAL": ("", "SIGUSR1", "SIGTERM")})
+    check_accepted(cfg, {"[0, inf)": "STEP_TIMEOUT", ("", "SIGUSR1", "SIGTERM"): "REQUEUE_SIGNAL"})
 
 
 def prepare(cfg: CfgNode) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from trainkit.projects.hooks.time_limit import parse_time
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.checks import check_choices, check_conflicts, check_ranges
+from trainkit.config.checks import check_accepted, check_conflicts
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 
 
@@ -23,9 +23,12 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong."""
-    publish = {"CHECKPOINT.PUBLISH": ("", "model", "ema"), "CHECKPOINT.PUBLISH_FORMAT": ("pth", "safetensors")}
-    check_choices(cfg, publish)
-    check_ranges(cfg, {"[1, inf)": "CHECKPOINT.BEST_TO_KEEP TEST.PRECISE_BN.NUM_ITER"})
+    accepted: dict[Any, str] = {
+        ("", "model", "ema"): "CHECKPOINT.PUBLISH",
+        ("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT",
+        "[1, inf)": "CHECKPOINT.BEST_TO_KEEP TEST.PRECISE_BN.NUM_ITER",
+    }
+    check_accepted(cfg, accepted)
     if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
         raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set")
     if cfg.MAX_TIME:

@@ -4,11 +4,11 @@ from torch import nn
 from trainkit.projects.model_options.options import checkpoint_blocks, compile_model, use_channels_last
 
 from trainkit.config import CfgNode
-from trainkit.config.checks import check_choices
+from trainkit.config.checks import check_accepted
 
-_CHOICES = {
-    "MODEL.COMPILE.DYNAMIC": (False, True, None),
-    "MODEL.COMPILE.MODE": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+_ACCEPTED = {
+    (False, True, None): "MODEL.COMPILE.DYNAMIC",
+    ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"): "MODEL.COMPILE.MODE",
 }
 
 
@@ -28,7 +28,7 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is not accepted."""
-    check_choices(cfg, _CHOICES)
+    check_accepted(cfg, _ACCEPTED)
 
 
 def wrap_model(cfg: CfgNode, model: nn.Module) -> nn.Module:

@@ -17,7 +17,6 @@ from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, tag
 from trainkit.checkpoint.format import format_of
 from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
-from trainkit.config.config import plain_value
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers import InfiniteSampler
 from trainkit.engine import is_restarted
@@ -61,7 +60,7 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
         refuse_imports(cfg.IMPORTS, own_imports)
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = own_folders
     if is_new:
-        changes = plain_value("FORK.CHANGES", [[*change] for change in changes_since(cfg, before)])
+        changes = [[*change] for change in changes_since(cfg, before)]
         cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, changes
     if frozen:
         cfg.freeze()

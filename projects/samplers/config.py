@@ -1,7 +1,7 @@
 """The config keys of this project."""
 
 from trainkit.config import CfgNode
-from trainkit.config.checks import check_conflicts, check_ranges
+from trainkit.config.checks import check_accepted, check_conflicts
 
 _RANGES = {
     "(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO",
@@ -21,7 +21,7 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a number is out of range, or two keys exclude each other."""
-    check_ranges(cfg, _RANGES)
+    check_accepted(cfg, _RANGES)
     check_conflicts(cfg, _CONFLICTS)
 
 

@@ -4,7 +4,7 @@ from trainkit.projects.scaling.batch import keep_batch
 from trainkit.projects.scaling.scaling import scale_lr_to_batch
 
 from trainkit.config import CfgNode
-from trainkit.config.checks import check_conflicts, check_ranges
+from trainkit.config.checks import check_accepted, check_conflicts
 
 _BATCH, _WORLD = "SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE"
 
@@ -17,7 +17,7 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is not accepted."""
-    check_ranges(cfg, {"[0, inf)": f"{_BATCH} {_WORLD}"})
+    check_accepted(cfg, {"[0, inf)": f"{_BATCH} {_WORLD}"})
     check_conflicts(cfg, [(_BATCH, _WORLD, "both scale SOLVER.BASE_LR")])
 
 

@@ -1,11 +1,10 @@
 """The config keys of this project, for ``MODEL.PARALLEL: fsdp``."""
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.checks import check_choices, check_ranges
+from trainkit.config.checks import check_accepted
 from trainkit.utils import comm
 
 _DTYPES = ("", "float32", "float16", "bfloat16")
-_CHOICES = {"MODEL.FSDP.PARAM_DTYPE": _DTYPES, "MODEL.FSDP.REDUCE_DTYPE": _DTYPES}
 
 
 def add_config(cfg: CfgNode) -> None:
@@ -22,8 +21,7 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is not accepted."""
-    check_choices(cfg, _CHOICES)
-    check_ranges(cfg, {"[1, inf)": "MODEL.FSDP.MESH"})
+    check_accepted(cfg, {_DTYPES: "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE", "[1, inf)": "MODEL.FSDP.MESH"})
     size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
     is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))
     if size < 1 or is_wrong:

@@ -3,7 +3,7 @@
 from trainkit.projects.solver_extras.rules import KEY_MATCHES
 
 from trainkit.config import CfgNode, ConfigError, choose
-from trainkit.config.checks import check_choices, check_ranges
+from trainkit.config.checks import check_accepted
 from trainkit.solver.build import base_lr
 from trainkit.utils.errors import not_accepted
 from trainkit.utils.periods import is_number
@@ -41,8 +41,8 @@ def add_config(cfg: CfgNode) -> None:
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong."""
     if "PARAM_GROUPS" in cfg.SOLVER:
-        check_choices(cfg, {f"{_GROUPS}.KEY_MATCH": KEY_MATCHES})
-        check_ranges(cfg, {"[0, inf)": f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS"})
+        number, match = f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS", f"{_GROUPS}.KEY_MATCH"
+        check_accepted(cfg, {"[0, inf)": number, KEY_MATCHES: match})
         _check_param_groups(cfg.SOLVER)
     if cfg.SOLVER.get("OPTIMIZERS") and base_lr(cfg.SOLVER)[0] == "SOLVER.OPTIMIZER.LR":
         raise ConfigError("SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR")

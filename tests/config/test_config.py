@@ -8,7 +8,7 @@ import types
 import pytest
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
-from trainkit.config.config import projects_of
+from trainkit.config.projects import projects_of
 
 
 def leaves(cfg, prefix=""):
@@ -29,22 +29,20 @@ def leaves(cfg, prefix=""):
         ("SOLVER.MAX_ITER", "3ep", "3ep"),
         ("SOLVER.STEPS", ["0.5ep", 9], ("0.5ep", 9)),
         ("SOLVER.STEPS", "('1ep', 9)", ("1ep", 9)),
-        ("DATASETS.TRAIN", ["a"], ("a",)),
-        ("TEST.EVALUATORS", ("a",), ["a"]),
         ("TEST.EVALUATORS", "('a',)", ["a"]),
         ("DATASETS.TRAIN", "[a, b]", ("a", "b")),
         ("HOOKS", "[{NAME: EMAHook, DECAY: 1e-3, A: True}]", [{"NAME": "EMAHook", "DECAY": 0.001, "A": True}]),
-        ("OUTPUT_DIR", "[a", "[a"),
         ("TEST.EXPECTED_RESULTS", (("t", "m", 1.0, 0.1),), [["t", "m", 1.0, 0.1]]),
         ("SOLVER.AMP.ENABLED", "true", True),
-        ("SOLVER.AMP.ENABLED", "False", False),
         ("OUTPUT_DIR", "2024", "2024"),
         ("OUTPUT_DIR", "None", "None"),
+        ("OUTPUT_DIR", "[a", "[a"),
         ("OUTPUT_DIR", "'a b'", "a b"),
+        ("MAX_TIME", "3600", "3600"),
         ("LOG.ASYNC", "false", False),
         ("LOG.ASYNC", "null", None),
         ("CHECKPOINT.MAX_TO_KEEP", "3", 3),
-        ("SOLVER.WEIGHT_DECAY_BIAS", 0, 0),
+        ("SOLVER.AMP.LOSS_SCALE", "512", 512),
         ("MODEL.WIDTH", "8", 8),
         ("MODEL.BACKBONE.NAME", "resnet", "resnet"),
         ("SOLVER.OPTIMIZER.EPS", "1e-8", 1e-8),
@@ -63,19 +61,14 @@ def test_a_value_is_taken_as_the_type_of_its_key(key, value, expected):
     [
         ("SEED", True, "bool", "a number"),
         ("SOLVER.BASE_LR", "a", "str", "a number"),
-        ("SOLVER.BASE_LR", True, "bool", "a number"),
         ("DATASETS.TRAIN", None, "NoneType", "a list or a tuple"),
+        ("DATASETS.TRAIN", "a", "str", "a list or a tuple"),
         ("SOLVER.AMP.ENABLED", 1, "int", "True or False"),
         ("OUTPUT_DIR", 3, "int", "text"),
-        ("DATASETS.TRAIN", "a", "str", "a list or a tuple"),
         ("SOLVER.STEPS", 3, "int", "a list or a tuple"),
         ("SOLVER.MAX_ITER", 3.0, "float", "epochs"),
-        ("SOLVER.MAX_ITER", True, "bool", "epochs"),
-        ("SOLVER.MAX_ITER", [3], "list", "epochs"),
         ("SOLVER.MAX_ITER", "-3ep", "str", "epochs"),
-        ("TEST.EVAL_PERIOD", "3 epochs", "str", "epochs"),
         ("SOLVER.AMP", True, "bool", "a node"),
-        ("MODEL.WIDTH", {1, 2}, "set", "text, a number"),
     ],
 )
 def test_a_wrong_type_names_key_value_type_and_what_is_accepted(key, value, type_name, accepted):
@@ -88,40 +81,27 @@ def test_a_wrong_type_names_key_value_type_and_what_is_accepted(key, value, type
 
 
 @pytest.mark.parametrize(
-    ("key", "nearest"),
+    ("key", "hint"),
     [
-        ("SOLVER.BASE_LRR", "SOLVER.BASE_LR"),
-        ("SOLVR.BASE_LR", "SOLVER.BASE_LR"),
-        ("solver.base_lr", "SOLVER.BASE_LR"),
-        ("MAX_ITER", "SOLVER.MAX_ITER"),
-        ("TEST.PERIOD", "TEST.EVAL_PERIOD"),
-        ("SOLVER.LR", "SOLVER.BASE_LR"),
-        ("TEST.PATIENCE", "EARLY_STOPPING.PATIENCE"),
-        ("SOLVER.AMP.ENABLE", "SOLVER.AMP.ENABLED"),
+        ("SOLVER.BASE_LRR", "did you mean 'SOLVER.BASE_LR'?"),
+        ("SOLVR.BASE_LR", "did you mean 'SOLVER.BASE_LR'?"),
+        ("solver.base_lr", "did you mean 'SOLVER.BASE_LR'?"),
+        ("MAX_ITER", "did you mean 'SOLVER.MAX_ITER'?"),
+        ("TEST.PATIENCE", "did you mean 'EARLY_STOPPING.PATIENCE'?"),
+        ("SOLVER..BASE_LR", "did you mean 'SOLVER.BASE_LR'?"),
+        ("QQQ", "no key has a similar name"),
     ],
 )
-def test_an_unknown_key_names_its_nearest_neighbour(key, nearest):
-    with pytest.raises(ConfigError) as error:
+def test_an_unknown_key_names_its_nearest_neighbour(key, hint):
+    with pytest.raises(KeyError) as error:
         get_cfg().merge_from_list([key, "1"])
-    assert str(error.value) == f"unknown key {key}; did you mean {nearest!r}?"
+    assert isinstance(error.value, ConfigError)
+    assert str(error.value) == f"unknown key {key}; {hint}"
 
 
-def test_an_unknown_key_without_a_neighbour_says_so():
-    with pytest.raises(ConfigError, match=r"^unknown key QQQ; no key has a similar name$"):
-        get_cfg().merge_from_list(["QQQ", 1])
-
-
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        (["SEED"], r"options: got \['SEED'\] \(list\); accepted: KEY VALUE KEY VALUE"),
-        (["SEED=1"], r"options: got \['SEED=1'\]"),
-        (["SOLVER..BASE_LR", "1"], r"unknown key SOLVER..BASE_LR"),
-    ],
-)
-def test_a_malformed_list_is_an_error(items, message):
-    with pytest.raises(ConfigError, match=message):
-        get_cfg().merge_from_list(items)
+def test_options_come_in_pairs():
+    with pytest.raises(ConfigError, match=r"options: got \['SEED=1'\] \(list\); accepted: KEY VALUE KEY VALUE"):
+        get_cfg().merge_from_list(["SEED=1"])
 
 
 def test_none_takes_anything_and_two_keys_take_several_types():
@@ -134,43 +114,27 @@ def test_none_takes_anything_and_two_keys_take_several_types():
     assert (cfg.LOG.ASYNC, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (None, 0.1)
 
 
-def test_a_key_that_a_merge_made_takes_another_type_later():
+def test_a_key_that_a_merge_made_takes_another_type_later_and_a_declared_one_does_not():
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.WIDTH", "1", "MODEL.HEAD.DEPTH", "2"])
     cfg.merge_from_list(["MODEL.WIDTH", "0.5", "MODEL.HEAD.BIAS", "True"])
     assert (cfg.MODEL.WIDTH, cfg.MODEL.HEAD) == (0.5, {"DEPTH": 2, "BIAS": True})
-
-
-def test_a_declared_key_of_a_node_that_takes_new_ones_keeps_its_type():
-    cfg = get_cfg()
-    cfg.MODEL.HEAD = CfgNode({"DEPTH": 2})
-    with pytest.raises(ConfigError, match=r"MODEL.HEAD.DEPTH: got 'a' \(str\)"):
-        cfg.merge_from_list(["MODEL.HEAD.DEPTH", "a"])
-    with pytest.raises(ConfigError, match=r"unknown key MODEL.HEAD.DEPHT; did you mean .MODEL.HEAD.DEPTH"):
-        cfg.merge_from_list(["MODEL.HEAD.DEPHT", "3"])
+    cfg.MODEL.NECK = CfgNode({"DEPTH": 2})
+    with pytest.raises(ConfigError, match=r"MODEL.NECK.DEPTH: got 'a' \(str\)"):
+        cfg.merge_from_list(["MODEL.NECK.DEPTH", "a"])
+    with pytest.raises(ConfigError, match=r"unknown key MODEL.NECK.DEPHT; did you mean .MODEL.NECK.DEPTH"):
+        cfg.merge_from_list(["MODEL.NECK.DEPHT", "3"])
 
 
 def test_a_merge_shares_nothing_with_what_was_merged():
-    source = {"MODEL": {"WIDTHS": [1, 2], "HEAD": {"DEPTH": 1}}, "LOG": {"WRITERS": ["json"]}}
+    source = {"MODEL": {"WIDTHS": [1, 2], "HEAD": {"DEPTH": 1}}, "HOOKS": [{"NAME": "a"}]}
     before = copy.deepcopy(source)
     cfg = get_cfg()
     cfg.merge_from_other_cfg(source)
     cfg.MODEL.WIDTHS.append(3)
     cfg.MODEL.HEAD.DEPTH = 2
-    cfg.LOG.WRITERS.append("csv")
+    cfg.HOOKS[0]["NAME"] = "b"
     assert source == before
-
-
-def test_a_frozen_config_refuses_changes_until_thawed():
-    cfg = get_cfg()
-    cfg.freeze()
-    with pytest.raises(AttributeError):
-        cfg.SOLVER.BASE_LR = 1.0
-    with pytest.raises(ConfigError, match="frozen"):
-        cfg.merge_from_list(["SEED", "1"])
-    cfg.defrost()
-    cfg.merge_from_list(["SEED", "1"])
-    assert cfg.SEED == 1
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg)), CfgNode.clone])
@@ -181,7 +145,10 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
     other = duplicate(cfg)
     assert type(other) is CfgNode
     assert other == cfg
-    assert other.is_frozen()
+    with pytest.raises(AttributeError):
+        other.SOLVER.BASE_LR = 1.0
+    with pytest.raises(ConfigError, match="frozen"):
+        other.merge_from_list(["SEED", "1"])
     other.defrost()
     other.merge_from_list(["MODEL.WIDTH", "0.5", "LOG.ASYNC", "None"])
     with pytest.raises(ConfigError):
@@ -199,17 +166,7 @@ def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog)
         cfg.merge_from_list(["B", "1"])
 
 
-def test_each_default_survives_a_dump_and_a_load(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(get_cfg().dump())
-    cfg = get_cfg()
-    cfg.merge_from_file(path)
-    assert [(key, value, type(value)) for key, value in leaves(cfg)] == [
-        (key, value, type(value)) for key, value in leaves(get_cfg())
-    ]
-
-
-def test_changed_values_survive_a_dump_and_a_load(tmp_path):
+def test_a_config_survives_a_dump_and_a_load(tmp_path):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.A", (1, (2, 3)), "MODEL.B.C", 1e-8, "MODEL.D", "1e-3x", "MODEL.E", "'1e-3'"])
     cfg.merge_from_list(["MODEL.F", None, "MODEL.G", "'null'", "MODEL.H", [{"NAME": "x", "N": 1e5}]])
@@ -220,7 +177,9 @@ def test_changed_values_survive_a_dump_and_a_load(tmp_path):
     again = get_cfg()
     again.merge_from_file(path)
     assert again == cfg
-    assert again.MODEL.E == "1e-3"
+    assert [(key, type(value)) for key, value in sorted(leaves(again))] == [
+        (key, type(value)) for key, value in sorted(leaves(cfg))
+    ]
 
 
 def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch):
@@ -233,7 +192,8 @@ def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch
     project.add_config = add_config
     monkeypatch.setitem(sys.modules, "config_test_project", project)
     keys = dict.fromkeys(["SOLVER.AMP.DEPTH", "SOLVER.WIDTH"], "config_test_project")
-    monkeypatch.setattr("trainkit.config.config.CONFIG_KEYS", keys)
+    for module in ("config", "projects"):
+        monkeypatch.setattr(f"trainkit.config.{module}.CONFIG_KEYS", keys)
     cfg = get_cfg()
 
     assert projects_of(cfg) == []

@@ -1,8 +1,10 @@
-"""configurable: called with a config or with arguments."""
+"""configurable: called with a config or with arguments; IMPORTS: dotted module names."""
+
+import sys
 
 import pytest
 
-from trainkit.config import CfgNode, configurable, get_cfg
+from trainkit.config import ConfigError, configurable, get_cfg, import_modules
 
 
 class Net:
@@ -37,16 +39,9 @@ def cfg():
 def test_a_class_takes_a_config_or_its_own_arguments(cfg):
     assert Net(3).args == (3, 2, "net")
     assert Net(width=3, depth=1, name="a").args == (3, 1, "a")
-    assert Net(cfg).args == (8, 2, "Net")
-    assert Net(cfg=cfg).args == (8, 2, "Net")
-
-
-def test_further_arguments_win_over_the_config(cfg):
+    assert Net(cfg).args == Net(cfg=cfg).args == (8, 2, "Net")
     assert Net(cfg, depth=5).args == (8, 5, "Net")
-    assert Net(cfg, width=5, name="b").args == (5, 2, "b")
-
-
-def test_a_subclass_may_override_from_config_alone(cfg):
+    assert Net(cfg, width=5, name="b").args == (5, 2, "b")  # they win over the config
     assert Narrow(cfg).args == (1, 2, "Narrow")
 
 
@@ -54,15 +49,10 @@ def test_a_function_takes_a_config_or_its_own_arguments(cfg):
     assert build(3, depth=1) == (3, 1)
     assert build(cfg) == (8, 2)
     assert build(cfg=cfg, depth=4) == (8, 4)
+    assert build(cfg, scale=2) == (16, 2)  # an argument that from_config knows
+    assert build(cfg, 2, depth=1) == (16, 1)
     assert (build.__name__, build.__doc__) == ("build", "Build.")
 
-
-def test_arguments_that_from_config_knows_go_there(cfg):
-    assert build(cfg, scale=2) == (16, 2)
-    assert build(cfg, 2, depth=1) == (16, 1)
-
-
-def test_from_config_with_keywords_takes_all_of_them(cfg):
     @configurable(from_config=lambda cfg, **kwargs: {"seen": kwargs})
     def build_any(seen):
         return seen
@@ -70,24 +60,23 @@ def test_from_config_with_keywords_takes_all_of_them(cfg):
     assert build_any(cfg, a=1, b=2) == {"a": 1, "b": 2}
 
 
-def test_a_class_without_from_config_says_what_to_add():
-    class Bare:
-        @configurable
-        def __init__(self, a):
-            self.a = a
+def test_modules_are_imported_and_one_that_cannot_be_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "imports_demo"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "first.py").write_text("from imports_demo import second")
+    (folder / "second.py").write_text("")
+    (folder / "broken.py").write_text("1 / 0")
 
-    for argument in (1, CfgNode()):
-        with pytest.raises(AttributeError, match=r"Bare needs a @classmethod from_config"):
-            Bare(argument)
-
-
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda: configurable(lambda a: a), "is for an __init__"),
-        (lambda: configurable(from_config=lambda cfg: {})(Net), "from_config=... for a function"),
-    ],
-)
-def test_misuse_is_a_type_error_that_says_what_to_do(use, message):
-    with pytest.raises(TypeError, match=message):
-        use()
+    import_modules(["imports_demo.first"])
+    assert {"imports_demo.first", "imports_demo.second"} <= set(sys.modules)
+    with pytest.raises(ConfigError, match=r"IMPORTS: got 'imports_demo.broken' .*ZeroDivisionError: division") as error:
+        import_modules(["imports_demo.second", "imports_demo.broken"])
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    for name in ["imports_demo.gone", "a/b.py", ".a", "", 3]:
+        with pytest.raises(ConfigError, match="IMPORTS: got .*; accepted: a module such as") as error:
+            import_modules([name])
+        assert repr(name) in str(error.value)
+    for name in [name for name in sys.modules if name.split(".")[0] == "imports_demo"]:
+        del sys.modules[name]

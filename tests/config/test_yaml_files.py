@@ -58,7 +58,6 @@ def test_yaml_that_names_code_is_refused_and_not_run(write, tmp_path, payload):
         ("SEED: 1\nSEED: 2", r"a\.yaml: the key 'SEED' is twice\n.*line 2"),
         ("SOLVER: {BASE_LRR: 1}", r"a\.yaml: unknown key SOLVER\.BASE_LRR; did you mean 'SOLVER\.BASE_LR'\?"),
         ("SOLVER:", r"a\.yaml: SOLVER: got None \(NoneType\); accepted: a node"),
-        ("MODEL: {WHEN: 2020-01-01}", r"a\.yaml: MODEL\.WHEN: got .* \(date\)"),
         ("MODEL: {A: 2020-99-99}", r"a\.yaml: month must be in 1..12"),
         ("_BASE_: gone.yaml", r"cannot read the config file '.*gone\.yaml': No such file"),
     ],
@@ -68,9 +67,7 @@ def test_a_bad_file_is_an_error_that_names_it(write, text, message):
         merged(write("a.yaml", text))
 
 
-def test_a_missing_file_a_folder_and_a_binary_file_are_errors(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the config file '.*gone\.yaml': No such file"):
-        merged(tmp_path / "gone.yaml")
+def test_a_folder_and_a_binary_file_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the config file"):
         merged(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x80")
@@ -78,13 +75,10 @@ def test_a_missing_file_a_folder_and_a_binary_file_are_errors(tmp_path):
         merged(tmp_path / "binary.yaml")
 
 
-def test_an_empty_file_changes_nothing(write):
-    assert merged(write("a.yaml", "")) == get_cfg()
-
-
-def test_anchors_and_merge_keys_work(write):
+def test_anchors_and_merge_keys_work_and_an_empty_file_changes_nothing(write):
     text = "MODEL:\n  A: &a {X: 1, Y: 1}\n  B: &b {<<: *a, Y: 2}\n  C: {<<: *b, X: 3}"
     assert merged(write("a.yaml", text)).MODEL.C == {"X": 3, "Y": 2}
+    assert merged(write("a.yaml", "")) == get_cfg()
 
 
 def test_inherited_files_come_first_in_their_order(write, tmp_path, monkeypatch):
@@ -116,9 +110,3 @@ def test_reading_a_config_imports_nothing(write, monkeypatch, tmp_path):
     write("imported_by_reading.py", "raise RuntimeError")
     cfg = merged(write("a.yaml", "IMPORTS: [imported_by_reading]"))
     assert cfg.IMPORTS == ["imported_by_reading"]
-
-
-def test_a_config_may_be_large(write):
-    names = ", ".join(f"name_{i}" for i in range(2000))
-    shared = "{X: &n [" + names + "], Y: *n, Z: *n}"
-    assert len(merged(write("a.yaml", f"MODEL: {shared}")).MODEL.Z) == 2000

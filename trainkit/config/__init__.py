@@ -10,31 +10,13 @@ if TYPE_CHECKING:
     from trainkit.config.config import CfgNode
     from trainkit.config.defaults import get_cfg
     from trainkit.config.from_config import configurable
-    from trainkit.config.imports import choose, import_modules, prepare_projects
     from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
+    from trainkit.config.projects import choose, import_modules, prepare_projects
     from trainkit.utils.errors import ConfigError
 
-__all__ = [
-    "get_cfg",
-    "global_cfg",
-    "set_global_cfg",
-    "CfgNode",
-    "ConfigError",
-    "configurable",
-    "import_modules",
-    "prepare_projects",
-    "choose",
-    "check_values",
-    "Epochs",
-    "parse_length",
-    "resolve_lengths",
-    "LENGTH_KEYS",
-    "scale_lr_to_batch",
-    "scale_workers",
-    "LazyConfig",
-    "LazyCall",
-    "instantiate",
-]
+_OF_PROJECTS = ["LazyConfig", "LazyCall", "scale_lr_to_batch", "scale_workers", "global_cfg", "set_global_cfg"]
+__all__ = ["get_cfg", "CfgNode", "ConfigError", "configurable", "import_modules", "prepare_projects", "choose"]
+__all__ += ["check_values", "Epochs", "parse_length", "resolve_lengths", "LENGTH_KEYS", "instantiate"]
+__all__ += _OF_PROJECTS
 
-_OF_PROJECTS = ("LazyConfig", "LazyCall", "scale_lr_to_batch", "scale_workers", "global_cfg", "set_global_cfg")
 __getattr__ = lazy_names(__name__, *_OF_PROJECTS)

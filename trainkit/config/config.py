@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
-from types import ModuleType
 from typing import IO, Any
 
 import yaml
@@ -17,6 +16,7 @@ from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 from trainkit.utils.registry import did_you_mean
 
 _OF_PROJECTS = "__of_projects__"  # in a node's __dict__, like yacs's marks: name -> full key of the keys of projects
+_ANY_TYPE = ("CHECKPOINT.BEST_METRIC", "SOLVER.AMP.LOSS_SCALE")
 _ACCEPTED = {
     bool: "True or False",
     float | int: "a number",
@@ -24,7 +24,6 @@ _ACCEPTED = {
     list | tuple: "a list or a tuple",
     _FvcoreCfgNode: "a node, that is keys with values",
 }
-_ANY_TYPE = ("CHECKPOINT.BEST_METRIC", "SOLVER.AMP.LOSS_SCALE")
 
 
 class CfgNode(_FvcoreCfgNode):
@@ -32,7 +31,7 @@ class CfgNode(_FvcoreCfgNode):
 
     Merging checks the type of each value against the old one. A number takes any number (a float stays a float), a list
     or a tuple takes both (and keeps its type), and a key of ``LENGTH_KEYS`` also takes epochs. A single value may be
-    replaced by None, and None by anything.
+    replaced by None, and None by anything. A wrong key or value is a `ConfigError`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -41,27 +40,19 @@ class CfgNode(_FvcoreCfgNode):
 
     @classmethod
     def load_yaml_with_base(cls, filename: str | os.PathLike[str], allow_unsafe: bool = False) -> dict[str, Any]:
-        """Read a file after the files that it inherits from by ``_BASE_`` (a path or a list, relative to the file).
+        """Read a file after those in its ``_BASE_`` (a path or a list); ``_DELETE_: True`` in a node replaces theirs.
 
-        ``_DELETE_: True`` in a node removes the settings of this node from the inherited files.
-
-        Args:
-            allow_unsafe: for detectron2's signature only; YAML that runs code is never read.
+        YAML that runs code is never read; ``allow_unsafe`` is for detectron2's signature.
         """
         return read_with_base(filename)
 
     @classmethod
     def load_cfg(cls, cfg_file_obj_or_str: str | IO[str]) -> "CfgNode":
         """A new config from YAML text or an open YAML file; any key is accepted."""
-        name = getattr(cfg_file_obj_or_str, "name", "<text>")
-        return cls(plain_value(name, load_yaml(cfg_file_obj_or_str, name)))
+        return cls(load_yaml(cfg_file_obj_or_str, getattr(cfg_file_obj_or_str, "name", "<text>")))
 
     def merge_from_file(self, cfg_filename: str | os.PathLike[str], allow_unsafe: bool = False) -> None:
-        """Merge a YAML file, see ``load_yaml_with_base``.
-
-        Raises:
-            ConfigError: a file cannot be read, is not safe YAML, or has a wrong key or value.
-        """
+        """Merge a YAML file, see ``load_yaml_with_base``."""
         content = read_with_base(cfg_filename)
         try:
             self.merge_from_other_cfg(content)
@@ -69,7 +60,7 @@ class CfgNode(_FvcoreCfgNode):
             raise type(error)(f"{cfg_filename}: {error}") from None
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
-        """Merge another config or a nested dict. Raises ConfigError if a key or value is wrong."""
+        """Merge another config or a nested dict."""
         if self.is_frozen():
             raise ConfigError("the config is frozen; call defrost() before merging")
         _merge(self, cfg_other, self)
@@ -78,28 +69,22 @@ class CfgNode(_FvcoreCfgNode):
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
 
         A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if its key takes text.
-
-        Raises:
-            ConfigError: the items are not in pairs, or a key or value is wrong.
         """
         if len(cfg_list) % 2:
             raise not_accepted("options", [*cfg_list], "KEY VALUE KEY VALUE ...")
         for key, value in zip(cfg_list[::2], cfg_list[1::2], strict=True):
-            if self.key_is_deprecated(key):  # this logs a warning
-                continue
             *parents, name = key.split(".")
-            if isinstance(value, str):
-                node: Any = self
-                for parent in parents:
-                    node = getattr(node, parent, None)
-                read, is_text = parse_literal(value), isinstance(getattr(node, name, None), str)
-                if isinstance(read, str) or not is_text or key in (*LENGTH_KEYS, *_ANY_TYPE):
-                    value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
+            old: Any = self
+            for part in key.split("."):
+                old = getattr(old, part, None)
+            read = parse_literal(value) if isinstance(value, str) else value
+            if isinstance(read, str) or not isinstance(old, str) or key in _ANY_TYPE:
+                value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
             self.merge_from_other_cfg(reduce(lambda value, name: {name: value}, [name, *reversed(parents)], value))
 
     def dump(self, **kwargs: Any) -> str:
         """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``."""
-        return yaml.dump({name: plain_value(name, value) for name, value in self.items()}, Dumper=Dumper, **kwargs)
+        return yaml.dump(self, Dumper=Dumper, **kwargs)
 
 
 def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -112,25 +97,19 @@ def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterat
             yield prefix + name, value
 
 
+def get_key(cfg: CfgNode, key: str) -> Any:
+    """The value of a full key; None if it is not there, also if a project could declare it."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, _FvcoreCfgNode) else None
+    return value
+
+
 def mark_keys_of_projects(root: CfgNode) -> None:
     """Let projects declare their keys in ``root``, and in its copies, when these keys are first used."""
     for key in CONFIG_KEYS:
         *parents, name = key.split(".")
         reduce(getitem, parents, root).__dict__.setdefault(_OF_PROJECTS, {})[name] = key
-
-
-def projects_of(cfg: CfgNode) -> list[ModuleType]:
-    """The modules that declare keys which are in ``cfg``, see `CONFIG_KEYS`; each once."""
-    found = dict.fromkeys(module for key, module in CONFIG_KEYS.items() if get_key(cfg, key) is not None)
-    return [load_plugin(module) for module in found]
-
-
-def get_key(cfg: CfgNode, key: str) -> Any:
-    """The value of a full key; None if no project has declared it."""
-    value: Any = cfg
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, _FvcoreCfgNode) else None
-    return value
 
 
 def _declare(node: _FvcoreCfgNode, name: object) -> None:
@@ -142,10 +121,9 @@ def _declare(node: _FvcoreCfgNode, name: object) -> None:
     for key in CONFIG_KEYS:
         reduce(lambda parent, part: parent.setdefault(part, CfgNode()), key.split(".")[:-1], defaults)
     load_plugin(CONFIG_KEYS[full_key]).add_config(defaults)
-    value = reduce(getitem, full_key.split("."), defaults)
-    if isinstance(value, CfgNode) and node.is_frozen():
-        value.freeze()
-    node[name] = value
+    node[name] = reduce(getitem, full_key.split("."), defaults)
+    if isinstance(node[name], CfgNode) and node.is_frozen():
+        node[name].freeze()
 
 
 def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = "") -> None:
@@ -156,25 +134,20 @@ def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode,
         if name not in node:
             if root.key_is_deprecated(key):  # this logs a warning
                 continue
-            _check_new_key(node, value, root, key)
+            if root.key_is_renamed(key):
+                root.raise_key_rename_error(key)
+            if not node.is_new_allowed():
+                while isinstance(value, Mapping) and value:  # the innermost key shows best which key was meant
+                    name, value = next(iter(value.items()))
+                    key = f"{key}.{name}"
+                hint = did_you_mean(key, [known for known, _ in changed_settings(root, CfgNode())]).strip()
+                raise UnknownKeyError(f"unknown key {key}; {hint or 'no key has a similar name'}")
         if isinstance(value, Mapping) and node.get(name) is None:
             node[name] = type(root)(new_allowed=True)
-        old = None if key in _ANY_TYPE else node.get(name)
-        if isinstance(value, Mapping) and isinstance(old, _FvcoreCfgNode):
-            _merge(old, value, root, f"{key}.")
+        if isinstance(value, Mapping) and isinstance(node[name], _FvcoreCfgNode):
+            _merge(node[name], value, root, f"{key}.")
         else:
-            node[name] = _coerce(key, value, old)
-
-
-def _check_new_key(node: _FvcoreCfgNode, value: object, root: _FvcoreCfgNode, key: str) -> None:
-    if root.key_is_renamed(key):
-        root.raise_key_rename_error(key)
-    if not node.is_new_allowed():
-        while isinstance(value, Mapping) and value:  # the innermost key shows best which key was meant
-            name, value = next(iter(value.items()))
-            key = f"{key}.{name}"
-        hint = did_you_mean(key, [known for known, _ in changed_settings(root, CfgNode())]).strip()
-        raise UnknownKeyError(f"unknown key {key}; {hint or 'no key has a similar name'}")
+            node[name] = _coerce(key, value, None if key in _ANY_TYPE else node.get(name))
 
 
 def _coerce(key: str, value: Any, old: Any) -> Any:
@@ -191,19 +164,12 @@ def _coerce(key: str, value: Any, old: Any) -> Any:
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise not_accepted(key, value, accepted)
             break
-    plain = plain_value(key, value)
-    return type(old)(plain) if isinstance(old, float | list | tuple) else plain
+    value = _as_from_yaml(value)
+    return type(old)(value) if isinstance(old, float | list | tuple) else value
 
 
-def plain_value(key: str, value: object) -> Any:
-    """A copy with only the types that YAML reads, so that a dump can be read as an equal config."""
+def _as_from_yaml(value: Any) -> Any:
+    """A copy with lists for tuples, so that a dump is read as an equal config."""
     if isinstance(value, Mapping):
-        return {name: plain_value(f"{key}.{name}", item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(key, item) for item in value]
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if value is None:
-        return None
-    raise not_accepted(key, value, "text, a number, True, False, None, and lists or nodes of them")
+        return {name: _as_from_yaml(item) for name, item in value.items()}
+    return [_as_from_yaml(item) for item in value] if isinstance(value, list | tuple) else value

@@ -128,34 +128,29 @@ _C.LOG.ASYNC = None  # True: a worker thread stores metrics and calls the writer
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]  # Also "csv", "progress_bar", or another name in WRITER_REGISTRY.
 _C.LOG.LEVEL = "INFO"  # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
 
-RANGES = {
+ACCEPTED: dict[Any, str] = {
     "[-1, 4294967296)": "SEED",
     "[1, 9223372036854775808)": "SOLVER.MAX_ITER",
-    "[1, inf)": "CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE "
-    "LOG.GATHER_PERIOD LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH "
-    "SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
-    "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT "
-    "EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD "
-    "SOLVER.GAMMA SOLVER.NUM_DECAYS "
-    "SOLVER.STEPS SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY "
-    "SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM TEST.EVAL_PERIOD TEST.MAX_BATCHES",
+    "[1, inf)": "CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE LOG.GATHER_PERIOD "
+    "LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH SOLVER.NON_FINITE.MAX_IN_ROW "
+    "STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
+    "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR "
+    "SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD SOLVER.GAMMA SOLVER.NUM_DECAYS SOLVER.STEPS "
+    "SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM "
+    "TEST.EVAL_PERIOD TEST.MAX_BATCHES",
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
     "(-inf, inf)": "EARLY_STOPPING.THRESHOLD",
+    ("auto", "max", "min"): "CHECKPOINT.BEST_MODE EARLY_STOPPING.MODE",
+    ("", "highest", "high", "medium"): "FLOAT32_PRECISION",
+    ("DEBUG", "INFO", "WARNING", "ERROR"): "LOG.LEVEL",
+    ("", "fp16", "bf16"): "MODEL.DDP.COMPRESSION",
+    ("float16", "bfloat16"): "SOLVER.AMP.PRECISION",
+    ("value", "norm", "full_model"): "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
+    (1, 2): "VERSION",  # 2: detectron2's; its keys mean the same here
 }
-"""Interval -> the keys that accept its numbers, see `trainkit.config.checks.check_ranges`."""
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "CHECKPOINT.BEST_MODE": ("auto", "max", "min"),
-    "EARLY_STOPPING.MODE": ("auto", "max", "min"),
-    "FLOAT32_PRECISION": ("", "highest", "high", "medium"),
-    "LOG.LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
-    "MODEL.DDP.COMPRESSION": ("", "fp16", "bf16"),
-    "SOLVER.AMP.PRECISION": ("float16", "bfloat16"),
-    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ("value", "norm", "full_model"),
-    "VERSION": (1, 2),  # 2: detectron2's; its keys mean the same here
-}
-"""All values that a key accepts."""
+"""An interval of numbers, or values -> the keys that accept them, see `trainkit.config.checks.check_accepted`."""
 
 
 def get_cfg() -> CN:

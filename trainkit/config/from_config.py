@@ -18,29 +18,21 @@ def configurable(init_func: Callable[..., Any] | None = None, *, from_config: Ca
     CfgNode or an omegaconf DictConfig. Further arguments go to ``from_config`` if it has a parameter for them, else
     they win over its result.
     """
+    if init_func is None:
+        return functools.partial(configurable, from_config=from_config)
 
-    def decorate(func: Any) -> Any:
-        is_method = from_config is None
-        if not inspect.isfunction(func) or (func.__name__ == "__init__") != is_method:
-            raise TypeError(f"@configurable is for an __init__, with from_config=... for a function; got {func!r}")
-
-        @functools.wraps(func)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            own, args = args[:is_method], args[is_method:]
+    @functools.wraps(init_func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        own, args = ((), args) if from_config else (args[:1], args[1:])
+        cfg = args[0] if args else kwargs.get("cfg")
+        if isinstance(cfg, CfgNode) or type_name(cfg) in CONFIG_TYPES:
             # of type(self), which may be a subclass that overrides it alone
-            translate = getattr(type(own[0]), "from_config", None) if own else from_config
-            if own and not inspect.ismethod(translate):
-                raise AttributeError(f"{type(own[0]).__qualname__} needs a @classmethod from_config")
-            cfg = args[0] if args else kwargs.get("cfg")
-            if isinstance(cfg, CfgNode) or type_name(cfg) in CONFIG_TYPES:
-                args, kwargs = (), _arguments(translate, args, kwargs)
-            return func(*own, *args, **kwargs)
+            args, kwargs = (), _arguments(from_config or type(own[0]).from_config, args, kwargs)
+        return init_func(*own, *args, **kwargs)
 
-        if not is_method:
-            wrapped.from_config = from_config  # type: ignore[attr-defined]
-        return wrapped
-
-    return decorate if init_func is None else decorate(init_func)
+    if from_config:
+        wrapped.from_config = from_config  # type: ignore[attr-defined]
+    return wrapped
 
 
 def _arguments(from_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,6 @@ import yaml
 
 from trainkit.utils.errors import ConfigError, not_accepted
 
-BASE_KEY = "_BASE_"  # at the top of a file: the file or files it inherits from
-DELETE_KEY = "_DELETE_"  # in a node of a file: ignore the inherited files for this node
-
 _NUMBER = re.compile(r"[-+]?((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|inf|nan)\Z")
 
 
@@ -21,20 +18,23 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)  # here, since a merge ("<<"), resolved later, may repeat keys
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is twice", problem_mark=key.start_mark)
-                seen.add(key.value)
+        names = [str(key.value) for key, _ in node.value]
+        for i, name in enumerate(names):
+            if name in names[:i] and name != "<<":
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {name!r} is twice", problem_mark=node.value[i][0].start_mark
+                )
         return node
 
 
 class Dumper(yaml.SafeDumper):
     """Writes YAML that `load_yaml` reads back as the same values."""
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    def represent_data(self, data: Any) -> yaml.Node:
+        for kind in (dict, int):  # a node, and a length that was rounded
+            if isinstance(data, kind) and not isinstance(data, bool):
+                data = kind(data)  # type: ignore[arg-type]
+        return super().represent_data(data)
 
 
 # YAML 1.1 reads 1e-3 as text, because it has no dot; a text that looks like such a number is written with quotes.
@@ -73,23 +73,17 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def read_with_base(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a config file after the files that it inherits from."""
+    """Read a config file after the files that it inherits from, which its key ``_BASE_`` names."""
     path = os.path.expanduser(path)
     content, merged = read_yaml(path), dict[str, Any]()
-    bases = content.pop(BASE_KEY, [])
+    bases = content.pop("_BASE_", [])
     for base in [bases] if isinstance(bases, str) else bases:
-        base = os.path.join(os.path.dirname(path), os.path.expanduser(base))
-        merged = _overlay(merged, read_with_base(base))
+        merged = _overlay(merged, read_with_base(os.path.join(os.path.dirname(path), os.path.expanduser(base))))
     return _overlay(merged, content)
 
 
-def _overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """Merge the nodes of ``top`` into those of ``base``; a node with ``_DELETE_`` True replaces the old one."""
-    merged = {} if top.get(DELETE_KEY) else dict(base)
-    for key, value in top.items():
-        if isinstance(value, dict):
-            below = merged.get(key)
-            merged[key] = _overlay(below if isinstance(below, dict) else {}, value)
-        elif key != DELETE_KEY:
-            merged[key] = value
-    return merged
+def _overlay(base: Any, top: dict[str, Any]) -> dict[str, Any]:
+    """Merge the nodes of ``top`` into those of ``base``; a node with ``_DELETE_: True`` replaces the old one."""
+    base = base if isinstance(base, dict) and not top.get("_DELETE_") else {}
+    nodes = {key: _overlay(base.get(key), value) for key, value in top.items() if isinstance(value, dict)}
+    return {**base, **{key: nodes.get(key, value) for key, value in top.items() if key != "_DELETE_"}}

@@ -17,7 +17,7 @@ from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
 from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.folder import read_finished
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
-from trainkit.config.imports import wrap_by_projects
+from trainkit.config.projects import wrap_by_projects
 from trainkit.engine import hooks
 from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
 from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.imports import wrap_by_projects
+from trainkit.config.projects import wrap_by_projects
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine.hook_base import HookBase

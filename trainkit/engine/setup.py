@@ -18,7 +18,6 @@ import torch
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
-from trainkit.config.checks import similar_keys
 from trainkit.config.config import changed_settings
 from trainkit.engine.folders import prepare_folders, use_local_folders
 from trainkit.engine.process import is_restarted
@@ -133,8 +132,6 @@ def default_setup(cfg: Any, args: Any) -> None:
     logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
     for note in notes:
         logger.info(note)
-    for key, known in similar_keys(cfg, get_cfg()):
-        logger.warning("%s is used as a new key, beside %s; correct it if you meant that one", key, known)
     seed_all_rng(None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32)  # NumPy takes 32 bits
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:

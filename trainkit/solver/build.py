@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
-from trainkit.config.imports import prepare_projects
+from trainkit.config.projects import prepare_projects
 from trainkit.solver.clipping import GradientClipType as GradientClipType  # detectron2's users find these here
 from trainkit.solver.clipping import maybe_add_gradient_clipping
 from trainkit.solver.lr_scheduler import LRMultiplier, WarmupParamScheduler

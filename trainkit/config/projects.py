@@ -1,14 +1,16 @@
-"""Import the modules that a config names, and let projects prepare a config."""
+"""What a config names outside of trainkit: modules in IMPORTS, and projects whose keys it has, see `CONFIG_KEYS`."""
 
 import importlib
 from collections.abc import Iterable
 from functools import reduce
 from operator import getitem
+from types import ModuleType
 from typing import Any
 
-from trainkit.config.config import CfgNode, projects_of
+from trainkit.config.config import CfgNode, get_key
 from trainkit.utils import comm
 from trainkit.utils.errors import ConfigError, not_accepted
+from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -25,8 +27,14 @@ def import_modules(names: Iterable[str]) -> None:
             raise not_accepted("IMPORTS", name, accepted) from error
 
 
+def projects_of(cfg: CfgNode) -> list[ModuleType]:
+    """The modules that declare keys which are in ``cfg``; each once."""
+    found = dict.fromkeys(module for key, module in CONFIG_KEYS.items() if get_key(cfg, key) is not None)
+    return [load_plugin(module) for module in found]
+
+
 def prepare_projects(cfg: CfgNode) -> CfgNode:
-    """A copy of ``cfg`` that the projects whose keys are in it have changed, see `CONFIG_KEYS`."""
+    """A copy of ``cfg`` that its projects have changed."""
     cfg, was_frozen = cfg.clone(), cfg.is_frozen()
     cfg.defrost()
     comm.set_data_ranks()  # a project may set others
@@ -38,7 +46,7 @@ def prepare_projects(cfg: CfgNode) -> CfgNode:
 
 
 def wrap_by_projects(function: str, cfg: CfgNode, part: Any) -> Any:
-    """``part``, after each project whose keys are in ``cfg`` has wrapped it by its ``function``, see `CONFIG_KEYS`."""
+    """``part``, after each project of ``cfg`` has wrapped it by its ``function``."""
     for project in projects_of(cfg):
         part = getattr(project, function, lambda _, same: same)(cfg, part)
     return part
