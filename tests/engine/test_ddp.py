@@ -13,7 +13,7 @@ from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
-from trainkit.engine.hooks import CallbackHook, EMAHook, PreciseBN
+from trainkit.engine.hooks import CallbackHook, EMAHook
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
@@ -131,25 +131,6 @@ def accumulation(rank, folder):
     }
 
 
-class Normalizer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.register_buffer("rank", torch.zeros(()))
-
-    def forward(self, batch):
-        return self.norm(batch).mean()
-
-
-def precise_bn(rank, folder):
-    """Statistics over batches that rank 0 alone has, of a model whose wrapper exchanges buffers in a forward pass."""
-    model = create_ddp_model(Normalizer(), **options(*OPTIONS["broadcast"]))
-    model.module.rank.fill_(rank)
-    data = [torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.0, 2.0], [4.0, 2.0]])]
-    PreciseBN(1, model, data if rank == 0 else [], num_iter=2).update_stats()
-    return model.module.norm.running_mean.tolist(), model.module.rank.item()
-
-
 def compression(rank, folder):
     """What one update leaves of a weight of 1 whose gradients are 1 and 2**-12."""
     found = {}
@@ -189,7 +170,7 @@ def from_config(rank, folder):
     return found
 
 
-CHECKS = (settings, accumulation, precise_bn, compression, from_config)
+CHECKS = (settings, accumulation, compression, from_config)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -250,10 +231,6 @@ def test_four_ranks_are_one_process(tmp_path):
     expected = train(SimpleTrainer, Net(seed=0), part(0, 1, 1))["weights"]
     for weights in on_two_ranks([four], tmp_path, num_ranks=4)["four"]:
         torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)
-
-
-def test_precise_bn_waits_for_no_rank_in_a_forward_pass(ranks):
-    assert ranks["precise_bn"] == [([2.0, 3.0], 0.0), ([2.0, 3.0], 1.0)]
 
 
 def test_gradients_are_exchanged_in_the_type_that_is_asked_for(ranks):
