@@ -230,15 +230,12 @@ def test_a_run_whose_end_has_been_moved_to_where_it_stands_does_no_iteration_mor
 # ---------------------------------------------------------------------- with a model
 
 
-def test_the_values_of_the_optimizer_are_those_of_the_checkpoint_and_the_differences_are_shown(caplog):
+def test_the_values_of_the_optimizer_are_those_of_the_checkpoint():
     model = Regression()
     state = SimpleTrainer(model, batches(2), sgd(model, lr=0.1, momentum=0.9, weight_decay=0.01)).state_dict()
     trainer = SimpleTrainer(model, batches(2), sgd(model, lr=0.1, momentum=0.5, weight_decay=0.01))
     trainer.load_state_dict(state)
     assert trainer.optimizer.param_groups[0]["momentum"] == 0.9
-    table = [line.split() for line in caplog.text.splitlines() if "momentum" in line]
-    assert table == [["0", "momentum", "0.5", "0.9"]]
-    assert "weight_decay" not in caplog.text
 
 
 def test_what_a_loader_cannot_give_back_is_named_at_the_start_of_a_run_that_saves(caplog, tmp_path):

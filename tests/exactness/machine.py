@@ -93,7 +93,7 @@ def train(job: Job, folder: Path, seed: int, kept: Path | None = None) -> tuple[
 def check(job: Job, folder: Path, num_kills: int | None = 3, seed: int = 0) -> None:
     """Kill the job at ``num_kills`` events, drawn by ``seed`` (None: at all), and compare each resumed run."""
     whole, _ = train(job, folder / "whole", 1, folder / "kept")
-    events = [event for event in range(len(whole.calls)) if any((folder / "kept" / str(event)).glob("*.pth"))]
+    events = [event for event in range(len(whole.calls)) if (folder / "kept" / str(event) / "last_checkpoint").exists()]
     for event in events if num_kills is None else sorted(random.Random(seed).sample(events, num_kills)):
         where = f"killed at event {event} of {len(whole.calls)}, {whole.calls[event][:4]}"
         part = folder / f"part{event}"
