@@ -5,6 +5,10 @@ true, autograd has its device threads, pinned memory is known as such, and torch
 of work on streams. `device.py` completes ``torch.cuda`` and is a plugin of pytest; `test_run.py` builds both and starts
 the tests with it.
 
+A copy into pinned memory that does not block arrives when the host has waited for an event after it; until then the
+memory is garbage. Copies of pageable memory, and reads such as ``x[mask]``, count as waits. `mutants.py` has faults
+that these tests must find.
+
 What it cannot show: kernels end before the call returns, graphs are replayed by a recorder, random numbers are those of
-the CPU's generator. So speed, the rules of a capture, memory pools, reuse of memory, and NCCL are not tested.
+the CPU's generator. So speed, most rules of a capture, reuse of memory, and NCCL are not tested.
 """

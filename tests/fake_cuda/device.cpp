@@ -43,7 +43,9 @@ std::atomic<int64_t> next_stream{1}, next_event{1};
 // ---------------------------------------------------------------------- time: a stream that sleeps is busy until then
 
 using Clock = std::chrono::steady_clock;
-struct Event { int64_t id; Clock::time_point ready; };
+using StreamKey = std::pair<DeviceIndex, c10::StreamId>;
+using Seen = std::map<StreamKey, int64_t>;  // stream -> its newest copy to pinned memory that is done by then
+struct Event { int64_t id; Clock::time_point ready; DeviceIndex device; Seen seen; };
 
 std::mutex busy_mutex;
 std::map<std::pair<DeviceIndex, c10::StreamId>, Clock::time_point> busy_until;
@@ -61,6 +63,7 @@ void be_busy_until(const c10::Stream& stream, Clock::time_point then) {
 // ---------------------------------------------------------------------- what Python is told
 
 PyObject* on_wait = nullptr;  // called with the name of what makes the host wait
+PyObject* on_call = nullptr;
 
 void wait_for_device(const char* what, Clock::time_point until) {
   if (in_fallback) return;
@@ -70,9 +73,62 @@ void wait_for_device(const char* what, Clock::time_point until) {
   pybind11::reinterpret_borrow<pybind11::function>(on_wait)(what);
 }
 
+void call_host(const char* what) {  // a call that CUDA may forbid during a capture
+  if (on_call == nullptr || !Py_IsInitialized()) return;
+  pybind11::gil_scoped_acquire gil;
+  pybind11::reinterpret_borrow<pybind11::function>(on_call)(what);
+}
+
 template <class Call>
 void trace(Call call) {  // for torch's sanitizer, as the real device does it
   if (const auto* interpreter = c10::impl::GPUTrace::get_trace()) call(**interpreter);
+}
+
+// ---------------------------------------------------------------------- copies that arrive when the host has waited for them
+
+constexpr int GARBAGE = 0xCD;  // fresh memory is never zero by chance
+struct Copy { Tensor to, values; };  // `to` is a view without ownership
+
+std::recursive_mutex copies_mutex;
+std::map<StreamKey, std::map<int64_t, Copy>> under_way;
+std::map<StreamKey, Seen> seen_by;
+int64_t num_copies = 0;
+
+StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+void merge(Seen& into, const Seen& more) {
+  for (auto& [stream, number] : more) into[stream] = std::max(into[stream], number);
+}
+Seen seen_on(const c10::Stream& stream) {
+  std::lock_guard lock(copies_mutex);
+  return seen_by[key_of(stream)];
+}
+void arrive(const Seen& seen) {
+  std::lock_guard lock(copies_mutex);
+  for (auto& [stream, number] : seen) {
+    auto& copies = under_way[stream];
+    for (auto next = copies.begin(); next != copies.end() && next->first <= number; next = copies.erase(next)) {
+      next->second.to.copy_(next->second.values);
+    }
+  }
+}
+void start_copy(const c10::Stream& stream, const Tensor& to, const Tensor& from) {  // both on the CPU
+  std::lock_guard lock(copies_mutex);
+  Tensor view = at::from_blob(to.data_ptr(), to.sizes(), to.strides(), to.options());
+  under_way[key_of(stream)][++num_copies] = {view, from.clone()};
+  seen_by[key_of(stream)][key_of(stream)] = num_copies;
+  if (to.is_contiguous()) memset(to.data_ptr(), GARBAGE, to.nbytes());
+}
+void end_copies_into(const char* start, size_t size, bool arrives) {
+  std::lock_guard lock(copies_mutex);
+  for (auto& [stream, copies] : under_way) {
+    for (auto next = copies.begin(); next != copies.end();) {
+      auto* address = static_cast<const char*>(next->second.to.data_ptr());
+      if (address < start || address >= start + size) { ++next; continue; }
+      if (arrives) next->second.to.copy_(next->second.values);
+      next = copies.erase(next);
+    }
+  }
 }
 
 // ---------------------------------------------------------------------- streams and events
@@ -108,9 +164,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[index(stream.device())] = stream.id();
     return former;
   }
-  bool queryStream(const c10::Stream& stream) const override { return ready_at(stream) <= Clock::now(); }
+  bool queryStream(const c10::Stream& stream) const override {
+    const bool is_done = ready_at(stream) <= Clock::now();
+    if (is_done) arrive(seen_on(stream));
+    return is_done;
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     wait_for_device("stream", ready_at(stream));
+    arrive(seen_on(stream));
     trace([&](auto& interpreter) { interpreter.trace_gpu_stream_synchronization(CUDA, stream.id()); });
   }
   void synchronizeDevice(const DeviceIndex device) const override {
@@ -122,28 +183,46 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       }
     }
     wait_for_device("device", until);
+    Seen all;
+    {
+      std::lock_guard lock(copies_mutex);
+      for (auto& [stream, copies] : under_way) {
+        if (stream.first == device) all[stream] = num_copies;
+      }
+    }
+    arrive(all);
     trace([&](auto& interpreter) { interpreter.trace_gpu_device_synchronization(CUDA); });
   }
 
-  void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const DeviceIndex device, const c10::EventFlag) const override {
+    TORCH_CHECK(device == -1 || device == stream.device_index(), "Event device ", int(device),
+                " does not match recording stream's device ", int(stream.device_index()), ".");
     if (*event == nullptr) {
-      *event = new Event{next_event++, {}};
+      *event = new Event{next_event++, {}, stream.device_index(), {}};
       trace([&](auto& interpreter) { interpreter.trace_gpu_event_creation(CUDA, id_of(*event)); });
     }
     static_cast<Event*>(*event)->ready = ready_at(stream);
+    static_cast<Event*>(*event)->seen = seen_on(stream);
     trace([&](auto& interpreter) { interpreter.trace_gpu_event_record(CUDA, id_of(*event), stream.id()); });
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;  // it was never recorded
     be_busy_until(stream, static_cast<Event*>(event)->ready);
+    {
+      std::lock_guard lock(copies_mutex);
+      merge(seen_by[key_of(stream)], static_cast<Event*>(event)->seen);
+    }
     trace([&](auto& interpreter) { interpreter.trace_gpu_event_wait(CUDA, id_of(event), stream.id()); });
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || static_cast<Event*>(event)->ready <= Clock::now();
+    const bool is_done = event == nullptr || static_cast<Event*>(event)->ready <= Clock::now();
+    if (is_done && event != nullptr) arrive(static_cast<Event*>(event)->seen);
+    return is_done;
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     wait_for_device("event", static_cast<Event*>(event)->ready);
+    arrive(static_cast<Event*>(event)->seen);
     trace([&](auto& interpreter) { interpreter.trace_gpu_event_synchronization(CUDA, id_of(event)); });
   }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
@@ -159,8 +238,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
 // ---------------------------------------------------------------------- memory
-
-constexpr int GARBAGE = 0xCD;  // fresh memory is never zero by chance
 
 struct DeviceMemory final : c10::DeviceAllocator {
   static std::mutex& mutex() { static std::mutex it; return it; }
@@ -215,8 +292,14 @@ struct PinnedMemory final : at::HostAllocator {
   static inline int64_t num_allocated = 0;
 
   static void give_back(void* memory) {
-    std::lock_guard<std::mutex> lock(mutex());
-    blocks().erase(static_cast<const char*>(memory));
+    auto* start = static_cast<const char*>(memory);
+    size_t size;
+    {
+      std::lock_guard<std::mutex> lock(mutex());
+      size = blocks()[start];
+      blocks().erase(start);
+    }
+    end_copies_into(start, size, false);  // torch keeps the memory until the copies are done
     free(memory);
   }
   static bool holds(const void* address) {
@@ -229,9 +312,12 @@ struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
     size = std::max<size_t>(size, 1);
     void* memory = malloc(size);
-    std::lock_guard<std::mutex> lock(mutex());
-    blocks()[static_cast<const char*>(memory)] = size;
-    num_allocated++;
+    {
+      std::lock_guard<std::mutex> lock(mutex());
+      blocks()[static_cast<const char*>(memory)] = size;
+      num_allocated++;
+    }
+    call_host("cudaHostAlloc");
     return {memory, memory, &give_back, Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
@@ -253,27 +339,38 @@ Tensor on_cpu(const Tensor& tensor) {  // the same memory
 }
 
 Tensor empty(SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
-             std::optional<bool>, std::optional<at::MemoryFormat> format) {
+             std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                    c10::dtype_or_default(dtype), format);
 }
 Tensor empty_strided(SymIntArrayRef size, SymIntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                     std::optional<Device> device, std::optional<bool>) {
+                     std::optional<Device> device, std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &device_memory,
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
-  if (to.is_cpu() != from.is_cpu()) {
-    const bool is_pinned = to.is_cpu() ? PinnedMemory::holds(to.data_ptr()) : true;  // the driver stages what it reads
+  if (to.numel() == 0) return to;
+  if (to.is_cpu() != from.is_cpu() && !in_fallback) {
+    const auto stream = Guard().getStream(to.is_cpu() ? from.device() : to.device());
+    const auto& host = to.is_cpu() ? to : from;
+    const bool is_pinned = PinnedMemory::holds(host.data_ptr());
+    if (from.is_cpu() && is_pinned) end_copies_into(static_cast<const char*>(host.storage().data()), host.storage().nbytes(), true);
+    if (non_blocking && is_pinned && to.is_cpu()) {
+      start_copy(stream, to, on_cpu(from).to(to.scalar_type()));
+      return to;
+    }
     if (!non_blocking || !is_pinned) {
-      const Device device = to.is_cpu() ? from.device() : to.device();
-      wait_for_device(to.is_cpu() ? "copy to the host" : "copy to the device", ready_at(Guard().getStream(device)));
+      const char* copy = to.is_cpu() ? "copy to the host" : "copy to the device";
+      wait_for_device(non_blocking ? "copy of pageable memory" : copy, ready_at(stream));
+      if (to.is_cpu() || !non_blocking) arrive(seen_on(stream));
     }
   }
-  if (to.numel()) on_cpu(to).copy_(on_cpu(from));
+  on_cpu(to).copy_(on_cpu(from));
   return to;
 }
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -281,7 +378,9 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   return copy_(target, from, non_blocking);
 }
 at::Scalar item(const Tensor& tensor) {
-  wait_for_device("item", ready_at(Guard().getStream(tensor.device())));
+  const auto stream = Guard().getStream(tensor.device());
+  wait_for_device("item", ready_at(stream));
+  if (!in_fallback) arrive(seen_on(stream));
   return on_cpu(tensor).item();
 }
 
@@ -330,8 +429,19 @@ void record_stream(Tensor&, at::Stream) {}
 
 const std::set<std::string> READING = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero", "aten::_unique2"};
 
+// whether a mask is among the indices of x[mask] or x[mask] = y
+bool has_mask(const torch::jit::Stack& stack, size_t num_arguments) {
+  if (num_arguments < 2 || !torch::jit::peek(stack, 1, num_arguments).isList()) return false;
+  for (const c10::IValue& index : torch::jit::peek(stack, 1, num_arguments).toListRef()) {
+    if (index.isTensor() && index.toTensor().defined() && index.toTensor().scalar_type() == at::kBool) return true;
+  }
+  return false;
+}
+
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  if (READING.count(op.schema().name())) wait_for_device(op.schema().name().c_str(), ready_at(Guard().getStream(Guard().getDevice())));
+  const auto& name = op.schema().name();
+  const bool by_mask = name.find("index") != std::string::npos && has_mask(*stack, op.schema().arguments().size());
+  if (by_mask || READING.count(name)) wait_for_device(name.c_str(), ready_at(Guard().getStream(Guard().getDevice())));
   const bool former = in_fallback;
   in_fallback = true;
   try {
@@ -406,6 +516,7 @@ struct Start {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("trace", [] { c10::impl::GPUTrace::set_trace(getPyInterpreter()); });
   m.def("call_on_wait", [](pybind11::function call) { on_wait = call.release().ptr(); });
+  m.def("call_on_host_call", [](pybind11::function call) { on_call = call.release().ptr(); });
   m.def("sleep", [](double seconds) {
     auto stream = Guard().getStream(Guard().getDevice());
     be_busy_until(stream, ready_at(stream) + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));

@@ -6,10 +6,12 @@ FAKE_CUDA is the path of the library that `build` has made.
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import os
 import threading
 import traceback
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -47,17 +49,24 @@ native = _load()
 
 import torch  # noqa: E402
 
-_state = {"sync_debug": 0, "capturing": None, "warned": False}
+_state = {"sync_debug": 0, "capturing": None, "warned": False, "is_global": False, "is_broken": False}
 _MODES = ("default", "warn", "error")
 
 
+def _on_host_call(what):
+    if _state["is_global"] and _state["capturing"] not in (None, threading.get_ident()):
+        _state["is_broken"] = True
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+
 def _on_wait(what):
+    _on_host_call(what)
     inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
     place = f"{Path(inside[-1].filename).name}:{inside[-1].name}" if inside else "elsewhere"
     waits.append(Wait(what, threading.current_thread().name, place))
     if _state["capturing"] == threading.get_ident():
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
-    if _state["sync_debug"] and what not in ("event", "stream", "device"):
+    if _state["sync_debug"] and what not in ("event", "device", "copy of pageable memory"):
         if _state["sync_debug"] == 2:
             raise RuntimeError("called a synchronizing CUDA operation")
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
@@ -83,23 +92,38 @@ def _clone(storage):
     return copy.copy_(storage)
 
 
+_pool_numbers = itertools.count(1)
+_pools = Counter()  # pool -> number of its graphs; 0: torch has freed it, and does not take it again
+
+
 class CUDAGraph:
+    pool = None
+
     def replay(self):
         self.operations.replay()
+
+    def __del__(self):
+        _pools[self.pool] -= 1
 
 
 @contextlib.contextmanager
 def _graph(graph, pool=None, stream=None, capture_error_mode="global"):
     from trainkit.projects.graph.tests.recorded_graph import Operations
 
+    if pool in _pools and not _pools[pool]:
+        raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+    graph.pool = pool
+    _pools[pool] += 1
     random_state = torch.get_rng_state()
     graph.operations = Operations()
     with _stream(stream), graph.operations:
-        _state["capturing"] = threading.get_ident()  # capture_error_mode "thread_local"
+        _state.update(capturing=threading.get_ident(), is_global=capture_error_mode == "global", is_broken=False)
         try:
             yield
         finally:
             _state["capturing"] = None
+        if _state["is_broken"]:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
     graph.operations.undo()
     torch.set_rng_state(random_state)
 
@@ -146,7 +170,7 @@ _stand_ins = {
     "stream": _stream,
     "CUDAGraph": CUDAGraph,
     "graph": _graph,
-    "graph_pool_handle": lambda: (0, 1),
+    "graph_pool_handle": lambda: (0, next(_pool_numbers)),
     "is_current_stream_capturing": lambda: _state["capturing"] == threading.get_ident(),
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: _state["sync_debug"],
@@ -172,3 +196,4 @@ torch.cuda.memory._record_memory_history = lambda enabled="all", max_entries=0: 
 torch.cuda.memory._dump_snapshot = lambda file: Path(file).write_bytes(b"")
 torch.UntypedStorage.clone = _clone
 native.call_on_wait(_on_wait)
+native.call_on_host_call(_on_host_call)
