@@ -40,14 +40,10 @@ def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTes
 
 
 class LogicalLoader:
-    """In each iteration the micro-batches of the first logical rank of this process, then those of the next, ...
+    """In each iteration the ``steps`` micro-batches of the first logical rank of this process, then of the next, ...
 
     Each logical rank has a loader of its own, with at least one worker if there are any. Everything else is as for the
-    loader of one of them.
-
-    Attributes:
-        logical_ranks: of all processes.
-        steps: micro-batches of a logical rank per iteration.
+    loader of one of them. ``logical_ranks`` are those of all processes.
     """
 
     def __init__(self, loader: ResumableLoader, logical_ranks: int, steps: int) -> None:

@@ -87,8 +87,6 @@ class LogicalTrainer(SimpleTrainer):
             is_last = number == self.accumulation_steps - 1  # DDP exchanges gradients with the last one
             with nullcontext() if is_last else without_gradient_sync(self.model):
                 losses = self.compute_losses(batch)
-                if is_last:
-                    self._tree.fill_unused(losses.total)
                 self.backward(losses.total / (self._num * steps))
             found.append(losses := losses.detach())  # frees the graph before the next forward pass
         self._tree.finish()
@@ -98,13 +96,9 @@ class LogicalTrainer(SimpleTrainer):
     def _mean(self, found: Sequence[Losses]) -> Losses:
         """The means over the logical ranks of this process; `exchange_rows` then averages over all processes."""
         names = [([*losses.values], losses.trained) for losses in found]
-        if self._names is None:
-            self._names = comm.all_gather(names[0])[0]
-        if wrong := next((other for other in names if other != self._names), None):
-            raise ValueError(
-                "with SOLVER.LOGICAL_RANKS each batch must give losses of the same names, of which the same require "
-                f"grad; got {wrong[0]}, before {self._names[0]}. Give a loss that a batch has not as 0 times another"
-            )
+        self._names = self._names or comm.all_gather(names[0])[0]
+        if any(other != self._names for other in names):
+            raise ValueError(f"with SOLVER.LOGICAL_RANKS each batch must give the same losses; got {names}")
         rows = [
             torch.stack([_wide(value).to(losses.total.device) for value in (losses.total, *losses.values.values())])
             for losses in found
@@ -151,8 +145,7 @@ class _Tree:
         wrong = [name for name, m in modules.items() if isinstance(m, nn.SyncBatchNorm) or getattr(m, "sparse", False)]
         if wrong:
             raise ConfigError(
-                "with SOLVER.LOGICAL_RANKS the model can have neither SyncBatchNorm nor sparse gradients; it has them "
-                f"in {', '.join(wrong)}. Take BatchNorm, and sparse=False"
+                f"SOLVER.LOGICAL_RANKS excludes SyncBatchNorm and sparse gradients, as in {', '.join(wrong)}"
             )
         self._logical_ranks = logical_ranks
         self._parameters = [*model.parameters()]
@@ -160,12 +153,11 @@ class _Tree:
         # in the forward pass only these modules may write buffers
         norms = [module for module in modules.values() if isinstance(module, _NormBase)]
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        self._other_modules = [(name, module) for name, module in modules.items() if module not in norms]
+        self._others_of = [module for module in modules.values() if module not in norms]
         self._floating = [buffer for buffer in self._statistics if buffer.is_floating_point()]
         self._sums: list[tuple[int, _Grads, Tensor]] = []  # (number of logical ranks, gradients, statistics)
         self._under_way: list[tuple[_Exchange, torch.futures.Future[Tensor]]] = []
         self._is_ddp = isinstance(model, DistributedDataParallel)
-        self._finds_unused = self._is_ddp and bool(model.find_unused_parameters)
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, self._exchange_bucket)
 
@@ -175,7 +167,7 @@ class _Tree:
         for parameter in self._parameters:
             parameter.grad = None
         self._former = [buffer.clone() for buffer in self._statistics]
-        self._others = self._other_buffers()
+        self._others = self._versions()
 
     @torch.no_grad()
     def push(self) -> None:
@@ -190,25 +182,6 @@ class _Tree:
             num, grads, packed = 2 * num, _add(former_grads, grads), former_packed + packed
         self._sums.append((num, grads, packed))
 
-    def fill_unused(self, total: Tensor) -> None:
-        """Call before the last backward pass: under DDP, a parameter that only other logical ranks use gets zeros.
-
-        DDP fails if its gradient is None. Other parameters get no zeros, since -0 + 0 is 0.
-        """
-        if not self._finds_unused:
-            return
-        nodes: list[Any] = [total.grad_fn]
-        seen: set[Any] = {None}
-        while nodes:
-            if (node := nodes.pop()) not in seen:
-                seen.add(node)
-                nodes += [before for before, _ in node.next_functions]
-        used_now = {id(node.variable) for node in seen if hasattr(node, "variable")}
-        for place in {place for _, grads, _ in self._sums for place, grad in enumerate(grads) if grad is not None}:
-            parameter = self._parameters[place]
-            if parameter.grad is None and id(parameter) not in used_now:
-                parameter.grad = torch.zeros_like(parameter)
-
     @torch.no_grad()
     def finish(self) -> None:
         """Call after the last logical rank: gradients become the sums over all ranks, and statistics the means.
@@ -216,10 +189,9 @@ class _Tree:
         Raises:
             ValueError: the model has written other buffers.
         """
-        if changed := [name for name, version in self._other_buffers().items() if self._others.get(name) != version]:
+        if self._versions() != self._others:
             raise ValueError(
-                "with SOLVER.LOGICAL_RANKS only the statistics of normalization layers may change in training, but the "
-                f"model changes the buffers {', '.join(changed)}, which would differ between processes; set it to 0"
+                "SOLVER.LOGICAL_RANKS: of all buffers only the statistics of normalization layers may change"
             )
         packed, grads = self._packed(), [parameter.grad for parameter in self._parameters]
         for _, sums, more in reversed(self._sums):
@@ -239,13 +211,10 @@ class _Tree:
         parts = [_wide(buffer).flatten() for buffer in self._floating]
         return torch.cat(parts) / self._logical_ranks if parts else torch.zeros(0)
 
-    def _other_buffers(self) -> dict[str, tuple[int, int]]:
-        return {
-            f"{name}.{key}".lstrip("."): (id(buffer), buffer._version)
-            for name, module in self._other_modules
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        }
+    def _versions(self) -> list[tuple[int, int]]:
+        """They change if the model writes or replaces a buffer that is no statistic."""
+        buffers = [buffer for module in self._others_of for buffer in module.buffers(recurse=False)]
+        return [(id(buffer), buffer._version) for buffer in buffers]
 
     def _exchange_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP calls it with each bucket, in one order on all processes, during the last backward pass of a step."""
@@ -268,12 +237,10 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _add(into: _Grads, more: _Grads) -> _Grads:
-    """Add ``more`` to ``into``, in its memory. None counts as 0, because DDP may have a gradient of 0 instead."""
+    """Add ``more`` to ``into``, in its memory."""
     pairs: Any = [*zip(into, more, strict=True)]
     if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    if alone := [a if b is None else b for a, b in pairs if (a is None) != (b is None)]:
-        torch._foreach_add_(alone, 0.0)  # -0 + 0 is 0
     return [b if a is None else a for a, b in pairs]
 
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import torch
-from torch import multiprocessing, nn
+from torch import multiprocessing
 
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import IMPORTED_ONCE
@@ -15,7 +15,6 @@ from trainkit.config import get_cfg
 from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import DefaultTrainer, HookBase, default_setup
 from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,21 +24,6 @@ ROOT = Path(__file__).resolve().parents[3]
 def Jitter(cfg):
     """Draws from torch's generator."""
     return lambda sample: {**sample, "x": sample["x"] + 0.1 * torch.randn(4)}
-
-
-@MODEL_REGISTRY.register()
-class Branching(nn.Module):
-    """Uses a layer only for some batches."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.always, self.at_times = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, batch):
-        logits = self.always(batch["x"])
-        if batch["x"][0, 0] > 0:
-            logits = logits + self.at_times(batch["x"])
-        return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"])} if self.training else logits
 
 
 @HOOK_REGISTRY.register()

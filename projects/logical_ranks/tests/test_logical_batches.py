@@ -39,14 +39,6 @@ def test_sums_over_the_ranks_of_a_process_and_then_over_processes_are_those_of_o
     assert (values.sum(0) != tree_sum(values)).any()
 
 
-def test_neighbours_among_the_ranks_of_a_process_have_the_same_parent(as_rank):
-    found = []
-    for rank, world_size in [(0, 1), (1, 2), (3, 8)]:
-        as_rank(rank, world_size)
-        found.append(own_ranks(8))
-    assert found == [[0, 4, 2, 6, 1, 5, 3, 7], [1, 5, 3, 7], [3]]
-
-
 def train_loader(steps=1, mapper=None, num_workers=0):
     dataset = MapDataset([*range(10)], mapper) if mapper else [*range(10)]
     options = {"total_batch_size": 8, "seed": 3, "num_workers": num_workers, "collate_fn": trivial_batch_collator}
@@ -87,14 +79,6 @@ def test_the_place_in_the_data_and_the_length_of_an_epoch_do_not_depend_on_the_n
         assert exact(iters_per_epoch(loader)) / per_iter == 1.25
     assert states[0] == states[1] == states[2]
     assert states[0]["position"] == 24
-
-
-def test_the_samples_of_an_iteration_are_named_in_the_order_of_its_passes(as_rank):
-    as_rank(1, 2)
-    loader = train_loader(steps=2)
-    batches = iter(loader)
-    found = [next(batches) for _ in range(8)][4:]
-    assert loader.names_of_last(4) == [[f"sample {s} of DatasetFromList" for s in batch] for batch in found]
 
 
 def test_batches_to_evaluate_do_not_depend_on_the_number_of_processes(as_rank):

@@ -1,12 +1,10 @@
 """A step with logical ranks in one process: test_same_bits_on_any_processes.py has several."""
 
 import logging
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.projects.logical_ranks.trainer import LogicalTrainer
 
 from tests.engine.job import tiny_cfg
@@ -61,19 +59,6 @@ def test_gradients_are_added_in_a_tree_over_logical_ranks_after_the_micro_batche
         assert torch.equal(parameter.grad, tree)
 
 
-def test_the_loss_of_a_micro_batch_does_not_live_until_the_next_forward_pass():
-    class Watched(Regression):
-        def forward(self, batch):
-            alive.append([loss() is not None for loss in losses])
-            loss = super().forward(batch)
-            losses.append(weakref.ref(loss))
-            return loss
-
-    losses, alive = [], []
-    trainer(Watched(), parts(2), accumulation_steps=2).train(0, 1)
-    assert alive == [[False] * earlier for earlier in range(8)]
-
-
 def test_the_losses_are_means_in_double_precision_over_logical_ranks():
     model, data = Regression(), parts(1)
     made = trainer(model, data)
@@ -81,24 +66,6 @@ def test_the_losses_are_means_in_double_precision_over_logical_ranks():
     losses = [Regression()(batch).double() for batch in data]
     [(stored, _)] = scalars(made)["total_loss"]
     assert stored == (((losses[0] + losses[1]) + (losses[2] + losses[3])) / 4).item()
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_step_copies_no_list_of_numbers_to_the_device():
-    made = trainer(Regression())
-    with Calls() as calls:
-        made.train(0, 1)
-    assert "mm" in calls.names or "addmm" in calls.names
-    assert "index" not in calls.names  # with a list as the index
 
 
 class Noisy(nn.Module):
@@ -155,24 +122,6 @@ def test_running_statistics_are_the_mean_of_those_of_the_logical_ranks_each_from
     assert model.norm.num_batches_tracked == 1
 
 
-class Choosing(nn.Module):
-    """Uses a weight only where the batch says so; its gradient there is -0."""
-
-    def __init__(self):
-        super().__init__()
-        self.always, self.at_times, self.never = (nn.Parameter(torch.ones(())) for _ in range(3))
-
-    def forward(self, batch):
-        return self.always * (-0.0 * self.at_times if batch else 1.0)
-
-
-def test_a_gradient_that_a_logical_rank_does_not_give_counts_as_0_as_under_ddp():
-    model = Choosing()
-    trainer(model, Parts([1, 0, 0, 0])).train(0, 1)
-    assert torch.copysign(torch.ones(()), model.at_times.grad) == 1  # 0 and not -0
-    assert model.never.grad is None
-
-
 # ---------------------------------------------------------------------------- what is refused
 
 
@@ -189,13 +138,13 @@ class Queue(Regression):
 
 def test_a_model_that_writes_other_buffers_is_refused_with_their_names():
     made = trainer(Queue())
-    with pytest.raises(ValueError, match="changes the buffers queue, which would differ"):
+    with pytest.raises(ValueError, match="only the statistics of normalization layers"):
         made.train(0, 1)
 
 
 @pytest.mark.parametrize("module", [nn.SyncBatchNorm(3), nn.Embedding(3, 3, sparse=True)])
 def test_what_cannot_be_added_in_a_tree_is_refused(module):
-    with pytest.raises(ConfigError, match="neither SyncBatchNorm nor sparse gradients; it has them in 1"):
+    with pytest.raises(ConfigError, match="excludes SyncBatchNorm and sparse gradients, as in 1"):
         trainer(nn.Sequential(nn.Linear(3, 3), module))
 
 
@@ -205,14 +154,8 @@ def test_losses_of_other_names_in_some_batches_are_refused():
             loss = super().forward(batch)
             return {"loss": loss, **({"more": loss} if batch[0][0, 0] > 0 else {})}
 
-    with pytest.raises(ValueError, match=r"each batch must give losses of the same names.*\['loss'"):
+    with pytest.raises(ValueError, match="each batch must give the same losses"):
         trainer(Sometimes()).train(0, 3)
-
-
-def test_a_loader_without_logical_ranks_is_refused():
-    made = trainer(Regression(), batches(4))
-    with pytest.raises(ConfigError, match="the training loader has 0 logical ranks, the trainer 4"):
-        made.train(0, 1)
 
 
 OFF = {
@@ -220,6 +163,7 @@ OFF = {
     "MODEL.PARALLEL": "fsdp",
     "MODEL.DDP.COMPRESSION": "fp16",
     "MODEL.DDP.BROADCAST_BUFFERS": True,
+    "MODEL.DDP.FIND_UNUSED_PARAMETERS": True,
     "TEST.PRECISE_BN.ENABLED": True,
 }
 

@@ -38,7 +38,7 @@ def test_a_job_with_everything_ends_with_the_same_bytes_on_any_number_of_process
     assert state["trainer"]["iteration"] == 7  # it has stopped early
     assert {"model_best.pth", "model_0000005.pth"} <= content(of_four)[0].keys()
     assert "ranks" not in state
-    assert {"grad_norm", "loss/total_loss", "classification/top1", "drawn"} <= {*read_metrics(of_four)[2]}
+    assert {"grad_norm", "loss/total_loss", "classification/top1", "drawn"} <= set().union(*read_metrics(of_four))
 
 
 def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same_bytes(of_four, tmp_path):
@@ -48,27 +48,11 @@ def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same
     assert content(tmp_path) == content(of_four)
 
 
-def test_without_logical_ranks_the_same_job_ends_with_others(of_four, tmp_path):
-    options = (*EVERYTHING, "SOLVER.LOGICAL_RANKS", 0)
-    for num_ranks in (1, 2):
-        assert train_on(num_ranks, tmp_path / str(num_ranks), options=options)
-    files = [content(tmp_path / str(num_ranks))[0] for num_ranks in (1, 2)]
-    weights = [files[i]["model_0000003.pth"]["/model/layers.0.weight"] for i in range(2)]
-    assert weights[0] != weights[1]
-
-
 @pytest.mark.parametrize("project", PROJECTS)
 def test_a_project_ends_with_the_same_bytes_on_one_and_on_two_processes(project, tmp_path):
     for num_ranks in (1, 2):
         assert train_on(num_ranks, tmp_path / str(num_ranks), project, PROJECTS[project])
     assert content(tmp_path / "1") == content(tmp_path / "2")
-
-
-def test_a_layer_that_is_used_only_for_some_batches_ends_with_the_same_bytes_too(tmp_path):
-    options = ("SOLVER.LOGICAL_RANKS", 4, "MODEL.NAME", "Branching", "MODEL.DDP.FIND_UNUSED_PARAMETERS", True)
-    for num_ranks in (1, 2, 4):
-        assert train_on(num_ranks, tmp_path / str(num_ranks), options=options)
-    assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "4")
 
 
 def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):
