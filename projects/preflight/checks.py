@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from trainkit.projects.preflight.findings import Finding, check, judge, not_asked, some
+from trainkit.projects.preflight.host_reads import HostReads
 from trainkit.projects.preflight.job import STEPS, Job
 from trainkit.projects.preflight.reads import reads
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.data import DatasetCatalog
-from trainkit.utils.device import unwrap_model
+from trainkit.utils.device import device_of
+from trainkit.utils.events import EventStorage
 from trainkit.utils.plugins import CONFIG_KEYS
 
 WITH_PROCESSES = ("reproducible", "resumes")
@@ -31,12 +33,14 @@ LOOK = "look at this"
 
 @check
 def runs(job: Job) -> Finding:
-    return judge(job.ordinary is None, f"{STEPS} steps of {job.trainer.max_iter}")
+    return judge(not job.ordinary, f"{STEPS} steps of {job.trainer.max_iter}")
 
 
 @check
 def learns(job: Job) -> Finding:
-    losses, constant = job.one_batch[1].losses, _entropy(_labels(job.ordinary[1].batches[:1]))
+    losses, labels = job.one_batch[1].losses, _labels(job.ordinary[1].batches[:1])
+    # the cross entropy of the best answer that is the same for all samples
+    constant = -sum(n / len(labels) * math.log(n / len(labels)) for n in Counter(labels).values())
     text = f"the loss of one batch goes from {losses[0]:.3g} to {losses[-1]:.3g} in {len(losses)} steps"
     text += f"; the same answer for each sample has {constant:.3g}" if constant else ""
     is_bad = not losses[-1] < min(losses[0], constant or math.inf)
@@ -49,9 +53,9 @@ def labels(job: Job) -> Finding:
     classes, known = _labels(batches), _labels(batches[:1])
     if len(known) < 4 * len({*classes}) or len(classes) == len(known):
         return not_asked("no classification, or a batch has few samples of each class")
-    model, device = trainer.model.eval(), next(trainer.model.parameters()).device
+    model = trainer.model.eval()
     with torch.no_grad():
-        outputs = [model(tree_map_only(Tensor, lambda value: value.to(device), batch)) for batch in batches[1:]]
+        outputs = [model(_on_device(batch, model)) for batch in batches[1:]]
     if not all(isinstance(output, Tensor) and output.ndim == 2 for output in outputs):
         return not_asked("the model returns no logits")
     answers = torch.cat(outputs).argmax(1).tolist()
@@ -69,7 +73,7 @@ def gradients(job: Job) -> Finding:
 
 @check
 def optimizer(job: Job) -> Finding:
-    model = {id(value): name for name, value in _model(job).named_parameters() if value.requires_grad}
+    model = {id(value): name for name, value in job.model.named_parameters() if value.requires_grad}
     held = {id(value) for group in job.trainer.optimizer.param_groups for value in group["params"]}
     text = f"trained, but not in it: {some([name for key, name in model.items() if key not in held])}"
     text += f"; in it, but not trained: {len(held - model.keys())}"
@@ -78,7 +82,7 @@ def optimizer(job: Job) -> Finding:
 
 @check
 def frozen(job: Job) -> Finding:
-    names = [name for name, value in _model(job).named_parameters() if not value.requires_grad]
+    names = [name for name, value in job.model.named_parameters() if not value.requires_grad]
     return judge(names, some(names), "unfreeze them, or allow it", LOOK)
 
 
@@ -101,8 +105,11 @@ def values(job: Job) -> Finding:
 @check
 def overlap(job: Job) -> Finding:
     names = job.cfg.DATASETS
-    train, others = {*_digests(names.TRAIN)}, [*_digests({*names.VAL, *names.TEST} - {*names.TRAIN})]
-    common = sum(digest in train for digest in others)
+    train, others = _samples(names.TRAIN), _samples({*names.VAL, *names.TEST} - {*names.TRAIN})
+    if train and others and _fields(train[0]) < _fields(others[0]):
+        return not_asked("TRAIN has fewer fields than VAL and TEST, so it is no data with labels")
+    known = {*map(_digest_of_inputs, train)}
+    common = sum(_digest_of_inputs(sample) in known for sample in others)
     text = f"{common} of {len(others)} samples of VAL and TEST are among {len(train)} of TRAIN"
     return judge(common > len(others) / 100, text, "divide the data before anything else")
 
@@ -130,8 +137,12 @@ def resumes(job: Job) -> Finding:
 
 @check
 def host_reads(job: Job) -> Finding:
-    line = job.ordinary[1].read
-    return judge(line, f"in the forward pass: {line or 'none'}", "the device would wait; keep it a tensor", LOOK)
+    trainer, probe = job.ordinary
+    with EventStorage(), HostReads() as reader:
+        trainer.compute_losses(_on_device(probe.batches[0], trainer.model))
+    own = [line for line in reader.lines if "site-packages" not in line]
+    text = f"in the forward pass: {some(own)}; {len(reader.lines) - len(own)} reads in installed packages"
+    return judge(own, text, "the device would wait; keep it a tensor", LOOK)
 
 
 @check
@@ -152,9 +163,8 @@ def fits(job: Job) -> Finding:
     trainer, cfg, steps = job.ordinary[0], job.trainer.cfg, job.trainer.max_iter
     save_sec = _seconds(lambda: trainer.checkpointer.save("preflight"))
     eval_sec = _seconds(lambda: job.trainer.test(cfg, job.trainer.model))
-    saves, evaluations = (
-        steps // period if period else 0 for period in (cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD)
-    )
+    periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
+    saves, evaluations = (steps // period if period else 0 for period in periods)
     files = Path(trainer.checkpointer.save_dir).rglob("preflight*")
     size = sum(file.stat().st_size for file in files if file.is_file())
     need = size * (min(saves, cfg.CHECKPOINT.MAX_TO_KEEP or saves) + 2)
@@ -184,7 +194,8 @@ def schedule(job: Job) -> Finding:
 def settings(job: Job) -> Finding:
     known = {key for key, _ in changed_settings(get_cfg(), CfgNode())}
     changed = [key for key, _ in changed_settings(job.cfg, get_cfg()) if key not in known]
-    own = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in CONFIG_KEYS)]
+    checked = (*CONFIG_KEYS, "SOLVER.OPTIMIZER")  # their keys are errors if they are not known
+    own = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in checked)]
     names = [key for key in own if key not in reads]
     return judge(names, f"of {len(own)} keys of your own, nobody reads {some(names)}", "correct or remove them")
 
@@ -192,8 +203,8 @@ def settings(job: Job) -> Finding:
 # ---------------------------------------------------------------------- helpers
 
 
-def _model(job: Job) -> nn.Module:
-    return unwrap_model(job.trainer.model)
+def _on_device(batch: Any, model: nn.Module) -> Any:
+    return tree_map_only(Tensor, lambda value: value.to(device_of(model)), batch)
 
 
 def _inputs(batches: list[Any]) -> Iterator[tuple[str, list[Tensor]]]:
@@ -212,11 +223,6 @@ def _labels(batches: list[Any]) -> list[int]:
     return [int(label) for each in found for label in each] if all(are_classes) else []
 
 
-def _entropy(labels: list[int]) -> float:
-    """The cross entropy of the best answer that is the same for all samples."""
-    return -sum(n / len(labels) * math.log(n / len(labels)) for n in Counter(labels).values())
-
-
 def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
@@ -230,12 +236,20 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(b"".join(leaves)).hexdigest()
 
 
-def _digests(names: Iterable[str]) -> Iterator[str]:
-    """Of up to 2,000 samples of each dataset, without single numbers such as a label."""
-    for name in names:
-        dataset: Any = DatasetCatalog.get(name) if name in DatasetCatalog else None
-        for i in range(min(2000, len(dataset)) if hasattr(dataset, "__getitem__") else 0):
-            yield _digest([leaf for leaf in tree_leaves(dataset[i]) if not isinstance(leaf, int | float)])
+def _samples(names: Iterable[str]) -> list[Any]:
+    """Up to 2,000 samples of each dataset that has indices."""
+    datasets: list[Any] = [DatasetCatalog.get(name) for name in names if name in DatasetCatalog]
+    return [each[i] for each in datasets if hasattr(each, "__getitem__") for i in range(min(2000, len(each)))]
+
+
+def _fields(sample: Any) -> set[str]:
+    """Without the number of the sample."""
+    return {*sample} - {"index", "id"} if isinstance(sample, dict) else set()
+
+
+def _digest_of_inputs(sample: Any) -> str:
+    """Without single numbers, such as a label."""
+    return _digest([leaf for leaf in tree_leaves(sample) if not isinstance(leaf, int | float)])
 
 
 def _differences(one: Path, other: Path) -> list[str]:

@@ -1,8 +1,7 @@
-"""Find the line of a model that makes the host wait for the device."""
+"""Find the lines of a model that make the host wait for the device."""
 
 import os
 import traceback
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,23 @@ from torch.utils._pytree import tree_leaves
 from trainkit.utils import comm
 
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
+_LIBRARIES = ("<", __file__, f"{Path(torch.__file__).parent}{os.sep}", f"{Path(comm.__file__).parents[1]}{os.sep}")
 
 
 class HostReads(TorchDispatchMode):
-    """Context that notes the first operation that a CUDA graph cannot record: a read, or a copy from or to the host.
+    """Context that adds to ``lines`` the place of each read of a tensor, and of each copy from or to the host.
 
-    Attributes:
-        found: the operation and its line; None if there is none.
+    A place is the innermost line that is not in torch or trainkit.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: str | None = None
+        self.lines: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if self.found is None:
-            name = func._schema.name.removeprefix("aten::")
-            devices = {leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)}
-            if name in _READS or (name in ("copy_", "_to_copy") and len(devices) > 1):
-                self.found = f"{name} at {_place()}"
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        devices = {leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)}
+        if name in _READS or (name in ("copy_", "_to_copy") and len(devices) > 1):
+            stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_LIBRARIES)]
+            self.lines += [f"{name} at {frame.filename}:{frame.lineno}" for frame in stack[-1:]]
         return results
-
-
-def _place() -> str:
-    """The innermost line that is not in torch or trainkit."""
-    folders = [f"{Path(torch.__file__).parent}{os.sep}", f"{Path(comm.__file__).parents[1]}{os.sep}"]
-    libraries = ("<", *folders, __file__)
-    inner = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(libraries)]
-    return f"{inner[-1].filename}:{inner[-1].lineno}" if inner else "a place without a line of Python (a backward pass)"

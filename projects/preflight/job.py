@@ -1,7 +1,7 @@
 """The user's job: it is built again, with other settings, and run for some steps in a temporary folder."""
 
 import contextlib
-import re
+import os
 import subprocess
 import sys
 import time
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from trainkit.projects.preflight.findings import Finding, not_asked
-from trainkit.projects.preflight.host_reads import HostReads
+from trainkit.projects.preflight.options import INSIDE
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine.hook_base import HookBase
@@ -35,11 +35,9 @@ class Probe(HookBase):
         unused: names of parameters whose gradients are missing or zero in each step.
         sec: part of a step -> seconds in all.
         evaluating: modules in eval mode.
-        read: the line in the forward pass that reads the device.
     """
 
     priority = "HIGHEST"
-    read: str | None = None
 
     def __init__(self) -> None:
         self.batches, self.losses = list[Any](), list[float]()
@@ -52,7 +50,6 @@ class Probe(HookBase):
             self.unused = {name for name, value in self._model.named_parameters() if value.requires_grad}
             self._context.callback(self._model.register_forward_pre_hook(self._before_forward).remove)
             self._context.callback(self._model.register_forward_hook(self._after_forward).remove)
-            self._reader, self._reading = HostReads(), contextlib.ExitStack()
         self._started = self._forward_at = self._backward_at = time.perf_counter()
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
@@ -61,12 +58,8 @@ class Probe(HookBase):
         if torch.is_grad_enabled():  # else it is an evaluation
             parts = [(name or "the model", part) for name, part in model.named_modules() if isinstance(part, kinds)]
             self.evaluating |= {name for name, part in parts if not part.training}
-        if self.trainer.iter == 1:
-            self._reading.enter_context(self._reader)
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._reading.close()
-        self.read = self._reader.found
         self.sec["forward"] += time.perf_counter() - self._forward_at
 
     def after_backward(self) -> None:
@@ -90,13 +83,14 @@ class Job:
     """The user's job.
 
     Attributes:
-        trainer: as the user has built it, not trained.
+        trainer: as the user has built it, not trained; ``model``: its model.
         cfg: the settings as the user gave them.
         folder: a temporary one.
     """
 
     def __init__(self, trainer: Any, given: str) -> None:
         self.trainer, self.cfg, self.folder = trainer, get_cfg(), trainer.cfg.OUTPUT_DIR
+        self.model = unwrap_model(trainer.model)
         self.cfg.merge_from_other_cfg(CfgNode.load_cfg(given))
         self._error: BaseException | None = None
         self._runs = 0
@@ -152,19 +146,10 @@ class Job:
 
     def start(self, steps: int, *options: Any, code: int = 0) -> Path:
         """The folder of a run of the user's command in a new process; raises RuntimeError if it has another code."""
-        lengths = [
-            "SOLVER.MAX_ITER",
-            steps,
-            "SOLVER.WARMUP_ITERS",
-            0,
-            "SOLVER.STEPS",
-            (),
-            "SOLVER.CHECKPOINT_PERIOD",
-            3,
-        ]
-        words = [*map(str, self.options(*lengths, *options))]
-        line = re.sub(r"\0--preflight(-(allow|json)[\0=][^\0]+|-quick)?(?=\0|$)", "", "\0".join(sys.orig_argv))
-        done = subprocess.run([*line.split("\0"), *words], capture_output=True, text=True, check=False)
+        own = self.options("SOLVER.MAX_ITER", steps, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), *options)
+        own = [str(word) for word in ("SOLVER.CHECKPOINT_PERIOD", 3, *own)]
+        environment = {**os.environ, INSIDE: "1"}
+        done = subprocess.run([*sys.orig_argv, *own], env=environment, capture_output=True, text=True, check=False)
         if done.returncode != code:
             raise RuntimeError(f"a process ended with code {done.returncode}: {done.stderr.strip()[-200:]}")
-        return Path(words[len(words) - 1 - words[::-1].index("OUTPUT_DIR") + 1])
+        return Path(dict(zip(own[::2], own[1::2], strict=False))["OUTPUT_DIR"])

@@ -1,6 +1,7 @@
 """``--preflight``: check the job instead of training it."""
 
 import argparse
+import os
 import tempfile
 from typing import Any
 
@@ -8,6 +9,8 @@ from trainkit.projects.preflight.reads import record_reads
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
+
+INSIDE = "TRAINKIT_PREFLIGHT"  # a variable of the environment: in such a process the options do nothing
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +24,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def apply(cfg: Any, args: argparse.Namespace) -> None:
     """Let the trainer of this config check the job before its first step, in a temporary folder."""
-    if not isinstance(cfg, CfgNode) or getattr(args, "eval_only", False):
+    if INSIDE in os.environ:
+        return
+    if not isinstance(cfg, CfgNode) or args.eval_only:
         raise ConfigError("--preflight is for a job with a config of get_cfg that trains")
     options = {"GIVEN": cfg.dump(), "QUICK": args.preflight_quick, "ALLOW": args.preflight_allow}
     cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Preflight", **options, "JSON": args.preflight_json}]

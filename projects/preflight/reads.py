@@ -1,5 +1,6 @@
 """Which keys of a config are read."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from trainkit.config import CfgNode
@@ -17,6 +18,11 @@ class _Recorded(CfgNode):
     def get(self, name: str, default: Any = None) -> Any:
         reads[self.__dict__.get("__key__", "") + name] = None
         return super().get(name, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        """All keys are read, also by ``**node``."""
+        reads.update({self.__dict__.get("__key__", "") + name: None for name in self.keys()})
+        return super().__iter__()
 
 
 def record_reads(node: CfgNode, key: str = "") -> None:

@@ -46,9 +46,9 @@ class Shapes(Dataset[dict[str, Any]]):
 class Texts(Dataset[dict[str, Any]]):
     """Token sequences that repeat a piece of 2 to 5 tokens, all of them from the same third of the vocabulary.
 
-    A sample is a dict with ``input_ids``, int64 ``[24]``, ``attention_mask`` ``[24]`` and ``label``, the number of this
-    third. With ``for_language_model`` it has ``labels`` ``[24]`` instead, which are the ``input_ids``: a causal
-    language model of Hugging Face shifts them itself.
+    A sample is a dict with ``input_ids``, int64 ``[24]``, and ``label``, the number of this third. With
+    ``for_language_model`` it has ``labels`` ``[24]`` instead, which are the ``input_ids``: a causal language model of
+    Hugging Face shifts them itself. No text is in datasets of an even and of an odd seed.
     """
 
     def __init__(self, num_samples: int, seed: int, *, for_language_model: bool = False) -> None:
@@ -59,11 +59,11 @@ class Texts(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         rng, label = _generator(self._seed, index, len(self)), index % len(TEXT_CLASS_NAMES)
-        third = VOCABULARY // len(TEXT_CLASS_NAMES)
-        piece = label * third + rng.choice(third, rng.integers(2, 6), replace=False)
+        third, piece = VOCABULARY // len(TEXT_CLASS_NAMES), np.array([self._seed + 1])
+        while piece.sum() % 2 != self._seed % 2:
+            piece = label * third + rng.choice(third, rng.integers(2, 6), replace=False)
         tokens = torch.from_numpy(np.resize(piece, LENGTH).astype(np.int64))
-        sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        return sample | ({"labels": tokens} if self._for_language_model else {"label": label})
+        return {"input_ids": tokens} | ({"labels": tokens} if self._for_language_model else {"label": label})
 
 
 def _generator(seed: int, index: int, num_samples: int) -> np.random.Generator:

@@ -18,7 +18,7 @@ _SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 
 @MODEL_REGISTRY.register()
 def BertClassifier(cfg: CfgNode) -> nn.Module:
-    """An encoder of Hugging Face with MODEL.DEPTH layers. A batch has ``input_ids``, ``attention_mask``, ``label``."""
+    """An encoder of Hugging Face with MODEL.DEPTH layers. A batch has ``input_ids`` and ``label``."""
     sizes = {**_SIZES, "num_hidden_layers": cfg.MODEL.DEPTH}
     texts = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "num_labels": len(CLASS_NAMES)}
     return losses_from(BertForSequenceClassification(BertConfig(**sizes, **texts)), F.cross_entropy)

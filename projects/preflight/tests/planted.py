@@ -22,6 +22,8 @@ def make_samples(seed, plant=""):
     image = 0.7 * centers[label] + 0.5 * torch.randn(SAMPLES, 16, generator=generator) + 5
     for _ in range(2 if plant == "normalized twice" else 1):
         image = (image - 5) / 2 if plant == "normalized twice" else image - 5
+    if plant == "no labels" and seed == 1:
+        return [{"image": each, "index": i} for i, each in enumerate(image)]
     if plant == "shuffled labels":
         label = label[torch.randperm(SAMPLES, generator=generator)]
     return [{"image": a, "label": int(b)} for a, b in zip(image, label, strict=True)]
@@ -43,6 +45,8 @@ class Planted(nn.Module):
         logits = self.head(features)
         if not self.training:
             return logits
+        if self.plant == "no labels":
+            return {"loss": F.mse_loss(logits, batch["image"][:, :CLASSES])}
         loss = F.cross_entropy(logits, batch["label"])
         return {"loss": loss.detach() if self.plant == "detached" else loss}
 
@@ -80,7 +84,10 @@ def main():
     args = default_argument_parser().parse_args()
     plant = args.opts[args.opts.index("MODEL.PLANT") + 1] if "MODEL.PLANT" in args.opts else ""
     DatasetCatalog.register("planted_train", lambda: make_samples(1, plant))
-    DatasetCatalog.register("planted_test", lambda: make_samples(1 if plant == "overlap" else 2, plant))
+    DatasetCatalog.register(
+        "planted_test",
+        lambda: make_samples(1 if plant == "overlap" else 2, plant) + make_samples(1)[: 100 * (plant == "no labels")],
+    )
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.NAME", "Planted", "MODEL.PLANT", "", "MODEL.DEVICE", "cpu", "SEED", 0])
     cfg.merge_from_list(["DATASETS.TRAIN", ["planted_train"], "DATASETS.TEST", ["planted_test"]])

@@ -1,4 +1,4 @@
-"""Twelve jobs with one planted mistake each, and one without."""
+"""Twelve jobs with one planted mistake each, and two without."""
 
 import json
 from pathlib import Path
@@ -63,6 +63,13 @@ def test_a_planted_mistake_that_only_new_processes_show_is_named(tmp_path, plant
     code, verdicts, text = preflight(tmp_path, "--preflight", "MODEL.PLANT", plant)
     assert code == 3
     assert name in problems(verdicts), text
+
+
+def test_what_only_looks_like_a_mistake_is_sound(tmp_path):
+    """Arguments of an optimizer; a test set with the inputs of a training set without labels."""
+    options = ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.BETAS", "[0.9, 0.98]", "SOLVER.BASE_LR", 0.01]
+    code, verdicts, text = preflight(tmp_path, "--preflight-quick", "MODEL.PLANT", "no labels", *options)
+    assert (code, problems(verdicts)) == (0, set()), text
 
 
 def test_a_finding_is_allowed_by_its_name(tmp_path):
