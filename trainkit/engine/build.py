@@ -30,15 +30,10 @@ WRAPPER_REGISTRY = Registry("WRAPPER")
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds the model of one process.
-
-    Attributes:
-        build: does it.
-        trainer: the `DefaultTrainer`, or its class if there is none (``--eval-only``); a wrapper may call its methods.
-    """
+    """Builds the model of one process by ``build``, for a `DefaultTrainer`, or its class under ``--eval-only``."""
 
     build: Callable[[CfgNode], nn.Module]
-    trainer: Any
+    trainer: Any  # a wrapper may call its methods
 
     def __call__(self, cfg: CfgNode) -> nn.Module:
         return self.build(cfg)
@@ -50,17 +45,6 @@ def build_parallel(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
         return build(cfg)
     model: nn.Module = look_up(WRAPPER_REGISTRY, cfg.MODEL.PARALLEL, "MODEL.PARALLEL")(cfg, build)
     return model
-
-
-def build_step_trainer(
-    cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
-) -> SimpleTrainer:
-    """The trainer SOLVER.TRAINER. Raises ConfigError if it is not registered."""
-    if not cfg.SOLVER.TRAINER:
-        return make_step_trainer(cfg, model, data_loader, optimizer)
-    build = look_up(TRAINER_REGISTRY, cfg.SOLVER.TRAINER, "SOLVER.TRAINER")
-    trainer: SimpleTrainer = build(cfg, model, data_loader, optimizer)
-    return trainer
 
 
 def make_step_trainer(

@@ -19,7 +19,7 @@ from trainkit.checkpoint.folder import read_finished
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
 from trainkit.config.projects import wrap_by_projects
 from trainkit.engine import hooks
-from trainkit.engine.build import ModelBuilder, build_parallel, build_step_trainer
+from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
 from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
@@ -102,7 +102,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         data_loader = wrap_by_projects("wrap_loader", cfg, self.build_train_loader(cfg))
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
-        self._trainer = build_step_trainer(cfg, model, data_loader, optimizer)
+        key = "SOLVER.TRAINER"
+        make = look_up(TRAINER_REGISTRY, cfg.SOLVER.TRAINER, key) if cfg.SOLVER.TRAINER else make_step_trainer
+        self._trainer = make(cfg, model, data_loader, optimizer)
 
         self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
@@ -116,9 +118,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.register_hooks(self.build_hooks())
         for name, module in installed(RUN_HOOKS):
             hook_class = getattr(module, name)
-            is_missing = not any(isinstance(hook, hook_class) for hook in self.hooks)
-            default = is_missing and hook_class.is_needed(self)
-            self.register_hooks(self._configured.take(hook_class, default=default))
+            is_there = any(isinstance(hook, hook_class) for hook in self.hooks)
+            self.register_hooks(self._configured.take(hook_class, default=not is_there and hook_class.is_needed(self)))
         self._configured.check_taken()
 
     def __repr__(self) -> str:
@@ -129,11 +130,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     def resume_or_load(self, resume: bool = True) -> None:
         """Load the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
 
-        A run that torchrun has restarted always resumes.
-
-        Raises:
-            trainkit.checkpoint.CheckpointError: no checkpoint is intact, or it is of another model.
-            ConfigError: the checkpoint is beyond SOLVER.MAX_ITER.
+        A run that torchrun has restarted always resumes. Raises ConfigError if the checkpoint is beyond
+        SOLVER.MAX_ITER, and as `Checkpointer.resume_or_load`.
         """
         resume = resume or is_restarted()
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
@@ -162,7 +160,6 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
         Raises:
             ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR.
-            ValueError: ``model`` is not the one that the checkpointer saves.
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
             OSError: the run is at its end, but not all of its results are on the disk.
         """

@@ -23,7 +23,7 @@ from trainkit.engine.hook_base import EVALUATION_POINTS
 from trainkit.engine.hook_list import overrides
 from trainkit.engine.hooks import ConfiguredHooks
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.setup import default_setup, default_writers, user_errors_exit
+from trainkit.engine.setup import default_setup, user_errors_exit
 from trainkit.evaluation import observe_inference, verify_results
 from trainkit.modeling import on_device
 from trainkit.utils import comm
@@ -62,13 +62,7 @@ class EvaluationRun(TrainerBase):
     """Load MODEL.WEIGHTS, or else the last checkpoint of the run, and evaluate it on DATASETS.TEST.
 
     It needs no training data and builds no optimizer. Hooks of HOOKS that use evaluation points or loading run too;
-    hooks that a trainer class builds or registers do not.
-
-    Args:
-        trainer_class: its ``build_model`` and ``test`` are used.
-
-    Raises:
-        ConfigError: a setting is not accepted.
+    hooks that a trainer class builds or registers do not. ``build_model`` and ``test`` of ``trainer_class`` are used.
     """
 
     def __init__(self, cfg: CfgNode, trainer_class: type[DefaultTrainer]) -> None:
@@ -97,7 +91,6 @@ class EvaluationRun(TrainerBase):
 
         Raises:
             ConfigError: there is nothing to evaluate.
-            trainkit.checkpoint.CheckpointError: the file is missing, broken, or of another model.
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
         """
         if self.cfg.MODEL.WEIGHTS:
@@ -109,10 +102,6 @@ class EvaluationRun(TrainerBase):
         self.iter = self.last_done_iter + 1  # as after the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
             results = self._trainer_class.test_with_hooks(self.cfg, self.model, self.hooks)
-            if self.storage.images() and "tensorboard" in self.cfg.LOG.WRITERS and comm.is_main_process():
-                for writer in default_writers(self.cfg.OUTPUT_DIR, names=["tensorboard"]):
-                    writer.write()
-                    writer.close()
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:
             verify_results(self.cfg, results)
         return results

@@ -148,12 +148,6 @@ def test_optimizer_and_scheduler_can_be_given():
     assert [lr for lr, _ in trainer.storage.history("lr").values()] == pytest.approx([0.5, 0.25])
 
 
-def test_a_schedule_that_steps_by_a_metric_is_refused():
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-    with pytest.raises(TypeError, match="scheduler must be a torch LRScheduler or .*ReduceLROnPlateau"):
-        LRScheduler(scheduler=plateau)
-
-
 def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchronous):
     model = Weight()
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))

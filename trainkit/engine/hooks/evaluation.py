@@ -13,8 +13,6 @@ from trainkit.utils.periods import say_done
 
 logger = logging.getLogger(__name__)
 
-_MOST_SHOWN = 6  # results in the line of an evaluation during training; all of them are in the files
-
 
 @HOOK_REGISTRY.register()
 class EvalHook(PeriodicHook):
@@ -70,17 +68,16 @@ class EvalHook(PeriodicHook):
 
     def _do_eval(self) -> None:
         """Call the function and store its results; subclasses written for detectron2 override this."""
-        shown = []
-        for name, value in flatten_results_dict(self._func() or {}).items():
+        results = flatten_results_dict(self._func() or {})
+        for name, value in results.items():
             try:
-                number = float(value)
+                results[name] = float(value)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"the evaluation result {name!r} must be a number, got {value!r}") from error
-            self.trainer.storage.put_scalar(name, number, smoothing_hint=False)
-            shown.append(f"{name} {number:.4g}")
-        if shown and self.trainer.is_training():
-            text = ", ".join([*shown[:_MOST_SHOWN], *["..."] * (len(shown) > _MOST_SHOWN)])
-            logger.info("Evaluated %s: %s", say_done(self.trainer.last_done_iter + 1, self.trainer.max_iter), text)
+            self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
+        if results and self.trainer.is_training():
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in [*results.items()][:6])  # the files have all
+            logger.info("Evaluated %s: %s", say_done(self.trainer.last_done_iter + 1, self.trainer.max_iter), shown)
 
 
 @HOOK_REGISTRY.register()

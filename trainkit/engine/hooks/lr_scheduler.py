@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from fvcore.common.param_scheduler import ParamScheduler
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
@@ -30,8 +29,6 @@ class LRScheduler(HookBase):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: TorchLRScheduler | ParamScheduler | None = None,
     ) -> None:
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise TypeError(f"scheduler must be a torch LRScheduler or an fvcore ParamScheduler, got {scheduler!r}")
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = None  # of the current or last run
 

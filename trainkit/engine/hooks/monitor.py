@@ -13,16 +13,14 @@ logger = logging.getLogger(__name__)
 
 Mode: TypeAlias = Literal["max", "min", "auto"]
 
-_MAX_KEYS = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
+_MAX_KEYS = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou")
 
 
 def infer_mode(metric: str) -> Literal["max", "min"]:
     """Guess from the name of a metric whether "max" or "min" is better, as OpenMMLab does. Raises ValueError."""
     name = metric.rpartition("/")[2].lower()  # the parts before name datasets
-    if any(key in name for key in _MAX_KEYS):
-        return "max"
-    if "loss" in name:
-        return "min"
+    if (is_more := any(key in name for key in _MAX_KEYS)) or "loss" in name:
+        return "max" if is_more else "min"
     raise ValueError(f'mode is "auto", but {metric!r} does not tell whether more is better; accepted: "max", "min"')
 
 

@@ -18,12 +18,10 @@ logger = logging.getLogger(__name__)
 class PeriodicWriter(HookBase):
     """Call the writers every ``period`` iterations, after each evaluation, after the last iteration, and at the end.
 
-    It runs after every other hook. The writers are closed at the end; if the trainer trains again, they continue. If a
-    run was stopped or has failed, a resumed run writes its last values again. Images and histograms are deleted from
-    the storage after each write.
-
-    If a writer raises an OSError (a full disk), the error is logged once and the writer is called again next time. If
-    it still fails at the end of a finished run, the run fails.
+    It runs after every other hook, and deletes images and histograms from the storage after each write. The writers are
+    closed at the end; if the trainer trains again, they continue. If a run was stopped or has failed, a resumed run
+    writes its last values again. An OSError of a writer (a full disk) is logged, and the writer is called again next
+    time; at the end of a finished run the run fails.
     """
 
     priority = Priority.LOWEST + 1
@@ -34,7 +32,7 @@ class PeriodicWriter(HookBase):
         self._period = check_period("period", period, minimum=1)
         self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
-        self._failing: dict[int, str] = {}  # index of a writer -> its error
+        self._lost: list[str] = []  # the errors of the last write
 
     def before_train(self) -> None:
         left = list(self._waiting or ()) if self.trainer.start_iter > 0 else []
@@ -43,7 +41,7 @@ class PeriodicWriter(HookBase):
             if (found := next((entry for entry in left if entry["class"] == name), None)) is not None:
                 left.remove(found)
                 writer.load_state_dict(found["state"])
-        self._waiting, self._ended, self._failing = None, None, {}
+        self._waiting, self._ended = None, None
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
         for writer in self._writers:
             writer.begin(self.trainer)
@@ -68,42 +66,36 @@ class PeriodicWriter(HookBase):
             self.trainer.storage.publish(partial(self._write, at_end=True))
             self.trainer.storage.flush()
         finally:
-            for i, writer in enumerate(self._writers):
-                self._try(i, "be closed", writer.close)
-        if self.trainer.status == "finished":
-            lost = [text for by_rank in self.trainer.gather([*self._failing.values()]) for text in by_rank]
-            if lost:
-                raise OSError(f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}")
+            for writer in self._writers:
+                self._try(writer.close)
+        if self.trainer.status != "finished":
+            return
+        if lost := [text for by_rank in self.trainer.gather(self._lost) for text in by_rank]:
+            raise OSError(f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}")
 
     def _write(self, *, at_end: bool = False) -> None:
         """Call each writer. If the storage defers, this runs in its worker."""
-        storage = get_event_storage()
+        storage, self._lost = get_event_storage(), []
         interrupted = at_end and self.trainer.status != "finished"
         if interrupted:
             self._waiting = self._writer_states()
         elif not at_end and (eta_sec := estimate_eta_sec(storage, self.trainer.max_iter)) is not None:
             storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
         with storage.hold_images():
-            for i, writer in enumerate(self._writers):
-                if self._try(i, "write", writer.write):
-                    self._failing.pop(i, None)
+            for writer in self._writers:
+                self._try(writer.write)
         if not interrupted:
             storage.clear_images()
             storage.clear_histograms()
         if at_end and not interrupted:
             self._ended = self._writer_states()  # not for the next run, which may train these iterations again
 
-    def _try(self, i: int, what: str, call: Callable[[], object]) -> bool:
-        """Whether a call of writer ``i`` succeeds; its first error in a row is logged."""
+    def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
         except OSError as error:
-            text = f"{type(self._writers[i]).__name__} cannot {what}: {error}"
-            if self._failing.get(i) != text:
-                logger.error("%s", text)
-            self._failing[i] = text
-            return False
-        return True
+            logger.error("%s failed: %s", call.__qualname__, error)
+            self._lost.append(f"{call.__qualname__} failed: {error}")
 
     def state_dict(self) -> dict[str, Any]:
         """The writers' states after their last regular write, also if the writers are closed already."""
