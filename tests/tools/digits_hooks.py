@@ -1,18 +1,22 @@
-"""What the settings of hooks name that trainkit does not have: a hook, a drawing, data and models of a user's own."""
+"""What the settings of a digits job name that trainkit does not have: a hook, a drawing, and models of a user's own."""
 
 import gc
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
-from projects.digits import DigitsCNN, DigitsTransform, load_split
+from projects.digits import DigitsCNN, load_split
 from trainkit.config import CfgNode
 from trainkit.data import DatasetCatalog
 from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, VISUALIZER_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
-from trainkit.utils.events import get_event_storage
+from trainkit.solver import OPTIMIZER_REGISTRY
 
 
 @HOOK_REGISTRY.register()
@@ -38,34 +42,53 @@ def first_scan(inputs: dict[str, Tensor], outputs: Tensor) -> Tensor:
     return (255 * torch.cat([scan, logits[None]])).to(torch.uint8)[..., None].expand(-1, -1, 3)
 
 
-class _DigitsByEpoch:
-    """The training data; says in the storage which epoch it was told."""
-
-    def __init__(self) -> None:
-        self._samples = [DigitsTransform()(sample) for sample in load_split("train")]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._samples[index]
-
-    def set_epoch(self, epoch: int) -> None:
-        get_event_storage().put_scalar("epoch_of_data", epoch)
-
-
-DatasetCatalog.register("digits_by_epoch", _DigitsByEpoch)
-
-
-@MODEL_REGISTRY.register()
-class DigitsWithFlops(DigitsCNN):
-    flops_per_sample = 3e6
-
-
 @MODEL_REGISTRY.register()
 class DigitsWithSpare(DigitsCNN):
-    """With a layer that the forward pass leaves out."""
+    """With a layer that the forward pass leaves out, and a number of operations."""
+
+    flops_per_sample = 3e6
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__(cfg)
         self.spare = nn.Linear(2, 2)
+
+
+@MODEL_REGISTRY.register()
+class DigitsThatReport(nn.Module):
+    """A layer of each kind that parameter groups tell apart; logs whether there are gradients, and the float type."""
+
+    def __init__(self, cfg: CfgNode) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, kernel_size=3, padding=1)
+        self.norm = nn.GroupNorm(1, 2)
+        self.head = nn.Linear(2 * 8 * 8, 10)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
+        logits: Tensor = self.head(self.norm(self.conv(batch["image"])).flatten(1))
+        if not self.training:
+            return logits
+        return {
+            "loss_cls": F.cross_entropy(logits, batch["label"]),
+            "has_gradients": torch.tensor(float(any(param.grad is not None for param in self.parameters()))),
+            "eps": torch.tensor(torch.finfo(logits.dtype).eps),
+        }
+
+
+@OPTIMIZER_REGISTRY.register()
+class SignSGD(torch.optim.SGD):
+    """Steps of the same size for every value."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(group["lr"] * param.grad.sign())
+
+
+class DigitsStream(IterableDataset[Any]):
+    """The training data again and again, without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(load_split("train"))
+
+
+DatasetCatalog.register("digits_stream", DigitsStream)

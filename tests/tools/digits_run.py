@@ -44,8 +44,9 @@ class Run:
         """Of the optimizer in the final checkpoint."""
         return self.checkpoint()["trainer"]["_trainer"]["optimizer"]["param_groups"]
 
-    def hook_state(self, name: str) -> dict[str, Any]:
-        return self.checkpoint()["trainer"]["hooks"][name]
+    def optimizer_state(self) -> dict[str, Any]:
+        """Of the first parameter in the final checkpoint."""
+        return self.checkpoint()["trainer"]["_trainer"]["optimizer"]["state"][0]
 
     def hooks_at(self, point: str) -> list[str]:
         """The hooks of a point in the order in which the log gives them."""

@@ -1,8 +1,6 @@
 """What is counted of a model, and what is said not to be."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ from torch import nn
 from tests.engine.job import tiny_cfg
 from tools import analyze_model
 from tools.model_memory import estimate_memory
-from trainkit.config import ConfigError
-from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer
 from trainkit.modeling import MODEL_REGISTRY, build_model
 from trainkit.solver import build_optimizer
@@ -63,64 +59,33 @@ def table(text):
     return rows
 
 
-def test_each_module_is_counted_exactly():
-    found = table(analyze_model.report(Net(), BATCH))
+def test_each_module_is_counted_exactly_without_gradients_and_in_eval_mode():
+    model = Net()
+    report = analyze_model.report(model, BATCH)
 
     (frozen, _), (last, outputs) = linear(4, 8), linear(8, 3)
-    assert found == {
-        "(model)": {
-            "class": "Net",
-            "parameters": str(40 + 16 + 27 + 30),
-            "trainable": str(16 + 27 + 30),
-            "buffers": "17",
-            "FLOPs": str(frozen + last),
-            "activations": str(8 + outputs),
-        },
+    whole = dict(
+        zip(HEADERS[2:], map(str, (40 + 16 + 27 + 30, 16 + 27 + 30, 17, frozen + last, 8 + outputs)), strict=True)
+    )
+    assert table(report) == {
+        "(model)": {"class": "Net", **whole},
         "frozen": {"class": "Linear", "parameters": "40", "FLOPs": "32", "activations": "8"},
         "head": {
-            "class": "Sequential",
-            "parameters": "43",
-            "trainable": "43",
-            "buffers": "17",
-            "FLOPs": str(last),
-            "activations": "3",
+            **{"class": "Sequential", "parameters": "43", "trainable": "43", "buffers": "17"},
+            **{"FLOPs": "24", "activations": "3"},
         },
         "head.0": {"class": "BatchNorm1d", "parameters": "16", "trainable": "16", "buffers": "17"},
         "head.1": {"class": "Linear", "parameters": "27", "trainable": "27", "FLOPs": "24", "activations": "3"},
         "unused": {"class": "Linear", "parameters": "30", "trainable": "30", "FLOPs": "-", "activations": "-"},
     }
-
-
-def test_what_is_not_counted_is_told():
-    lines = analyze_model.report(Net(), BATCH).splitlines()
-    assert lines[-3] == "For the input {'x': [1, 4], 'label': [1], 'name': ['a']}, in eval mode."
-    assert lines[-2] == "Nothing is counted in 1 BatchNorm1d."
-    assert lines[-1] == "Not called, or not as modules: unused."
-
-    lines = analyze_model.report(nn.Linear(2, 2), torch.ones(1, 2)).splitlines()
-    assert lines[-1] == "For the input [1, 2], in eval mode."
-
-
-def test_the_model_is_in_eval_mode_and_without_gradients():
-    model = Net()
-    assert analyze_model.Counts(model, BATCH).flops[""] == 56
     assert set(model.modes) == {False}
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_depth_cuts_the_table_and_no_number():
-    model = Net()
-    whole = table(analyze_model.report(model, BATCH))
-    assert table(analyze_model.report(model, BATCH, depth=0)) == {"(model)": whole["(model)"]}
     assert list(table(analyze_model.report(model, BATCH, depth=1))) == ["(model)", "frozen", "head", "unused"]
-
-
-def test_a_shared_parameter_counts_once():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    found = table(analyze_model.report(model, torch.ones(1, 4)))
-    assert found["(model)"]["parameters"] == "16"
-    assert found["(model)"]["FLOPs"] == "32"
+    assert report.splitlines()[-3:] == [
+        "For the input {'x': [1, 4], 'label': [1], 'name': ['a']}, in eval mode.",
+        "Nothing is counted in 1 BatchNorm1d.",
+        "Not called, or not as modules: unused.",
+    ]
 
 
 def test_attention_is_counted_although_torch_has_one_operator_for_it():
@@ -183,10 +148,6 @@ class AnalyzedDetector(nn.Module):
         return [{"kind": str(row.shape)} for row in scores]
 
 
-def test_a_batch_may_be_a_list_and_an_output_no_tensor():
-    assert analyze_model.Counts(AnalyzedDetector(), [{"x": torch.ones(4), "id": 7}]).flops == {"": 8, "linear": 8}
-
-
 # ---------------------------------------------------------------------------- the command
 
 
@@ -211,15 +172,16 @@ def call(tmp_path, capsys):
 def test_the_command_counts_one_sample_of_the_test_data(call):
     out, _, code = call()
     assert code == 0
-    assert table(out)["(model)"] == {
-        "class": "TinyClassifier",
+    expected = {
         "parameters": "74",
         "trainable": "74",
         "buffers": "17",
         "FLOPs": str(4 * 8 + 8 * 2),
         "activations": "10",
     }
+    assert table(out)["(model)"] == {"class": "TinyClassifier", **expected}
     assert "For the input {'x': [1, 4], 'label': [1]}, in eval mode.\n" in out
+    assert call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[0] == out
 
 
 def test_a_shape_stands_in_for_the_data(call):
@@ -232,25 +194,6 @@ def test_a_shape_stands_in_for_the_data(call):
     assert "For the input [{'x': [4]}], in eval mode.\n" in out
 
 
-@pytest.mark.slow
-def test_the_command_shows_no_warning():
-    command = ["-W", "error", "tools/analyze_model.py", "--config-file", "projects/digits/config.yaml", "--depth", "0"]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "382,976" in done.stdout
-
-
-def test_options_behind_the_config_and_between_the_flags_count(call):
-    out = call("MODEL.NAME", "AnalyzedDetector", "--depth", "0", "DATALOADER.COLLATE", "list")[0]
-    assert list(table(out)) == ["(model)"]
-    assert table(out)["(model)"]["class"] == "AnalyzedDetector"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_config_for_a_gpu_is_counted_without_one(call):
-    assert call(options=("MODEL.DEVICE", "cuda"))[0] == call()[0]
-
-
 def test_mistakes_are_one_line(call):
     def mistake(*args, **kwargs):
         out, err, code = call(*args, **kwargs)
@@ -258,33 +201,14 @@ def test_mistakes_are_one_line(call):
         return err.splitlines()[-1].partition("error: ")[2]
 
     assert "--input-shape" in mistake(options=("DATASETS.TEST", ()))
-    assert "did you mean 'tiny_test'?" in mistake(options=("DATASETS.TEST", ("tiny_tset",)))
     text = mistake("--input-shape", "x=5")
     assert text.startswith("the model does not take the input {'x': [1, 5]}: RuntimeError: ")
-    assert "mat1 and mat2 shapes cannot be multiplied" in text  # newer versions of torch name the operator first
-    assert mistake("--input-shape", "y=4").endswith("the input {'y': [1, 4]}: KeyError: 'x'")
     assert "got both" in mistake("--input-shape", "4", "--input-shape", "x=4")
-    for shape in ("a", "x=", "0", "x=-1", "3,"):
+    for shape in ("a", "x=", "0", "3,"):
         assert f"need such as 3,224,224 or image=3,224,224, got '{shape}'" in mistake("--input-shape", shape)
-    for name in ("", "x="):
-        twice = mistake("--input-shape", f"{name}4", "--input-shape", f"{name}5")
-        assert twice == f"--input-shape: the name {name[:-1]!r} is given twice; give each name one shape"
-    for depth in ("-1", "x"):
-        assert f"need an integer >= 0, got '{depth}'" in mistake(f"--depth={depth}")
+    assert "is given twice" in mistake("--input-shape", "x=4", "--input-shape", "x=5")
+    assert "need an integer >= 0, got 'x'" in mistake("--depth=x")
     assert "no 'X' in the MODEL registry" in mistake("MODEL.NAME", "X")
-    assert "SOLVER.X" in mistake("SOLVER.X", "1")
-
-
-def test_a_config_file_that_is_absent_is_one_line(capsys, tmp_path):
-    with pytest.raises(SystemExit) as end:
-        analyze_model.main(analyze_model.parse_args(["--config-file", str(tmp_path / "x.yaml")]))
-    assert end.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_first_sample_is_drawn_from_the_validation_data_where_there_are_no_test_data(call):
-    assert "tiny_val" in DatasetCatalog
-    assert "'x': [1, 4]" in call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[0]
 
 
 # ---------------------------------------------------------------------- the memory of a step
@@ -339,20 +263,3 @@ def test_the_estimate_is_what_two_real_steps_allocate(tmp_path, num_samples):
     sharded = estimate_memory(cfg, DefaultTrainer, sample, ranks=4)
     assert sharded["parameters"] == -(-parameters // 4)
     assert sharded["activations"] < found["activations"]
-
-
-def test_a_model_that_reads_values_cannot_be_estimated(tmp_path):
-    @MODEL_REGISTRY.register()
-    class Reads(Deep):
-        def forward(self, batch):
-            return {"loss": super().forward(batch)["loss"] * float(batch["x"].sum())}
-
-    sample = {"x": torch.zeros(1, 64), "label": torch.tensor([0])}
-    with pytest.raises(ConfigError, match="--memory: a step on tensors without values failed: "):
-        estimate_memory(tiny_cfg(tmp_path, "MODEL.NAME", "Reads"), DefaultTrainer, sample)
-
-
-def test_the_command_prints_the_estimate(capsys, monkeypatch):
-    config = str(ROOT / "projects/digits/config.yaml")
-    analyze_model.main(analyze_model.parse_args(["--config-file", config, "--memory", "1", "MODEL.WIDTH", "8"]))
-    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "total"

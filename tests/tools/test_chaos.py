@@ -88,13 +88,8 @@ def control(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_nothing_differs_if_nothing_is_left_out(control):
-    assert control[""] == []
-
-
-@pytest.mark.slow
 def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(control):
-    assert {part for part, found in control.items() if not found} == {"", *chaos.NOT_MISSED}
+    assert {part for part, found in control.items() if not found} == {"", *chaos.NOT_MISSED}  # "": nothing is left out
     assert {"model", "trainer/rng", "trainer/data", "trainer/storage", "trainer/position"} <= control.keys()
     assert {"trainer/hooks/EMAHook", "trainer/_trainer/optimizer"} <= control.keys()
 
@@ -107,17 +102,13 @@ def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(control):
     [
         (0.0, -0.0),
         (1.0, 1.0000000000000002),
-        (1, 1.0),
         (1, True),
-        ("a", "b"),
         ([1], [1, 2]),
         ([1], (1,)),
-        ({"a": 1}, {}),
         ({"a": None}, {"b": None}),
-        (torch.tensor(0.0), torch.tensor(-0.0)),
+        (torch.tensor([0.0, float("nan")]), torch.tensor([-0.0, float("nan")])),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
         (torch.zeros(2), torch.zeros(1, 2)),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])),
     ],
 )
 def test_values_that_are_not_the_same_bit_by_bit_differ(left, right):
@@ -125,17 +116,6 @@ def test_values_that_are_not_the_same_bit_by_bit_differ(left, right):
         assert next(chaos.differing({"x": [0, one]}, {"x": [0, other]})).startswith("x/1")
     for value in (left, right):
         assert list(chaos.differing({"x": value}, {"x": value})) == []
-
-
-def test_numbers_that_are_none_are_the_same_if_their_bits_are():
-    nan = float("nan")
-    assert list(chaos.differing([nan, torch.tensor(nan)], [float("nan"), torch.tensor(nan)])) == []
-
-
-def test_clock_readings_are_left_out_at_any_depth_and_nothing_beside_them():
-    left = {"histories": {"time": [1.0], "lr": [1.0]}, "n": [{"eta_seconds": 1}]}
-    right = {"histories": {"time": [2.0], "lr": [3.0]}, "n": [{}]}
-    assert list(chaos.differing(left, right)) == ["histories/lr/0: 1.0 and 3.0"]
 
 
 @pytest.fixture
@@ -149,13 +129,10 @@ def folders(tmp_path):
     return tmp_path / "left", tmp_path / "right"
 
 
-def test_folders_with_the_same_files_do_not_differ(folders):
+def test_a_file_more_or_less_and_a_temporary_one_differ(folders):
     (folders[1] / "log.txt").touch()
     (folders[1] / "metrics.json.cut_1").touch()
     assert chaos.differences(*folders) == []
-
-
-def test_a_file_more_or_less_and_a_temporary_one_differ(folders):
     (folders[0] / "finished").unlink()
     (folders[1] / "model_0000006.pth").write_bytes((folders[1] / "model_final.pth").read_bytes())
     (folders[1] / ".model_0000006.pth.01234567.trainkit-tmp").touch()
@@ -192,23 +169,11 @@ def plan(seed, kills=20, processes=2):
     return planned
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_twenty_kills_are_of_every_kind_and_four_in_five_follow_a_resume(seed):
     planned = plan(seed)
+    assert planned == plan(seed) != plan(seed + 1)
     places = Counter(chaos.POINTS.get(kill.point, "the end") for _, kill in planned)
     assert {"a step", "a worker's fetch", "an evaluation", "a checkpoint write"} <= places.keys()
     assert sum(begin > 0 for begin, _ in planned) >= 16
     assert all(kill.iter > begin or kill.point == "before_train" for begin, kill in planned if begin < 88)
-
-
-def test_the_seed_chooses_the_kills():
-    assert plan(3) == plan(3)
-    assert plan(3) != plan(4)
-
-
-def test_a_part_that_is_left_out_becomes_that_of_a_fresh_run():
-    state = {"model": 1, "trainer": {"rng": 2, "hooks": {"A": 3, "B": 4}}}
-    for part in ["trainer/rng", "trainer/hooks/A"]:
-        chaos_job.replace_part(state, {"trainer": {"rng": 1, "hooks": {"B": 5}}}, part)
-    assert state == {"model": 1, "trainer": {"rng": 1, "hooks": {"B": 4}}}
-    assert chaos.parts_of(state) == ["model", "trainer/rng", "trainer/hooks/B"]

@@ -88,13 +88,6 @@ def test_what_cannot_be_exported_is_said(run, tmp_path, monkeypatch):
         export.export(Branch(), {"x": torch.ones(2, 3)}, tmp_path / "a.pt2")
 
 
-def test_outputs_in_containers_have_names():
-    tensor = torch.zeros(1)
-    assert [*export.flat({"a": tensor, "b": [tensor, (tensor,)]})] == ["a", "b_0", "b_1_0"]
-    with pytest.raises(ConfigError, match="the model returns a str in eval mode"):
-        export.flat({"a": "text"})
-
-
 def test_examples_are_samples_of_any_loader_with_the_entries_that_the_model_needs():
     class Model(nn.Module):
         def forward(self, batch):

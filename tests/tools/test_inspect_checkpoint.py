@@ -1,9 +1,6 @@
 """What a checkpoint is said to hold, whether it is said to be intact, and where two are said to differ."""
 
 import re
-import subprocess
-import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -87,14 +84,6 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert " ".join(found["trainer/data"]).startswith("trainer/data kind TrainingSampler, seed 1, position 40, ")
 
 
-def test_the_final_file_goes_on_with_the_end_of_the_run(run, inspect):
-    out = inspect(run / "model_final.pth")[1]
-
-    assert "after 10 of 10 iterations (number 9, counted from 0)\n" in out
-    assert ", then with the end of the run\n" in out
-    assert " last, final\n" in out
-
-
 def test_the_short_view_of_a_file_has_only_what_one_asks_for_first(run, inspect):
     _, out, _ = inspect(run / "model_best.pth")
 
@@ -129,15 +118,6 @@ def test_the_runs_of_which_one_is_a_fork_and_the_batches_that_it_has_left_out_ar
         "/runs/a, iteration 4, SOLVER.BASE_LR 0.05 instead of 0.1, SEED 2 instead of 1",
         "left out the batches of iterations 12 to 14, 20 to 20",
     ]
-
-
-@pytest.mark.parametrize("trainer", [{"origin": {"parents": [3]}, "left_out": [5]}, {"origin": 3, "left_out": 3}])
-def test_what_is_no_descent_is_not_told(tmp_path, inspect, trainer):
-    torch.save({"model": {}, "trainer": trainer}, tmp_path / "model.pth")
-
-    code, out, _ = inspect(tmp_path / "model.pth")
-
-    assert (code, "forked from" in out) == (0, False)
 
 
 def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_path, inspect):
@@ -179,16 +159,13 @@ def test_no_code_of_a_file_is_run(tmp_path, inspect):
     assert (tmp_path / "created").exists()
 
 
-def test_names_cannot_control_the_terminal_and_a_list_that_is_in_two_places_counts_once(tmp_path, inspect):
-    shared = [torch.ones(2)]
-    for name in ("a.pth", "b.pth"):
-        torch.save({"model": {"evil\x1b[2J": torch.ones(1)}, "shared": [shared, shared]}, tmp_path / name)
+def test_names_cannot_control_the_terminal(tmp_path, inspect):
+    torch.save({"model": {"evil\x1b[2J": torch.ones(1)}, "sparse": torch.eye(3).to_sparse()}, tmp_path / "a.pth")
 
     code, out, _ = inspect(tmp_path / "a.pth", "--all")
 
     assert (code, "evil\\x1b[2J" in out, "\x1b" in out) == (0, True, False)
-    assert "shared   8 B        (2 entries)" in out
-    assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith("identical: 2 entries")
+    assert inspect(tmp_path / "a.pth", tmp_path / "a.pth")[1].startswith("identical: 2 entries")
 
 
 def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
@@ -204,56 +181,13 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
         "numpy.pth": "is refused: it needs numpy.",
         "tensor.pth": "holds a Tensor; a checkpoint is a dict",
         "modle_0000019.pth": "No such file",
+        "last_checkpoint": "is not a checkpoint; name a file that torch.save wrote",
     }
     for name, text in expected.items():
         code, out, err = inspect(small / name)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith("error: ")
         assert text in err
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about sparse and quantized tensors
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: {"weight": torch.eye(3).to_sparse()},
-        lambda: {"weight": torch.eye(3).to_sparse_csr()},
-        lambda: {"weight": torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.quint8)},
-        lambda: {(1, 2): torch.eye(3)},
-        lambda: 3,
-    ],
-)
-@pytest.mark.parametrize("trainer", [3, {"position": 3}, {"position": {"max_iter": "q"}, "world_size": None}])
-def test_tensors_and_entries_of_any_sort_are_described_and_compared(tmp_path, inspect, make, trainer):
-    model = make()
-    torch.save({"model": model, "trainer": trainer, "iteration": 2}, tmp_path / "a.pth")
-    for words in ([], ["--all"]):
-        code, out, err = inspect(tmp_path / "a.pth", *words)
-        assert (code, err) == (0, "")
-        assert "iteration" in out
-    code, out, err = inspect(tmp_path / "a.pth", tmp_path / "a.pth")
-    assert (code, err) == (0, "")
-    assert out.startswith("identical: ")
-
-
-def test_a_tensor_that_is_larger_than_the_memory_is_not_compared(tmp_path, inspect):
-    tensor = torch.sparse_coo_tensor(torch.tensor([[0], [0]]), torch.ones(1), (2**40, 2**20), check_invariants=True)
-    torch.save({"model": {"weight": tensor}}, tmp_path / "a.pth")
-    code, _, err = inspect(tmp_path / "a.pth", tmp_path / "a.pth")
-    assert code == 2
-    assert "cannot be compared: " in err
-    assert err.count("\n") == 1
-
-
-def test_a_file_of_a_run_that_is_no_checkpoint_is_called_so(run, inspect):
-    for name in ("metrics.json", "finished", "last_checkpoint"):
-        expected = (
-            2,
-            "",
-            f"error: '{run}/{name}' is not a checkpoint; name a file that torch.save wrote, such as *.pth\n",
-        )
-        assert inspect(run / name) == expected
-        assert inspect(run / "model_final.pth", run / name) == expected
 
 
 # ---------------------------------------------------------------------------- a folder
@@ -290,14 +224,6 @@ def test_a_broken_checkpoint_of_a_folder_is_named_and_the_one_to_go_on_from_as_w
     assert out.endswith("\n--resume continues from model_0000019.pth.\n")
 
 
-def test_a_folder_all_of_whose_checkpoints_are_broken_has_none_to_go_on_from(small, inspect):
-    for path in small.glob("*.pth"):
-        damage(path)
-    code, out, _ = inspect(small)
-    assert code == 1
-    assert out.endswith("\n--resume finds no intact checkpoint.\n")
-
-
 @pytest.mark.parametrize(
     ("tag", "said"),
     [("model_9.pth", "model_9.pth', which last_checkpoint names, is not there"), ("../a.pth", "names '../a.pth'")],
@@ -307,11 +233,6 @@ def test_a_tag_that_names_no_file_of_the_folder_is_told(small, inspect, tag, sai
     code, out, _ = inspect(small)
     assert code == 1
     assert said in out.splitlines()[-1]
-
-
-def test_a_folder_without_a_checkpoint_is_an_error(tmp_path, inspect):
-    remedy = "no file is called *.pth; name the folder of a run"
-    assert inspect(tmp_path) == (2, "", f"error: there is no checkpoint in '{tmp_path}': {remedy}\n")
 
 
 def test_nothing_is_written(run, small, inspect):
@@ -364,33 +285,6 @@ def test_two_files_differ_in_keys_shapes_types_and_values(tmp_path, inspect):
     ]
 
 
-def test_a_folder_is_not_compared(small, inspect):
-    expected = (2, "", f"error: '{small}' is a folder; name two files to compare\n")
-    file = small / "model_0000009.pth"
-    for paths in ((small, small), (small, file), (file, small)):
-        assert inspect(*paths) == expected
-
-
-def test_many_differences_of_an_entry_are_cut_unless_all_are_asked_for(tmp_path, inspect):
-    for name, value in (("left.pth", 0.0), ("right.pth", 1.0)):
-        write_file({"model": {str(i): torch.full((), value) for i in range(13)}}, tmp_path / name)
-    files = tmp_path / "left.pth", tmp_path / "right.pth"
-
-    lines = inspect(*files)[1].splitlines()
-    assert lines[9:] == [
-        "model/9: 1 of 1 values, by at most 1",
-        "model: 3 more differences, which --all shows",
-        "different in 13 places",
-    ]
-    assert len(inspect(*files, "--all")[1].splitlines()) == 14
-
-
-def test_bare_weights_are_compared_with_those_of_a_checkpoint(small, inspect):
-    torch.save(linear(29).state_dict(), small / "bare.pth")
-    out = inspect(small / "bare.pth", small / "model_0000029.pth")[1]
-    assert out.splitlines() == ["trainer: only in the second", "iteration: only in the second", "different in 2 places"]
-
-
 @pytest.mark.parametrize(
     ("left", "right", "said"),
     [
@@ -408,31 +302,4 @@ def test_tensors_are_compared_by_their_bits(left, right, said):
         assert list(differing({"x": tensor}, {"x": tensor.clone()})) == []
 
 
-def test_the_place_of_a_sharded_tensor_in_the_part_of_a_rank_is_equal_to_any_value():
-    place, value = torch.empty(2, device="meta"), torch.ones(2)
-    for right in (place, value):
-        assert list(differing({"x": place}, {"x": right})) == []
-    assert list(differing({"x": place}, {"x": torch.ones(3)})) == ["x: torch.float32 [2] and torch.float32 [3]"]
-
-
-def test_mappings_of_different_classes_are_the_same_if_their_entries_are():
-    assert list(differing({"x": {"a": 1, "b": 2}}, {"x": OrderedDict(b=2, a=1)})) == []
-    assert list(differing({"x": {"a": 1}}, {"x": OrderedDict(a=2)})) == ["x/a: 1 and 2"]
-
-
-def test_an_entry_whose_container_is_none_is_a_part_itself():
-    parts_of = inspect_checkpoint.parts_of
-    assert parts_of({"trainer": 3, "model": {"w": 1}}) == ["trainer", "model"]
-    assert parts_of({"trainer": {"hooks": {"A": 1}, "rng": {"x": 1}}}) == ["trainer/hooks/A", "trainer/rng"]
-
-
 # ---------------------------------------------------------------------------- the command
-
-
-@pytest.mark.slow
-def test_the_command_can_be_piped_into_one_that_ends_early(tmp_path):
-    # whose table is longer than a pipe holds
-    write_file({"model": {f"{i:060}": torch.ones(()) for i in range(2000)}}, tmp_path / "a.pth")
-    command = f"{sys.executable} tools/inspect_checkpoint.py {tmp_path}/a.pth --all | head -1"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (done.stdout.count("\n"), done.stderr) == (1, "")

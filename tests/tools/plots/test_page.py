@@ -1,6 +1,5 @@
 """The page: what stands on it, and how a browser shows it."""
 
-import base64
 import json
 import re
 from functools import partial
@@ -72,53 +71,6 @@ def test_the_settings_that_differ_are_shown_and_no_others(make_page, write_run, 
     ]
 
 
-@pytest.mark.parametrize(
-    ("configs", "text"),
-    [
-        (["A: 1\n", "A: 1\n"], "The configs are the same."),
-        (["A: 1\n", None], "No config.yaml that can be read: b."),
-    ],
-)
-def test_the_page_says_why_no_settings_differ(make_page, write_run, tmp_path, configs, text):
-    places = [write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)]
-
-    assert re.findall(r"<p>(.*)</p>", make_page(places)) == [text]
-
-
-def test_one_run_is_compared_with_nothing(make_page, write_run, tmp_path):
-    page = make_page([write_run(tmp_path / "a", ROWS, "A: 1\n")])
-
-    assert re.findall(r"<h\d>(.*?)</h\d>", page) == ["a", "t", "Results"]
-
-
-def test_the_newest_pictures_come_first_and_the_page_says_how_many_more_there_are(make_page, write_run, tmp_path):
-    run = write_run(tmp_path / "a", ROWS)
-    for iter in range(30):
-        picture = tmp_path / f"a/visualization/val/digits_iter{iter:07d}_batch0003_1.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_bytes(b"picture %d" % iter)
-    page = make_page([run])
-
-    pictures = [base64.b64decode(text) for text in re.findall(r"base64,(.*?)\"", page)]
-    assert pictures == [b"picture %d" % iter for iter in range(29, 5, -1)]
-    assert "<figcaption>digits (val), after 30 iterations, batch 3 1</figcaption>" in page
-    assert "<figcaption>digits (val), after 20 iterations, batch 3 1</figcaption>" in page  # 20 is the end
-    assert f"<p>6 more in {tmp_path}/a/visualization</p>" in page
-
-
-def test_pictures_that_are_too_large_are_left_out(make_page, write_run, tmp_path):
-    run = write_run(tmp_path / "a", ROWS)
-    folder = tmp_path / "a/visualization/val"
-    folder.mkdir(parents=True)
-    (folder / "x_iter0000002_batch0000.png").write_bytes(b"small")
-    (folder / "x_iter0000001_batch0000.png").write_bytes(bytes(9 << 20))
-
-    page = make_page([run])
-
-    assert page.count("<figure>") == 1
-    assert "<p>1 more in" in page
-
-
 def test_a_confusion_matrix_is_shown_and_a_file_that_holds_none_is_left_out(make_page, write_run, tmp_path, caplog):
     place = write_run(tmp_path / "a", ROWS)
     files = {
@@ -155,12 +107,6 @@ def test_a_long_line_is_thinned_and_keeps_its_peaks_and_ends(load):
         points[i] for i in (0, -1, 54_321, 65_432)
     ]
     assert thinned == sorted(set(thinned))
-
-
-def test_a_short_line_is_drawn_as_it_is(load):
-    points = [(i, 1.0) for i in range(500)]
-
-    assert load("plots.svg").thin(points) == points
 
 
 # ---------------------------------------------------------------------- in a browser

@@ -48,13 +48,6 @@ def test_a_line_is_told_by_its_run_and_metric_and_the_test_data_by_a_mark(choose
     ]
 
 
-def test_metrics_that_are_the_same_in_all_runs_are_one_line(choose):
-    same = rows({"total_loss": 1.0, "loss_cls": 1.0})
-
-    assert choose(same, same)[0].metrics == ["total_loss = loss_cls"]
-    assert choose(same, rows({"total_loss": 1.0, "loss_cls": 0.9}))[0].metrics == ["total_loss", "loss_cls"]
-
-
 def test_metrics_of_single_classes_are_counted_and_not_drawn_where_there_are_many(choose):
     classes = {f"seg/IoU-{i}": 10.0 + i for i in range(4)}
 
@@ -73,11 +66,6 @@ def test_metrics_of_another_size_or_too_many_have_a_panel_of_their_own(choose):
     assert [panel.metrics for panel in panels] == [["loss_0", "loss_1", "loss_2", "loss_3"], ["loss_4", "loss_5"]]
 
 
-def test_too_many_panels_are_named_in_a_warning(choose, caplog):
-    assert len(choose(rows({f"x{i:02}": i for i in range(26)}))) == 24
-    assert "left out: x24, x25" in caplog.text
-
-
 def test_nothing_to_draw_is_an_error(choose, load):
     with pytest.raises(load("plots.runs").RunError, match="nothing to draw in"):
         choose(rows({"rank_data_time": 1.0}))
@@ -89,12 +77,6 @@ def test_a_line_breaks_where_values_are_not_finite_and_that_is_marked_once(choos
 
     assert curve.pieces == [[(2, 1.0), (3, 2.0)], [(6, 3.0)]]
     assert curve.not_finite == [1, 4, 7]
-
-
-def test_all_panels_have_the_same_axis_of_iterations_from_0(choose, load):
-    axis = load("plots.panels").iter_axis(choose(rows({"lr": 1.0}), rows({"x": 1.0}, iter=999)))
-
-    assert (axis.low, axis.high) == (-20, 1020)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +127,6 @@ def test_evaluations_are_marked_while_they_are_few(choose):
     assert (marked("t/a", 60), marked("t/a", 61), marked("total_loss", 3)) == (True, False, False)
 
 
-def test_runs_have_different_colours(load):
-    run_color = load("plots.panels").run_color
-
-    assert len({run_color(i) for i in range(40)}) == 40
-
-
 # ---------------------------------------------------------------------- axes
 
 
@@ -183,11 +159,3 @@ def test_ticks_are_few_inside_the_axis_and_tell_each_other_apart(load):
         assert 1 <= len(values) <= 6
         assert len(set(texts)) == len(texts)
         assert all(axis.low <= value <= axis.high and 0 <= axis.place(value) <= 1 for value in values)
-
-
-@pytest.mark.parametrize("values", [[], [0.0], [5.0, 5.0], [-2.0]])
-def test_values_without_a_span_have_an_axis(load, values):
-    axis = load("plots.axis").make_axis(values)
-
-    assert axis.low < min(values, default=0) <= max(values, default=0) < axis.high
-    assert axis.ticks(6)

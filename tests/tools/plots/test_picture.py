@@ -41,19 +41,6 @@ def test_no_texts_overlap_and_none_leaves_the_picture(figure):
     assert [text for text in texts if min(text[1:3]) < 0 or text[3] > width or text[4] > height] == []
 
 
-def test_legends_stand_above_the_curves(figure):
-    legends = [(axes, axes.get_legend()) for axes in figure.axes if axes.get_legend()]
-
-    assert legends
-    assert all(legend.get_window_extent().y0 >= axes.get_window_extent().y1 for axes, legend in legends)
-
-
-def test_texts_that_overlap_are_found(figure):
-    texts = boxes(figure)
-
-    assert overlapping([*texts, ["another", *texts[0][1:]]]) == [("another", texts[0][0])]
-
-
 def test_a_run_has_the_same_colour_in_all_panels_and_in_the_legend(draw, read):
     figure = draw(read([{"iteration": 9, "lr": 1.0, "x": 2.0}], [{"iteration": 9, "lr": 3.0, "x": 4.0}]))
 
@@ -69,10 +56,3 @@ def test_a_line_shows_the_values_and_breaks_where_they_are_not_finite(draw, read
     lines = [([*map(float, line.get_xdata())], [*map(float, line.get_ydata())]) for line in figure.axes[0].get_lines()]
     assert lines == [([1, 2], [1, 2]), ([4], [3]), ([3], [0.03])]  # the last one: where it is marked
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "not finite from here"]
-
-
-def test_without_matplotlib_the_error_says_what_to_install(load, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-
-    with pytest.raises(load("plots.runs").RunError, match=r"pip install 'trainkit\[plot\]'"):
-        load("plots.picture").check_matplotlib()

@@ -22,14 +22,6 @@ def test_the_picture_goes_into_the_folder_of_the_first_run(plot, write_run, tmp_
     assert (tmp_path / "a/metrics.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_picture_and_a_page_can_be_asked_for_by_name(plot, write_run, tmp_path):
-    pytest.importorskip("matplotlib")
-    files = [tmp_path / "x.png", tmp_path / "x.html"]
-
-    assert plot(write_run(tmp_path / "a", ROWS), "--output", files[0], "--html", files[1]) == files
-    assert all(file.exists() for file in files)
-
-
 def test_the_suffix_names_the_format_of_the_picture(plot, load, write_run, tmp_path):
     pytest.importorskip("matplotlib")
     run = write_run(tmp_path / "a", ROWS)
@@ -44,11 +36,6 @@ def test_a_page_needs_no_matplotlib(plot, write_run, tmp_path, monkeypatch):
 
     assert plot(write_run(tmp_path / "a", ROWS), "--html", tmp_path / "x.html") == [tmp_path / "x.html"]
     assert not (tmp_path / "a/metrics.png").exists()
-
-
-def test_a_file_that_cannot_be_written_is_an_error(plot, load, write_run, tmp_path):
-    with pytest.raises(load("plots.runs").RunError, match="cannot write .*nowhere/x.html.: No such file"):
-        plot(write_run(tmp_path / "a", ROWS), "--html", tmp_path / "nowhere/x.html")
 
 
 def test_an_error_of_the_command_is_one_line_and_exit_code_2(load, monkeypatch, capsys):

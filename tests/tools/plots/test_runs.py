@@ -26,17 +26,11 @@ def test_an_evaluation_before_the_first_or_after_the_last_iteration_has_the_iter
 
 
 def test_null_and_nan_are_not_finite_and_the_epoch_is_no_metric(read):
-    (run,) = read(
-        [{"iteration": 9, "x": None, "epoch": 1}, {"iteration": 19, "x": float("nan")}, {"iteration": 29, "x": 1}]
-    )
+    text = {"text": "a", "flag": True}
+    rows = [{"iteration": 9, "x": None, "epoch": 1}, {"iteration": 19, "x": float("nan"), **text}]
+    (run,) = read([*rows, {"iteration": 29, "x": 1}])
 
     assert run.series == {"x": [(10, None), (20, None), (30, 1)]}
-
-
-def test_what_is_no_number_is_no_metric(read):
-    (run,) = read([{"iteration": 9, "x": 1, "text": "a", "flag": True, "list": [1]}])
-
-    assert run.series == {"x": [(10, 1)]}
 
 
 def test_what_a_resumed_run_did_again_replaces_what_it_did_before(read):
@@ -45,31 +39,15 @@ def test_what_a_resumed_run_did_again_replaces_what_it_did_before(read):
     assert run.series == {"x": [(1, 1), (2, 20), (3, 30), (4, 40)]}
 
 
-def test_a_line_that_a_killed_run_did_not_finish_is_left_out_with_a_warning(runs_module, tmp_path, caplog):
-    (tmp_path / "metrics.json").write_text('{"iteration": 19, "x": 1}\n{"iteration": 39, "x"')
-
-    (run,) = runs_module.read_runs([str(tmp_path)])
-
-    assert run.series == {"x": [(20, 1)]}
-    assert "line 2" in caplog.text
-
-
 @pytest.mark.parametrize(
-    "line", ["[" * 100_000, '{"a":' * 100_000, '{"iteration": ' + "9" * 5000 + "}", '{"iteration": ' + "9" * 400 + "}"]
+    "line",
+    ['{"iteration": 39, "x"', "[" * 100_000, '{"iteration": ' + "9" * 5000 + "}", '{"iteration": NaN, "x": 2}'],
 )
 def test_a_line_that_cannot_be_parsed_is_left_out_with_a_warning(runs_module, tmp_path, caplog, line):
     (tmp_path / "metrics.json").write_text(line + '\n{"iteration": 1, "loss": 2.0, "large": ' + "9" * 400 + "}\n")
     (run,) = runs_module.read_runs([str(tmp_path)])
     assert run.series == {"loss": [(2, 2.0)]}
     assert "lines without metrics are left out (line 1)" in caplog.text
-
-
-def test_a_line_whose_iteration_is_not_finite_is_left_out_with_a_warning(read, caplog):
-    rows = [{"iteration": value, "x": 2} for value in (float("nan"), float("inf"), -float("inf"))]
-    (run,) = read([{"iteration": 19, "x": 1}, *rows, {"iteration": 39, "x": 3}])
-
-    assert run.series == {"x": [(20, 1), (40, 3)]}
-    assert "3 lines, the first is line 2" in caplog.text
 
 
 def test_a_run_without_metrics_is_left_out_with_a_warning(runs_module, write_run, tmp_path, caplog):
@@ -104,8 +82,6 @@ def test_what_cannot_be_shown_is_an_error_of_one_line(runs_module, write_run, tm
 @pytest.mark.parametrize(
     ("paths", "names"),
     [
-        (["/out/a"], ["a"]),
-        (["/out/a", "/out/b"], ["a", "b"]),
         (["/out/lr1/run", "/out/lr2/run"], ["lr1", "lr2"]),
         (["/one/a", "/two/a", "/two/b"], ["one/a", "two/a", "b"]),
         (["/x/1/a/run", "/y/1/a/run"], ["x", "y"]),
@@ -116,15 +92,6 @@ def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(runs_module, 
     assert runs_module.shortest_names([Path(path) for path in paths]) == names
 
 
-def test_a_file_of_metrics_is_called_by_its_name(runs_module, tmp_path):
-    for name in ("first", "second"):
-        (tmp_path / f"{name}.json").write_text('{"iteration": 1, "x": 1}\n')
-
-    runs = runs_module.read_runs([str(tmp_path / "first.json"), str(tmp_path / "second.json")])
-
-    assert [run.name for run in runs] == ["first", "second"]
-
-
 def test_the_config_is_read_with_dotted_keys(runs_module, write_run, tmp_path):
     place = write_run(tmp_path, [{"iteration": 1, "x": 1}], "SOLVER: {BASE_LR: 1e-3, GROUPS: {}}\nHOOKS: [{NAME: A}]\n")
 
@@ -133,13 +100,6 @@ def test_the_config_is_read_with_dotted_keys(runs_module, write_run, tmp_path):
         "SOLVER.GROUPS": {},
         "HOOKS": [{"NAME": "A"}],
     }
-
-
-def test_a_config_that_cannot_be_read_is_a_warning(runs_module, write_run, tmp_path, caplog):
-    place = write_run(tmp_path, [{"iteration": 1, "x": 1}], "A: [1\n")
-
-    assert runs_module.read_runs([place])[0].config is None
-    assert "config.yaml" in caplog.text
 
 
 # ---------------------------------------------------------------------- forks
@@ -167,22 +127,9 @@ def seen(runs):
 
 
 def test_the_parent_of_a_fork_is_drawn_up_to_the_fork(runs_module, family):
-    _, b, c, d = family
+    a, b, c, d = family
 
     assert seen(runs_module.read_runs([b])) == {"b": [12, 22], "a up to 11": [1, 11]}
     assert seen(runs_module.read_runs([b, c])) == {"b": [12, 22], "c": [26, 36], "a up to 21": [1, 11, 21]}
-    assert seen(runs_module.read_runs([c, b])) == {"c": [26, 36], "b": [12, 22], "a up to 21": [1, 11, 21]}
-    assert seen(runs_module.read_runs([d])) == {"d": [31], "c up to 26": [26], "a up to 21": [1, 11, 21]}
-
-
-def test_a_parent_that_is_given_is_a_branch_as_well(runs_module, family):
-    a, b, _, _ = family
-
     assert seen(runs_module.read_runs([b, a])) == {"b": [12, 22], "a": [1, 11, 21, 31, 41]}
-
-
-def test_a_parent_that_is_gone_is_named(runs_module, write_run, tmp_path, caplog):
-    fork = write_run(tmp_path / "b", points(11), forked(tmp_path / "gone", 10))
-
-    assert seen(runs_module.read_runs([fork])) == {"b": [12]}
-    assert "is a fork of" in caplog.text
+    assert seen(runs_module.read_runs([d])) == {"d": [31], "c up to 26": [26], "a up to 21": [1, 11, 21]}
