@@ -87,7 +87,7 @@ def test_an_overridden_load_model_gets_the_checkpoint_and_gives_the_keys_that_do
     assert checkpointer.load(tmp_path / "other.pth") == {"head": 1}
     assert checkpointer.seen == ["head", "model"]
     assert weight_of(model["backbone"]) == 1
-    assert checkpointer.logged.missing_keys == ["head.weight"]
+    assert checkpointer.logged.missing_keys == ["backbone.bias", "head.weight"]
     assert checkpointer.logged.incorrect_shapes == [("backbone.bias", (3,), (2,))]
     shapes, missing = caplog.messages[-2:]
     assert "'backbone.bias'" in shapes

@@ -6,14 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import fvcore.common.checkpoint
-import numpy as np
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.file import SUFFIX
@@ -246,7 +242,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             incompatible = self._load_model(state)
             if incompatible is not None:
                 self._log_incompatible_keys(incompatible)
-            state.pop("model", None)  # an overridden method may have left it
+            state.pop("model", None)
             for key in keys:
                 objects[key].load_state_dict(state.pop(key))
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -256,33 +252,14 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return state
 
     def _load_model(self, checkpoint: dict[str, Any]) -> Any:
-        """Load ``checkpoint.pop("model")``; returns what ``_log_incompatible_keys`` logs, or None."""
-        weights, own = checkpoint.pop("model"), self.model.state_dict()
-        self._convert_ndarray_to_tensor(weights)
-        if not any(key in own for key in weights):  # they are those of a data-parallel wrapper
-            weights = {str(key).removeprefix("module."): value for key, value in weights.items()}
-        shapes = {key: _shapes(weights[key], own[key]) for key in weights if key in own}
-        fitting = {key: weights[key] for key in shapes if shapes[key] is None}
-        if self._is_strict or not fitting:
-            self.model.load_state_dict(weights)  # the error of torch names all keys
-            return None
-        self.model.load_state_dict(fitting, strict=False)
-        return SimpleNamespace(
-            missing_keys=[key for key in own if key not in weights],
-            unexpected_keys=[key for key in weights if key not in own],
-            incorrect_shapes=[(key, *found) for key, found in shapes.items() if found is not None],
-        )
-
-    def _convert_ndarray_to_tensor(self, state_dict: dict[str, Any]) -> None:
-        """Replace the numpy arrays in ``state_dict``, in place."""
-        for key, value in state_dict.items():
-            if isinstance(value, np.ndarray | np.generic):
-                state_dict[key] = torch.as_tensor(value)
-
-
-def _shapes(theirs: Any, ours: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shapes of two tensors; None if they agree. A lazy parameter takes any; a module checks its extra state."""
-    if not isinstance(ours, torch.Tensor) or is_lazy(ours):
+        """Load the entry "model" into the model; returns what ``_log_incompatible_keys`` logs, or None."""
+        try:
+            self.model.load_state_dict(checkpoint["model"])
+        except RuntimeError:  # it names all differences
+            if self._is_strict:
+                raise
+            incompatible = super()._load_model(checkpoint)
+            if {*self.model.state_dict()} <= {*incompatible.missing_keys}:
+                raise
+            return incompatible
         return None
-    shapes = tuple(getattr(theirs, "shape", ())), tuple(ours.shape)
-    return None if shapes[0] == shapes[1] else shapes

@@ -38,7 +38,7 @@ def tagged_file(folder: str) -> str:
     """Path of the file that ``last_checkpoint`` names, which may not exist; ``""`` if there is no name.
 
     Raises:
-        CheckpointError: ``last_checkpoint`` holds no file name, or leads out of the folder.
+        CheckpointError: it holds no file name, or leads out of the folder.
     """
     tag_file = os.path.join(folder, "last_checkpoint")
     if not folder or not os.path.lexists(tag_file):
@@ -53,9 +53,7 @@ def tagged_file(folder: str) -> str:
 
 
 def choose(paths: Iterable[str], read: Callable[[str], Any] = read_file) -> tuple[str, Any]:
-    """The path and the content of the first intact one of the `candidates`; ``""`` if there are none.
-
-    ``read`` reads and verifies a file, or raises CheckpointError.
+    """Path and content of the first of the `candidates` that ``read`` can read; ``""`` if there are none.
 
     Raises:
         CheckpointError: there are candidates, but none is intact.

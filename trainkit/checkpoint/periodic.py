@@ -17,14 +17,11 @@ _logger = logging.getLogger(__name__)
 class PeriodicCheckpointer:
     """Saves every ``period`` iterations as ``<file_prefix>_<iteration>`` and at the end as ``<file_prefix>_final``.
 
-    If a periodic save is due in the last iteration, only ``<file_prefix>_final`` is written, and counts as one of
-    ``max_to_keep``. Older files are removed after the new one is on the disk; they are found by listing the folder, so
-    a restarted run continues the rotation.
-
     Args:
         checkpointer: a trainkit or an fvcore checkpointer.
         period: in iterations; 0: only at the end.
-        max_to_keep: number of periodic saves to keep; None: all. Final and best files are never removed.
+        max_to_keep: number of periodic saves to keep; None: all. Older ones, also of an earlier process, are removed
+            after the new one is on the disk; final and best files never. A final file counts if a periodic save is due.
         start: number of iterations before the first periodic save; 0: one ``period``. The period counts from there.
         save_last: whether to write a final file.
     """
@@ -77,7 +74,7 @@ class PeriodicCheckpointer:
         counts = name != f"{self.file_prefix}_final" or is_nth(iteration + 1, self.period, self.start)
         try:
             numbered = {int(match[1]): match[0] for match in map(pattern.fullmatch, os.listdir(folder)) if match}
-            # Files of later iterations are from an earlier run in this folder; they are neither counted nor removed.
+            # files of later iterations are from an earlier run in this folder
             newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
             for number in newest_first[self.max_to_keep - counts :]:
                 form.remove(os.path.join(folder, numbered[number]))

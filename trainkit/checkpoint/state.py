@@ -59,6 +59,5 @@ def ordinary(tensor: Tensor, path: str) -> Tensor:
 
 
 def refuse(value: object, path: str) -> Any:
-    """Raise TypeError."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values")
