@@ -1,6 +1,5 @@
 """The copy of a state in host memory, which a thread writes during training."""
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -80,17 +79,15 @@ class HostCopy:
         for pinned in (False, True):  # pinned: tensors of a device, whose total size stays the same
             former = [*memory.get(pinned, ())]
             for places, size in _blocks([address for address in originals if (address[0].type != "cpu") == pinned]):
-                block = former.pop(0) if former and len(former[0]) >= size else _new_memory(size, pinned)
+                block = former.pop(0) if former and len(former[0]) >= size else None
+                if block is None:
+                    room = size if pinned else size + size // 4  # the next state may be larger
+                    block = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                 self.memory.setdefault(pinned, []).append(block)
                 for address, place in places.items():
-                    _, start, num_bytes = address
-                    copy = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=num_bytes, offset=place)
+                    copy = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=address[2], offset=place)
                     copies[address] = copy.untyped_storage()
-                    if pinned:
-                        copies[address].copy_(originals[address], non_blocking=True)
-                    else:
-                        # in one thread: on a busy machine copy_, which uses several, takes up to 20 times as long
-                        ctypes.memmove(copy.data_ptr(), start, num_bytes)
+                    copies[address].copy_(originals[address], non_blocking=pinned)
         return copies
 
 
@@ -104,18 +101,6 @@ def _blocks(addresses: Iterable[_Address]) -> list[tuple[dict[_Address, int], in
         places[address] = end
         blocks[-1] = places, end + -(-address[2] // _ALIGNMENT) * _ALIGNMENT
     return blocks
-
-
-def _new_memory(size: int, pinned: bool) -> Tensor:
-    if not pinned:
-        memory = UntypedStorage(size + size // 4)  # the next state may be larger
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory)
-    deterministic: Any = torch.utils.deterministic  # would fill the memory, all of which is written
-    fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
-    try:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    finally:
-        deterministic.fill_uninitialized_memory = fills
 
 
 def _address(tensor: Tensor) -> _Address:

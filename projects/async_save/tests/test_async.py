@@ -1,7 +1,6 @@
 """Saving in a thread: the same files, from the state of the moment, while training goes on."""
 
 import errno
-import logging
 import os
 import subprocess
 import sys
@@ -111,30 +110,7 @@ def test_what_changes_behind_the_save_is_not_in_it(tmp_path, disk, async_save):
     assert (writing is None) == (not async_save)
 
 
-def test_a_lazily_conjugated_tensor_keeps_its_values(tmp_path):
-    conjugated = torch.tensor([1 + 2j]).conj()
-    checkpointer = Checkpointer(linear(1), tmp_path, format="async_save", state=Counter([conjugated, conjugated.imag]))
-    checkpointer.save("model")
-    checkpointer.wait()
-
-    saved, imaginary = read_file(tmp_path / "model.pth")["state"]["value"]
-    assert (saved.tolist(), imaginary.tolist()) == ([1 - 2j], [-2.0])
-
-
 # ---------------------------------------------------------------------------------------- the memory of the copy
-def test_a_copy_takes_the_memory_of_an_earlier_one_where_it_is_large_enough():
-    first = HostCopy({"a": torch.zeros(10), "b": torch.zeros(40)})
-    (block,) = first.memory[False]
-
-    state = {"x": torch.full((10,), 1.0), "y": [torch.full((10,), 2.0), torch.full((10,), 3.0)]}
-    second = HostCopy(state, first.memory)
-    copied = [second.state()["x"], *second.state()["y"]]
-
-    assert [tensor.unique().item() for tensor in copied] == [1, 2, 3]
-    assert second.memory[False][0] is block
-    assert [tensor.data_ptr() - block.data_ptr() for tensor in copied] == [0, 64, 128]  # none overlaps another
-    assert [tensor.untyped_storage().nbytes() for tensor in copied] == [40, 40, 40]  # a file has no more than that
-    assert HostCopy({"x": torch.zeros(1000)}, first.memory).memory[False][0] is not block
 
 
 def test_a_state_is_in_blocks_of_which_a_large_tensor_has_its_own(monkeypatch):
@@ -145,28 +121,6 @@ def test_a_state_is_in_blocks_of_which_a_large_tensor_has_its_own(monkeypatch):
     assert [len(block) for block in first.memory[False]] == [320, 80, 560, 80]  # a quarter more
     assert all(map(lambda a, b: a is b, first.memory[False], second.memory[False]))
     assert all(torch.equal(second.state()[name], value) for name, value in state.items())
-
-
-def test_each_save_writes_the_values_of_its_moment_from_the_same_memory(tmp_path, monkeypatch):
-    addresses, save = [], torch.save
-
-    def noted(state, file):
-        addresses.append(state["model"]["weight"].data_ptr())
-        save(state, file)
-
-    monkeypatch.setattr(torch, "save", noted)
-    model = linear(1)
-    checkpointer = Checkpointer(model, tmp_path, format="async_save")
-    others = []
-    for fill in (1.0, 2.0, 3.0):
-        model.weight.data.fill_(fill)
-        checkpointer.save(f"model_{fill:.0f}")
-        checkpointer.wait()
-        others.append([model.weight.clone() for _ in range(100)])  # take what is free
-
-    saved = [read_file(tmp_path / f"model_{n}.pth")["model"]["weight"].unique().item() for n in (1, 2, 3)]
-    assert saved == [1, 2, 3]
-    assert len(set(addresses)) == 1
 
 
 # ---------------------------------------------------------------------------------------- one at a time
@@ -190,19 +144,6 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path, disk):
 
     assert order == ["first", "collected", "second"]
     assert (tmp_path / "last_checkpoint").read_text() == "second.pth"
-
-
-def test_a_second_checkpointer_of_the_folder_leaves_alone_what_the_first_one_is_writing(tmp_path, disk):
-    first, second = (Checkpointer(linear(fill), tmp_path, format="async_save") for fill in (1, 2))
-    writing = first.save("first")
-    while not any(name.startswith(".first") for name in os.listdir(tmp_path)):
-        assert not writing.done()
-    second.save("second")
-    disk.go.set()
-    first.wait()
-    second.wait()
-
-    assert names(tmp_path) == ["first.pth", "last_checkpoint", "second.pth"]
 
 
 def test_whoever_reads_the_folder_waits(tmp_path, monkeypatch):
@@ -236,22 +177,6 @@ def test_a_failure_is_raised_once_by_whoever_asks_first(tmp_path, disk):
         checkpointer.wait()
     checkpointer.wait()
     assert os.listdir(tmp_path) == []
-
-
-def test_a_failure_is_logged_at_once_and_the_next_save_makes_up_for_it(tmp_path, disk, caplog):
-    disk.error = FULL
-    disk.go.set()
-    checkpointer = Checkpointer(linear(1), tmp_path, format="async_save")
-    checkpointer.save("first")
-    checkpointer.has_checkpoint()
-    disk.error = None
-    checkpointer.save("second")
-    checkpointer.wait()
-
-    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert "is not saved, training continues: cannot write" in error
-    assert "first.pth" in error
-    assert names(tmp_path) == ["last_checkpoint", "second.pth"]
 
 
 # ---------------------------------------------------------------------------------------- rotation, and the end
