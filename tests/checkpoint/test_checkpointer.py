@@ -108,6 +108,12 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path, weights, strict, message
         Checkpointer(linear(0)).load(tmp_path / "other.pth", strict=strict)
 
 
+def test_a_file_of_which_nothing_fits_is_an_error(tmp_path):
+    torch.save({"model": {"other": torch.ones(1)}}, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match="entry 'model' does not fit"):
+        Checkpointer(nn.BatchNorm1d(2)).load(tmp_path / "other.pth")
+
+
 def test_lazy_parameters_and_extra_state_are_loaded(tmp_path):
     class Counting(nn.Module):
         seen: object = None

@@ -258,8 +258,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         except RuntimeError:  # it names all differences
             if self._is_strict:
                 raise
-            incompatible = super()._load_model(checkpoint)
-            if {*self.model.state_dict()} <= {*incompatible.missing_keys}:
+            num_weights = len(checkpoint["model"])
+            found = super()._load_model(checkpoint)
+            if len(found.unexpected_keys) + len(found.incorrect_shapes) == num_weights:
                 raise
-            return incompatible
+            return found
         return None
