@@ -15,11 +15,12 @@ from trainkit.utils.logger import close_logger
 # tiny models only lose by more threads, most of all when something else runs on the machine
 torch.set_num_threads(1)
 
-# files with the longest slow tests, in this order
+# the files that take longest, in this order
 LONGEST = [
-    *("fake_cuda/test_run", "engine/test_fsdp", "tools/test_settings", "tools/test_chaos", "docs/test_replay"),
-    *("engine/test_restarts", "tools/test_benchmark", "tools/test_resume"),
-    *("test_package", "engine/test_world_sizes"),
+    *("tests/fake_cuda/test_run", "projects/sharding/tests/test_fsdp", "tests/tools/test_chaos"),
+    *("tests/tools/test_sweep", "tests/docs/test_replay", "projects/replay/tests/test_replay"),
+    *("projects/preflight/tests/test_preflight", "tests/exactness/test_exactness", "tests/engine/test_restarts"),
+    *("tests/docs/test_commands", "tests/test_package", "tests/tools/test_benchmark", "tests/tools/test_resume"),
 ]
 
 
@@ -31,7 +32,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first: at the end one of them would keep one worker while the others have nothing left."""
-    first = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    first = {f"{name}.py": place for place, name in enumerate(LONGEST)}
     others = {True: len(first), False: len(first) + 1}
 
     def place(item):

@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -78,19 +79,18 @@ def mutants(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def files_testing(file: str) -> list[tuple[str, ...]]:
-    """The test file of a module, all beside it that name it or a class or function of it, the exactness."""
+    """The test file of a module, the exactness, the files beside it that name a part of it (all, if it has no own)."""
     path = ROOT / file
     folder = ROOT / "tests" / path.parent.relative_to(ROOT / "trainkit")
     while not (beside := sorted(folder.glob("test_*.py"))):
         folder = folder.parent
     tree = ast.parse(path.read_text())
-    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)] + [path.stem]
-    naming = [test for test in beside if any(name in test.read_text() for name in names)] or beside
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    pattern = re.compile(rf"\b({'|'.join([*names, f'{path.parent.name}.{path.stem}'])})\b")
     own = [test for test in beside if test.name == f"test_{path.stem}.py"]
-    return [
-        *(tuple(test.relative_to(ROOT).as_posix() for test in tests) for tests in (own, naming) if tests),
-        EXACTNESS,
-    ]
+    naming = [test for test in beside if pattern.search(test.read_text())] if own else beside
+    groups = [tuple(test.relative_to(ROOT).as_posix() for test in tests) for tests in (own, naming)]
+    return [group for group in (groups[0], EXACTNESS, groups[1]) if group]
 
 
 def run_pytest(copy: Path, tests: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ def test_a_mutant_is_another_program():
 
 
 def test_the_tests_of_a_module_are_its_own_and_those_that_name_it():
-    own, naming, exactness = files_testing("trainkit/data/loader.py")
+    own, exactness, naming = files_testing("trainkit/data/loader.py")
     assert (own, exactness) == (("tests/data/test_loader.py",), ("tests/exactness/test_exactness.py",))
     assert {*own} < {*naming}
     assert files_testing("trainkit/utils/events/writers.py")  # of the folder above
