@@ -123,18 +123,15 @@ def judge(first: Inspection, again: Inspection, elsewhere: list[Part] | str, equ
     else:
         there = find_difference(first.parts, elsewhere)
         new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
-    if here and isinstance(elsewhere, str):
-        start = "transient, or with a state that no checkpoint holds"
-    elif here and there:
-        start = "transient (hardware, a race, a clock, random numbers of another source)"
-    elif here:
-        start = "with a state that no checkpoint holds (a counter, a cache, an iterator), not a fault of the machine"
-    elif there:
-        start = "other in each process (the order of a set, an address, the environment), not a fault of the machine"
-    elif equals_run is False:
-        start = "different on this machine: the executions agree, but the run has stored other values"
+    if here or there:
+        start = {
+            (True, True): "transient (hardware, a race, a clock, random numbers of another source)",
+            (True, False): "with a state that no checkpoint holds (a counter, a cache, an iterator)",
+            (False, True): "other in each process (the order of a set, an address, the environment)",
+        }[bool(here), bool(there)]
+        start = "transient, or with a state that no checkpoint holds" if isinstance(elsewhere, str) else start
     elif equals_run is None:
         start = "reproducible, but not compared with the run, which has stored no value of the data (--prove compares)"
     else:
-        start = "reproducible"
+        start = "reproducible" if equals_run else "different on this machine: the run has stored other values"
     return f"{start}: {same}; {new}"

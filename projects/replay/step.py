@@ -17,7 +17,7 @@ from trainkit.projects.replay.session import Session, Start, copy_of
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
-from trainkit.engine import HookBase, hooks
+from trainkit.engine import hooks
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 
@@ -73,56 +73,53 @@ class _Step(Session):
     _equals_run: bool | None = True  # of a capsule: the failure says it
 
     def work(self, trainer: Any) -> Replay:
-        first = trainer.start_iter
+        first, reached = trainer.start_iter, list[dict[str, Any]]()
+        if self.keeps_all_hooks and self._next is not None:
+            self._collect_at(self._next, reached)
         self._go_on(self._at - 1)
-        before, kept = self._collect(), list[dict[str, Any]]()
-        seen, error = self._look(*self._ask_for_state(kept))
+        before = self._collect()
+        seen, error = self._look()
         name = os.path.basename(self._start.path) if self._start else "the beginning"
         values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
         result = Replay(self._run, self._at, name, first, self._notes, error, seen, values)
-        self._compare(result, kept)
+        self._compare(result, reached)
         if self.bisect:
             self._load(before)
-            by_rank = comm.all_gather(self._find_samples(seen.samples))
-            by_rank = by_rank if len(by_rank) == 1 else [f"rank {i}: {text}" for i, text in enumerate(by_rank)]
-            result.samples_at_fault = "; ".join(by_rank)
+            found = comm.all_gather(self._find_samples(seen.samples))
+            found = found if len(found) == 1 else [f"rank {i}: {text}" for i, text in enumerate(found)]
+            result.samples_at_fault = "; ".join(found)
         if self.verdict:
             self._load(before)
-            again = self._look()[0]
-            found = judge(seen, again, self._perform_elsewhere(), self._equals_run)
-            first_rank, *others = comm.all_gather(found)
-            different = [f"{text} (on rank {rank})" for rank, text in enumerate(others, 1) if text != first_rank]
-            result.verdict = "; ".join([first_rank, *different])
+            found = comm.all_gather(judge(seen, self._look()[0], self._perform_elsewhere(), self._equals_run))
+            others = [f"{text} (on rank {rank})" for rank, text in enumerate(found) if text != found[0]]
+            result.verdict = "; ".join([found[0], *others])
         result.findings = comm.all_gather(result.find())
         return result
 
-    def _compare(self, result: Replay, kept: list[dict[str, Any]]) -> None:
+    def _compare(self, result: Replay, reached: list[dict[str, Any]]) -> None:
         """Compare with what the run has stored."""
         # only rank 0 has all values
         way = compare_way(result.values, self._next, self._at) if comm.is_main_process() else ("", None)
         result.on_the_way, self._equals_run = comm.broadcast(way)
         if self.keeps_all_hooks and self._next is not None:
-            self._go_on(self._next.iteration - (self._next.stage == 1), *self._ask_for_state(kept))
-            result.proof = comm.broadcast(prove(kept, self._next) if comm.is_main_process() else "")
+            self._go_on(self._next.iteration - (self._next.stage == 1))
+            result.proof = comm.broadcast(prove(reached, self._next) if comm.is_main_process() else "")
 
-    def _ask_for_state(self, kept: list[dict[str, Any]]) -> list[HookBase]:
-        """For ``prove``: the hook that appends the state at the place of the next checkpoint."""
-        if not self.keeps_all_hooks or self._next is None:
-            return []
-        last = self._next.iteration - (self._next.stage == 1)
+    def _collect_at(self, saved: Saved, reached: list[dict[str, Any]]) -> None:
+        """Append the state at the place of this checkpoint to ``reached``."""
 
         def ask(trainer: Any) -> None:
-            if trainer.iter == last:
-                trainer.request_save("(replay)", lambda: kept.append(self._collect()))
+            if trainer.iter == saved.iteration - (saved.stage == 1):
+                trainer.request_save("(replay)", lambda: reached.append(self._collect()))
 
         hook = hooks.CallbackHook(after_step=ask)
-        hook.priority = "NORMAL" if self._next.stage == 2 else "LOW"  # above or below the save point
-        return [hook]
+        hook.priority = "NORMAL" if saved.stage == 2 else "LOW"  # above or below the save point
+        self._trainer.register_hooks([hook])
 
-    def _look(self, *own: HookBase) -> tuple[Inspection, str]:
+    def _look(self) -> tuple[Inspection, str]:
         """Perform the step now; return its inspection, and its error ("" if none)."""
         inspection = self.inspection = Inspection(self._at)
-        error = self._go_on(self._at, inspection, *own)
+        error = self._go_on(self._at, inspection)
         inspection.close()
         self.inspection = None
         return inspection, error
@@ -178,7 +175,7 @@ class _Capsule(_Step):
         self._processes = 1
         self._notes += self._capsule["notes"]
 
-    def _compare(self, result: Replay, kept: list[dict[str, Any]]) -> None:
+    def _compare(self, result: Replay, reached: list[dict[str, Any]]) -> None:
         """Whether the step fails as in the capsule, and how many of its losses are equal."""
         losses, former = {n: loss.item() for n, loss in result.losses.items()}, self._capsule["losses"]
         same = [name for name, loss in former.items() if repr(losses.get(name)) == repr(loss)]
@@ -200,8 +197,8 @@ class _Capsule(_Step):
         step.accumulation_steps = len(batches)
         step._data_loader_iter_obj = iter(batches)
 
-    def _look(self, *own: HookBase) -> tuple[Inspection, str]:
-        inspection, error = super()._look(*own)
+    def _look(self) -> tuple[Inspection, str]:
+        inspection, error = super()._look()
         inspection.samples = self._capsule["samples"]
         # the buffers before the step are not known: the forward pass that failed has changed them
         parameters = dict(unwrap_model(self._trainer.model).named_parameters())

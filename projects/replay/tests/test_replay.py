@@ -258,7 +258,7 @@ class Seen:
     [
         (Seen(), Seen(), True, f"reproducible: {SAME}; in a new process, every bit is equal"),
         (Seen(), Seen(), None, "reproducible, but not compared with the run, which has stored no value of the data"),
-        (Seen(), Seen(), False, "different on this machine: the executions agree"),
+        (Seen(), Seen(), False, "different on this machine: the run has stored other values"),
         (Seen(output="3"), Seen(), True, "with a state that no checkpoint holds (a counter"),
         (Seen(), Seen(output="3"), True, "other in each process (the order of a set"),
         (Seen(output="3"), Seen(output="4"), True, "transient (hardware, "),
