@@ -48,7 +48,6 @@ def requeue(job: str) -> None:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = str(getattr(error, "stderr", "") or error).strip()
-        logger.error("The SLURM job %s is not requeued: %s. Submit it again to continue the run", job, reason)
+        logger.error("The SLURM job %s is not requeued: %s", job, str(getattr(error, "stderr", "") or error).strip())
     else:
         logger.info("The SLURM job %s is requeued; it will continue from the last checkpoint", job)

@@ -17,7 +17,6 @@ def add_config(cfg: CfgNode) -> None:
     cfg.MODEL.CHANNELS_LAST = False  # True: store convolution weights in torch's channels_last format, faster on GPUs.
     cfg.MODEL.ACTIVATION_CHECKPOINT = CfgNode()  # Saves memory: the backward pass computes some outputs again.
     cfg.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []  # The class names of these modules, such as ["Block"]. []: none.
-    cfg.MODEL.ACTIVATION_CHECKPOINT.KEEP = []  # Operations whose results are kept anyway, such as ["mm", "addmm"].
     cfg.MODEL.COMPILE = CfgNode()  # torch.compile. --eval-only does not compile the model.
     cfg.MODEL.COMPILE.ENABLED = False  # True: compile the model.
     cfg.MODEL.COMPILE.BACKEND = "inductor"  # The backend of torch.compile.

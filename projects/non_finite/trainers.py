@@ -1,7 +1,6 @@
 """Policies for values that are not finite: parts of a trainer that flag each update on the device."""
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,17 +26,13 @@ class CheckGradients(SimpleTrainer):
     ``class MyTrainer(CheckGradients, AMPTrainer)``.
     """
 
-    _gradients: "_Gradients | None" = None
-
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         flag = self._mark(torch.zeros((), dtype=torch.float32, device=losses.total.device))
         return {**super().judge_gradients(losses), _FLAG: flag}
 
     def _mark(self, flag: Tensor) -> Tensor:
         """Set ``flag``, float32 of shape ``[]``, to 1 if a gradient is not finite; the same on ranks that share it."""
-        if self._gradients is None:
-            self._gradients = _Gradients()
-        self._gradients.mark(parameters_of(self.optimizer, self.model), flag)
+        _mark(parameters_of(self.optimizer, self.model), flag)
         if comm.get_data_group_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return flag
@@ -119,30 +114,16 @@ def skip() -> type[SkipNonFinite]:
     return SkipNonFinite
 
 
-class _Gradients:
-    """The gradients of some parameters, by device, dtype and kind, since one kernel checks one group."""
-
-    def __init__(self) -> None:
-        self._parameters: list[Tensor] = []
-        self._groups: list[list[Tensor]] = []
-
-    def mark(self, parameters: list[Tensor], flag: Tensor) -> None:
-        # comparing the parameters with those of the last step is faster than reading their devices
-        if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
-            groups: dict[tuple[Any, ...], list[Tensor]] = {}
-            for parameter in parameters:
-                groups.setdefault((parameter.device, parameter.dtype, type(parameter)), []).append(parameter)
-            self._parameters, self._groups = parameters, [*groups.values()]
-        for group in self._groups:
-            if grads := [grad for parameter in group if (grad := parameter.grad) is not None]:
-                here = flag if grads[0].device == flag.device else torch.zeros_like(flag, device=grads[0].device)
-                try:
-                    _set_if_not_finite(grads, here)
-                except RuntimeError:  # some gradients are not plain tensors
-                    for grad in grads:
-                        _set_if_not_finite([_plain(grad)], here)
-                if here is not flag:
-                    flag.copy_(torch.maximum(flag, here.to(flag.device, non_blocking=True)))
+def _mark(parameters: Iterable[Tensor], flag: Tensor) -> None:
+    """Set ``flag`` to 1 if a gradient is not finite; one kernel checks all gradients of a device, dtype and kind."""
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    for grad in (_plain(parameter.grad) for parameter in parameters if parameter.grad is not None):
+        groups.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
+    for grads in groups.values():
+        here = flag if grads[0].device == flag.device else torch.zeros_like(flag, device=grads[0].device)
+        _set_if_not_finite(grads, here)
+        if here is not flag:
+            flag.copy_(torch.maximum(flag, here.to(flag.device, non_blocking=True)))
 
 
 def _set_if_not_finite(tensors: Sequence[Tensor], flag: Tensor) -> None:

@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trainkit.projects.scaling.scaling import scale_workers
 
@@ -23,29 +22,17 @@ FILE = "batch.json"
 def keep_batch(cfg: CfgNode) -> None:
     """Change ``cfg`` to the batch and the lengths with which its run was started, divided over the present ranks.
 
-    `KeepBatch` notes how many ranks there were. A note for another batch size, or a damaged one, is ignored. Every rank
-    calls this.
+    `KeepBatch` notes how many ranks there were. A note for another batch size is ignored. Every rank calls this.
     """
     solver, present = cfg.SOLVER, comm.get_data_world_size()
     asked = [solver.IMS_PER_BATCH, solver.ACCUMULATION_STEPS, solver.REFERENCE_WORLD_SIZE]
     path = Path(cfg.CHECKPOINT.DIR or cfg.OUTPUT_DIR, FILE)
-    note = comm.broadcast(_read(path) if comm.is_main_process() else {})
+    note = comm.broadcast(json.loads(path.read_text()) if comm.is_main_process() and path.exists() else {})
     first = note["world_size"] if note.get("asked") == asked else present
     if first != present:
         cfg.update(split_batch(scale_workers(cfg, first), first, present))
         cfg.SOLVER.REFERENCE_WORLD_SIZE = present  # so that nothing is scaled again
     cfg.HOOKS = [*cfg.HOOKS, {"NAME": "KeepBatch", "WORLD_SIZE": first, "ASKED": asked}]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        note = json.loads(path.read_text()) if path.exists() else {"world_size": 1}
-        if isinstance(note, dict) and isinstance(note["world_size"], int) and note["world_size"] >= 1:
-            return note
-    except (OSError, ValueError, LookupError, RecursionError):
-        pass
-    logger.warning("'%s' is damaged and is ignored", path)
-    return {}
 
 
 @HOOK_REGISTRY.register()
@@ -65,33 +52,24 @@ class KeepBatch(HookBase):
 def split_batch(cfg: CfgNode, num_workers: int, present: int) -> CfgNode:
     """Divide the batch of an iteration, made for ``num_workers`` ranks, over ``present`` ranks.
 
-    Each rank keeps its samples per forward pass, and ACCUMULATION_STEPS changes, so that IMS_PER_BATCH *
-    ACCUMULATION_STEPS, learning rates and lengths stay. If the ranks cannot be given equal parts, IMS_PER_BATCH and
-    ACCUMULATION_STEPS change, but not their product.
+    Each rank keeps its samples per forward pass if the numbers divide evenly, and ACCUMULATION_STEPS changes, so that
+    IMS_PER_BATCH * ACCUMULATION_STEPS, learning rates and lengths stay.
 
     Returns:
-        ``cfg`` itself if nothing changes, else a changed copy.
+        A changed copy.
 
     Raises:
         ConfigError: ``present`` ranks cannot share the batch.
     """
-    solver = cfg.SOLVER
-    samples = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
-    if num_workers == present or solver.IMS_PER_BATCH % num_workers:
-        return cfg
-    batch_size = solver.IMS_PER_BATCH // num_workers * present
-    if samples % batch_size:
-        batch_size = next((size for size in (solver.IMS_PER_BATCH, samples) if size % present == 0), 0)
-        if not batch_size:
-            fitting = ", ".join(str(number) for number in range(1, samples + 1) if samples % number == 0)
-            accepted = f"{fitting}, which can share {samples} samples per iteration"
-            raise not_accepted("number of processes", present, accepted)
-    logger.info(
-        "This run started with %d processes, now there are %d: SOLVER.IMS_PER_BATCH %d, ACCUMULATION_STEPS %d",
-        *(num_workers, present, batch_size, samples // batch_size),
-    )
-    if batch_size == solver.IMS_PER_BATCH:
-        return cfg
+    batch_size, samples = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
+    sizes = (batch_size // num_workers * present, batch_size, samples)
+    size = next((size for size in sizes if size and samples % size == 0 and size % present == 0), 0)
+    if not size:
+        fitting = ", ".join(str(number) for number in range(1, samples + 1) if samples % number == 0)
+        accepted = f"{fitting}, which can share {samples} samples per iteration"
+        raise not_accepted("number of processes", present, accepted)
+    text = "This run started with %d processes, now there are %d: SOLVER.IMS_PER_BATCH %d, ACCUMULATION_STEPS %d"
+    logger.info(text, num_workers, present, size, samples // size)
     cfg = cfg.clone()
-    cfg.SOLVER.update(IMS_PER_BATCH=batch_size, ACCUMULATION_STEPS=samples // batch_size)
+    cfg.SOLVER.update(IMS_PER_BATCH=size, ACCUMULATION_STEPS=samples // size)
     return cfg

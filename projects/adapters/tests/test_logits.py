@@ -65,18 +65,6 @@ def test_a_tensor_is_input_and_target_and_a_mapping_for_prediction_needs_no_targ
     assert torch.equal(model.eval()({"image": X}), nn.Linear.forward(model, X))
 
 
-def test_another_batch_needs_a_function_that_splits_it():
-    batch = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
-    with pytest.raises(TypeError, match=r"losses_from split=.*, got list"):
-        losses_from(Takes(), F.cross_entropy)(batch)
-
-    def split(samples):
-        return {"x": torch.stack([sample["x"] for sample in samples])}, torch.stack([s["y"] for s in samples])
-
-    model = losses_from(Takes(), F.cross_entropy, split)
-    assert torch.equal(model(batch), F.cross_entropy(model.linear(X), Y))
-
-
 def test_the_names_of_the_state_stay_and_so_do_the_calls_of_the_model_itself():
     model = losses_from(Takes(), F.cross_entropy)
     assert [*model.state_dict()] == ["linear.weight", "linear.bias"]

@@ -7,7 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
-from trainkit.config import ConfigError, check_values
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
 
@@ -35,8 +34,3 @@ def test_the_first_step_may_take_longer_than_the_others(tmp_path):
     (iter, sec), _ = on_two_ranks([hang], tmp_path)["hang"]
     assert iter == 2
     assert 0.9 < sec < 3.5
-
-
-def test_a_negative_timeout_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="STEP_TIMEOUT: got -1"):
-        check_values(tiny_cfg(tmp_path, "STEP_TIMEOUT", -1.0))

@@ -89,18 +89,3 @@ def test_settings_under_which_a_resumed_run_may_differ_are_named(tmp_path, caplo
 def test_settings_that_cannot_be_are_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         check_values(tiny_cfg(tmp_path, *options))
-
-
-def test_a_backend_that_torch_does_not_know_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="torch refuses MODEL.COMPILE.*'gcc'"):
-        DefaultTrainer(tiny_cfg(tmp_path, *COMPILED, "MODEL.COMPILE.BACKEND", "gcc"))
-
-
-def test_a_model_of_two_graphs_fails_only_with_fullgraph(tmp_path):
-    options = [*COMPILED, "MODEL.NAME", "OfTwoGraphs"]
-    whole = DefaultTrainer(tiny_cfg(tmp_path / "whole", *options, "MODEL.COMPILE.FULLGRAPH", True))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
-        whole.train()
-    parts = DefaultTrainer(tiny_cfg(tmp_path / "parts", *options))
-    parts.train()
-    assert (whole.status, parts.status) == ("failed", "finished")

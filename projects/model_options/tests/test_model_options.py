@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import scalars
-from trainkit.config import ConfigError, check_values
+from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
 from trainkit.modeling import MODEL_REGISTRY
@@ -60,12 +60,11 @@ def assert_same_run(found, expected):
     assert scalars(found)["total_loss"] == scalars(expected)["total_loss"]
 
 
-@pytest.mark.parametrize("keep", [[], ["addmm"]], ids=["all", "but matrix products"])
-def test_blocks_are_computed_again_in_the_backward_pass_with_the_same_random_numbers(keep, tmp_path):
+def test_blocks_are_computed_again_in_the_backward_pass_with_the_same_random_numbers(tmp_path):
     plain = train(tmp_path / "plain", "MODEL.CHANNELS_LAST", False)
-    again = train(tmp_path / "again", *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep)
-    train(tmp_path / "pieces", *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep, stop_at=4)
-    resumed = train(tmp_path / "pieces", *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep, resume=True)
+    again = train(tmp_path / "again", *BLOCKS)
+    train(tmp_path / "pieces", *BLOCKS, stop_at=4)
+    resumed = train(tmp_path / "pieces", *BLOCKS, resume=True)
 
     assert_same_run(again, plain)
     assert_same_run(resumed, plain)
@@ -91,35 +90,15 @@ class OfNormedBlocks(OfCountingBlocks):
         self.blocks[2].train = lambda mode: None
 
 
-@pytest.mark.parametrize("keep", [[], ["addmm"]], ids=["all", "but matrix products"])
-def test_batch_norms_of_blocks_count_each_batch_once(keep, tmp_path):
+def test_batch_norms_of_blocks_count_each_batch_once(tmp_path):
     normed = ("MODEL.NAME", "OfNormedBlocks", "SOLVER.ACCUMULATION_STEPS", 2)
     plain = train(tmp_path / "plain", *normed)
-    blocks = ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", ["Normed"], "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep)
+    blocks = ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", ["Normed"])
     again = train(tmp_path / "again", *normed, *blocks)
 
     assert_same_run(again, plain)
     assert [int(block.layers[1].num_batches_tracked) for block in again.model.blocks] == [20, 20, 0]
     assert [block.layers[1].momentum for block in again.model.blocks] == [0.1, None, 0.1]
-
-
-class CountProducts(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.name().startswith("aten::addmm")
-        return function(*args, **(kwargs or {}))
-
-
-def test_what_is_kept_is_not_computed_again(tmp_path):
-    counts = []
-    for keep in ([], ["addmm"]):
-        with CountProducts() as products:
-            train(tmp_path / str(keep), *BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", keep, "TEST.EVAL_PERIOD", 0)
-        counts.append(products.count)
-    assert counts[0] - counts[1] == 2 * 10
 
 
 @pytest.mark.parametrize(
@@ -129,17 +108,11 @@ def test_what_is_kept_is_not_computed_again(tmp_path):
             ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", ["Block"]),
             r"BLOCKS: got \['Block'\] .*; accepted: Conv2d",
         ),
-        ((*BLOCKS, "MODEL.ACTIVATION_CHECKPOINT.KEEP", ["matrix"]), "KEEP: got 'matrix'"),
     ],
 )
 def test_names_that_fit_nothing_are_errors_before_training(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         train(tmp_path, *options)
-
-
-def test_with_a_graph_it_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a graph cannot look at the random state"):
-        check_values(tiny_cfg(tmp_path, *BLOCKS, "SOLVER.GRAPH.ENABLED", True))
 
 
 def test_weights_of_convolutions_have_their_channels_last_after_a_resume_too(tmp_path):

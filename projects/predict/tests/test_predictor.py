@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.hooks.publish_weights import publish_weights
 
 from tests.docs.pages import blocks, run
 from tests.engine.job import TinyClassifier, tiny_cfg
@@ -75,13 +74,6 @@ def test_a_prediction_is_what_evaluation_gets_for_the_same_sample(plain, tmp_pat
     assert not predictor(samples[3]).requires_grad
 
 
-def test_a_prediction_needs_no_label_and_no_sample_needs_no_model(plain, tmp_path):
-    predictor = DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", plain))
-    sample = DatasetCatalog.get("tiny_test")[0]
-    torch.testing.assert_close(predictor({"x": sample["x"]}), predictor(sample))
-    assert predictor([]) == []
-
-
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [("", ConfigError, "MODEL.WEIGHTS is empty"), ("no.pth", CheckpointError, "no.pth")],
@@ -89,12 +81,6 @@ def test_a_prediction_needs_no_label_and_no_sample_needs_no_model(plain, tmp_pat
 def test_a_predictor_without_weights_is_an_error(tmp_path, weights, error, message):
     with pytest.raises(error, match=message):
         DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", weights))
-
-
-@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
-def test_the_model_is_built_on_the_device_of_the_config(plain, tmp_path):
-    cfg = tiny_cfg(tmp_path, "MODEL.DEVICE", "meta", "MODEL.WEIGHTS", plain)
-    assert next(DefaultPredictor(cfg, TinyClassifier).model.parameters()).is_meta
 
 
 @pytest.mark.parametrize(
@@ -127,13 +113,6 @@ def test_weights_without_an_average_are_used_with_one_warning(trained, tmp_path,
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         "MODEL.WEIGHTS holds no averaged weights of an EMAHook; predicting with the model's"
     ]
-
-
-def test_averaged_weights_of_another_model_are_an_error_like_any_others(trained, tmp_path):
-    state = {"model": {"a": torch.ones(1)}, "trainer": {"hooks": {"EMAHook": {"model": {"a": torch.ones(1)}}}}}
-    torch.save(state, tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match="entry 'model' does not fit"):
-        predicted(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "other.pth"), "HOOKS", [EMA]))
 
 
 # ---------------------------------------------------------------------- best checkpoints hold what was scored
@@ -219,12 +198,6 @@ def test_eval_only_evaluates_the_weights_that_the_file_was_chosen_by(best, tmp_p
     assert EvaluationRun(cfg, DefaultTrainer).run() == {"weight": {"value": AVERAGE}}
 
 
-def test_eval_only_of_both_has_both(best, tmp_path):
-    cfg = falling_cfg(tmp_path, [{**MEAN, "EVALUATE": "both"}], "MODEL.WEIGHTS", str(best))
-    expected = {"weight": {"value": AVERAGE}, "raw": {"weight": {"value": RAW}}}
-    assert EvaluationRun(cfg, DefaultTrainer).run() == expected
-
-
 def test_a_new_run_starts_from_the_weights_that_the_file_was_chosen_by(best, tmp_path):
     trainer = DefaultTrainer(falling_cfg(tmp_path, [MEAN], "MODEL.WEIGHTS", str(best)))
     trainer.resume_or_load(resume=False)
@@ -257,23 +230,6 @@ def test_a_file_that_was_chosen_by_the_raw_score_holds_the_raw_weights(tmp_path)
     ]
     cfg.merge_from_list(["MODEL.WEIGHTS", str(tmp_path / "model_best_raw_weight_value.pth")])
     assert DefaultPredictor(cfg)({"x": torch.zeros(4)}).item() == RAW
-
-
-def test_weights_that_a_hook_leaves_out_of_the_file_stay_out(tmp_path):
-    class LeaveOut(HookBase):
-        def before_save(self, state):
-            state["model"] = {name: value for name, value in state["model"].items() if name != "weight"}
-
-    trainer = DefaultTrainer(falling_cfg(tmp_path, [MEAN]))
-    trainer.register_hooks([LeaveOut()], priority="ABOVE_NORMAL")  # before the EMAHook
-    trainer.train()
-    state = read_file(tmp_path / "model_best.pth")
-    assert (state["evaluated"], state["model"], state["trained_model"]) == ("ema", {}, {})
-
-
-def test_published_weights_of_a_best_checkpoint_are_those_that_were_scored(best):
-    assert read_file(publish_weights(best))["model"]["weight"].item() == AVERAGE
-    assert read_file(publish_weights(best, "ema"))["model"]["weight"].item() == AVERAGE
 
 
 def test_where_an_evaluation_of_ones_own_scored_the_model_its_best_file_holds_the_model(tmp_path):

@@ -80,18 +80,3 @@ def test_the_first_number_of_ranks_is_kept_until_the_command_asks_for_another_ba
     assert batch_of(trainer) == (4, 1, 0.025, 8)  # for one process, as by a new run
     trainer.train()
     assert json.loads((tmp_path / "batch.json").read_text()) == {"world_size": 1, "asked": [16, 1, 4]}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"world_size":',
-        '{"world_size": 0, "asked": [8, 1, 4]}',
-        "[" * 100_000,
-        "3",
-    ],
-)
-def test_a_damaged_note_of_the_batch_counts_as_none_with_a_warning(tmp_path, caplog, content):
-    (tmp_path / "batch.json").write_text(content)
-    assert batch_of(DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.REFERENCE_WORLD_SIZE", 1))) == (8, 1, 0.1, 10)
-    assert "batch.json' is damaged and is ignored" in caplog.text

@@ -31,23 +31,6 @@ def test_the_rates_are_multiplied_by_the_ratio_of_samples_per_iteration(steps, r
     assert scale_lr_to_batch(scaled) is scaled
 
 
-def test_the_rate_among_the_optimizers_arguments_is_scaled_too_and_a_frozen_config_stays_frozen():
-    cfg = make_cfg(REFERENCE_BATCH_SIZE=64, OPTIMIZER={"NAME": "Adam", "LR": 0.25})
-    cfg.freeze()
-    scaled = scale_lr_to_batch(cfg)
-    assert (scaled.SOLVER.OPTIMIZER.LR, scaled.is_frozen()) == (0.125, True)
-
-
-def test_the_end_of_a_schedule_is_a_rate_that_is_scaled_too_and_its_length_is_none():
-    schedules = [{"NAME": "Cosine", "END_VALUE": 0.25, "END": 100}, {"NAME": "Constant", "END_VALUE": None}]
-    cfg = make_cfg(REFERENCE_BATCH_SIZE=64, SCHEDULES=schedules)
-    assert scale_lr_to_batch(cfg).SOLVER.SCHEDULES == [
-        {"NAME": "Cosine", "END_VALUE": 0.125, "END": 100},
-        {"NAME": "Constant", "END_VALUE": None},
-    ]
-    assert cfg.SOLVER.SCHEDULES[0]["END_VALUE"] == 0.25
-
-
 @pytest.mark.parametrize("reference", [0, 32])
 def test_without_a_reference_or_at_the_reference_nothing_changes(reference):
     cfg = make_cfg(REFERENCE_BATCH_SIZE=reference)
