@@ -20,12 +20,10 @@ from projects.charlm import (
     sample,
     split_of,
 )
-from tests.two_ranks import on_two_ranks
 from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultPredictor, DefaultTrainer
 from trainkit.modeling import build_model
-from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng
 
 CONFIG = Path(__file__).parents[2] / "projects" / "charlm" / "config.yaml"
@@ -182,36 +180,6 @@ def test_tokens_per_second_and_the_utilization_are_among_the_metrics(tmp_path):
 
 
 # ---------------------------------------------------------------------- two ranks
-
-
-def shared(rank, folder):
-    """Losses, and the share of the parameters that the rank holds, under DDP and FSDP2."""
-    found = {}
-    for name in ("ddp", "fsdp"):
-        trainer = run(f"{folder}/{name}", "MODEL.PARALLEL", name)
-        held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in trainer.model.parameters())
-        results = metrics(f"{folder}/{name}", "loss/total_loss") if comm.is_main_process() else {}
-        found[name] = (losses(trainer), held, results)
-    return found
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_same_under_ddp_and_fsdp(tmp_path):
-    alone = run(tmp_path / "alone")
-    num_params = sum(parameter.numel() for parameter in alone.model.parameters())
-    ranks = on_two_ranks([shared], tmp_path)["shared"]
-
-    for found in ranks:
-        for name, share in (("ddp", 1), ("fsdp", 0.5)):
-            assert found[name][0] == [(pytest.approx(loss, rel=1e-4), i) for loss, i in losses(alone)]
-            assert found[name][1] == pytest.approx(share * num_params, rel=0.02)
-    results = metrics(tmp_path / "alone", "loss/total_loss")
-    logits = []
-    for name in ("ddp", "fsdp"):
-        weights = ["MODEL.WEIGHTS", f"{tmp_path}/{name}/model_best.pth"]
-        logits.append(DefaultPredictor(config(*OPTIONS, *weights))({"tokens": tokens(WINDOW)}))
-        assert ranks[0][name][2] == {i: pytest.approx(loss, rel=1e-4) for i, loss in results.items()}
-    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------- sampling

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from projects.selfsup import FrozenFeatureEvaluator, TwoViews, compare, load_frozen, load_unlabeled
+from projects.selfsup import FrozenFeatureEvaluator, compare, load_frozen, load_unlabeled
 from projects.selfsup.data import EVALUATED, LABELLED, UNLABELLED
-from projects.selfsup.densecl import DenseCL, contrast
-from projects.selfsup.evaluation import nearest_neighbours
+from projects.selfsup.densecl import DenseCL
 from projects.selfsup.queues import new_queue, push
 from projects.selfsup.simsiam import SimSiam, negative_cosine
 from projects.selfsup.swav import SwAV, sinkhorn
@@ -72,28 +71,6 @@ def views(num=4, seed=0):
 # ---------------------------------------------------------------------- data
 
 
-def test_an_evaluation_dataset_has_ten_labelled_scans_per_class():
-    counts = Counter((sample["part"], sample["label"]) for sample in load_frozen("test"))
-    assert [counts[LABELLED, label] for label in range(10)] == [10] * 10
-    assert [counts[EVALUATED, label] for label in range(10)] == [40] * 10
-    assert sum(counts[UNLABELLED, label] for label in range(10)) == 1097
-    assert len(load_frozen("val")) == 1197 + 200
-
-
-def test_the_views_are_two_and_a_function_of_the_torch_seed():
-    sample, transform = load_unlabeled()[7], TwoViews()
-    torch.manual_seed(0)
-    first, second = transform(sample), transform(sample)
-    torch.manual_seed(0)
-    again = transform(sample)
-
-    assert (list(first), first["index"]) == (["index", "view1", "view2"], 7)
-    assert (first["view1"].dtype, list(first["view2"].shape)) == (torch.float32, [1, 8, 8])
-    assert torch.equal(torch.stack([first["view1"], first["view2"]]), torch.stack([again["view1"], again["view2"]]))
-    assert not torch.equal(first["view1"], first["view2"])
-    assert not torch.equal(first["view1"], second["view1"])
-
-
 # ---------------------------------------------------------------------- models
 
 
@@ -130,17 +107,6 @@ def test_the_probe_sees_few_labels_and_the_neighbours_all():
     evaluator.reset()
     process(evaluator, [(part, 1 - label if part == LABELLED else label, x) for part, label, x in SAMPLES])
     assert evaluator.evaluate()["frozen"]["probe"] == 0.0
-
-
-def test_the_nearest_neighbours_vote_by_their_cosines():
-    features = torch.tensor([[1.0, 0.0]] * 2 + [[1.0, 0.3]] * 3 + [[0.0, 1.0]] * 15)
-    labels = torch.tensor([0] * 2 + [1] * 3 + [2] * 15)
-    # exp(1 / 0.07) twice is more than exp(0.958 / 0.07) three times and exp(0) fifteen times
-    assert nearest_neighbours(features, labels, torch.tensor([[3.0, 0.0], [2.0, 0.5], [0.0, 0.1]])).tolist() == [
-        0,
-        1,
-        2,
-    ]
 
 
 # ---------------------------------------------------------------------- SimSiam
@@ -216,14 +182,6 @@ def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(que
 
 
 # ---------------------------------------------------------------------- DenseCL
-
-
-def test_a_query_is_told_from_the_queue():
-    queries, queue = F.normalize(torch.rand(3, 4)), F.normalize(torch.rand(5, 4))
-    positive = (queries.double() @ queries[0].double() / 0.2).exp()
-    negative = (queries.double() @ queue.T.double() / 0.2).exp().sum(dim=1)
-    expected = -(positive / (positive + negative)).log().mean()
-    assert contrast(queries, queries[[0] * 3], queue, 0.2).item() == pytest.approx(expected.item())
 
 
 def test_densecl_weighs_its_two_losses_and_remembers_the_keys():

@@ -10,7 +10,6 @@ from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase
-from trainkit.modeling import build_model
 from trainkit.utils.env import seed_all_rng
 from trainkit_selfsup import ODCMemory
 from trainkit_selfsup.clustering import kmeans
@@ -212,22 +211,6 @@ def test_small_clusters_join_the_others_and_become_halves_of_the_largest():
 
 
 # ---------------------------------------------------------------------- ODC
-
-
-def test_an_odc_model_has_a_memory_as_long_as_the_dataset_and_trains_all_parameters(tmp_path):
-    seed_all_rng(0)
-    model = build_model(config("odc.yaml", tmp_path)).train()
-    assert list(model.memory_bank.feature_bank.shape) == [24, 3]
-    model.memory_bank.init_memory(torch.randn(24, 3), torch.tensor([0] * 16 + [1] * 4 + [2] * 4))
-    model.loss_weight.copy_(loss_weights(model.memory_bank.sizes(), 0.5))
-    batch = {"view1": torch.rand(4, 1, 8, 8), "index": torch.tensor([14, 15, 16, 20])}
-    losses = model(batch)
-    losses["loss_cluster"].backward()
-
-    logs = model.head(model.neck(model.features(batch["view1"]))).log_softmax(1)
-    expected = -(logs[0, 0] / 4 + logs[1, 0] / 4 + logs[2, 1] / 2 + logs[3, 2] / 2) / (2 / 4 + 2 / 2)
-    assert losses["loss_cluster"].item() == pytest.approx(expected.item())
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 # ---------------------------------------------------------------------- killed and resumed

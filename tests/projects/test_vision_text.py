@@ -62,16 +62,6 @@ def model_of(job):
 # ---------------------------------------------------------------------- data
 
 
-def test_samples_are_a_function_of_seed_and_index():
-    first, again, other = Shapes(9, 0), Shapes(9, 0), Shapes(9, 1)
-    assert (first[4]["image"] == again[4]["image"]).all()
-    assert (first[4]["image"] != other[4]["image"]).any()
-    image = ToImage()(first[4])["image"]
-    assert (image.shape, image.dtype, first[4]["label"]) == ((3, 32, 32), torch.float32, 1)
-    with pytest.raises(IndexError, match="there are 9 samples, got index 9"):
-        first[9]
-
-
 # ---------------------------------------------------------------------- training
 
 
