@@ -24,6 +24,8 @@ def check(cfg: CfgNode) -> None:
     numbers: list[Any] = [number for pair in pairs for number in pair] if all(is_pair) else [None]
     if not all(is_whole(number, 0) for number in numbers) or numbers != sorted({*numbers}):
         raise not_accepted("DATALOADER.SKIP", pairs, "a list of [start, end], whole numbers from 0 on, which grow")
+    if "FORK" in cfg and cfg.FORK.ITER >= 0 and not cfg.FORK.RUN:
+        raise not_accepted("FORK.ITER", cfg.FORK.ITER, "an iteration of FORK.RUN, which is empty")
     if mode != "shift":
         raise not_accepted("DATALOADER.SKIP_MODE", mode, "'shift'")
 

@@ -1,5 +1,6 @@
 """Checks that every config must pass before anything is built."""
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
@@ -20,6 +21,12 @@ def check_values(cfg: Any) -> None:
     for entry in cfg.TEST.EXPECTED_RESULTS:
         if not isinstance(entry, list | tuple) or len(entry) != 4:
             raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
+    if not cfg.OUTPUT_DIR.strip() or re.match(r"\w+:/(?!/)", cfg.OUTPUT_DIR):
+        raise not_accepted("OUTPUT_DIR", cfg.OUTPUT_DIR, "a folder, or an address such as s3://bucket/run")
+    if len({*cfg.LOG.WRITERS}) < len(cfg.LOG.WRITERS):
+        raise not_accepted("LOG.WRITERS", cfg.LOG.WRITERS, "each writer once")
+    if (scale := cfg.SOLVER.AMP.LOSS_SCALE) != "dynamic" and not _is_in(scale, "(0, inf)", False):
+        raise not_accepted("SOLVER.AMP.LOSS_SCALE", scale, '"dynamic", or a number in (0, inf)')
     for project in projects_of(cfg):
         getattr(project, "check", lambda _: None)(cfg)
 
