@@ -3,7 +3,6 @@
 import builtins
 import logging
 import os
-import random
 
 import pytest
 import torch
@@ -27,35 +26,18 @@ def warnings_of(caplog):
     return found
 
 
-def flips(intact, rng):
-    for position in rng.sample(range(len(intact)), 100):
-        damaged = bytearray(intact)
-        damaged[position] ^= rng.randrange(1, 256)
-        yield bytes(damaged)
-
-
-def truncations(intact, rng):
-    return (intact[:length] for length in rng.sample(range(len(intact)), 50))
-
-
-@pytest.mark.parametrize(("damages", "most_harmless"), [(flips, 50), (truncations, 0)])
-def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder, caplog, damages, most_harmless):
-    """Or from the damaged one, if what it holds is the same: an archive has padding."""
+def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder, caplog):
     path = run_folder / NEWEST
     intact = path.read_bytes()
     assert (resume(run_folder), warnings_of(caplog)) == (29, [])
 
-    num_harmless = 0
-    for damaged in damages(intact, random.Random(4)):
+    flipped = intact.replace(torch.tensor(29.0).numpy().tobytes(), torch.tensor(28.0).numpy().tobytes())
+    for damaged in (flipped, intact[:-1], intact[: len(intact) // 2], b"", b"damaged", b"PK damaged"):
         path.write_bytes(damaged)
-        if resume(run_folder) == 29:
-            num_harmless += 1
-            assert warnings_of(caplog) == []
-            continue
+        assert resume(run_folder) == 19
         (warning,) = warnings_of(caplog)
         assert str(path) in warning
         assert f"Resuming from '{run_folder / 'model_0000019.pth'}' instead" in warning
-    assert num_harmless <= most_harmless
 
 
 def test_a_resume_reads_each_file_that_it_tries_once(run_folder, monkeypatch):

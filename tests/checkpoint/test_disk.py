@@ -1,12 +1,9 @@
-"""Disks that are full, read-only or gone, and processes that die while they write."""
+"""Disks that are full, and processes that die while they write."""
 
 import errno
-import json
 import os
 import resource
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
@@ -23,15 +20,20 @@ def save_and_wait(checkpointer, name):
     checkpointer.wait()
 
 
-# ---------------------------------------------------------------------------------------- a full disk
+def resumed(folder):
+    model, trainer = linear(0), Counter(0)
+    Checkpointer(model, folder, trainer=trainer).resume_or_load("", resume=True)
+    assert weight_of(model) == trainer.value
+    return trainer.value
+
+
+def hidden_files(folder):
+    return [name for name in os.listdir(folder) if name.startswith(".")]
+
+
 def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkeypatch, save_format):
     def fail():
         raise OSError(errno.ENOSPC, "No space left on device")
-
-    def resumed_weight():
-        model = linear(0)
-        Checkpointer(model, run_folder, trainer=Counter()).resume_or_load("", resume=True)
-        return weight_of(model)
 
     before = {path.name: path.read_bytes() for path in run_folder.glob("*.pth")}
     checkpointer = Checkpointer(linear(39), run_folder, format=save_format, trainer=Counter(39))
@@ -41,18 +43,39 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
             with pytest.raises(CheckpointError, match="cannot write .*: No space left on device"):
                 save_and_wait(checkpointer, "model_0000039")
 
-        assert [name for name in os.listdir(run_folder) if name.startswith(".")] == []
+        assert hidden_files(run_folder) == []
         assert {name: (run_folder / name).read_bytes() for name in before} == before
         tagged = 39 if (kind, n) == ("fsync", 3) else 29  # there all but the tag's place in the folder is durable
         assert (run_folder / "last_checkpoint").read_text() == f"model_{tagged:07d}.pth"
-        assert resumed_weight() == tagged
-        Checkpointer(linear(29), run_folder).tag_last_checkpoint("model_0000029.pth")
+        assert resumed(run_folder) == tagged
+        checkpointer.tag_last_checkpoint("model_0000029.pth")
 
     with monkeypatch.context() as patch:
         faults = Faults(patch.setattr)
         save_and_wait(checkpointer, "model_0000039")
     assert faults.counts == CALLS_OF_A_SAVE  # no others
-    assert resumed_weight() == 39
+    assert resumed(run_folder) == 39
+
+
+def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_path, save_format):
+    for kind, n in EACH_CALL:
+        run = tmp_path / f"{kind}_{n}"
+        Checkpointer(linear(1), run, trainer=Counter(1)).save("model_0000001")
+        child = os.fork()
+        if child == 0:
+            try:
+                Faults(setattr, kind, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
+                save_and_wait(Checkpointer(linear(2), run, format=save_format, trainer=Counter(2)), "model_0000002")
+            finally:
+                os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+        is_renamed = (kind, n) in [("write", 2), ("fsync", 2), ("rename", 2), ("fsync", 3)]
+        files = ["last_checkpoint", "model_0000001.pth", *["model_0000002.pth"] * is_renamed]
+        assert sorted({*os.listdir(run)} - {*hidden_files(run)}) == files
+        is_tagged = (kind, n) == ("fsync", 3)  # only the folder is not yet durable
+        assert resumed(run) == 1 + is_tagged
+        assert len(hidden_files(run)) == 1 - is_tagged  # which the next save removes
 
 
 def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, save_format):
@@ -61,7 +84,6 @@ def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, save_forma
         Checkpointer(linear(1), tmp_path / "run", format=save_format).save("model")
 
 
-# ---------------------------------------------------------------------------------------- a limit on the size of a file
 @pytest.fixture
 def file_size_limit():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -128,23 +150,3 @@ def test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_
     assert trainer.iter == 1
     trainer.train(2, 6)
     assert trainer.status == "finished"
-
-
-# ---------------------------------------------------------------------------------------- killed
-def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_path, save_format):
-    command = [sys.executable, "-m", "tests.checkpoint.kills", str(tmp_path), save_format]
-    output = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
-    deaths = [json.loads(line) for line in output.splitlines()]
-
-    assert [tuple(death["at"]) for death in deaths] == EACH_CALL
-    assert {death["signal"] for death in deaths} == {9}
-    # the new one counts from the second rename on, behind which only the tag's place in the folder is made durable
-    assert [death["at"] for death in deaths if death["resumed"] == [2, 2]] == [["fsync", 3]]
-    assert [death["at"] for death in deaths if death["resumed"] == [1, 1]] == [
-        death["at"] for death in deaths if death["at"] != ["fsync", 3]
-    ]
-    # after the last rename nothing is left; else one file, which the next save removes
-    assert [death["at"] for death in deaths if death["left"] == 0] == [["fsync", 3]]
-    for death in deaths:
-        has_new = tuple(death["at"]) in [("write", 2), ("fsync", 2), ("fsync", 3), ("rename", 2)]
-        assert death["files"] == ["last_checkpoint", "model_0000001.pth", *["model_0000002.pth"] * has_new]

@@ -96,13 +96,12 @@ def test_a_tag_that_is_a_link_to_another_file_is_refused_and_not_shown(outside, 
     assert "hunter" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["model.pth", " model.pth\n", "inner.pth"])
-def test_a_tag_that_stays_in_the_folder_is_followed_also_if_the_folder_is_a_link(outside, tmp_path, name):
-    (outside / "last_checkpoint").write_text(name)
+def test_a_tag_that_stays_in_the_folder_is_followed_also_if_the_folder_is_a_link(outside, tmp_path):
     (tmp_path / "link").symlink_to(outside)
-    for folder in (outside, tmp_path / "link"):
+    for name in ("model.pth", " model.pth\n", "inner.pth"):
+        (outside / "last_checkpoint").write_text(name)
         model = linear(0)
-        Checkpointer(model, folder, trainer=Counter()).resume_or_load("")
+        Checkpointer(model, tmp_path / "link", trainer=Counter()).resume_or_load("")
         assert weight_of(model) == 1
 
 

@@ -66,11 +66,7 @@ def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> 
     Args:
         conflicts: (key, other key, reason); ``KEY=value`` means this value, ``KEY`` alone that it is on.
     """
-
-    def is_on(setting: str) -> bool:
-        key, _, wanted = setting.partition("=")
-        return get_key(cfg, key) == wanted if wanted else bool(get_key(cfg, key))
-
-    for one, other, reason in conflicts:
-        if is_on(one) and is_on(other):
-            raise ConfigError(f"{one} and {other} exclude each other: {reason}; set one of them")
+    for *settings, reason in conflicts:
+        parts = [setting.partition("=") for setting in settings]
+        if all(get_key(cfg, key) == wanted if equals else get_key(cfg, key) for key, equals, wanted in parts):
+            raise ConfigError(f"{' and '.join(settings)} exclude each other: {reason}; set one of them")
