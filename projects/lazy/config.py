@@ -19,40 +19,23 @@ _logger = logging.getLogger(__name__)
 _WRITABLE = (str, int, float, bool, bytes, type(None))
 
 
-class _CodeName(str):
-    """The dotted name of a function or class, written as a tag that no safe reader of YAML accepts."""
-
-
-class _CodeDumper(Dumper):
-    def represent_code(self, name: str) -> yaml.Node:
-        return self.represent_scalar(f"tag:yaml.org,2002:python/name:{name}", "")
-
-
-_CodeDumper.add_representer(_CodeName, _CodeDumper.represent_code)
-
-
 class LazyCall:
     """``LazyCall(target)(**arguments)`` gives a node that describes a call; `instantiate` makes the call.
 
-    The node holds the arguments, which can be changed, and the target under ``_target_``. The target is saved as its
-    dotted path. A node that was loaded, or whose target is a dataclass, holds the path.
+    The node holds the arguments, which can be changed, and under ``_target_`` the dotted path of the target; the target
+    itself if it has no path.
 
     Args:
         target: a callable, its dotted path, or a node that describes a call which returns a callable.
-
-    Raises:
-        TypeError: ``target`` is none of these.
-        ConfigError: a node cannot hold an argument, see `LazyConfig.load`.
     """
 
     def __init__(self, target: Callable[..., Any] | str | Mapping[Any, Any]) -> None:
-        is_call = isinstance(target, Mapping) and TARGET in target
-        if not callable(target) and not isinstance(target, str) and not is_call:
+        if not callable(target) and not isinstance(target, str | Mapping):
             raise TypeError(f"target must be a class, a function, a dotted path or a LazyCall of one, got {target!r}")
         self._target = target
 
     def __call__(self, **arguments: Any) -> Any:
-        return to_node({TARGET: self._target, **arguments}, f"LazyCall({name_of(self._target)})")
+        return to_node({TARGET: self._target, **arguments})
 
 
 class LazyConfig:
@@ -75,8 +58,8 @@ class LazyConfig:
             dataclasses become calls that make them.
 
         Raises:
-            ConfigError: a file cannot be read, imports itself, lacks a name, or has a value that a node cannot hold.
-                Errors of the code in a file are not changed.
+            ConfigError: a file cannot be read, imports itself or lacks a name. Errors of the code in a file, and of
+                omegaconf, are not changed.
         """
         path = os.path.abspath(os.path.expanduser(filename))
         if not path.endswith((".py", ".yaml", ".yml")):
@@ -85,12 +68,11 @@ class LazyConfig:
         content = vars(run_file(path)) if is_python else read_yaml(path)
         if keys is None:
             nodes = {name: value for name, value in content.items() if not name.startswith("_") and is_node(value)}
-            return to_node(nodes if is_python else content, path)
+            return to_node(nodes if is_python else content)
         names = [keys] if isinstance(keys, str) else list(keys)
-        for name in names:
-            if name not in content:
-                raise ConfigError(f"{path} has no {name!r}; {_nearest(name, content)}")
-        found = [to_node(content[name], path) if is_node(content[name]) else content[name] for name in names]
+        if missing := [name for name in names if name not in content]:
+            raise ConfigError(f"{path} has no {missing[0]!r}; {_nearest(missing[0], content)}")
+        found = [to_node(content[name]) if is_node(content[name]) else content[name] for name in names]
         return found[0] if isinstance(keys, str) else tuple(found)
 
     @staticmethod
@@ -103,10 +85,7 @@ class LazyConfig:
     def save(cfg: Any, filename: str | os.PathLike[str]) -> None:
         """Write ``cfg`` as YAML, from which ``load`` makes the same calls; references stay references.
 
-        Functions and classes are written by name, with a warning: ``load`` refuses such a file, since it runs no code.
-
-        Raises:
-            ConfigError: a value is not a number, text, list, node, function or class; the message has its key.
+        Of a value that YAML cannot hold, such as a function as an argument, only the name is written, with a warning.
         """
         Path(filename).write_text(to_yaml(cfg), encoding="utf-8")
 
@@ -141,7 +120,6 @@ class LazyConfig:
 
 def to_yaml(cfg: Any) -> str:
     """The text that `LazyConfig.save` writes."""
-    code: list[str] = []
     lost: list[str] = []
 
     def writable(value: Any, key: str) -> Any:
@@ -153,42 +131,30 @@ def to_yaml(cfg: Any) -> str:
             value = path_of(value)
         if type(value) in _WRITABLE:
             return value
-        is_code = callable(value) and hasattr(value, "__qualname__")
-        (code if is_code else lost).append(f"{key[1:]} is {name_of(value)}")
-        return _CodeName(name_of(value))
+        lost.append(f"{key[1:]} is {name_of(value)}")
+        return name_of(value)
 
     plain = writable(to_plain(cfg), "")
     if lost:
-        raise ConfigError(
-            "the config cannot be saved, because YAML holds numbers, texts, lists and nodes, and "
-            f"{'; '.join(lost)}; write LazyCall(its class)(...) for an object"
-        )
-    if code:
-        _logger.warning(
-            "The config is saved, but cannot be loaded again: %s. Describe a function or class as an argument by "
-            "LazyCall(trainkit.utils.registry.locate)(name='package.module.function')",
-            "; ".join(code),
-        )
-    return yaml.dump(plain, Dumper=_CodeDumper, sort_keys=False)
+        _logger.warning("The saved config has only the names of these values: %s", "; ".join(lost))
+    return yaml.dump(plain, Dumper=Dumper, sort_keys=False)
 
 
-def _check_key(cfg: Any, names: Sequence[str], *, may_be_new: bool) -> None:
-    node, key = cfg, ".".join(names)
+def _check_key(node: Any, names: Sequence[str], *, may_be_new: bool) -> None:
     for i, name in enumerate(names):
+        here = ".".join(names[: i + 1])
         if isinstance(node, Sequence) and not isinstance(node, str) and name.isdigit() and int(name) < len(node):
             node = node[int(name)]
         elif not isinstance(node, Mapping):
-            raise UnknownKeyError(f"{key}: {'.'.join(names[:i])} is {node!r}, which has no {name!r}; set that")
+            raise UnknownKeyError(f"{here}: {node!r} is neither a node nor a long enough list")
         elif name in node:
             node = node[name]
-        elif may_be_new:
-            return
-        elif did_you_mean(name, map(str, node)) or not name.isidentifier():
-            raise UnknownKeyError(
-                f"there is no {'.'.join(names[: i + 1])!r}; {_nearest(name, node)} (new keys: +{key}=...)"
-            )
+        elif not may_be_new and (did_you_mean(name, map(str, node)) or not name.isidentifier()):
+            raise UnknownKeyError(f"there is no {here!r}; {_nearest(name, node)} (new keys: +{here}=...)")
         else:
-            _logger.warning("%s is used as a new key; write +%s if this is what you mean", key, key)
+            if not may_be_new:
+                key = ".".join(names)
+                _logger.warning("%s is used as a new key; write +%s if this is what you mean", key, key)
             return
 
 

@@ -20,9 +20,8 @@ def instantiate(cfg: Any) -> Any:
         never omegaconf's types.
 
     Raises:
-        ConfigError: a target is not found, cannot be called, or raises a TypeError or ValueError; a value is missing.
-        RuntimeError: a target raises another exception. Both errors name the target and its arguments, and are chained
-            to the original error.
+        ConfigError: a target is not found, or raises a TypeError or ValueError; the message has its name and those of
+            its arguments. Other errors are not changed.
     """
     cfg = to_container(cfg, resolve=True)
     if type(cfg) in (list, tuple):
@@ -38,16 +37,7 @@ def instantiate(cfg: Any) -> Any:
 
 def _call(target: Any, arguments: dict[str, Any]) -> Any:
     call = f"{name_of(target)}({', '.join(map(str, arguments))})"
-    if isinstance(target, str):
-        try:
-            target = locate(target)
-        except ImportError as error:
-            raise ConfigError(f"{TARGET} of {call}: {error}") from error
-    if not callable(target):
-        raise ConfigError(f"{TARGET} of {call} is {target!r}, which cannot be called; name a class or a function")
     try:
-        return target(**arguments)
-    except (TypeError, ValueError) as error:  # raised by constructors for wrong arguments
+        return (locate(target) if isinstance(target, str) else target)(**arguments)
+    except (ImportError, TypeError, ValueError) as error:  # raised by constructors for wrong arguments
         raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
-    except Exception as error:
-        raise RuntimeError(f"{call} failed: {type(error).__name__}: {error}") from error

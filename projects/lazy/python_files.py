@@ -24,7 +24,7 @@ def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
     """
     chain = (*importing, os.path.realpath(path))
     if chain[-1] in importing:
-        raise ConfigError(f"a config file imports itself; leave out one of these imports: {' -> '.join(chain)}")
+        raise ConfigError(f"a config file imports itself: {' -> '.join(chain)}")
     try:
         source = Path(path).read_bytes()
     except OSError as error:
@@ -52,13 +52,11 @@ def _import(
     folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
     wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
     if not name or not os.path.isfile(wanted):
-        problem = f"{wanted} does not exist; name another" if name else "write from .file import name"
-        raise ImportError(
-            f"{path}: the relative import from {'.' * level + name!r} must be one from a config file: {problem}"
-        )
+        problem = f"{wanted} does not exist" if name else "write from .file import name"
+        raise ImportError(f"{path}: the relative import from {'.' * level + name!r}: {problem}")
     module = run_file(wanted, chain)
     for imported in list(vars(module)) if "*" in (fromlist or ()) else fromlist or ():
         value = vars(module).get(imported)
         if isinstance(value, dict) and not imported.startswith("_"):
-            setattr(module, imported, to_node(value, wanted))
+            setattr(module, imported, to_node(value))
     return module
