@@ -100,7 +100,7 @@ BEST = {"NAME": "BestCheckpointer", "VAL_METRIC": "classification/top1"}
         (["SOLVER.OPTIMIZER.NAME", "AdamW"], "SOLVER.NESTEROV"),  # digits sets it
         (["SOLVER.LR_SCHEDULER_NAME", "Cosine"], "WarmupCosineLR"),
         (["SOLVER.SCHEDULES", [{"NAME": "Cosin"}]], "Cosine"),
-        (["SOLVER.WARMUP_ITERS", 801], "SOLVER.WARMUP_ITERS"),
+        (["SOLVER.WARMUP_ITERS", 801], "WARMUP_ITERS"),
         (["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", [6, 3]], "milestone=3"),
     ],
 )

@@ -62,7 +62,7 @@ class Feed:
         Raises:
             ValueError: the loader yields no batch.
         """
-        batch = next(self._iterator or self.iterator, _NONE)
+        batch = next(self.iterator if self._iterator is None else self._iterator, _NONE)  # its truth is its length
         if batch is _NONE:
             self._iterator = None  # ends its workers
             if self.before_pass is not None:
