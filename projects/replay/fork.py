@@ -8,8 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.projects.replay.origin import Saved, checkpoints_with_origin, refuse_imports
-from trainkit.projects.replay.settings import changes_since, other_settings, settings_of
+from trainkit.projects.replay.origin import (
+    Saved,
+    changes_since,
+    checkpoints_with_origin,
+    other_settings,
+    refuse_imports,
+    settings_of,
+)
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text

@@ -19,11 +19,11 @@ from trainkit.projects.replay.origin import (
     THREADS,
     Saved,
     active_replay,
+    changes_since,
     command_of,
     describe_other_origin,
     refuse_imports,
 )
-from trainkit.projects.replay.settings import changes_since
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.state import plain_state

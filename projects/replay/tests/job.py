@@ -80,13 +80,6 @@ class ReadsClock(nn.Module):
 
 
 @MODEL_REGISTRY.register()
-class OverflowingClassifier(TinyClassifier):
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.layers.insert(3, Overflow(7))
-
-
-@MODEL_REGISTRY.register()
 class ClockClassifier(TinyClassifier):
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -1,12 +1,11 @@
 """A step that fails leaves a file with which it is repeated, and the command for that."""
 
 import errno
-import os
 
 import numpy as np
 import pytest
 import torch
-from trainkit.projects.replay import capsule, replay
+from trainkit.projects.replay import record, replay
 from trainkit.projects.replay.tests.job import Job, PlantNan, Scans
 
 from tests.cuda import needs_cuda
@@ -61,7 +60,7 @@ def assert_has_no_step(folder, iter, job):
     """The file says how the run was started, and names the way from the checkpoint."""
     state = read_file(folder / "capsule.rank0.pt")
     assert (state["model"], state["capsule"]["batches"]) == ({}, [])
-    with pytest.raises(CheckpointError, match=f"holds no step: .* Give {capsule.REPLAY} .* --iter {iter} -- "):
+    with pytest.raises(CheckpointError, match=f"holds no step: .* Give {record.REPLAY} .* --iter {iter} -- "):
         replay(folder / "capsule.rank0.pt", start=job)
     assert f"To repeat the step: python -m trainkit.projects.replay {folder} --iter {iter} -- " in last_line(folder)
 
@@ -90,7 +89,7 @@ def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path,
     monkeypatch.setattr("__main__.__spec__", None)
     failed(Job(tmp_path / "run", make_hooks=lambda: [PlantNan("layers.0.weight", 7)]))
 
-    tail, start = f" -- {command.format(script)}", f"{capsule.REPLAY} {tmp_path}/run"
+    tail, start = f" -- {command.format(script)}", f"{record.REPLAY} {tmp_path}/run"
     whole = f"{start}/capsule.rank0.pt{tail}, or from the checkpoint: {start} --iter 7{tail}"
     assert last_line(tmp_path / "run").endswith(f" ERROR: To repeat the step: {whole}")
 
@@ -152,7 +151,7 @@ def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_
     found = replay(tmp_path / "capsule.rank0.pt", start=Job(tmp_path))
 
     assert found.failure.startswith("DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal")
-    assert f"From the checkpoint: {capsule.REPLAY} {tmp_path} --iter 7 -- " in found.failure
+    assert f"From the checkpoint: {record.REPLAY} {tmp_path} --iter 7 -- " in found.failure
     assert not found.is_equal
     assert found.differences[0].startswith("random state and buffers are those after the forward pass")
 
@@ -198,12 +197,12 @@ def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch):
     def write(state, path):
         raise CheckpointError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(capsule, "write_file", write)
+    monkeypatch.setattr(record, "write_file", write)
     failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("mine"))]), KeyError)
 
     log = (tmp_path / "log.txt").read_text()
     assert "WARNING: The capsule of the failed step is not written: CheckpointError:" in log
-    assert f"To repeat the step: {capsule.REPLAY} {tmp_path} --iter 7" in last_line(tmp_path)
+    assert f"To repeat the step: {record.REPLAY} {tmp_path} --iter 7" in last_line(tmp_path)
 
 
 class ArrayScans(Scans):
@@ -228,18 +227,6 @@ def test_a_batch_that_a_file_cannot_hold_leaves_no_step(tmp_path):
     job = failed(Job(tmp_path, *odd))
 
     assert_has_no_step(tmp_path, failed_at(tmp_path), job)
-
-
-@pytest.mark.slow
-def test_a_new_run_moves_the_capsule_aside_and_resuming_does_not_take_it_for_a_checkpoint(tmp_path):
-    failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
-
-    Job(tmp_path)(True)
-    assert (tmp_path / "capsule.rank0.pt").exists()
-    Job(tmp_path)()
-
-    assert (tmp_path / "previous_1/capsule.rank0.pt").exists()
-    assert not os.path.exists(tmp_path / "capsule.rank0.pt")
 
 
 @needs_cuda

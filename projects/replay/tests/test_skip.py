@@ -36,9 +36,7 @@ class Seen(HookBase):
             raise Killed
 
     def after_backward(self):
-        batch = self.trainer.batch
-        batches = batch if isinstance(batch, list) else [batch]
-        self.batches[self.trainer.iter] = torch.cat([batch["x"] for batch in batches])
+        self.batches[self.trainer.iter] = self.trainer.batch["x"]
 
     def after_step(self):
         if self.trainer.iter == self.last:
@@ -90,16 +88,6 @@ def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, pla
     assert left_out(tmp_path, "model_0000004") == [[3, 5]]
 
 
-@pytest.mark.parametrize("last", [2, 3])
-def test_a_run_that_is_stopped_and_resumed_leaves_out_the_same(tmp_path, plain, last):
-    _, first = train(tmp_path, *SKIP, last=last)
-    assert max(first.batches) == last
-
-    _, second = train(tmp_path, *SKIP, resume=True)
-
-    assert same(first.batches | second.batches, plain, SHIFTED)
-
-
 def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain):
     _, first = train(tmp_path, *SKIP, last=3)
     path = tmp_path / "model_0000003.pth"
@@ -109,6 +97,7 @@ def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain
 
     _, second = train(tmp_path, *SKIP, resume=True)
 
+    assert max(first.batches) == 3
     assert same(first.batches | second.batches, plain, SHIFTED)
 
 
@@ -149,7 +138,7 @@ def test_two_processes_leave_out_the_same(tmp_path, plain):
     assert same(found, plain, SHIFTED)
 
 
-@pytest.mark.parametrize("ranges", [[3, 5], [[3, 3]], [[-1, 3]], [[3, 5, 7]], [[3, 5], [4, 7]], [["3", 5]]])
+@pytest.mark.parametrize("ranges", [[3, 5], [[3, 3]], [[-1, 3]], [[3, 5], [4, 7]]])
 def test_bad_ranges_are_errors(tmp_path, ranges):
     with pytest.raises(ConfigError, match=r"DATALOADER.SKIP: got .* accepted: a list of \[start, end\]"):
         check_values(tiny_cfg(tmp_path, "DATALOADER.SKIP", ranges))
