@@ -57,12 +57,11 @@ def make_step_trainer(
     outer: Sequence[type[SimpleTrainer]] = (),
     **kwargs: Any,
 ) -> SimpleTrainer:
-    """A trainer with the arguments that ``cfg`` gives.
+    """A trainer with the arguments that ``cfg`` gives, and ``kwargs``.
 
     Args:
         plain: the class without SOLVER.AMP; ``mixed``: the class with it.
         outer: further base classes, which come before these and that of the policy for values that are not finite.
-        kwargs: further arguments of the class.
     """
     device, policy = device_of(model), cfg.SOLVER.NON_FINITE.POLICY
     arguments: dict[str, Any] = {

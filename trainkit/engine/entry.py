@@ -33,12 +33,8 @@ from trainkit.utils.events import EventStorage
 def run(args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None) -> dict[str, Any]:
     """Train, resume, evaluate or try a job, by the options of `default_argument_parser`; every process calls it.
 
-    Args:
-        cfg: the settings of the job; None: the defaults. ``--config-file`` and ``KEY VALUE`` pairs are merged into a
-            copy, unless the config is frozen.
-
-    Returns:
-        The results of the last evaluation, on rank 0.
+    ``--config-file`` and ``KEY VALUE`` pairs are merged into a copy of ``cfg``, unless it is frozen. Returns the
+    results of the last evaluation, on rank 0.
 
     Raises:
         SystemExit: see `user_errors_exit`; with code 1 if the results differ from TEST.EXPECTED_RESULTS.
@@ -87,12 +83,7 @@ class EvaluationRun(TrainerBase):
         return not any(overrides(hook, "evaluated_models") for hook in self.hooks)
 
     def run(self) -> dict[str, Any]:
-        """Evaluate; return the results on rank 0.
-
-        Raises:
-            ConfigError: there is nothing to evaluate.
-            SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
-        """
+        """Evaluate; return the results on rank 0. Raises ConfigError if there is nothing to evaluate."""
         if self.cfg.MODEL.WEIGHTS:
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, ["trainer"] if self.hooks else [])
         elif self.checkpointer.has_checkpoint():

@@ -36,12 +36,8 @@ def use_local_folders(cfg: CfgNode) -> None:
 def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
     """Make and lock both folders for this run, on rank 0; returns lines for the log.
 
-    Args:
-        resume: whether the run is resumed; None: as it was said before. An address needs it.
-
-    Raises:
-        ConfigError: another run uses a folder, or it cannot be written.
-        CheckpointError: an address cannot be read or written, or has a run that is not resumed.
+    ``resume`` is for an address; None: as it was said before. Raises ConfigError if another run uses a folder or it
+    cannot be written, and CheckpointError if an address cannot be used.
     """
     notes = []
     folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)} if comm.is_main_process() else {}

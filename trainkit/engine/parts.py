@@ -73,9 +73,6 @@ class DefaultParts:
 
         Returns:
             dataset -> results; for a single dataset, its results directly.
-
-        Raises:
-            ValueError: the numbers of evaluators and datasets differ.
         """
         names, results = cfg.DATASETS.TEST, dict[str, Any]()
         given = [evaluators] if isinstance(evaluators, DatasetEvaluator) else evaluators

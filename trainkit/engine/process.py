@@ -54,11 +54,9 @@ def launch(
     Args:
         main_func: a function of a module, so that a new process can import it.
         dist_url: where rank 0 listens, ``tcp://host:port``; "auto" or None is a free port of this machine.
-        timeout: the timeout of the process group.
 
     Raises:
         ValueError: the counts or the address are impossible, or the machine has too few devices.
-        torch.multiprocessing.ProcessRaisedException: a process failed; or ProcessExitedException: it was killed.
         SystemExit: a process exited with this code; 128 plus its number if a signal has stopped the run.
     """
     if all(name in os.environ for name in _TORCHRUN):
@@ -123,11 +121,7 @@ def _start_rank(
 
 
 def run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], timeout: timedelta) -> Any:
-    """Call ``main_func(*args)`` in the process group that torchrun's variables describe; return its result.
-
-    Raises:
-        SystemExit: a signal has stopped ``main_func``; after all ranks have ended.
-    """
+    """Call ``main_func(*args)`` in the process group that torchrun's variables describe; return its result."""
     rank, world_size, result, exit_code = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, 0
     num_restarts, device = int(os.environ.get(_NUM_RESTARTS, "0")), _own_device()
     backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -159,7 +153,6 @@ def run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], timeout: time
 
 
 def _num_devices() -> int:
-    """Number of GPUs that this process sees."""
     return torch.accelerator.device_count() if accelerator_runs_ahead() else 0
 
 

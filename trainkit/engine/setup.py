@@ -70,10 +70,7 @@ Examples:
 
 @contextmanager
 def user_errors_exit() -> Iterator[None]:
-    """Context that ends the process with one message instead of a traceback.
-
-    The exit code is 2 for an error in the config, the command line or a file that they name, and 130 for Ctrl-C.
-    """
+    """Context that ends the process with one message: code 2 for an error in the config or a file, 130 for Ctrl-C."""
     try:
         yield
     except (ConfigError, CheckpointError) as error:
@@ -90,15 +87,12 @@ def user_errors_exit() -> Iterator[None]:
 def default_setup(cfg: Any, args: Any) -> None:
     """Make the output folder, set up the log, write ``config.yaml``, seed everything; every rank calls it.
 
-    A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that torchrun has
-    started again counts as resumed.
+    A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that torchrun has restarted
+    counts as resumed. Raises ConfigError if a folder cannot be written, or a setting is not accepted.
 
     Args:
         cfg: a config of `get_cfg`, or of another type in `CONFIG_TYPES`. Folders become absolute in it.
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
-
-    Raises:
-        ConfigError: a folder cannot be written, or a setting is not accepted.
     """
     given, text = cfg, ""
     if not isinstance(cfg, CfgNode):
@@ -157,17 +151,10 @@ def default_writers(
     *,
     cfg: CfgNode | None = None,
 ) -> list[events.EventWriter]:
-    """Writers by name.
+    """Writers by name; raises ConfigError for another name, or if the package that a writer needs is missing.
 
     Names: "console" (at most one line per second), "json" (``metrics.json``), "tensorboard" (left out if the package is
-    missing), and those of ``WRITER_REGISTRY``, such as "csv" and "progress_bar".
-
-    Args:
-        iters_per_epoch: None if there are no epochs.
-        cfg: for registered writers that take it.
-
-    Raises:
-        ConfigError: another name, or the package that a writer needs is missing.
+    missing), and those of ``WRITER_REGISTRY``, such as "csv" and "progress_bar"; ``cfg`` is for those that take it.
     """
     if "tensorboard" in names and not all(map(importlib.util.find_spec, ("tensorboard", "trainkit.projects.loggers"))):
         logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")
@@ -175,8 +162,8 @@ def default_writers(
 
     def make(name: str) -> events.EventWriter:
         if name == "console":
-            printer = partial(events.CommonMetricPrinter, iters_per_epoch=iters_per_epoch, min_interval_sec=1.0)
-            return printer(max_iter, window_size)
+            options: Any = {"iters_per_epoch": iters_per_epoch, "min_interval_sec": 1.0}
+            return events.CommonMetricPrinter(max_iter, window_size, **options)
         if name == "json":
             return events.JSONWriter(Path(output_dir, "metrics.json"), window_size)
         if name not in events.WRITER_REGISTRY:

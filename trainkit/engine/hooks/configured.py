@@ -23,10 +23,7 @@ class ConfiguredHooks:
     An entry is ``{NAME: a name in HOOK_REGISTRY, ...}`` with the constructor's arguments in upper case. ``ENABLED:
     False`` switches off a default hook; ``PRIORITY`` moves a hook. Arguments that the entry does not give come from
     ``HookBase.config_arguments``; if they are required, ``cfg``, ``model``, ``optimizer``, ``checkpointer`` and
-    ``data_loader`` come from the trainer.
-
-    Raises:
-        ConfigError: an entry is malformed or its name is unknown; later: an argument is not accepted.
+    ``data_loader`` come from the trainer. Wrong entries raise ConfigError.
     """
 
     def __init__(self, entries: Iterable[Any], trainer: Any) -> None:
@@ -43,8 +40,7 @@ class ConfiguredHooks:
     ) -> list[HookBase]:
         """The hooks of one class; ``arguments`` and ``priority`` count if the entries do not give them.
 
-        Args:
-            default: make one hook if no entry names the class, or its entries are taken already.
+        With ``default`` it is one hook if no entry names the class, or its entries are taken already.
         """
         name = hook_class.__name__
         entries = [] if name in self._taken else [entry for entry in self._entries if entry["NAME"] == name]
@@ -54,11 +50,7 @@ class ConfiguredHooks:
         return [self._make(hook_class, entry, priority, **arguments) for entry in entries or [{"NAME": name}] * default]
 
     def rest(self, *, without_training: bool = False) -> list[HookBase]:
-        """The hooks of all other entries, in their order.
-
-        Args:
-            without_training: leave out hooks that need a part of the training, such as the optimizer.
-        """
+        """The hooks of all other entries, in their order; ``without_training``: if they need no optimizer or loader."""
         names, hooks = {entry["NAME"] for entry in self._entries} - self._taken - self._off, []
         self._taken |= names
         for entry in [entry for entry in self._entries if entry["NAME"] in names]:

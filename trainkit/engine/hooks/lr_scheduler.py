@@ -1,6 +1,5 @@
 """The hook that sets the learning rate."""
 
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -44,20 +43,13 @@ class LRScheduler(HookBase):
             raise ValueError("LRScheduler has a scheduler that changes the learning rates of another optimizer")
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # this may be a second run
-        self._scheduler, self._has_stepped = scheduler, False
+        self._scheduler = scheduler
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
         self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
-        if self._has_stepped:
-            self._scheduler.step()  # type: ignore[union-attr]
-            return
-        self._has_stepped = True
-        with warnings.catch_warnings():
-            # if a gradient scaler has skipped the first update, torch warns of a wrong order of calls
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self._scheduler.step()  # type: ignore[union-attr]
+        self._scheduler.step()  # type: ignore[union-attr]
 
     @property
     def scheduler(self) -> TorchLRScheduler | ParamScheduler | None:
