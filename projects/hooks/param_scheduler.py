@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 from trainkit.projects.solver_extras.composed import build_schedule
-from trainkit.projects.solver_extras.schedules import compute_values
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
@@ -76,7 +75,7 @@ class ParamScheduler(HookBase):
         self._set(self.trainer.iter + 1)
 
     def _set(self, iter: int) -> None:
-        self._values = compute_values(self._schedule, iter, self._bases)
+        self._values = [self._schedule(iter, base) for base in self._bases]
         for (group, key, index), value in zip(self._targets, self._values, strict=True):
             old = _get(group, key, index)
             if isinstance(old, Tensor):

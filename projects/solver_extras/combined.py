@@ -98,8 +98,7 @@ def divide_parameters(model: nn.Module, entries: Sequence[Mapping[str, Any]]) ->
     Raises:
         ConfigError: an entry is wrong; a pattern fits no parameter that is left; a parameter fits no pattern.
     """
-    names = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    left, found = dict(names), []
+    left, found = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
     for entry in entries:
         patterns = entry.get("PARAMS", ["*"]) if isinstance(entry, Mapping) else None
         if not isinstance(patterns, list | tuple) or not patterns or not isinstance(entry.get("NAME"), str):
@@ -107,11 +106,9 @@ def divide_parameters(model: nn.Module, entries: Sequence[Mapping[str, Any]]) ->
             raise not_accepted("SOLVER.OPTIMIZERS", entry, accepted)
         found.append(set[Tensor]())
         for pattern in patterns:
-            if not (fitting := fnmatch.filter(left, str(pattern))):
-                taken = fnmatch.filter(names, str(pattern))
-                reason = "only parameters of patterns before it" if taken else "no trainable parameter"
-                hint = "" if taken else did_you_mean(pattern, names)
-                raise ConfigError(f"SOLVER.OPTIMIZERS: {hint}{pattern!r} (PARAMS of {entry['NAME']}) fits {reason}")
+            if not (fitting := fnmatch.filter(left, pattern)):
+                reason = f"{pattern!r} (PARAMS of {entry['NAME']}) fits no trainable parameter that is left"
+                raise ConfigError(f"SOLVER.OPTIMIZERS: {did_you_mean(pattern, left)}{reason}")
             found[-1].update(left.pop(name) for name in fitting)
     if left:
         raise ConfigError(f"SOLVER.OPTIMIZERS: no PARAMS fit {', '.join([*left][:5])} ({len(left)} in all)")

@@ -11,7 +11,7 @@ from trainkit.projects.solver_extras.schedules import SCHEDULE_REGISTRY, Chain, 
 from trainkit.config.config import CfgNode
 from trainkit.solver.build import LR_SCHEDULER_BUILDER_REGISTRY
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
-from trainkit.utils.errors import ConfigError, unknown_name
+from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
 from trainkit.utils.periods import exact, is_whole, periods_done
 
 _logger = logging.getLogger(__name__)
@@ -58,10 +58,7 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedul
 
 
 def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule:
-    if entry["NAME"] not in SCHEDULE_REGISTRY:
-        names = [name for name, _ in SCHEDULE_REGISTRY]
-        raise unknown_name(f"{here}: NAME", entry["NAME"], "accepted (your own: name its module in IMPORTS)", names)
-    factory = SCHEDULE_REGISTRY.get(entry["NAME"])
+    factory = look_up(SCHEDULE_REGISTRY, entry["NAME"], f"{here}: NAME")
     known = inspect.signature(factory).parameters
     arguments = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "BEGIN", "END")}
     for name in arguments:
@@ -75,7 +72,8 @@ def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule
         arguments |= {name: _in_steps(arguments[name], step_size) for name in _LENGTHS if name in arguments}
     try:
         schedule: Schedule = factory(**arguments)
-    except (TypeError, ValueError) as error:
+        schedule(0, 1.0)  # a wrong type is an error now
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         given = ", ".join(f"{name.upper()}={value!r}" for name, value in arguments.items())
         raise ConfigError(f"{here} refuses {given or 'no arguments'}: {error}") from error
     return schedule if step_size is None else lambda t, base: schedule(periods_done(t, step_size), base)
@@ -90,8 +88,5 @@ def _in_steps(length: Any, step_size: int) -> Any:
 
 def _iters(key: str, value: object, at_least: int) -> int:
     if not is_whole(value, at_least):
-        raise ConfigError(
-            f"{key} must be in iterations, an int >= {at_least}, got {value!r}; "
-            "trainkit.config.resolve_lengths turns epochs into iterations"
-        )
+        raise not_accepted(key, value, f"iterations, an int >= {at_least}")
     return value

@@ -1,12 +1,8 @@
 """The config keys of this project."""
 
-from trainkit.projects.solver_extras.rules import KEY_MATCHES
-
 from trainkit.config import CfgNode, ConfigError, choose
 from trainkit.config.checks import check_accepted
 from trainkit.solver.build import base_lr
-from trainkit.utils.errors import not_accepted
-from trainkit.utils.periods import is_number
 
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
@@ -32,18 +28,17 @@ def add_config(cfg: CfgNode) -> None:
     cfg.SOLVER.PARAM_GROUPS.CUSTOM_KEYS_ONLY = False  # True: no other factors apply to parameters with a custom key.
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY = CfgNode()  # Earlier layers learn more slowly, see build_layer_decay.
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.RATE = 1.0  # The factor from one layer to the layer before it. 1: off.
-    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", ..., "model", or a function in a module of IMPORTS
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", ..., "model", or a name in LAYER_DEPTH_REGISTRY
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS = 0  # "vit", "beit", "mae": number of blocks. "convnext": 6 or 12.
-    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin", "mixmim": the number of blocks in each stage.
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin": the number of blocks in each stage.
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.PREFIX = None  # The backbone's name prefix. None: "backbone." if there is one.
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if a value is wrong."""
+    """Raises ConfigError if a value is wrong; `ParamRules` and `build_layer_decay` find other mistakes."""
     if "PARAM_GROUPS" in cfg.SOLVER:
-        number, match = f"{_GROUPS}.LAYER_DECAY.NUM_LAYERS", f"{_GROUPS}.KEY_MATCH"
-        check_accepted(cfg, {"[0, inf)": number, KEY_MATCHES: match})
-        _check_param_groups(cfg.SOLVER)
+        factors = [f"{_GROUPS}.{key}" for key in cfg.SOLVER.PARAM_GROUPS if key.endswith("_FACTOR")]
+        check_accepted(cfg, {"[0, inf)": " ".join(factors), "(0, 1]": f"{_GROUPS}.LAYER_DECAY.RATE"})
     if cfg.SOLVER.get("OPTIMIZERS") and base_lr(cfg.SOLVER)[0] == "SOLVER.OPTIMIZER.LR":
         raise ConfigError("SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR")
 
@@ -57,28 +52,3 @@ def prepare(cfg: CfgNode) -> None:
     if "PARAM_GROUPS" in cfg.SOLVER:
         builder = cfg.SOLVER.PARAM_GROUPS.BUILDER or "groups_by_rules"
         choose(cfg, "SOLVER.PARAM_GROUP_BUILDER", builder, _GROUPS)
-
-
-def _check_param_groups(solver: CfgNode) -> None:
-    options, layer_decay = solver.PARAM_GROUPS, solver.PARAM_GROUPS.LAYER_DECAY
-    keys = [entry.get("KEY") if isinstance(entry, dict) else None for entry in options.CUSTOM_KEYS]
-    if not all(isinstance(key, str) and key for key in keys) or len({*keys}) < len(keys):
-        accepted = "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
-        raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", options.CUSTOM_KEYS, accepted)
-    given = {key: value for key, value in options.items() if key.endswith("_FACTOR") and value is not None}
-    for entry in options.CUSTOM_KEYS:
-        given |= {
-            f"CUSTOM_KEYS, {entry['KEY']}, {key}": entry[key] for key in ("LR_FACTOR", "DECAY_FACTOR") if key in entry
-        }
-    for key, factor in given.items():
-        if not is_number(factor) or not factor >= 0:
-            raise not_accepted(f"{_GROUPS}.{key}", factor, "a number of at least 0")
-    if not 0 < layer_decay.RATE <= 1:
-        raise not_accepted(f"{_GROUPS}.LAYER_DECAY.RATE", layer_decay.RATE, "above 0, at most 1 (off)")
-    if layer_decay.RATE != 1 and not layer_decay.SCHEME:
-        raise not_accepted(f"{_GROUPS}.LAYER_DECAY.SCHEME", "", "with RATE the kind of the model, such as vit")
-    if options.BUILDER and (given or keys or layer_decay.RATE != 1):
-        raise not_accepted(f"{_GROUPS}.BUILDER", options.BUILDER, '"" if other keys are set, since it makes all groups')
-    if options.NORM_DECAY_FACTOR and solver.WEIGHT_DECAY and not solver.WEIGHT_DECAY_NORM:
-        accepted = "a number with SOLVER.WEIGHT_DECAY_NORM, which it multiplies and which is 0"
-        raise not_accepted(f"{_GROUPS}.NORM_DECAY_FACTOR", options.NORM_DECAY_FACTOR, accepted)

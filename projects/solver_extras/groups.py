@@ -1,6 +1,7 @@
 """The parameter groups of the keys SOLVER.PARAM_GROUPS."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from torch import nn
@@ -10,6 +11,7 @@ from trainkit.projects.solver_extras.rules import ParamKind, ParamRules, build_p
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.solver.build import PARAM_GROUP_REGISTRY, collect_arguments
+from trainkit.utils.errors import not_accepted
 
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
@@ -23,33 +25,32 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     Raises:
         ConfigError: the rules are wrong, see `ParamRules` and `build_layer_decay`.
     """
-    options, values = cfg.SOLVER.PARAM_GROUPS, collect_arguments(cfg)
-    weight_decay, lr_factor_func = values.get("weight_decay"), None
+    options, values, solver = cfg.SOLVER.PARAM_GROUPS, collect_arguments(cfg), cfg.SOLVER
+    decay, lr_factor_func = values.get("weight_decay"), None
+    custom_keys = {
+        entry["KEY"]: {name.lower(): value for name, value in entry.items() if name != "KEY"}
+        for entry in options.CUSTOM_KEYS
+        if isinstance(entry, Mapping) and entry.get("KEY")
+    }
+    if len(custom_keys) < len(options.CUSTOM_KEYS):
+        accepted = "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+        raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", options.CUSTOM_KEYS, accepted)
     try:
         if options.LAYER_DECAY.RATE != 1.0:
-            arguments = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
-            scheme = arguments["scheme"]
-            if "." in scheme and scheme.rpartition(".")[0] not in cfg.IMPORTS:
-                raise ValueError(f"SCHEME is {scheme!r}, but only IMPORTS names code; add the module to IMPORTS")
-            lr_factor_func = build_layer_decay(model, **arguments)
-    except ValueError as error:
-        raise ConfigError(f"{_GROUPS}.LAYER_DECAY: {error}") from error
-    try:
+            layer_decay = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
+            lr_factor_func = build_layer_decay(model, **layer_decay)
         rules = ParamRules(
-            weight_decay_norm=None if weight_decay is None else cfg.SOLVER.WEIGHT_DECAY_NORM,
-            weight_decay_bias=None if weight_decay is None else cfg.SOLVER.WEIGHT_DECAY_BIAS,
-            bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
+            weight_decay_norm=None if decay is None else solver.WEIGHT_DECAY_NORM,
+            weight_decay_bias=None if decay is None else solver.WEIGHT_DECAY_BIAS,
+            bias_lr_factor=solver.BIAS_LR_FACTOR,
             lr_factors=_factors(options, "LR"),
             decay_factors=_factors(options, "DECAY"),
-            custom_keys={
-                entry["KEY"]: {name.lower(): value for name, value in entry.items() if name != "KEY"}
-                for entry in options.CUSTOM_KEYS
-            },
+            custom_keys=custom_keys,
             key_match=options.KEY_MATCH,
             custom_keys_only=options.CUSTOM_KEYS_ONLY,
             lr_factor_func=lr_factor_func,
         )
-        groups = build_param_groups(model, values["lr"], weight_decay, rules)
+        groups = build_param_groups(model, values["lr"], decay, rules)
     except ValueError as error:
         raise ConfigError(f"{_GROUPS}: {error}") from error
     _logger.info("Parameter groups:\n%s", describe_param_groups(groups, model))

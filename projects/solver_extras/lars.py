@@ -30,9 +30,6 @@ class LARS(Optimizer):
     local rate, but keep their weight decay. Norms are computed in float32, or in float64 for float64 parameters. A step
     does not wait for the device. There is no fused version, so a ``GradScaler`` waits for the device once per step to
     decide whether to skip the step.
-
-    Raises:
-        ValueError: a value is negative, or ``nesterov`` is given without momentum or with dampening.
     """
 
     def __init__(
@@ -47,41 +44,17 @@ class LARS(Optimizer):
         eps: float = 1e-8,
         lars_exclude: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "dampening": dampening,
-            "eta": eta,
-            "nesterov": nesterov,
-            "eps": eps,
-            "lars_exclude": lars_exclude,
-        }
-        super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        values = {**self.defaults, **param_group}
-        for name in ("lr", "momentum", "weight_decay", "dampening", "eta", "eps"):
-            if not values[name] >= 0:
-                raise ValueError(f"{name} must be >= 0, got {values[name]}")
-        if values["nesterov"] and (values["momentum"] == 0 or values["dampening"] != 0):
-            raise ValueError(
-                f"nesterov needs momentum > 0 and dampening 0, got {values['momentum']} and {values['dampening']}"
-            )
-        super().add_param_group(param_group)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": dampening, "eta": eta}
+        super().__init__(params, {**defaults, "nesterov": nesterov, "eps": eps, "lars_exclude": lars_exclude})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Raises RuntimeError if a gradient is sparse."""
+        """Update all parameters that have a gradient, which must not be sparse."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # tensors of one foreach call
             for param in group["params"]:
                 if param.grad is not None:
-                    if param.grad.is_sparse:
-                        raise RuntimeError(
-                            "LARS has no rule for sparse gradients; use another optimizer, or sparse=False"
-                        )
                     alike.setdefault((param.device, param.dtype), []).append(param)
             for params in alike.values():
                 self._update(params, group)
@@ -90,16 +63,11 @@ class LARS(Optimizer):
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
         updates = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        if group["lars_exclude"]:
-            torch._foreach_mul_(updates, group["lr"])
-        else:
-            torch._foreach_mul_(updates, _rates(params, grads, group))
+        torch._foreach_mul_(updates, group["lr"] if group["lars_exclude"] else _rates(params, grads, group))
         if group["momentum"] != 0:
             buffers = self._accumulate(params, updates, group)
-            if group["nesterov"]:
-                updates = list(torch._foreach_add(updates, buffers, alpha=group["momentum"]))
-            else:
-                updates = buffers
+            is_nesterov, momentum = group["nesterov"], group["momentum"]
+            updates = list(torch._foreach_add(updates, buffers, alpha=momentum)) if is_nesterov else buffers
         torch._foreach_sub_(params, updates)
 
     def _accumulate(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

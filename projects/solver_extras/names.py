@@ -38,19 +38,10 @@ def group_names(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Modul
 
 
 def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:
-    """A table of an optimizer's groups: rates, sizes, and the further options in which groups differ.
-
-    If a learning rate is a tensor, this waits for its device.
-    """
-    groups = list(groups.param_groups if isinstance(groups, Optimizer) else groups)
-    options = dict.fromkeys(option for group in groups for option in group)
-    shown = ("params", "name", "lr", "weight_decay", "initial_lr")
-    differing = [o for o in options if o not in shown and any(group.get(o) != groups[0].get(o) for group in groups)]
-    rows = []
+    """A table of an optimizer's groups with their rates and sizes; if a rate is a tensor, this waits for its device."""
+    groups, rows = list(groups.param_groups if isinstance(groups, Optimizer) else groups), []
     for name, group in zip(group_names(groups, model), groups, strict=True):
         rates = [f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")]
-        others = ", ".join(f"{option}={group[option]}" for option in differing if option in group)
-        size = f"{sum(param.numel() for param in group['params']):,}"
-        rows.append([name, *rates, *[others] * bool(differing), len(group["params"]), size])
-    headers = ["group", "lr", "decay", *["options"] * bool(differing), "parameters", "values"]
+        rows.append([name, *rates, len(group["params"]), f"{sum(param.numel() for param in group['params']):,}"])
+    headers = ["group", "lr", "decay", "parameters", "values"]
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)

@@ -1,6 +1,5 @@
 """Factors of learning rates and weight decays by the kind and the name of a parameter."""
 
-import difflib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,6 @@ ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
 """The kind of a parameter; see ``ParamRules``."""
 
 KEY_MATCHES = ("longest", "shortest", "exact")
-# names of the factors in other libraries, and misspellings; optimizers ignore such keys
-_NO_OPTIONS = ("lr", "lr_mult", "lr_factors", "weight_decay", "weight_decay_factor", "decay_mult", "decay_factors")
 
 
 @dataclass(frozen=True)
@@ -66,16 +63,18 @@ class ParamRules:
     def __post_init__(self) -> None:
         if self.key_match not in KEY_MATCHES:
             raise ValueError(f"key_match must be one of {', '.join(KEY_MATCHES)}, got {self.key_match!r}")
-        for argument, factors in (("lr_factors", self.lr_factors), ("decay_factors", self.decay_factors)):
-            for kind, factor in factors.items():
-                if kind not in get_args(ParamKind):
-                    raise ValueError(f"{argument}: {kind!r} is no kind; accepted: {', '.join(get_args(ParamKind))}")
-                _check_factor(f"{argument}[{kind!r}]", factor)
+        factors = {f"{kind} in lr_factors": factor for kind, factor in self.lr_factors.items()}
+        factors |= {f"{kind} in decay_factors": factor for kind, factor in self.decay_factors.items()}
         for key, options in self.custom_keys.items():
-            if not key:
-                raise ValueError("custom_keys: '' is a part of every name; change base_lr and weight_decay instead")
-            for name, value in options.items():
-                _check_option(f"custom_keys[{key!r}]", name, value)
+            if wrong := options.keys() & {"params", "lr", "lr_mult", "weight_decay", "decay_mult"}:
+                raise ValueError(f"{key!r} in custom_keys takes lr_factor and decay_factor, got {sorted(wrong)}")
+            names = options.keys() & {"lr_factor", "decay_factor"}
+            factors |= {f"{name} of {key!r} in custom_keys": options[name] for name in names}
+        for where, factor in factors.items():
+            if not is_number(factor) or not factor >= 0:
+                raise ValueError(f"{where} must be a number >= 0, got {factor!r}")
+        if unknown := {*self.lr_factors, *self.decay_factors} - {*get_args(ParamKind)}:
+            raise ValueError(f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}")
 
     def key_of(self, full_name: str) -> str | None:
         """The custom key that counts for a parameter; None if no key matches."""
@@ -98,19 +97,8 @@ def build_param_groups(
     warning is logged.
 
     Args:
-        weight_decay: None leaves the value to the optimizer.
-
-    Raises:
-        ValueError: the rules change the weight decay, but ``weight_decay`` is None.
+        weight_decay: None leaves the value to the optimizer; the rules for it then have no effect.
     """
-    changes_decay = (
-        rules.weight_decay_norm is not None
-        or rules.weight_decay_bias is not None
-        or rules.decay_factors
-        or any("decay_factor" in options for options in rules.custom_keys.values())
-    )
-    if weight_decay is None and changes_decay:
-        raise ValueError("the rules change the weight decay, which is None; give weight_decay, or leave them out")
     named_params, modules = dict(model.named_parameters()), dict(model.named_modules())
     if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
         _logger.warning("Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused)))
@@ -122,25 +110,20 @@ def build_param_groups(
 
 
 def _hyperparams(
-    modules: Mapping[str, nn.Module],
-    name: str,
-    param: Tensor,
-    lr: float | None,
-    weight_decay: float | None,
-    rules: ParamRules,
+    modules: Mapping[str, nn.Module], name: str, param: Tensor, lr: float, decay: float | None, rules: ParamRules
 ) -> dict[str, Any]:
     owner, _, leaf_name = name.rpartition(".")
-    module = modules.get(owner)  # None: the model renames its parameters
-    key = rules.key_of(name)
+    module, key = modules.get(owner), rules.key_of(name)  # no module: the model renames its parameters
     options = dict(rules.custom_keys[key]) if key is not None else {}
     lr_factors, decay_factors = [options.pop("lr_factor", 1.0)], [options.pop("decay_factor", 1.0)]
-    if key is None or not rules.custom_keys_only:
+    if decay is not None and (key is None or not rules.custom_keys_only):
         if isinstance(module, NORM_LAYERS) and rules.weight_decay_norm is not None:
-            weight_decay = rules.weight_decay_norm
+            decay = rules.weight_decay_norm
+        if leaf_name == "bias" and rules.weight_decay_bias is not None:
+            decay = rules.weight_decay_bias
+    if key is None or not rules.custom_keys_only:
         if leaf_name == "bias":
             lr_factors.append(rules.bias_lr_factor)
-            if rules.weight_decay_bias is not None:
-                weight_decay = rules.weight_decay_bias
         kinds = list(_kinds(module, leaf_name, param))
         decay_factors.extend([rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors][:1])
         if kinds[:2] == ["norm", "bias"]:
@@ -148,11 +131,8 @@ def _hyperparams(
         lr_factors.extend([rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors][:1])
         if rules.lr_factor_func is not None:
             lr_factors.append(rules.lr_factor_func(name))
-    if lr is not None:
-        options["lr"] = math.prod(lr_factors, start=lr)
-    if weight_decay is not None:
-        options["weight_decay"] = math.prod(decay_factors, start=weight_decay)
-    return options
+    options["lr"] = math.prod(lr_factors, start=lr)
+    return options if decay is None else {**options, "weight_decay": math.prod(decay_factors, start=decay)}
 
 
 def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
@@ -167,15 +147,3 @@ def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[
         yield "embedding"
     if param.ndim == 1:
         yield "flat"
-
-
-def _check_option(where: str, name: str, value: Any) -> None:
-    if name in ("lr_factor", "decay_factor"):
-        _check_factor(f"{where}[{name!r}]", value)
-    elif name == "params" or difflib.get_close_matches(name, ("lr_factor", "decay_factor", *_NO_OPTIONS), 1, 0.9):
-        raise ValueError(f"{where}: {name!r} is no option of a group; accepted: lr_factor, decay_factor")
-
-
-def _check_factor(where: str, factor: Any) -> None:
-    if not is_number(factor) or not factor >= 0:
-        raise ValueError(f"{where} must be a number >= 0, got {factor!r}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from trainkit.projects.solver_extras.schedules import Chain, Cosine, Linear, Segment, Step
+from trainkit.projects.solver_extras.schedules import Chain, Cosine, Linear, Segment
 
 from trainkit.config import ConfigError, get_cfg, resolve_lengths
 from trainkit.solver import SCHEDULE_REGISTRY, LRFunction, LRMultiplier, build_lr_scheduler, build_schedule
@@ -47,13 +47,6 @@ def test_entries_become_segments_that_end_with_the_run():
     assert values_of(build_schedule(entries, 10, "here")) == values_of(expected)
 
 
-def test_a_length_that_is_given_is_not_that_of_the_entry():
-    entries = [{"NAME": "Linear", "END": 4, "LENGTH": 3}, {"NAME": "Step", "STEP_SIZE": 2, "GAMMA": 0.5, "END": 20}]
-    expected = Chain([Segment(Linear(3), 0, 4), Segment(Step(2, 0.5), 0, 20)])
-    assert values_of(build_schedule(entries, 10, "here")) == values_of(expected)
-    assert values_of(expected) != values_of(Chain([Segment(Linear(4), 0, 4), Segment(Step(2, 0.5), 0, 20)]))
-
-
 def test_schedules_replace_the_schedule_with_a_name_and_the_log_says_so(caplog):
     caplog.set_level(logging.INFO)
     cfg = make_cfg({"NAME": "Step", "STEP_SIZE": 4, "GAMMA": 0.5}, LR_SCHEDULER_NAME="nonsense", WARMUP_ITERS=99)
@@ -70,16 +63,8 @@ def test_lengths_in_epochs_are_resolved_before():
         {"NAME": "MultiStep", "MILESTONES": ["1ep", 8], "GAMMA": 0.5},
     )
     assert lrs_of(resolve_lengths(cfg, 6)) == [0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
-    with pytest.raises(
-        ConfigError, match=r"SCHEDULES\[0\] \(Linear\): END must be in iterations, .* got '0.5ep'; .*resol"
-    ):
+    with pytest.raises(ConfigError, match=r"SCHEDULES\[0\] \(Linear\): END: got '0.5ep' .*accepted: iterations"):
         build(cfg)
-
-
-def test_schedules_can_be_given_on_the_command_line():
-    cfg = get_cfg()
-    cfg.merge_from_list(["SOLVER.MAX_ITER", 4, "SOLVER.SCHEDULES", "[{'NAME': 'Linear', 'START_FACTOR': 0.25}]"])
-    assert lrs_of(cfg, 4) == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_a_schedule_of_the_users_is_found_and_gets_its_length():
@@ -129,26 +114,28 @@ def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
     [
         ("Cosine", r"SCHEDULES\[1\] must be an entry such as \{NAME: Linear, END: 500\} .*; got 'Cosine'"),
         ({"BEGIN": 3}, r"SCHEDULES\[1\] must be an entry such as .*; got \{'BEGIN': 3\}"),
-        (
-            {"NAME": "CosineAnneal"},
-            r"SCHEDULES\[1\] .*: unknown 'CosineAnneal'; did you mean 'Cosine'\? accepted .*IMPORTS",
-        ),
+        ({"NAME": "CosineAnneal"}, r"SCHEDULES\[1\] \(CosineAnneal\): NAME: .*did you mean 'Cosine'"),
         (
             {"NAME": "Step", "STEPSIZE": 3},
-            r"\[1\] \(Step\): unknown 'STEPSIZE'; did you mean 'STEP_SIZE'\? it takes: BEGIN, ",
+            r"\[1\] \(Step\): unknown 'STEPSIZE'; did you mean 'STEP_SIZE'\? it takes: BEGIN",
         ),
         ({"NAME": "Step"}, r"\[1\] \(Step\) refuses no arguments: .*missing .*'step_size'"),
-        ({"NAME": "Step", "STEP_SIZE": 0}, r"\[1\] \(Step\) refuses STEP_SIZE=0: step_size must be .* >= 1, got 0"),
-        ({"NAME": "Cosine", "BEGIN": -1}, r"\[1\] \(Cosine\): BEGIN must be in iterations, an int >= 0, got -1"),
-        ({"NAME": "Cosine", "BEGIN": 5, "END": 5}, r"\[1\] \(Cosine\): END must be in iterations, an int >= 6, got 5"),
+        ({"NAME": "Step", "STEP_SIZE": 0}, r"\[1\] \(Step\) refuses STEP_SIZE=0: "),
+        ({"NAME": "Constant", "FACTOR": "1"}, r"\[1\] \(Constant\) refuses FACTOR='1'"),
+        ({"NAME": "MultiStep", "MILESTONES": 5}, r"\[1\] \(MultiStep\) refuses MILESTONES=5: "),
+        ({"NAME": "CosineRestarts", "PERIODS": []}, r"\[1\] \(CosineRestarts\) refuses PERIODS=\[\]: "),
+        ({"NAME": "CosineRestarts", "PERIODS": [2, 3], "WEIGHTS": [1]}, "weights must be one for each period"),
+        ({"NAME": "OneCycle", "ANNEAL": "cosine"}, "refuses ANNEAL='cosine', LENGTH=10: 'cosine'"),
+        ({"NAME": "OneCycle", "PCT_START": 0.1}, "pct_start 0.1 leaves no room"),
+        ({"NAME": "WarmupStableDecay", "WARMUP": 6, "DECAY": 4}, "warmup 6 and decay 4 must be shorter than length 10"),
+        ({"NAME": "Cosine", "END_VALUE": 0.1, "END_RATIO": 0.2}, "end_value 0.1 and end_ratio 0.2 both"),
+        ({"NAME": "Cosine", "BEGIN": -1}, r"\[1\] \(Cosine\): BEGIN: got -1 .*accepted: iterations, an int >= 0"),
+        ({"NAME": "Cosine", "BEGIN": 5, "END": 5}, r"\[1\] \(Cosine\): END: got 5 .*accepted: iterations, an int >= 6"),
     ],
     ids=str,
 )
 def test_a_wrong_entry_is_an_error_that_names_it(entry, message):
     with pytest.raises(ConfigError, match=message):
         build(make_cfg({"NAME": "Linear"}, entry))
-
-
-def test_what_is_no_list_is_an_error():
     with pytest.raises(ConfigError, match="here must be a list of entries such as .*; got {'NAME': 'Linear'}"):
         build_schedule({"NAME": "Linear"}, 10, "here")

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from tests.cuda import host_never_waits, needs_cuda
-from trainkit.config import get_cfg
-from trainkit.solver import LARS, build_optimizer
+from trainkit.solver import LARS
 
 
 def scalar_lars(params, grads_per_step, lrs, momentum, weight_decay, dampening, eta, nesterov, eps, exclude=()):
@@ -101,19 +100,6 @@ def test_many_steps_equal_the_rule_in_plain_numbers_also_when_the_rate_changes(s
         assert difference(**{name: value}) > 1e-6
 
 
-def test_the_rate_is_inside_the_buffer_unlike_in_torchs_sgd():
-    (ours,), (torchs,) = as_parameters([[1.0]]), as_parameters([[1.0]])
-    optimizers = [
-        LARS([ours], lr=1.0, momentum=0.5, lars_exclude=True),
-        torch.optim.SGD([torchs], lr=1.0, momentum=0.5),
-    ]
-    for lr in (1.0, 0.0):
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = lr
-            step(optimizer, [[0.25]])
-    assert (ours.item(), torchs.item()) == (0.625, 0.75)
-
-
 def test_excluded_groups_have_no_local_rate_and_keep_their_weight_decay():
     values, grads = random_job()
     params = as_parameters(values)
@@ -151,12 +137,6 @@ def test_norms_beyond_the_range_of_float16_are_finite():
     (param,) = as_parameters([[1000.0] * 10000], torch.float16)
     step(LARS([param], lr=1.0, eta=0.5), [[1.0] * 10000])
     assert param.unique().tolist() == [500.0]
-
-
-def test_parameters_of_several_types_share_a_group():
-    params = [*as_parameters([[3.0, 4.0]], torch.float32), *as_parameters([[3.0, 4.0]])]
-    step(LARS(params, lr=0.1, weight_decay=0.01), [[0.6, 0.8]] * 2)
-    assert [param.tolist() == pytest.approx([2.9997, 3.9996], abs=1e-6) for param in params] == [True, True]
 
 
 @pytest.mark.parametrize("exclude", [False, True])
@@ -210,48 +190,6 @@ def test_a_scaler_skips_an_update_that_overflows():
     assert seen[1] == pytest.approx([2.9997, 3.9996], abs=1e-6)
 
 
-def test_a_closure_is_evaluated_with_gradients():
-    (param,) = as_parameters([[1.0]])
-    optimizer = LARS([param], lr=1.0, lars_exclude=True)
-
-    def closure():
-        loss = param.square().sum()
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == 1.0
-    assert param.tolist() == [-1.0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
-        ({"lr": 1.0, "momentum": -0.5}, "momentum must be >= 0"),
-        ({"lr": 1.0, "weight_decay": -0.5}, "weight_decay must be >= 0"),
-        ({"lr": 1.0, "eta": float("nan")}, "eta must be >= 0, got nan"),
-        ({"lr": 1.0, "nesterov": True}, "nesterov needs momentum > 0 and dampening 0, got 0.0 and 0.0"),
-        ({"lr": 1.0, "nesterov": True, "momentum": 0.9, "dampening": 0.1}, "got 0.9 and 0.1"),
-    ],
-    ids=str,
-)
-def test_values_that_make_no_sense_are_an_error(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LARS([nn.Parameter(torch.zeros(1))], **arguments)
-
-
-def test_a_group_with_a_value_that_makes_no_sense_is_an_error():
-    with pytest.raises(ValueError, match="eps must be >= 0, got -1"):
-        LARS([{"params": [nn.Parameter(torch.zeros(1))], "eps": -1}], lr=1.0)
-
-
-def test_sparse_gradients_are_an_error():
-    layer = nn.Embedding(3, 2, sparse=True)
-    layer(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="LARS has no rule for sparse gradients"):
-        LARS(layer.parameters(), lr=1.0).step()
-
-
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_cuda_a_step_never_waits_and_gives_the_same_values(dtype):
@@ -268,24 +206,3 @@ def test_on_cuda_a_step_never_waits_and_gives_the_same_values(dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for ours, expected in zip(on_cuda, on_cpu, strict=True):
         assert ours.tolist() == pytest.approx(expected.tolist(), rel=tolerance, abs=tolerance)
-
-
-def by_config(**solver):
-    cfg = get_cfg()
-    cfg.merge_from_other_cfg({"SOLVER": {"OPTIMIZER": {"NAME": "LARS"}, **solver}})
-    return build_optimizer(cfg, nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-
-
-def test_a_config_names_it_and_the_keys_of_the_solver_are_its_arguments():
-    optimizer = by_config(BASE_LR=4.8, MOMENTUM=0.95, NESTEROV=True, WEIGHT_DECAY=1e-6)
-    keys = ("lr", "momentum", "nesterov", "weight_decay")
-    assert type(optimizer) is LARS
-    assert [[group[key] for key in keys] for group in optimizer.param_groups] == [
-        [4.8, 0.95, True, 1e-6],
-        [4.8, 0.95, True, 0.0],
-    ]
-
-
-def test_arguments_of_the_node_win():
-    defaults = by_config(OPTIMIZER={"NAME": "LARS", "MOMENTUM": 0.5, "ETA": 0.1}).defaults
-    assert (defaults["momentum"], defaults["nesterov"], defaults["eta"]) == (0.5, False, 0.1)

@@ -22,10 +22,9 @@ from trainkit.projects.solver_extras.schedules import (
     Segment,
     Step,
     WarmupStableDecay,
-    compute_values,
 )
 
-BASES = [1.0, 0.1, 0.3, 7e-4]
+BASES = [1.0, 7e-4]
 
 
 def make_optimizer(base):
@@ -89,11 +88,6 @@ LIKE_TORCH = {
         lambda o: lr_scheduler.CosineAnnealingLR(o, 9, eta_min=1e-5),
         lambda o: lr_scheduler.CosineAnnealingLR(o, 8, eta_min=1e-5),
     ),
-    "cosine to 0": (
-        Cosine(11),
-        lambda o: lr_scheduler.CosineAnnealingLR(o, 11),
-        lambda o: lr_scheduler.CosineAnnealingLR(o, 11, eta_min=1e-9),
-    ),
     "polynomial": (
         Polynomial(8, 0.9),
         lambda o: lr_scheduler.PolynomialLR(o, 7, 0.9),
@@ -120,7 +114,6 @@ ONE_CYCLES = [
     {"pct_start": 0.45, "three_phase": True},
     {"pct_start": 0.25, "three_phase": True, "anneal": "linear", "div_factor": 7.0, "final_div_factor": 30.0},
     {"pct_start": 0.04},
-    {"pct_start": 0.02, "three_phase": True},
 ]
 
 
@@ -147,50 +140,6 @@ def test_cosine_restarts_equal_torchs_bit_by_bit(periods, factor, base):
     values = values_of(CosineRestarts(periods, end_value=1e-5), base, count)
     assert values == recursive(theirs(1e-5), base, count)
     assert values != recursive(theirs(0.0), base, count)
-
-
-# ---------------------------------------------------------------------------- OpenMMLab's closed forms
-
-
-def test_openmmlabs_closed_forms():
-    """n = end - begin - 1: with ``length`` = end - begin, the last iteration has the end value."""
-    e0, length, end = 0.3, 12, 0.02
-    n, ts = length - 1, range(length)
-
-    def check(schedule, formula):
-        assert values_of(schedule, e0, length) == pytest.approx([formula(t) for t in ts], rel=1e-14)
-
-    check(Constant(length, 0.25), lambda t: e0 * 0.25 if t < n else e0)
-    check(Linear(length, 0.1, 0.7), lambda t: e0 * (0.1 + 0.6 * t / n))
-    check(Step(4, 0.5), lambda t: e0 * 0.5 ** math.floor(t / 4))
-    check(MultiStep((3, 3, 8), 0.5), lambda t: e0 * 0.5 ** sum(m <= t for m in (3, 3, 8)))
-    check(Exponential(0.9), lambda t: e0 * 0.9**t)
-    check(Polynomial(length, 2.0, end_value=end), lambda t: (e0 - end) * (1 - t / n) ** 2 + end)
-    check(Cosine(length, end_value=end), lambda t: end + (e0 - end) * (1 + math.cos(math.pi * t / length)) / 2)
-    assert Linear(length, 0.1, 0.7)(n, e0) == pytest.approx(e0 * 0.7)
-    assert Polynomial(length, 2.0, end_value=end)(n, e0) == end
-
-
-@pytest.mark.parametrize(
-    ("schedule", "torchs"),
-    [
-        (Linear(6, 0.1), lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5)),
-        (Constant(6, 0.1), lambda o: lr_scheduler.ConstantLR(o, 0.1, total_iters=5)),
-        (Polynomial(6), lambda o: lr_scheduler.PolynomialLR(o, 5)),
-    ],
-    ids=["linear", "constant", "polynomial"],
-)
-def test_torchs_total_iters_is_one_less_than_the_length(schedule, torchs):
-    """OpenMMLab's segment of 6 iterations reaches its end in the last of them, torch's of total_iters 6 behind it."""
-    values = values_of(schedule, 0.3, 6)
-    assert values == closed(torchs, 0.3, 6)
-    assert values[-1] == Chain([Segment(schedule, 0, 6)])(100, 0.3) == closed(torchs, 0.3, 100)[-1]
-
-
-def test_the_last_value_of_a_cosine_is_not_its_end():
-    assert Cosine(10)(9, 1.0) == pytest.approx(0.02447, abs=5e-6)
-    assert Cosine(10)(10, 1.0) == 0.0
-    assert Cosine(9)(9, 1.0) == 0.0
 
 
 def test_one_cycle_has_the_values_of_the_reference():
@@ -249,12 +198,8 @@ def test_segments_go_on_from_each_other_and_keep_their_last_value():
     assert values_of(schedule, 8.0, 10) == [4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 4.0]
 
 
-def test_a_segment_starts_from_the_value_at_its_begin():
-    schedule = Chain([Segment(Linear(3, 1.0, 0.5), 0, 3), Segment(Linear(3, 1.0, 0.5), 3, 6)])
-    assert values_of(schedule, 8.0, 7) == [8.0, 6.0, 4.0, 4.0, 3.0, 2.0, 2.0]
-
-
-def test_before_its_begin_a_segment_does_nothing():
+def test_before_its_begin_a_segment_does_nothing_and_in_its_last_iteration_it_is_at_its_end():
+    assert Chain([Segment(Polynomial(6), 0, 6)])(100, 0.3) == 0.0
     assert values_of(Chain([Segment(Constant(9, 0.5), 2, 6)]), 8.0, 4) == [8.0, 8.0, 4.0, 4.0]
     assert values_of(Chain([]), 8.0, 2) == [8.0, 8.0]
 
@@ -273,17 +218,6 @@ def test_segments_that_overlap_are_multiplied_as_chained_schedulers_of_torch_are
     assert values_of(ours, 0.3, 12) != pytest.approx(values_of(Chain(segments[:1]), 0.3, 12), rel=1e-3)
 
 
-def test_values_of_equal_bases_are_computed_once():
-    asked = []
-    assert compute_values(lambda t, base: asked.append(base) or base + t, 2, [1.0, 5.0, 1.0, 1.0]) == [
-        3.0,
-        7.0,
-        3.0,
-        3.0,
-    ]
-    assert sorted(asked) == [1.0, 5.0]
-
-
 @pytest.mark.parametrize(
     ("schedule", "value"),
     [
@@ -296,35 +230,3 @@ def test_values_of_equal_bases_are_computed_once():
 )
 def test_a_schedule_of_one_iteration_is_at_its_end_there(schedule, value):
     assert Chain([Segment(schedule, 2, 3)])(2, 4.0) == value
-
-
-# ---------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Linear(0), "length must be .*>= 1, got 0"),
-        (lambda: Linear(2.0), "length must be .*got 2.0"),
-        (lambda: Linear(5, end_factor=math.nan), "end_factor must be a number >= 0, got nan"),
-        (lambda: Constant(5, "1"), "factor must be a number >= 0, got '1'"),
-        (lambda: ExponentialWarmup(5, 0), "factor must be a number > 0, got 0"),
-        (lambda: Step(True), "step_size must be .*got True"),
-        (lambda: MultiStep(5), "milestones must be a list .*got 5"),
-        (lambda: MultiStep([5, 0]), r"milestones must be .*got \[5, 0\]"),
-        (lambda: Exponential(-1), "gamma must be a number >= 0, got -1"),
-        (lambda: Cosine(5, end_value=0.1, end_ratio=0.2), "end_value 0.1 and end_ratio 0.2 both"),
-        (lambda: CosineRestarts([]), r"periods .*got \[\]"),
-        (lambda: CosineRestarts([2, 3], [1.0]), r"weights .*got \[2, 3\] and \[1.0\]"),
-        (lambda: Polynomial(5, power=0), "power must be a number > 0, got 0"),
-        (lambda: OneCycle(10, anneal="cosine"), "anneal must be one of cos, linear, got 'cosine'"),
-        (lambda: OneCycle(10, pct_start=0.1), "pct_start 0.1 leaves no room"),
-        (lambda: OneCycle(10, pct_start=0.6, three_phase=True), "pct_start 0.6 leaves no room"),
-        (lambda: InverseSquareRoot(0), "timescale must be .*got 0"),
-        (lambda: WarmupStableDecay(8, 4, 4), "warmup 4 and decay 4 must be shorter than length 8 together"),
-        (lambda: Segment(Step(2), 5, 5), "end must be .*>= 6, got 5"),
-    ],
-)
-def test_a_wrong_argument_is_an_error_of_the_constructor(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
