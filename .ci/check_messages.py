@@ -220,7 +220,6 @@ RULES = [
 EXCEPTIONS = {
     (says_nothing_of_its_own, "«text»"): "the text of an error whose state must not be kept in memory",
     (names_nothing, "holds a single number"): "behind --input FILE",
-    (names_nothing, "The random state of devices"): "which devices do not matter, since they are not there",
     (names_nothing, "Storing or writing metrics failed"): "the traceback follows",
 }
 

@@ -29,7 +29,7 @@ def test_a_second_process_learns_who_owns_the_folder_and_gets_it_after_a_kill(tm
     with subprocess.Popen([sys.executable, "-c", OWN, tmp_path], stdout=subprocess.PIPE, text=True) as owner:
         try:
             assert owner.stdout.readline() == "owned\n"
-            message = f"belongs to another run, process {owner.pid} on {re.escape(socket.gethostname())}, since 20"
+            message = f"belongs to another run, process {owner.pid} on {re.escape(socket.gethostname())}, since "
             with pytest.raises(OSError, match=message):
                 own_folder(tmp_path)
             assert (is_owned_by_another(tmp_path), is_owned(tmp_path)) == (True, False)

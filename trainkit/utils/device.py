@@ -68,8 +68,7 @@ def new_event(device: torch.device) -> Any:
 def move_to_device(data: Any, device: torch.device) -> Any:
     """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
 
-    Copies from pinned memory do not block. Tensors that are on the device, and other objects, are returned as they are.
-    A mapping whose class cannot be made from a dict becomes a dict.
+    Copies from pinned memory do not block. A mapping whose class cannot be made from a dict becomes a dict.
     """
     if isinstance(data, torch.Tensor):  # tensors that are not pinned are read before this returns
         return data if data.device == device else data.to(device, non_blocking=runs_ahead(device))

@@ -50,7 +50,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the state from ``get_rng_state``; states of missing devices are ignored with a warning."""
+    """Restore the state from ``get_rng_state``, as far as this machine has its devices."""
     if "seed" in state:
         seed_all_rng(state["seed"])
         return
@@ -58,13 +58,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    of_cuda = state.get("cuda", [])
-    for device, cuda_state in zip(_cuda_devices() if of_cuda else [], of_cuda, strict=False):
-        torch.cuda.set_rng_state(cuda_state, device)
+    if "cuda" in state:
+        for device, cuda_state in zip(_cuda_devices(), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(cuda_state, device)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
-    if len(of_cuda) > torch.cuda.device_count():
-        _logger.warning("The random state of devices that this machine does not have is ignored")
 
 
 def _cuda_devices() -> list[int]:

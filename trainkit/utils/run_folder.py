@@ -5,7 +5,6 @@ import fcntl
 import os
 import socket
 import time
-from datetime import datetime
 from pathlib import Path
 
 LOCK_FILE = "run.lock"
@@ -30,8 +29,7 @@ def own_folder(folder: str | os.PathLike[str]) -> None:
             raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run, {owner}; wait for it or stop it")
         time.sleep(0.05)
     os.truncate(descriptor, 0)
-    text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
-    os.pwrite(descriptor, text.encode(), 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}".encode(), 0)
     _owned[os.path.realpath(folder)] = descriptor
 
 

@@ -125,8 +125,9 @@ class CommonMetricPrinter(EventWriter):
         iter = min(storage.iter, max(iter for _, iter in latest.values()))
         eta_sec = None if self._max_iter is None else estimate_eta_sec(storage, self._max_iter)
         fields = [] if eta_sec is None else [f" eta: {datetime.timedelta(seconds=int(eta_sec))} "]
-        if self._iters_per_epoch is not None:
-            fields.append(f"{name_epoch(iter, self._iters_per_epoch, self._max_iter)} ")
+        if self._iters_per_epoch is not None:  # the last epoch may end early
+            done, end = (periods_done(i, self._iters_per_epoch) + 1 for i in (iter, (self._max_iter or 1) - 1))
+            fields.append(f"[Epoch {done}{'' if self._max_iter is None else f'/{end}'}] ")
         fields.append(f"{say_done(iter + 1, self._max_iter)} ")
         fields += [
             f"{name}: {value:.4g} " for name, (value, _) in latest.items() if hints[name] and name not in self._PLACED
@@ -142,15 +143,6 @@ class CommonMetricPrinter(EventWriter):
     def begin(self, trainer: Any) -> None:
         if self._max_iter is not None:  # another train() may be longer or shorter
             self._max_iter = trainer.max_iter
-
-    def close(self) -> None:
-        self._last_time = -math.inf
-
-
-def name_epoch(iter: int, iters_per_epoch: int, max_iter: int | None) -> str:
-    """``[Epoch n/N]``, counted from 1; the last epoch may end early."""
-    of_all = "" if max_iter is None else f"/{periods_done(max_iter - 1, iters_per_epoch) + 1}"
-    return f"[Epoch {periods_done(iter, iters_per_epoch) + 1}{of_all}]"
 
 
 def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
