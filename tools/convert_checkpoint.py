@@ -21,8 +21,7 @@ import torch
 from trainkit.projects.remote.addresses import register_addresses
 
 from trainkit.checkpoint import CheckpointError, load_trusted_pickle
-from trainkit.checkpoint.file import write_file
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.file import plain_state, write_file
 from trainkit.engine import user_errors_exit
 from trainkit.utils.file_io import PathManager
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from trainkit.projects.async_save.host_copy import HostCopy
 
 from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.file import Take
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, make_format
-from trainkit.checkpoint.state import Take
 
 logger = logging.getLogger(__name__)
 

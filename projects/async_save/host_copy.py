@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage
 
+from trainkit.checkpoint.file import ordinary
 from trainkit.checkpoint.format import CheckpointFormat
-from trainkit.checkpoint.state import ordinary
 from trainkit.utils.device import new_event, runs_ahead
 
 BLOCK_SIZE = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much

@@ -11,9 +11,8 @@ import torch
 from trainkit.projects.hooks.averaged import AVERAGED_PATH, averaged_weights
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing, sync_folder
-from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.file import plain_state, read_file
 from trainkit.checkpoint.format import format_of, make_format
-from trainkit.checkpoint.state import plain_state
 
 
 def publish_weights(

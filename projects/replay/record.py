@@ -23,8 +23,7 @@ from trainkit.projects.replay.origin import (
     table_of,
 )
 
-from trainkit.checkpoint.file import write_file
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.file import plain_state, write_file
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils import comm

@@ -26,7 +26,7 @@ from trainkit.projects.replay.origin import (
 )
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.file import plain_state
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.yaml_files import load_yaml
 from trainkit.data.loader import ResumableLoader

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from trainkit.projects.sharding.shards import KEY, Shards, fill_shards
 from trainkit.projects.sharding.tensors import is_sharded
 
-from trainkit.checkpoint.file import SUFFIX, write_plain
+from trainkit.checkpoint.file import SUFFIX, Take, ordinary, plain_state, write_plain
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part
 from trainkit.checkpoint.ranks import together
-from trainkit.checkpoint.state import Take, ordinary, plain_state
 from trainkit.utils import comm
 
 _numbers = itertools.count()

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from trainkit.projects.sharding.tensors import first_shard, local_part
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
+from trainkit.checkpoint.file import Take, plain_state
 from trainkit.checkpoint.folder import is_file_of
 from trainkit.checkpoint.format import owner_of_part
-from trainkit.checkpoint.state import Take, plain_state
 from trainkit.utils import comm
 
 KEY = "shards"

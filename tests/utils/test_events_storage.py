@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import defer
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.file import plain_state
 from trainkit.utils.events import (
     EventStorage,
     get_event_storage,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.file import plain_state
 from trainkit.utils.events import CommonMetricPrinter, EventStorage, JSONWriter
 
 

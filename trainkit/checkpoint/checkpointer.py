@@ -165,7 +165,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             The entries of the file that were not used.
 
         Raises:
-            CheckpointError: the file is missing, damaged or refused, so nothing is loaded; or it does not fit.
+            CheckpointError: the file is missing, damaged, refused (nothing is loaded then), or does not fit.
         """
         if not path:
             _logger.info("No checkpoint to load; the model stays as it is")

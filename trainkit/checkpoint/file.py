@@ -1,24 +1,80 @@
-"""One checkpoint file, in the format of ``torch.save``: a zip archive with a CRC for each record.
+"""One checkpoint file: tensors and plain Python values, which load without running code.
 
-``torch.load`` ignores the CRCs, so `read_file` checks them. Files of older versions have one more key, and some have a
-digest after the archive; both are ignored.
+It has the format of ``torch.save``, a zip archive with a CRC for each record. ``torch.load`` ignores the CRCs, so
+`read_file` checks them. Files of older versions have one more key, and some a digest after the archive.
 """
 
+import collections
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing
-from trainkit.checkpoint.state import plain_state
 
 SUFFIX = ".pth"
 _OLD_KEY = "__trainkit_format__"
 _FOLDER = 0x10  # the bit for folders in a record's attributes
+
+ORDINARY = (Tensor, torch.nn.Parameter)
+Take = Callable[[Tensor, str], Tensor]
+
+# Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
+_PLAIN = frozenset([str, int, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device])
+_DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiStepLR has a Counter
+
+
+def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
+    """A copy of nested dicts, lists and tuples that is safe to write; containers are new, tensors share memory.
+
+    ``take(tensor, path)`` returns the replacement of a tensor; None: `ordinary`.
+
+    Raises:
+        TypeError: there is a value other than tensors and plain values; the message has its path.
+    """
+    kind = type(value)
+    if kind in _PLAIN or (kind is bytes and value):  # torch's reader refuses empty bytes
+        return value
+    if isinstance(value, Tensor):
+        return (take or ordinary)(value, path)
+    if isinstance(value, int):
+        return int(value)  # an IntEnum, or a length that was rounded
+    if kind in (list, tuple):
+        if _PLAIN.issuperset(map(type, value)):  # at once: a random state has a thousand numbers
+            return kind(value)
+        return kind([plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value)])
+    if kind not in _DICTS:
+        refuse(value, path)
+    copy: Any = kind()
+    for key, item in value.items():
+        is_final = type(item) in _PLAIN or (take is None and type(item) is Tensor and not item.requires_grad)
+        if is_final and type(key) in _PLAIN:
+            copy[key] = item
+            continue
+        here = f"{path}[{key!r}]" if type(key) is not str else f"{path}.{key}" if path else key
+        if type(key) not in _PLAIN:
+            key = plain_state(key, here, refuse)
+        copy[key] = plain_state(item, here, take)
+    if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
+        copy._metadata = value._metadata
+    return copy
+
+
+def ordinary(tensor: Tensor, path: str) -> Tensor:
+    """The tensor as a file holds it, detached. Raises TypeError if it is of another type, such as a sharded one."""
+    if type(tensor) not in ORDINARY:
+        refuse(tensor, path)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def refuse(value: object, path: str) -> Any:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values")
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

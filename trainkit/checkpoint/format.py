@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.checkpoint.file import SUFFIX, read_file, write_plain
-from trainkit.checkpoint.state import Take, plain_state
+from trainkit.checkpoint.file import SUFFIX, Take, plain_state, read_file, write_plain
 from trainkit.utils.plugins import FORMATS
 from trainkit.utils.registry import Registry
 

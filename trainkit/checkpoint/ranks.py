@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.checkpoint.atomic import CheckpointError
-from trainkit.checkpoint.state import ORDINARY, plain_state
+from trainkit.checkpoint.file import ORDINARY, plain_state
 from trainkit.utils import comm
 
 _logger = logging.getLogger(__name__)

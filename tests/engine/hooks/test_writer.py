@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, defer, fail_at, sgd
-from trainkit.checkpoint.state import plain_state
+from trainkit.checkpoint.file import plain_state
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.events import (
