@@ -18,29 +18,11 @@ if TYPE_CHECKING:
     from trainkit.engine.setup import default_argument_parser, default_setup, default_writers, user_errors_exit
     from trainkit.engine.step import SimpleTrainer
 
-__all__ = [  # noqa: F405 - some are in projects
-    "DefaultTrainer",
-    "EvaluationRun",
-    "DefaultPredictor",
-    "TrainerBase",
-    "SimpleTrainer",
-    "AMPTrainer",
-    "GraphTrainer",
-    "GraphAMPTrainer",
-    "HookBase",
-    "Priority",
-    "hooks",
-    "default_argument_parser",
-    "default_setup",
-    "fast_dev_config",
-    "user_errors_exit",
-    "default_writers",
-    "launch",
-    "run",
-    "DEFAULT_TIMEOUT",
-    "create_ddp_model",
-    "is_restarted",
-]
+_OF_PROJECTS = ["DefaultPredictor", "GraphTrainer", "GraphAMPTrainer", "fast_dev_config"]
+
+__all__ = ["DefaultTrainer", "EvaluationRun", "TrainerBase", "SimpleTrainer", "AMPTrainer", "HookBase", "Priority"]
+__all__ += ["hooks", "default_argument_parser", "default_setup", "user_errors_exit", "default_writers", "launch", "run"]
+__all__ += ["DEFAULT_TIMEOUT", "create_ddp_model", "is_restarted", *_OF_PROJECTS]
 
 del launch  # the module
-__getattr__ = lazy_names(__name__, "DefaultPredictor", "GraphTrainer", "GraphAMPTrainer", "fast_dev_config")
+__getattr__ = lazy_names(__name__, *_OF_PROJECTS)

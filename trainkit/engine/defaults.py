@@ -1,6 +1,5 @@
 """The default trainer, which is built from a config."""
 
-import itertools
 import json
 import logging
 import re
@@ -43,14 +42,8 @@ from trainkit.utils.run_folder import LOCK_FILE
 logger = logging.getLogger(__name__)
 
 # includes names that detectron2 users import from here
-__all__ = [  # noqa: F822 - DefaultPredictor is in a project
-    "DefaultPredictor",
-    "DefaultTrainer",
-    "create_ddp_model",
-    "default_argument_parser",
-    "default_setup",
-    "default_writers",
-]
+__all__ = ["DefaultTrainer", "create_ddp_model", "default_argument_parser", "default_setup", "default_writers"]
+__all__ += ["DefaultPredictor"]  # noqa: F822 - in a project
 
 __getattr__ = lazy_names(__name__, "DefaultPredictor")
 
@@ -247,9 +240,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             *take(hooks.EvalHook, eval_function=lambda: me._evaluate(me.cfg.DATASETS.VAL or me.cfg.DATASETS.TEST)),
             # after the evaluation: they need its results
             *take(hooks.BestCheckpointer, default=False),
-            *itertools.chain.from_iterable(
-                take(hooks.BestCheckpointer, val_metric=metric, file_prefix=prefix)
+            *(
+                hook
                 for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items()
+                for hook in take(hooks.BestCheckpointer, val_metric=metric, file_prefix=prefix)
             ),
             *take(hooks.EarlyStopping, default=bool(cfg.EARLY_STOPPING.METRIC)),
             # after all hooks that choose a checkpoint: the test data must not influence them

@@ -61,10 +61,7 @@ class DefaultParts:
 
     @classmethod
     def test(
-        cls,
-        cfg: CfgNode,
-        model: nn.Module,
-        evaluators: DatasetEvaluator | list[DatasetEvaluator] | None = None,
+        cls, cfg: CfgNode, model: nn.Module, evaluators: DatasetEvaluator | list[DatasetEvaluator] | None = None
     ) -> dict[str, Any]:
         """Evaluate ``model`` on each dataset of ``cfg.DATASETS.TEST``; log the results as tables.
 

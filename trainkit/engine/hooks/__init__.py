@@ -18,25 +18,8 @@ if TYPE_CHECKING:
 
 _MORE = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
 
-__all__ = [
-    "HookBase",
-    "Priority",
-    "is_due",
-    "is_nth",
-    "is_last",
-    "check_period",
-    "CallbackHook",
-    "IterationTimer",
-    "LRScheduler",
-    "PeriodicCheckpointer",
-    "EvalHook",
-    "FinalEvalHook",
-    "BestCheckpointer",
-    "EarlyStopping",
-    "PeriodicWriter",
-    "HOOK_REGISTRY",
-    "ConfiguredHooks",
-    *_MORE,
-]
+__all__ = ["HookBase", "Priority", "is_due", "is_nth", "is_last", "check_period", "CallbackHook", "IterationTimer"]
+__all__ += ["LRScheduler", "PeriodicCheckpointer", "EvalHook", "FinalEvalHook", "BestCheckpointer", "EarlyStopping"]
+__all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks", *_MORE]
 
 __getattr__ = lazy_names(__name__, *_MORE)

@@ -100,12 +100,7 @@ class BestCheckpointer(MetricHook):
     config_keys = (*MetricHook.config_keys, ("mode", "CHECKPOINT.BEST_MODE"))
 
     def __init__(
-        self,
-        eval_period: int,
-        checkpointer: Any,
-        val_metric: str,
-        mode: Mode = "max",
-        file_prefix: str = "model_best",
+        self, eval_period: int, checkpointer: Any, val_metric: str, mode: Mode = "max", file_prefix: str = "model_best"
     ) -> None:
         super().__init__(eval_period, val_metric, mode)
         self.checkpointer, self.file_prefix = checkpointer, file_prefix

@@ -24,9 +24,7 @@ class LRScheduler(HookBase):
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: TorchLRScheduler | ParamScheduler | None = None,
+        self, optimizer: torch.optim.Optimizer | None = None, scheduler: TorchLRScheduler | ParamScheduler | None = None
     ) -> None:
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = None  # of the current or last run
