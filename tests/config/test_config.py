@@ -204,3 +204,10 @@ def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch
         cfg.merge_from_list(["SOLVER.WIDTH", "wide"])
     assert cfg.SOLVER.WIDTH == 2.0
     assert projects_of(cfg) == [project]
+
+
+def test_epochs_in_a_config_are_replaced_by_iterations_of_the_command_line():
+    cfg = get_cfg()
+    cfg.SOLVER.MAX_ITER = "3ep"
+    cfg.merge_from_list(["SOLVER.MAX_ITER", "20"])
+    assert cfg.SOLVER.MAX_ITER == 20

@@ -78,7 +78,7 @@ class CfgNode(_FvcoreCfgNode):
             for part in key.split("."):
                 old = getattr(old, part, None)
             read = parse_literal(value) if isinstance(value, str) else value
-            if isinstance(read, str) or not isinstance(old, str) or key in _ANY_TYPE:
+            if not isinstance(old, str) or key in _ANY_TYPE or key in LENGTH_KEYS or isinstance(read, str):
                 value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
             self.merge_from_other_cfg(reduce(lambda value, name: {name: value}, [name, *reversed(parents)], value))
 
