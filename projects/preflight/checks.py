@@ -105,11 +105,11 @@ def values(job: Job) -> Finding:
 @check
 def overlap(job: Job) -> Finding:
     names = job.cfg.DATASETS
-    train, others = _samples(names.TRAIN), _samples({*names.VAL, *names.TEST} - {*names.TRAIN})
-    if train and others and _fields(train[0]) < _fields(others[0]):
-        return not_asked("TRAIN has fewer fields than VAL and TEST, so it is no data with labels")
-    known = {*map(_digest_of_inputs, train)}
-    common = sum(_digest_of_inputs(sample) in known for sample in others)
+    of_train, of_others = names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN}
+    if _fields(of_train) < _fields(of_others):
+        return not_asked("TRAIN has fewer fields than VAL and TEST: it has no labels")
+    train, others = {*_digests(of_train)}, [*_digests(of_others)]
+    common = sum(digest in train for digest in others)
     text = f"{common} of {len(others)} samples of VAL and TEST are among {len(train)} of TRAIN"
     return judge(common > len(others) / 100, text, "divide the data before anything else")
 
@@ -236,20 +236,23 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(b"".join(leaves)).hexdigest()
 
 
-def _samples(names: Iterable[str]) -> list[Any]:
+def _samples(names: Iterable[str]) -> Iterator[Any]:
     """Up to 2,000 samples of each dataset that has indices."""
-    datasets: list[Any] = [DatasetCatalog.get(name) for name in names if name in DatasetCatalog]
-    return [each[i] for each in datasets if hasattr(each, "__getitem__") for i in range(min(2000, len(each)))]
+    for name in names:
+        dataset: Any = DatasetCatalog.get(name) if name in DatasetCatalog else None
+        yield from (dataset[i] for i in range(min(2000, len(dataset)) if hasattr(dataset, "__getitem__") else 0))
 
 
-def _fields(sample: Any) -> set[str]:
-    """Without the number of the sample."""
+def _digests(names: Iterable[str]) -> Iterator[str]:
+    """Of samples without single numbers, such as a label."""
+    for sample in _samples(names):
+        yield _digest([leaf for leaf in tree_leaves(sample) if not isinstance(leaf, int | float)])
+
+
+def _fields(names: Iterable[str]) -> set[str]:
+    """Of the first sample, if it is a dict; without its number."""
+    sample = next(_samples(names), None)
     return {*sample} - {"index", "id"} if isinstance(sample, dict) else set()
-
-
-def _digest_of_inputs(sample: Any) -> str:
-    """Without single numbers, such as a label."""
-    return _digest([leaf for leaf in tree_leaves(sample) if not isinstance(leaf, int | float)])
 
 
 def _differences(one: Path, other: Path) -> list[str]:
