@@ -53,7 +53,6 @@ LATE_IMPORTS = {
     "trainkit.projects.loggers.service": "pandas, an optional package",
     "trainkit.projects.loggers.wandb_writer": "wandb, an optional package",
     "trainkit.projects.remote.addresses": "fsspec, which only addresses need",
-    "trainkit.projects.loggers.tensorboard_settings": "tensorboard, an optional package",
     "trainkit.projects.loggers.tensorboard_writer": "tensorboard, an optional package",
     "trainkit.projects.compat.serialize": "cloudpickle, an optional package",
     "trainkit.projects.lazy.locate": "locate() finds an object by its dotted name",

@@ -95,8 +95,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         ),
         "loggers": (
             "csv_writer: CSVWriter csv; mlflow_writer: MLflowWriter mlflow; progress_bar: ProgressBar progress_bar; "
-            "tensorboard_settings: tensorboard_settings; tensorboard_writer: TensorboardXWriter tensorboard; "
-            "wandb_writer: WandbWriter wandb"
+            "tensorboard_writer: TensorboardXWriter tensorboard; wandb_writer: WandbWriter wandb"
         ),
         "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",
         "non_finite": "trainers: gradients skip",

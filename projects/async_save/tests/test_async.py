@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.async_save import host_copy
-from trainkit.projects.async_save.host_copy import HostCopy
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError, PeriodicCheckpointer
@@ -113,16 +111,6 @@ def test_what_changes_behind_the_save_is_not_in_it(tmp_path, disk, async_save):
 # ---------------------------------------------------------------------------------------- the memory of the copy
 
 
-def test_a_state_is_in_blocks_of_which_a_large_tensor_has_its_own(monkeypatch):
-    monkeypatch.setattr(host_copy, "BLOCK_SIZE", 256)
-    state = {str(i): torch.full((size,), float(i)) for i, size in enumerate([16, 40, 8, 100, 1])}
-    first = HostCopy(state)
-    second = HostCopy(state, first.memory)
-    assert [len(block) for block in first.memory[False]] == [320, 80, 560, 80]  # a quarter more
-    assert all(map(lambda a, b: a is b, first.memory[False], second.memory[False]))
-    assert all(torch.equal(second.state()[name], value) for name, value in state.items())
-
-
 # ---------------------------------------------------------------------------------------- one at a time
 def test_the_next_save_waits_for_the_one_under_way(tmp_path, disk):
     order = []
@@ -167,16 +155,6 @@ def test_whoever_reads_the_folder_waits(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------- failures
-def test_a_failure_is_raised_once_by_whoever_asks_first(tmp_path, disk):
-    disk.error = FULL
-    checkpointer = Checkpointer(linear(1), tmp_path, format="async_save")
-    checkpointer.save("model")
-    disk.go.set()
-    checkpointer.has_checkpoint()  # waits, and leaves the failure to others
-    with pytest.raises(CheckpointError, match=r"model.pth.*No space left"):
-        checkpointer.wait()
-    checkpointer.wait()
-    assert os.listdir(tmp_path) == []
 
 
 # ---------------------------------------------------------------------------------------- rotation, and the end

@@ -49,14 +49,6 @@ def test_a_batch_may_be_a_list_of_samples(as_label):
     assert evaluate((samples, SCORES), label_key="target") == evaluate(({"label": LABELS}, SCORES))
 
 
-def test_reset_forgets_the_samples_and_the_number_of_classes():
-    evaluator = ClassificationEvaluator()
-    evaluator.process({"label": LABELS}, SCORES)
-    evaluator.reset()
-    evaluator.process({"label": torch.tensor([0])}, torch.tensor([[1.0, 0.0]]))
-    assert evaluator.evaluate()["classification"]["top1"] == 100.0
-
-
 def test_the_key_of_hugging_face_is_read_if_there_is_no_other():
     assert evaluate(({"labels": LABELS}, SCORES)) == evaluate(({"label": LABELS}, SCORES))
     assert evaluate(([{"labels": label} for label in LABELS], SCORES)) == evaluate(({"label": LABELS}, SCORES))
@@ -91,13 +83,6 @@ def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted(inputs
         ClassificationEvaluator().process(inputs, outputs)
 
 
-def test_a_changed_number_of_classes_is_an_error():
-    evaluator = ClassificationEvaluator()
-    evaluator.process({"label": LABELS}, SCORES)
-    with pytest.raises(ValueError, match=r"2 classes"):
-        evaluator.process({"label": LABELS}, SCORES[:, :2])
-
-
 @pytest.mark.parametrize("label", [-1, 3])
 def test_labels_outside_the_classes_are_an_error_at_the_end(label):
     with pytest.raises(ValueError, match=r"1 labels are not below 3 classes"):
@@ -107,8 +92,3 @@ def test_labels_outside_the_classes_are_an_error_at_the_end(label):
 def test_nothing_processed_is_an_error():
     with pytest.raises(ValueError, match=r"no batch was processed"):
         ClassificationEvaluator().evaluate()
-
-
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_the_last_tensor_of_a_tuple_or_list_of_tensors_is_the_labels(kind):
-    assert evaluate((kind([SCORES, LABELS]), SCORES)) == evaluate(({"label": LABELS}, SCORES))

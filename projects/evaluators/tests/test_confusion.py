@@ -84,8 +84,3 @@ def test_a_run_writes_the_confusion_matrix_of_all_data(tmp_path, is_run, max_bat
     evaluator.evaluate()
     release_folder(tmp_path)
     assert (tmp_path / "confusion_a_b.json").exists() == exists
-
-
-def test_class_names_that_do_not_fit_are_an_error():
-    with pytest.raises(ValueError, match=r"2 names.*3 classes"):
-        evaluate(({"label": LABELS}, SCORES), class_names=["a", "b"])

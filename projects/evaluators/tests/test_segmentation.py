@@ -4,7 +4,6 @@ import math
 import pytest
 import torch
 
-from tests.two_ranks import on_two_ranks
 from trainkit.config import get_cfg
 from trainkit.data import MetadataCatalog
 from trainkit.evaluation import SemSegEvaluator, build_evaluator
@@ -45,13 +44,6 @@ def approx(results):
 
 def test_the_results_are_those_of_the_confusion_matrix_in_percent():
     assert evaluate(({"label": LABELS}, SCORES)) == {"sem_seg": approx(RESULTS)}
-
-
-def test_a_class_that_is_nowhere_is_no_part_of_a_mean_and_one_that_is_only_predicted_lowers_the_miou():
-    four = evaluate(({"label": LABELS}, SCORES[:, :4]))["sem_seg"]
-    assert four == approx({name: value for name, value in RESULTS.items() if name != "IoU-4"})
-    not_predicted = torch.where(PREDICTED == 3, 1, PREDICTED)
-    assert math.isnan(evaluate(({"label": LABELS}, scores_for(not_predicted)))["sem_seg"]["IoU-3"])
 
 
 @pytest.mark.parametrize("ignore_label", [255, -1, 7, 3])
@@ -102,34 +94,3 @@ def test_the_metadata_of_a_data_set_name_the_classes_and_what_is_ignored(caplog)
 
 
 # ---------------------------------------------------------------------- two ranks
-
-
-def evaluated_in_unequal_parts(rank, folder):
-    parts = [
-        [(LABELS[..., :1], SCORES[..., :1]), (LABELS[..., 1:3], SCORES[..., 1:3])],
-        [(LABELS[..., 3:], SCORES[..., 3:])],
-    ]
-    return evaluate(*[({"label": labels}, scores) for labels, scores in parts[rank]])
-
-
-def evaluated_by_rank_1_alone(rank, folder):
-    return evaluate(*[({"label": LABELS}, SCORES)] * rank)
-
-
-def labelled_wrongly_on_rank_1(rank, folder):
-    return evaluate(({"label": LABELS + 10 * rank}, SCORES))
-
-
-def given_nothing(rank, folder):
-    return evaluate()
-
-
-@pytest.mark.slow
-def test_two_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
-    checks = [evaluated_in_unequal_parts, evaluated_by_rank_1_alone, labelled_wrongly_on_rank_1, given_nothing]
-    found = on_two_ranks(checks, tmp_path)
-
-    assert found["evaluated_in_unequal_parts"] == [{"sem_seg": approx(RESULTS)}, {}]
-    assert found["evaluated_by_rank_1_alone"] == [{"sem_seg": approx(RESULTS)}, {}]
-    for name, said in [("labelled_wrongly_on_rank_1", "10 labels are not below"), ("given_nothing", "no batch")]:
-        assert all(message.startswith(f"ValueError: {said}") for message in found[name])  # no rank waits for another

@@ -1,7 +1,6 @@
 """The step as a recorded graph: what it computes, when it is recorded, what it refuses."""
 
 import copy
-import importlib
 import io
 import math
 
@@ -13,7 +12,7 @@ from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import AfterStep, Weight, batches, scalars
+from tests.engine.tiny import AfterStep, batches, scalars
 from trainkit.config import ConfigError
 from trainkit.engine import AMPTrainer, DefaultTrainer, GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer
 from trainkit.engine.amp import fixed_scaler
@@ -161,39 +160,6 @@ def test_100_steps_equal_those_of_the_ordinary_trainer_bit_for_bit(name):
     assert recorded.recorder.num_replays >= 90
 
 
-def test_a_rate_is_in_float32_under_another_default_dtype():
-    # the rate is exact in float32, not in bfloat16; fused SGD of torch 2.13 is wrong here (pytorch#191763)
-    def adamw(model):
-        return torch.optim.AdamW(model.parameters(), lr=2.0**-6 + 2.0**-14, fused=True)
-
-    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(5)]
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert both(steps=20, data=data, make_optimizer=adamw)[2]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_an_optimizer_is_made_capturable_for_the_update_alone(monkeypatch):
-    nadam = importlib.import_module("torch.optim.nadam")  # torch.optim hides it
-    monkeypatch.setattr(nadam, "_get_capturable_supported_devices", lambda: ["cpu"])
-    found = []
-
-    class Watched(torch.optim.NAdam):
-        def step(self):
-            found.append({self.param_groups[0]["capturable"], isinstance(self.param_groups[0]["lr"], torch.Tensor)})
-            super().step()
-
-    def nadam_of(model):
-        return Watched(model.parameters(), lr=0.01, foreach=False)
-
-    ordinary, recorded, _ = both(make_optimizer=nadam_of, steps=20)
-    losses = [[value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert found == [{False}] * 20 + [{True}] * (3 + 1)
-    assert recorded.optimizer.param_groups[0]["capturable"] is False
-
-
 def with_nan(data, *places):
     return [(x * math.nan, y) if place in places else (x, y) for place, (x, y) in enumerate(data)]
 
@@ -243,19 +209,6 @@ def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
         make(RecordedTrainer, hooks=lambda _: [CallbackHook(after_backward=remove)]).train(0, 10)
 
 
-def test_after_a_step_the_gradients_are_those_of_the_step():
-    found = {SimpleTrainer: [], RecordedTrainer: []}
-    for trainer_type, gradients in found.items():
-
-        def keep(trainer, gradients=gradients):
-            gradients.append([parameter.grad.clone() for parameter in trainer.model.parameters()])
-
-        torch.manual_seed(2)
-        data = [*batches(4), *batches(1, size=2)]
-        make(trainer_type, data=data, hooks=lambda _, keep=keep: [AfterStep(keep)]).train(0, 30)
-    assert same(found[SimpleTrainer], found[RecordedTrainer])
-
-
 # ---------------------------------------------------------------------- batches
 
 
@@ -284,15 +237,6 @@ class Refilled:
             yield batch
 
 
-def test_more_kinds_of_batches_than_can_be_recorded_run_as_ordinary_steps(caplog):
-    data = [batch for size in range(2, 12) for batch in batches(1, size)]
-    _, recorded, are_equal = both(data=data, async_write_metrics=True)
-
-    assert are_equal
-    assert recorded.recorder.num_recorded == 8
-    assert caplog.text.count("8 kinds of batches are recorded, and there are more") == 1
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -312,14 +256,6 @@ def test_batches_that_cannot_be_recorded_run_as_ordinary_steps(more, caplog):
     recorded.train(0, 150)
     assert recorded.recorder.num_recorded == 0
     assert caplog.text.count("without file names and the like") == 1
-
-
-def test_the_values_in_a_batch_that_are_no_tensors_are_part_of_its_kind():
-    model = Weight(lambda weight, batch: weight * batch[0])
-    trainer = RecordedTrainer(model, [(2.0,), (3.0,)], fused_sgd(model, lr=2.0**-6, momentum=0.0), non_finite="ignore")
-    trainer.train(0, 12)
-    assert trainer.recorder.num_recorded == 2
-    assert model.weight.item() == 1 - 6 * (2 + 3) * 2.0**-6
 
 
 # ---------------------------------------------------------------------- what a recording has in it
@@ -356,25 +292,6 @@ def test_what_changes_in_the_middle_is_followed(change):
     _, recorded, are_equal = both(steps=40, hooks=lambda trainer: [AfterStep(at_20)], async_write_metrics=True)
     assert are_equal
     assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (2, 40 - 2 * 3)
-
-
-@pytest.mark.parametrize("first", [lambda model: model.last.parameters(), lambda model: [{"params": []}]])
-def test_a_group_that_is_added_in_the_middle_is_trained(first):
-    def add_group(trainer):
-        if trainer.iter == 20:
-            trainer.optimizer.add_param_group({"params": [*trainer.model.first.parameters()]})
-
-    found = []
-    for trainer_type in (SimpleTrainer, RecordedTrainer):
-        model = Net()
-        optimizer = torch.optim.SGD(first(model), lr=0.1, momentum=0.9, fused=True)
-        trainer = trainer_type(model, batches(5), optimizer)
-        trainer.register_hooks([AfterStep(add_group)])
-        torch.manual_seed(2)
-        trainer.train(0, 40)
-        found.append(result(trainer))
-    assert same(*found)
-    assert trainer.recorder.num_recorded == 2
 
 
 def test_a_setting_that_changes_in_each_iteration_keeps_the_steps_ordinary_and_is_said_once(caplog):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
-from torch.overrides import TorchFunctionMode
 from trainkit.projects.hooks.averaging import ModelAverage, averaging_rule
 
 from tests.cuda import host_never_waits, needs_cuda
@@ -80,27 +79,6 @@ def test_buffers_are_averaged_or_copied_and_a_replaced_one_is_followed(average_b
         state = average.state_dict()
         found.append((state["running_mean"][0].item(), state["num_batches_tracked"].item()))
     assert found == ([(2, 1), (2, 2), (5, 3), (5, 4)] if average_buffers else [(2, 1), (4, 2), (8, 3), (16, 4)])
-
-
-class Calls(TorchFunctionMode):
-    """Notes the functions of torch that are called inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_an_update_is_one_foreach_call_for_parameters_of_a_kind():
-    average = ModelAverage(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(5))), averaging_rule())
-    average.update()
-    with Calls() as calls:
-        average.update()
-    on_tensors = [name for name in calls.names if name != "_set_grad_enabled"]
-    assert on_tensors == ["_foreach_lerp_", "_foreach_copy_", "_foreach_copy_"]  # buffers of two kinds
 
 
 @needs_cuda

@@ -56,16 +56,6 @@ def test_the_best_k_files_are_kept_and_others_removed(tmp_path, save_format, val
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_the_best_k_files_are_those_of_the_whole_run_after_a_resume(tmp_path):
-    values = [50.0, 70.0, 60.0, 80.0, 65.0, 75.0]
-    run_of_best(tmp_path, values).train(0, 4)
-    assert [*files_of_best(tmp_path)] == ["", "_0000001", "_0000003"]  # 1 and 3; the save at 2 knows 1 and 2
-    again = run_of_best(tmp_path, values[2:])  # the evaluation after that save is repeated
-    again.hooks[0].checkpointer.load(tmp_path / "model_0000002.pth")
-    again.train(3, 6)
-    assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
-
-
 def test_a_checkpoint_of_before_has_the_best_k_files_under_the_name_of_the_base_class(tmp_path):
     values = [50.0, 70.0, 60.0, 80.0, 65.0, 75.0]
     run_of_best(tmp_path, values).train(0, 4)

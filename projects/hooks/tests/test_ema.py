@@ -10,7 +10,6 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, file
-from trainkit.config import CfgNode
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import EMAHook
 from trainkit.engine.step import SimpleTrainer
@@ -95,15 +94,6 @@ def equal(a, b):
 # ---------------------------------------------------------------------- state
 
 
-def test_a_second_run_begins_a_new_average_and_one_that_goes_on_continues_it(tmp_path):
-    once = Job(tmp_path, EMAHook(0.5)).train(ITERS, 0)
-    twice = Job(tmp_path, EMAHook(0.5)).train(3, 0).train(ITERS, 3)
-    assert equal(twice.average, once.average)
-    twice.train(1, 0)
-    assert twice.hook.state_dict()["steps"] == 1
-    assert equal(twice.average, twice.model)
-
-
 @pytest.mark.parametrize(("begin", "warned"), [(0, True), (3, True), (4, False)])
 def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warned, tmp_path, caplog):
     Job(tmp_path).train(ITERS, 0, stop_after=3)
@@ -111,13 +101,6 @@ def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warn
     messages = [record.getMessage() for record in caplog.records if record.name == "trainkit.projects.hooks.ema"]
     assert messages == ["EMAHook has no average of the first 3 iterations; it starts with the model"] * warned
     assert job.hook.state_dict()["steps"] == 5
-
-
-def test_the_saved_average_of_another_model_is_an_error_that_names_the_tensors():
-    job = Job("", EMAHook())
-    job.hook.load_state_dict({"model": {"layers.9.weight": torch.ones(1)}, "steps": 3})
-    with pytest.raises(ValueError, match=r"average of EMAHook is of another model.*layers.9.weight"):
-        job.train(5, 3)
 
 
 def test_a_checkpoint_has_the_trained_weights_and_the_average_which_is_evaluated_without_training(tmp_path):
@@ -160,16 +143,6 @@ def test_the_model_has_its_own_weights_again_after_an_evaluation_and_is_not_save
         job.checkpointer.save("model")
     context.__exit__(None, None, None)
     assert equal(job.model, before)
-
-
-def test_the_first_part_of_a_longer_run_may_end_before_the_average_begins(tmp_path):
-    job = Job(tmp_path, EMAHook(begin=9))
-    job.trainer.cfg = CfgNode({"SOLVER": {"MAX_ITER": 9}})
-    job.train(4, 0)
-    job.train(9, 4)
-    job.trainer.cfg = CfgNode({"SOLVER": {"MAX_ITER": 8}})
-    with pytest.raises(ValueError, match="begin of EMAHook is 9, but the run has only 8 iterations"):
-        job.train(4, 0)
 
 
 def test_a_metric_of_the_models_own_weights_may_be_looked_at_where_both_are_evaluated(tmp_path):

@@ -51,8 +51,3 @@ def run(calls, hook, data):
 )
 def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluation(calls, arguments, expected):
     assert run(calls, EmptyCache(**arguments), batches(2)) == expected
-
-
-def test_without_an_accelerator_nothing_happens(calls, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert run(calls, EmptyCache(True, True, True), batches(2)) == [0, 1, 2, 3, "eval 0", "eval 1"]

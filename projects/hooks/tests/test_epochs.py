@@ -1,6 +1,5 @@
 """Periods in epochs."""
 
-from fractions import Fraction
 from types import SimpleNamespace
 
 from trainkit.engine.hooks import is_due_epoch
@@ -21,10 +20,3 @@ def test_an_epoch_is_due_by_its_own_number():
     assert [t.epoch for t in at_the_end if is_due_epoch(t, 4, or_last=True)] == [3, 7]
     whole = [trainer_at(iter, max_iter=30) for iter in range(2, 30, 3)]
     assert [t.epoch for t in whole if is_due_epoch(t, 4, or_last=True)] == [3, 7, 9]
-
-
-def test_a_period_in_epochs_counts_each_of_the_epochs_that_end_in_one_iteration():
-    found = [trainer_at(iter, 99, Fraction(1, 3)) for iter in range(5)]
-    assert [trainer.epoch for trainer in found] == [0, 4, 7, 10, 13]  # 4, 7, 10, 13 and 16 are done after them
-    assert [is_due_epoch(trainer, 3) for trainer in found] == [True] * 5
-    assert [is_due_epoch(trainer, 5) for trainer in found] == [False, True, True, False, True]

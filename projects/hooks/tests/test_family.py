@@ -156,16 +156,6 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_a_hook_holds_its_trainer_weakly(name, tmp_path):
-    job = Job(name, tmp_path)
-    hook = job.hook
-    job.train(0, 2)
-    del job.checkpointer, job.trainer  # a checkpointer may hold the trainer, and a hook the checkpointer
-    if name not in ("BestCheckpointer", "BestCheckpoints", "PeriodicCheckpointer", "PublishWeights"):
-        with pytest.raises(ReferenceError):
-            hook.trainer.iter  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [

@@ -67,15 +67,6 @@ def test_a_frozen_parameter_gets_no_gradient_and_keeps_its_bits_until_the_end(wr
     assert all(parameter.requires_grad for parameter in record.model.parameters())
 
 
-def test_what_the_model_has_frozen_itself_stays_frozen():
-    trainer, record = build(Freeze("body.weight", end=2))
-    record.model.body.bias.requires_grad_(False)
-    trainer.train(0, 4)
-
-    assert differing(record, 0, 3) == ALL - {"body.bias"}
-    assert not record.model.body.bias.requires_grad
-
-
 def test_a_mistake_is_an_error_before_training():
     trainer, record = build(Freeze(["head.*", "bdy.weight"]))
     with pytest.raises(ConfigError, match=r"names of Freeze has \['bdy.weight'\]"):

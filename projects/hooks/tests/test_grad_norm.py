@@ -1,10 +1,7 @@
 import pytest
 import torch
 
-from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, batches, sgd
-from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, GradNorm
 from trainkit.engine.step import SimpleTrainer
 
@@ -22,9 +19,3 @@ def test_the_norm_of_all_gradients_is_stored_every_period_and_in_the_last_iterat
     values, iters = zip(*trainer.storage.history("grad_norm").values(), strict=True)
     assert iters == (1, 3, 4)
     assert values == pytest.approx([norms[i] for i in iters])
-
-
-def test_with_clipping_it_is_an_error(tmp_path):
-    options = ("HOOKS", [{"NAME": "GradNorm"}], "SOLVER.CLIP_GRADIENTS.ENABLED", True)
-    with pytest.raises(ConfigError, match="SOLVER.CLIP_GRADIENTS stores grad_norm already"):
-        DefaultTrainer(tiny_cfg(tmp_path, *options)).train()

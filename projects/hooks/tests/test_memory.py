@@ -42,11 +42,3 @@ def test_it_reports_every_period_and_exactly_so_often(cuda, caplog, max_iter, ex
     caplog.set_level("INFO")
     Steps([TorchMemoryStats(period=3, max_runs=2)]).train(0, max_iter)
     assert messages(caplog) == expected
-
-
-@pytest.mark.parametrize("found", [None, torch.device("mps")])
-def test_where_torch_cannot_tell_it_is_silent(found, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
-    Steps([TorchMemoryStats(period=1)]).train(0, 3)
-    assert messages(caplog) == []

@@ -60,18 +60,6 @@ def test_groups_start_from_their_own_values_and_the_largest_is_stored():
     assert trainer.storage.history("weight_decay").values() == [(2 / 8, 0), (2 / 16, 1)]
 
 
-def test_groups_without_the_field_or_with_a_fixed_lr_are_left_alone():
-    optimizer = adam(lr=0.5)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "fixed_lr": True})
-    optimizer.param_groups[0]["temperature"] = 4.0
-    trainer, used = make(ParamScheduler("temperature", HALVE), optimizer, lambda group: group["temperature"])
-    trainer.register_hooks([ParamScheduler("lr", HALVE)])
-    trainer.train(0, 2)
-    assert used == [4.0, 2.0]
-    assert "temperature" not in optimizer.param_groups[1]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
-
-
 def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
     def run(*parts, **kwargs):
         trainer, used = make(ParamScheduler("weight_decay", [{"NAME": "Linear", "START_FACTOR": 0.25}], **kwargs))
@@ -81,15 +69,6 @@ def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
 
     assert run((0, 2), (2, 4), max_iter=4) == run((0, 4)) == [0.125, 0.25, 0.375, 0.5]
     assert run((0, 2), (2, 4)) == [0.125, 0.5, 0.375, 0.5]
-
-
-def test_a_tensor_lr_is_filled_in_place():
-    lr = torch.tensor(0.5)
-    trainer, used = make(ParamScheduler("lr", HALVE), adam(lr=lr), lambda group: group["lr"].item())
-    trainer.train(0, 2)
-    assert used == [0.5, 0.25]
-    assert trainer.optimizer.param_groups[0]["lr"] is lr
-    assert trainer.storage.history("lr").values() == [(0.5, 0), (0.25, 1)]
 
 
 # ---------------------------------------------------------------------- errors

@@ -1,11 +1,10 @@
 import json
 
-import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Steps, fail_at
+from tests.engine.tiny import Steps
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import TorchProfiler
 
@@ -28,17 +27,6 @@ def test_each_picked_iteration_has_a_chrome_trace(tmp_path):
     paths = sorted((tmp_path / "traces").iterdir())
     assert [path.name for path in paths] == ["trace_iter0000002.json", "trace_iter0000004.json"]
     assert "aten::matmul" in operators(paths[0])
-
-
-def test_a_step_that_fails_has_its_trace(tmp_path):
-    def step(iter):
-        multiply(iter)
-        fail_at(1)(iter)
-
-    trainer = profiled(tmp_path, {1}, step=step, save_tensorboard=False)
-    with pytest.raises(RuntimeError, match="step 1 failed"):
-        trainer.train(0, 3)
-    assert "aten::matmul" in operators(tmp_path / "trace_iter0000001.json")
 
 
 def test_from_a_config_traces_lie_in_a_folder_of_the_output_folder(tmp_path):

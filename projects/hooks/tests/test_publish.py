@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import AfterStep, Steps, fail_at
+from tests.engine.tiny import AfterStep, Steps
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.engine import DefaultPredictor, DefaultTrainer
@@ -54,17 +54,6 @@ def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
     for path in tmp_path.glob("*_published-*.pth"):
         assert list(read_file(path)) == ["model"]
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
-
-
-def test_a_run_that_did_not_finish_publishes_nothing(tmp_path):
-    with pytest.raises(RuntimeError):
-        make(tmp_path, step=fail_at(3)).train(0, 4)
-    stopped = make(tmp_path)
-    stopped.register_hooks([AfterStep(lambda trainer: trainer.request_stop("enough"))])
-    stopped.train(0, 4)
-
-    assert stopped.status == "stopped"
-    assert published(tmp_path) == []
 
 
 def test_the_average_is_published_if_that_is_asked_for(tmp_path):

@@ -35,30 +35,6 @@ def test_the_weights_alone_are_published_under_the_digest_of_the_file(tmp_path):
     assert {key: value.unique().tolist() for key, value in state["model"].items()} == {"weight": [1.0], "bias": [1.0]}
 
 
-def test_torch_hub_verifies_the_name(tmp_path):
-    published = publish_weights(save(tmp_path))
-
-    def fetch(path):
-        folder = tmp_path / "hub"
-        return torch.hub.load_state_dict_from_url(
-            f"file://{path}", str(folder), check_hash=True, progress=False, weights_only=True
-        )
-
-    assert torch.equal(fetch(published)["model"]["weight"], linear(1).weight)
-    other = tmp_path / "model_final_published-00000000.pth"
-    os.rename(published, other)
-    with pytest.raises(RuntimeError, match="invalid hash value"):
-        fetch(other)
-
-
-def test_no_run_is_resumed_from_published_weights(tmp_path):
-    path = save(tmp_path)
-    publish_weights(path)
-    path.unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint is intact"):
-        Checkpointer(linear(0), tmp_path, trainer=Counter()).resume_or_load("")
-
-
 def test_an_older_published_file_of_the_same_checkpoint_is_replaced(tmp_path):
     others = ["model_best_published-00000000.pth", "model_final_published_copy.pth", "other_model_final.pth"]
     for name in others:

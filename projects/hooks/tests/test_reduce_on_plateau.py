@@ -7,10 +7,7 @@ from fvcore.common.param_scheduler import ConstantParamScheduler, LinearParamSch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, Weight, sgd
-from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import EvalHook, LRScheduler, ReduceOnPlateau
 from trainkit.solver import LRFunction, LRMultiplier
 
@@ -108,10 +105,3 @@ def test_a_scheduler_that_cannot_be_reduced_is_an_error_before_the_first_step(sc
     with pytest.raises(ValueError, match="ReduceOnPlateau needs a trainer.scheduler of trainkit"):
         trainer.train(0, 1)
     assert used == []
-
-
-def test_another_period_than_that_of_the_evaluation_is_an_error_before_the_first_step(tmp_path):
-    entry = {"NAME": "ReduceOnPlateau", "VAL_METRIC": "classification/top1", "EVAL_PERIOD": 3}
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry]))
-    with pytest.raises(ConfigError, match="ReduceOnPlateau has eval_period 3, unlike every EvalHook"):
-        trainer.train()

@@ -4,7 +4,7 @@ import torch
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
 from trainkit.engine import DefaultTrainer, HookBase
-from trainkit.engine.hooks import LRScheduler, ParamScheduler, RuntimeInfo
+from trainkit.engine.hooks import LRScheduler, RuntimeInfo
 from trainkit.engine.step import SimpleTrainer
 
 
@@ -19,13 +19,6 @@ def trained(*hooks):
     trainer.register_hooks(hooks)
     trainer.train(1, 5)
     return trainer
-
-
-def test_the_epoch_is_stored_as_it_is():
-    storage = trained(RuntimeInfo()).storage
-    assert storage.history("epoch").values() == [(0.0, 1), (1.0, 2), (1.0, 3), (2.0, 4)]
-    assert storage.smoothing_hints()["epoch"] is False
-    assert "epoch" not in trained().storage.latest()
 
 
 @pytest.mark.parametrize(("seed", "said"), [(1, "seed 1"), (-1, "seed drawn at random")])
@@ -87,10 +80,3 @@ def test_a_group_that_a_hook_adds_after_the_update_has_its_rate_from_the_next_on
 
     history = trained(Unfreeze(), RuntimeInfo()).storage.history
     assert history("lr/1").values() == [(0.5, 3), (0.5, 4)]
-
-
-def test_a_momentum_that_a_schedule_stores_is_stored_once_in_an_iteration():
-    schedule = ParamScheduler("momentum", [{"NAME": "Linear", "START_FACTOR": 0.5}])
-    trainer = with_groups(torch.optim.SGD, RuntimeInfo(), schedule, momentum=0.75)
-    trainer.train(0, 2)
-    assert [iter for _, iter in scalars(trainer)["momentum"]] == [0, 1]

@@ -106,24 +106,6 @@ def test_a_run_that_is_resumed_inside_a_pass_goes_on_with_its_order_also_if_the_
     assert first + run(stop_at, 8, state)[0] == run(0, 8)[0]
 
 
-def listener(calls, name, base=object):
-    class Listener(base):
-        def set_epoch(self, epoch):
-            calls.append((name, epoch))
-
-    return Listener
-
-
-class Loader:
-    """As long as an epoch of two iterations; what hears of epochs is given."""
-
-    def __init__(self, **parts):
-        self.__dict__.update(parts)
-
-    def __len__(self):
-        return 2
-
-
 def run(loader):
     class Trainer(Steps):
         data_loader = loader
@@ -131,16 +113,6 @@ def run(loader):
 
     trainer = Trainer([SamplerSeed()])
     trainer.train(1, 5)
-
-
-@pytest.mark.parametrize("where", ["dataset", "sampler", "batch_sampler", "loader"])
-def test_whatever_has_set_epoch_is_told(where):
-    calls = []
-    if where == "loader":
-        run(listener(calls, where, Loader)())
-    else:
-        run(Loader(**{where: listener(calls, where)()}))
-    assert calls == [(where, 0), (where, 1), (where, 2)]
 
 
 class WithPlainLoader(DefaultTrainer):

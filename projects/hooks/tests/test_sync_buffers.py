@@ -111,7 +111,3 @@ def test_buffers_are_averaged_over_ranks_when_they_are_due(tmp_path):
     }
     for name, values in expected.items():
         assert (first[name], second[name]) == values, name
-
-
-def test_with_one_process_buffers_stay_as_they_are():
-    assert means(lambda model: [SyncBuffers(1)], 3, [torch.ones(())]) == [1, 2, 3, 3]

@@ -116,11 +116,6 @@ def test_the_peak_of_a_device_is_found_by_its_name(name, peak):
     assert peak_tflops_of(name) == peak
 
 
-def test_a_peak_without_operations_is_an_error(clock):
-    with pytest.raises(ValueError, match="peak_tflops of Throughput is given, but Slow has no flops_per_sample"):
-        run(Slow(clock, 2.0), samples(4), Throughput(peak_tflops=8), 1)
-
-
 def _rates(rank, later):
     """Rank 1 has twice the samples; the slower rank 0 takes 8 s."""
     clock = Clock(pytest.MonkeyPatch())

@@ -5,7 +5,6 @@ import pytest
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.utils.env import seed_all_rng
 
 
 @pytest.fixture
@@ -26,20 +25,6 @@ def test_a_run_stops_at_its_limit_and_is_saved(tmp_path, clock, caplog, max_time
     if done < 10:
         assert f"Stopped after {done} of 10 iterations: MAX_TIME {max_time} is over" in caplog.messages
         assert (tmp_path / f"model_{done - 1:07d}.pth").exists()
-
-
-def test_a_resumed_run_has_the_whole_time_again_and_ends_like_one_without_a_limit(tmp_path, clock):
-    def run(folder, *options):
-        seed_all_rng(1)
-        trainer = DefaultTrainer(tiny_cfg(folder, *options))
-        trainer.resume_or_load(resume=True)
-        trainer.train()
-        return trainer.model.state_dict()
-
-    for _ in range(3):
-        found = run(tmp_path / "limited", "MAX_TIME", "4h")
-    whole = run(tmp_path / "whole")
-    assert all(found[name].equal(whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("wrong", ["23", "h", "3x", "0h", "3h later", -1])

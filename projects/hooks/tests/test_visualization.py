@@ -109,22 +109,6 @@ def test_a_file_that_cannot_be_written_is_an_error_in_the_log_and_the_evaluation
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
 
 
-@pytest.mark.parametrize(
-    "returned", [None, gray(1) / 255, gray(1).transpose(2, 0, 1), gray(1)[..., 0], gray(1)[None], gray(1)[:0]]
-)
-def test_what_is_no_rgb_image_is_an_error(tmp_path, returned):
-    with pytest.raises(TypeError, match=r"must return images of shape \[H, W, 3\], uint8, got"):
-        evaluate(trainer_with(VisualizationHook(lambda inputs, outputs: returned, 1, tmp_path)))
-    assert files(tmp_path) == []
-
-
-def test_without_a_folder_training_does_not_start():
-    trainer = TrainerBase()
-    trainer.register_hooks([VisualizationHook(draw_number)])
-    with pytest.raises(ValueError, match="VisualizationHook needs an output_dir"):
-        trainer.train(0, 3)
-
-
 def test_a_config_switches_it_on_for_validation_and_test(tmp_path):
     entry = {"NAME": "VisualizationHook", "DRAW": "draw_logits", "PERIOD": 3}
     DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry], "DATASETS.VAL", ("tiny_val",))).train()

@@ -66,25 +66,6 @@ def test_the_target_of_a_call_can_be_a_call(tmp_path):
         assert instantiate(each) == 7
 
 
-def test_arguments_refer_to_their_siblings(tmp_path):
-    cfg = L(Thing)(
-        number=3, items=[10], inner=L(Thing)(number=4, items="${..items}"), same="${.number}", root="${number}"
-    )
-    for each in (cfg, reloaded(cfg, tmp_path)):
-        made = instantiate(each)
-        assert (made.inner.items, made.same, made.root) == ([10], 3, 3)
-        each.number, each["items"] = 4, [11]
-        made = instantiate(each)
-        assert (made.inner.items, made.same, made.root) == ([11], 4, 4)
-
-
-def test_a_sibling_may_be_an_object_or_a_function():
-    model, function = nn.Linear(1, 1), lambda: 1
-    made = instantiate(L(Thing)(model=model, function=function, same="${.model}", again="${.function}"))
-    assert made.model is made.same is model
-    assert made.function is made.again is function
-
-
 @pytest.mark.parametrize("thing", [5, [3, 4, 5], (1, [2]), {"x": {"y": [1]}}, Thing(), ShapeSpec(1), math.floor, None])
 def test_what_describes_no_call_is_given_back_itself(thing):
     assert instantiate(thing) is thing

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -62,22 +61,6 @@ def test_files_import_from_each_other_relatively(write):
     assert LazyConfig.load(path) == {"train": {"steps": 10}, "model": {"steps": 11}, "data": {"size": 2}}
 
 
-def test_each_import_is_a_copy_of_its_own(write):
-    path = write(
-        job="from .base import train\nfrom .other import train as other\ntrain.steps = 20",
-        other="from .base import train\ntrain.steps += 1",
-        base="train = dict(steps=10)",
-    )
-    assert LazyConfig.load(path) == {"train": {"steps": 20}, "other": {"steps": 11}}
-    assert LazyConfig.load(path.with_name("base.py")) == {"train": {"steps": 10}}
-
-
-def test_load_rel_starts_from_the_file_that_calls_it(write):
-    write(parts__model="model = dict(width=3)")
-    path = write(job="from trainkit.config import LazyConfig\nmodel = LazyConfig.load_rel('parts/model.py', 'model')")
-    assert LazyConfig.load(path) == {"model": {"width": 3}}
-
-
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
@@ -107,14 +90,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 # ---------------------------------------------------------------------- nothing is patched
 
 
-def test_a_module_that_a_config_imports_imports_as_ever(write, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    write(lazy_test_package__a="from .b import value", lazy_test_package__b="value = {1: 2}")
-    path = write(job="from lazy_test_package.a import value\nsame = dict(is_dict=type(value) is dict)")
-    assert LazyConfig.load(path).same.is_dict
-    assert "lazy_test_package.b" in sys.modules
-
-
 # ---------------------------------------------------------------------- calls
 
 
@@ -131,11 +106,6 @@ def test_instantiate_makes_the_inner_calls_first_and_passes_plain_values():
     assert made == {"point": Point(1, 2), "many": [Point(1, 2), {"deep": Point(1, 2)}], "at": [1, [2]], "number": 3}
     assert [type(made["many"]), type(made["many"][1]), type(made["at"][1])] == [list, dict, list]
     assert node.point == inner  # it stays a description
-
-
-def test_a_target_can_be_described_as_well():
-    target = {"_target_": "trainkit.utils.registry.locate", "name": "collections.Counter"}
-    assert instantiate({"_target_": target, "a": 2}) == Counter(a=2)
 
 
 def test_references_are_followed_from_the_whole_config():

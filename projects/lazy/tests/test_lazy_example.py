@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 from fvcore.common.param_scheduler import CosineParamScheduler
 
-from projects.digits import DigitsCNN, DigitsTrainTransform
-from projects.digits.loaders import train_loader
+from projects.digits import DigitsCNN
 from trainkit.config import LazyConfig, get_cfg, instantiate, resolve_lengths
-from trainkit.data import build_train_loader
 from trainkit.solver import build_lr_scheduler, build_optimizer
 
 PROJECTS = Path(__file__).parents[2]
@@ -65,13 +62,3 @@ def test_the_learning_rate_is_that_of_projects_digits_in_every_iteration(cfg, di
     assert rates == [cfg.optimizer.lr * factor(i / cfg.train.max_iter) for i in range(800)]
     plain = CosineParamScheduler(1.0, 0.0)
     assert rates != [cfg.optimizer.lr * plain(i / cfg.train.max_iter) for i in range(800)]
-
-
-def test_the_training_data_come_as_in_projects_digits(cfg, digits):
-    ours, theirs = iter(instantiate(cfg.dataloader.train)), iter(build_train_loader(digits))
-    other = iter(train_loader("train", DigitsTrainTransform(), 64, seed=1))
-    for _ in range(3):
-        one, two, three = next(ours), next(theirs), next(other)
-        assert torch.equal(one["image"], two["image"])
-        assert torch.equal(one["label"], two["label"])
-        assert not torch.equal(one["image"], three["image"])

@@ -96,15 +96,6 @@ def test_the_saved_config_gives_the_same_run(whole, tmp_path):
     assert LazyConfig.load(tmp_path / "config.yaml") == saved
 
 
-def test_eval_only_gives_the_results_of_the_last_checkpoint_and_leaves_the_folder_alone(whole):
-    before = {path.name: path.read_bytes() for path in whole.iterdir() if path.name != "log.txt"}
-    results = run(whole, "--eval-only")
-    top1 = results["classification"]["top1"]
-    assert metrics(whole, "test/classification/top1") == [(14, "test/classification/top1", top1)]
-    assert run(whole, "--eval-only", f"train.init_checkpoint={whole / 'model_0000002.pth'}") != results
-    assert {path.name: path.read_bytes() for path in whole.iterdir() if path.name != "log.txt"} == before
-
-
 def test_mixed_precision_and_accumulation_are_settings(whole, tmp_path):
     run(tmp_path / "amp", "train.amp.enabled=true")
     run(tmp_path / "two", "train.accumulation_steps=2", "train.max_iter=7", "train.eval_period=0")
@@ -136,9 +127,3 @@ def test_mistakes_are_one_message(tmp_path, capsys, arguments, message):
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in error
-
-
-def test_resuming_beyond_the_end_is_a_mistake(tmp_path, capsys):
-    broken_off(tmp_path, 6)
-    error = error_of(capsys, tmp_path, "--resume", "train.max_iter=2")
-    assert "train.max_iter is 2, but the checkpoint has done 3 iterations" in error

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from trainkit.engine import default_writers
 from trainkit.utils.events import CSVWriter, EventStorage
 
 HEADER = "iteration,epoch,name,value\n"
@@ -98,10 +97,3 @@ def test_a_name_that_a_spreadsheet_would_compute_is_text_and_numbers_stay_number
         rows = list(csv.DictReader(file))
     assert {row["name"] for row in rows} == {*(f"'{name}" for name in names), "a=b", "c =d"}
     assert {row["value"] for row in rows} == {"-1.5"}
-
-
-def test_it_is_found_by_its_name(tmp_path):
-    [writer] = default_writers(tmp_path, names=["csv"])
-    train(EventStorage(), writer, range(3))
-    writer.close()
-    assert (tmp_path / "metrics.csv").exists()

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainkit.projects.loggers.tests.imports import imported_by_writing
 from trainkit.projects.loggers.tests.written import write
 
 from trainkit.utils.events import EventStorage, MLflowWriter
@@ -120,18 +119,6 @@ def test_a_resumed_run_continues_its_run(tmp_path, client, load):
         assert sorted({*points(reader, "loss")}) == [(3, 1.0), (7, 3.0), (9, 4.0)]
 
 
-def test_the_run_and_the_experiment_can_be_given(tmp_path, client, monkeypatch):
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    for value in (1.0, 2.0):
-        write(MLflowWriter(tmp_path), 0, a=value)
-    reader = client()
-    assert [run.info.experiment_id for run in runs(reader)] == [reader.get_experiment_by_name("mine").experiment_id] * 2
-
-    monkeypatch.setenv("MLFLOW_RUN_ID", runs(reader)[0].info.run_id)
-    write(MLflowWriter(tmp_path), 1, a=3.0)
-    assert len(runs(reader)) == 2
-
-
 def test_an_error_of_mlflow_is_one_line_in_the_log_and_nothing_more_is_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_RUN_ID", "absent")
     writer = MLflowWriter(tmp_path)
@@ -145,9 +132,3 @@ def test_an_error_of_mlflow_is_one_line_in_the_log_and_nothing_more_is_written(t
 
 
 # ---------------------------------------------------------------------- a training
-
-
-def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
-    by_begin, by_writing = imported_by_writing("MLflowWriter('started')", tmp_path, started=True)
-    assert {"mlflow", "PIL.Image"} < {*by_begin}
-    assert by_writing == []

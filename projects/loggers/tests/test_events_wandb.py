@@ -4,12 +4,10 @@ import importlib
 import importlib.util
 import math
 import os
-import random
 
 import numpy as np
 import pytest
 import torch
-from trainkit.projects.loggers.tests.imports import imported_by_writing
 from trainkit.projects.loggers.tests.wandb_file import finished_runs
 from trainkit.projects.loggers.tests.written import write
 
@@ -110,25 +108,6 @@ def test_a_resumed_run_repeats_the_steps_behind_the_checkpoint_in_the_same_run(t
     assert [row["_step"] for row in rows(killed)] == [3, 4, 7]
 
 
-@needs_wandb
-def test_it_leaves_random_numbers_environment_and_a_run_of_the_users_own_alone(tmp_path):
-    wandb = importlib.import_module("wandb")
-    own = wandb.init(dir=tmp_path / "own", settings={"silent": True})
-    before = dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    writer = WandbWriter(tmp_path)
-    write(writer, 0, loss=1.0)
-    writer.close()
-
-    assert before == (
-        dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    )  # fmt: skip
-    assert wandb.run is own
-    own.log({"mine": 1.0})
-    own.finish()
-    [run] = finished_runs(tmp_path)
-    assert rows(run) == [{"_step": 0, "iteration": 0, "loss": 1}]
-
-
 # ---------------------------------------------------------------------- what goes wrong
 
 
@@ -185,10 +164,3 @@ def test_an_error_of_wandb_is_one_line_in_the_log_and_nothing_more_is_written_in
 
 
 # ---------------------------------------------------------------------- a training
-
-
-@needs_wandb
-def test_after_the_begin_of_training_a_write_imports_nothing(tmp_path):
-    by_begin, by_writing = imported_by_writing("WandbWriter('started')", tmp_path, started=True)
-    assert {"wandb", "PIL.Image"} < {*by_begin}
-    assert by_writing == []

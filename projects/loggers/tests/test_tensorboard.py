@@ -4,7 +4,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
-from trainkit.projects.loggers.tests.imports import imported_by_writing
 
 from trainkit.utils.events import EventStorage, TensorboardXWriter
 
@@ -110,11 +109,3 @@ def test_after_an_error_the_next_write_opens_another_file(tmp_path, monkeypatch)
 
     assert len(list(tmp_path.iterdir())) == 2
     assert [step for step, _ in points(tmp_path)["lr"]] == [2, 8]
-
-
-@pytest.mark.slow
-def test_after_the_start_of_training_a_write_imports_nothing(tmp_path):
-    writer = "TensorboardXWriter({!r})"
-
-    assert imported_by_writing(writer.format("started"), tmp_path, started=True)[1] == []
-    assert "torch.utils.tensorboard" in imported_by_writing(writer.format("other"), tmp_path, started=False)[1]

@@ -1,7 +1,5 @@
 """A step with logical ranks in one process: test_same_bits_on_any_processes.py has several."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +8,6 @@ from trainkit.projects.logical_ranks.trainer import LogicalTrainer
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, batches, scalars, sgd
 from trainkit.config import ConfigError, check_values
-from trainkit.engine import DefaultTrainer
-from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 
 
@@ -148,16 +144,6 @@ def test_what_cannot_be_added_in_a_tree_is_refused(module):
         trainer(nn.Sequential(nn.Linear(3, 3), module))
 
 
-def test_losses_of_other_names_in_some_batches_are_refused():
-    class Sometimes(Regression):
-        def forward(self, batch):
-            loss = super().forward(batch)
-            return {"loss": loss, **({"more": loss} if batch[0][0, 0] > 0 else {})}
-
-    with pytest.raises(ValueError, match="each batch must give the same losses"):
-        trainer(Sometimes()).train(0, 3)
-
-
 OFF = {
     "SOLVER.GRAPH.ENABLED": True,
     "MODEL.PARALLEL": "fsdp",
@@ -183,14 +169,3 @@ def test_a_number_that_no_tree_has_or_that_processes_cannot_share_is_refused(num
 
 
 # ---------------------------------------------------------------------------- from a config
-
-
-def test_another_number_of_threads_is_said_when_a_run_goes_on(tmp_path, caplog, monkeypatch):
-    options = ("SOLVER.LOGICAL_RANKS", 2, "SOLVER.MAX_ITER", 2, "DATASETS.TEST", ())
-    DefaultTrainer(tiny_cfg(tmp_path, *options)).train()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    resumed = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.MAX_ITER", 3))
-    with caplog.at_level(logging.WARNING):
-        resumed.resume_or_load()
-    assert "threads of torch" in caplog.text
-    assert type(DefaultTrainer(tiny_cfg(tmp_path))._trainer) is SimpleTrainer

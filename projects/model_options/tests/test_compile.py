@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import scalars
-from trainkit.config import ConfigError, check_values
 from trainkit.engine import DefaultTrainer
 from trainkit.modeling import MODEL_REGISTRY
 
@@ -73,19 +72,3 @@ def test_a_compiled_run_is_resumed_without_compilation(tmp_path):
 def test_settings_under_which_a_resumed_run_may_differ_are_named(tmp_path, caplog, options, named):
     DefaultTrainer(tiny_cfg(tmp_path, *COMPILED, *options))
     assert [named in text for text in caplog.messages if "may differ" in text] == ([] if named is None else [True])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["MODEL.COMPILE.MODE", "fast"], "MODEL.COMPILE.MODE: got 'fast' .*; accepted: 'default', 'reduce-overhead'"),
-        (["MODEL.COMPILE.DYNAMIC", "auto"], "MODEL.COMPILE.DYNAMIC: got 'auto' .*; accepted: True or False"),
-        (
-            [*COMPILED, "SOLVER.GRAPH.ENABLED", True],
-            "MODEL.COMPILE.ENABLED and SOLVER.GRAPH.ENABLED exclude each other",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        check_values(tiny_cfg(tmp_path, *options))

@@ -9,13 +9,12 @@ from torch import nn
 
 from tests.docs.pages import blocks, run
 from tests.engine.job import TinyClassifier, tiny_cfg
-from tests.engine.tiny import Weight, sgd
-from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultPredictor, DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
-from trainkit.engine.hooks import HOOK_REGISTRY, BestCheckpointer, EMAHook, EvalHook
+from trainkit.engine import DefaultPredictor, DefaultTrainer, EvaluationRun, HookBase
+from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator, inference_on_dataset
 from trainkit.modeling import MODEL_REGISTRY
 
@@ -105,16 +104,6 @@ def test_the_weights_are_those_that_the_config_evaluates(trained, tmp_path, hook
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_weights_without_an_average_are_used_with_one_warning(trained, tmp_path, caplog):
-    weights = read_file(trained)["model"]
-    torch.save({"model": weights}, tmp_path / "published.pth")
-    found = predicted(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "published.pth"), "HOOKS", [EMA]))
-    assert torch.equal(found, expected(weights))
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "MODEL.WEIGHTS holds no averaged weights of an EMAHook; predicting with the model's"
-    ]
-
-
 # ---------------------------------------------------------------------- best checkpoints hold what was scored
 
 
@@ -198,12 +187,6 @@ def test_eval_only_evaluates_the_weights_that_the_file_was_chosen_by(best, tmp_p
     assert EvaluationRun(cfg, DefaultTrainer).run() == {"weight": {"value": AVERAGE}}
 
 
-def test_a_new_run_starts_from_the_weights_that_the_file_was_chosen_by(best, tmp_path):
-    trainer = DefaultTrainer(falling_cfg(tmp_path, [MEAN], "MODEL.WEIGHTS", str(best)))
-    trainer.resume_or_load(resume=False)
-    assert weight_of(trainer) == AVERAGE
-
-
 @pytest.mark.parametrize("hooks", [[MEAN], []], ids=["with the hook", "without it"])
 def test_a_run_that_is_resumed_from_a_best_checkpoint_goes_on_with_the_weights_that_were_trained(best, tmp_path, hooks):
     shutil.copy(best, tmp_path)
@@ -230,14 +213,3 @@ def test_a_file_that_was_chosen_by_the_raw_score_holds_the_raw_weights(tmp_path)
     ]
     cfg.merge_from_list(["MODEL.WEIGHTS", str(tmp_path / "model_best_raw_weight_value.pth")])
     assert DefaultPredictor(cfg)({"x": torch.zeros(4)}).item() == RAW
-
-
-def test_where_an_evaluation_of_ones_own_scored_the_model_its_best_file_holds_the_model(tmp_path):
-    model = Weight()
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=1.0))
-    checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
-    evaluate = EvalHook(2, lambda: {"value": model.weight.item()})
-    trainer.register_hooks([EMAHook(kind="mean"), evaluate, BestCheckpointer(2, checkpointer, "value")])
-    trainer.train(0, 4)
-    state = read_file(tmp_path / "model_best.pth")
-    assert ("evaluated" in state, state["model"]["weight"].item()) == (False, RAW)

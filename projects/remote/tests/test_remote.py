@@ -165,23 +165,6 @@ def manifest():
     return json.loads(MemoryFileSystem.store[f"{ROOT}last_upload.json"].getvalue())
 
 
-def test_a_new_run_does_not_start_where_another_one_is(on):
-    on("a")
-    start()
-    before = dict(MemoryFileSystem.store)
-    for machine in ("a", "b"):
-        on(machine)
-        with pytest.raises(
-            CheckpointError, match=r"it has a run \(last upload by process \d.*\); use --resume, or another address"
-        ):
-            start()
-    assert MemoryFileSystem.store == before
-    MemoryFileSystem.store.clear()
-    on("a")
-    start()  # in the process of the first one, whose files are moved aside
-    assert before.keys() == MemoryFileSystem.store.keys()
-
-
 def test_if_the_newest_checkpoint_is_damaged_the_one_before_is_downloaded(on):
     on("a")
     start("CHECKPOINT.BEST_TO_KEEP", 1)
@@ -234,16 +217,3 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
     remote.take()
     assert remote.release() == ""
     assert there() == {f"{shards[9]}/.metadata", "model_0000009.pth", "last_checkpoint", "last_upload.json"}
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("s3://bucket/run", "Install s3fs to access S3"),
-        ("nothing://run", "Protocol not known: nothing"),
-    ],
-)
-def test_an_address_that_cannot_be_written_ends_the_run_before_it_starts(on, address, message):
-    on("a")
-    with pytest.raises(CheckpointError, match=f"'{address}' cannot be the folder of this run: .*{message}"):
-        default_setup(tiny_cfg(address), Namespace())

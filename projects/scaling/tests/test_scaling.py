@@ -5,7 +5,6 @@ import pytest
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError, get_cfg, scale_lr_to_batch, scale_workers
 from trainkit.engine import DefaultTrainer
-from trainkit.solver import build_schedule
 
 
 def make_cfg(**solver):
@@ -29,12 +28,6 @@ def test_the_rates_are_multiplied_by_the_ratio_of_samples_per_iteration(steps, r
     }
     assert cfg.SOLVER.BASE_LR == 0.5
     assert scale_lr_to_batch(scaled) is scaled
-
-
-@pytest.mark.parametrize("reference", [0, 32])
-def test_without_a_reference_or_at_the_reference_nothing_changes(reference):
-    cfg = make_cfg(REFERENCE_BATCH_SIZE=reference)
-    assert scale_lr_to_batch(cfg) is cfg
 
 
 def scheduled_cfg(*entries):
@@ -61,15 +54,6 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
         {"NAME": "UsersOwn", "PATIENCE": 8},
     ]
     assert (cfg.SOLVER.SCHEDULES[0]["END"], scaled.MAX_ITER) == (8, 160)
-
-
-def test_a_scaled_schedule_has_the_same_shape():
-    cfg = scheduled_cfg({"NAME": "Exponential", "GAMMA": 0.81}, {"NAME": "Step", "STEP_SIZE": 20, "GAMMA": 0.5})
-    scaled = scale_workers(cfg, 4)
-    before, after = (build_schedule(c.SOLVER.SCHEDULES, c.SOLVER.MAX_ITER, "here") for c in (cfg, scaled))
-    values = [before(t, 1.0) for t in range(80)]
-    assert values == pytest.approx([after(2 * t, 1.0) for t in range(80)], rel=1e-12)
-    assert values != pytest.approx([after(t, 1.0) for t in range(80)], rel=1e-12)
 
 
 def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alone(tmp_path):

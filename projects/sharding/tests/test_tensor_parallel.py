@@ -57,15 +57,6 @@ class DividedAndTied(Divided):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
-@MODEL_REGISTRY.register()
-class EmbedFirst(Divided):
-    """torch looks for values that are not finite on the ranks of the first gradient; here these are no group."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.blocks = self._modules.pop("blocks")
-
-
 class Count(DatasetEvaluator):
     """The number of samples that all ranks have processed."""
 
@@ -107,7 +98,6 @@ def train(folder, *options, resume=False, until=None, hooks=()):
     trainer.train(max_iter=until)
     values, found = scalars(trainer), outcome(trainer)
     found["results"] |= {name: values[name] for name in ("count/samples", "drawn") if name in values}
-    found["skipped"] = [value for value, _ in values.get("skipped_updates", [])]
     found["batches"], found["drawn"] = zip(*seen, strict=True)
     if comm.get_world_size() > 1:
         found["shares"] = {part.to_local().numel() / part.numel() for part in trainer.model.parameters()}
@@ -150,26 +140,6 @@ def evaluated_alone(rank, folder):
     return EvaluationRun(cfg_of(f"{folder}/whole2"), Trainer).run()
 
 
-def skipped(rank, folder):
-    """In iteration 1 one rank has a gradient that is not finite, in its part of a matrix."""
-
-    def spoil_before_unscaling():
-        step = hook.trainer._trainer
-        unscale = step.unscale
-
-        def spoil():
-            if step.iter == 1 and rank == 1:
-                step.model.blocks[0].up.weight.grad.to_local().fill_(float("nan"))
-            unscale()
-
-        step.unscale = spoil
-
-    hook = AfterStep(lambda trainer: None)
-    hook.before_train = spoil_before_unscaling
-    fp16 = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "float16", "SOLVER.AMP.INIT_SCALE", 128.0]
-    return train(f"{folder}/skipped", "MODEL.NAME", "EmbedFirst", *fp16, hooks=[hook], until=3)
-
-
 def refused(rank, folder):
     messages = []
     for trainer, *options in (DefaultTrainer,), (Trainer, "MODEL.NAME", "DividedAndTied"):
@@ -194,7 +164,7 @@ def four(folder):
 
 @pytest.fixture(scope="module", params=SLOW)
 def two(four, folder):
-    checks = [whole, resumed, of_four, undivided, from_the_meta_device, evaluated_alone, skipped, refused]
+    checks = [whole, resumed, of_four, undivided, from_the_meta_device, evaluated_alone, refused]
     return on_two_ranks(checks, folder)
 
 
@@ -257,10 +227,6 @@ def test_a_model_from_the_meta_device_and_an_evaluation_alone_are_the_same(two):
     assert found == expected[:2]
     [(value, _)] = two["whole"][0]["results"]["loss/total_loss"]
     assert two["evaluated_alone"][0]["loss"]["total_loss"] == value
-
-
-def test_a_scaler_skips_an_update_on_all_ranks_though_one_has_found_the_value(two):
-    assert same_on_all(two["skipped"])["skipped"] == [0, 1, 1]
 
 
 def test_what_cannot_be_divided_is_refused(two):

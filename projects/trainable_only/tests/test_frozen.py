@@ -51,17 +51,6 @@ def test_other_frozen_parameters_are_an_error(tmp_path):
     assert model[2].weight.unique().item() == 7
 
 
-def test_what_is_trained_later_is_in_the_file_from_then_on(tmp_path):
-    model = adapted(1)
-    checkpointer = Checkpointer(model, tmp_path, frozen=FrozenWeights(model=model))
-    model[0].weight.requires_grad_(True)
-    checkpointer.save("one")
-    model[0].weight.requires_grad_(False)
-    checkpointer.save("two")
-    for name in ("one", "two"):
-        assert [key for key in read_file(tmp_path / f"{name}.pth")["model"] if key[0] == "0"] == ["0.weight"]
-
-
 def test_a_job_with_the_key_resumes_exactly(tmp_path):
     class Trainer(DefaultTrainer):
         @classmethod
