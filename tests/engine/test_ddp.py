@@ -257,7 +257,6 @@ def test_the_options_of_a_config_reach_the_model_of_its_run(ranks):
     ("names_and_values", "message"),
     [
         (["MODEL.DDP.COMPRESSION", "int8"], "MODEL.DDP.COMPRESSION: got 'int8' .*; accepted: '', 'fp16', 'bf16'"),
-        ([*OPTIONS["static"], *OPTIONS["unused"]], "exclude each other: a static graph finds"),
     ],
 )
 def test_what_torch_cannot_do_is_an_error_before_anything_is_built(names_and_values, message):
