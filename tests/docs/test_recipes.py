@@ -12,7 +12,7 @@ from tests.engine.job import tiny_cfg
 from trainkit.config import get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
 
-PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
+PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, TOKENS = blocks("docs/recipes.md", "python")
 (OF_PICTURES,) = blocks("docs/recipes.md", "yaml")
 
 
