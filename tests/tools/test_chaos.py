@@ -145,16 +145,6 @@ def test_a_file_more_or_less_and_a_temporary_one_differ(folders):
     ]
 
 
-def test_metrics_differ_by_line_and_lines_of_the_clock_do_not_count(folders):
-    file = folders[1] / "metrics.json"
-    file.write_text('{"iteration": 0, "time": 0.1}\n{"iteration": 1, "lr": 0.5, "time": 0.3}\n')
-    assert chaos.differences(*folders) == []
-    file.write_text('{"iteration": 1, "lr": 0.5}\n{"iteration": 1, "lr": 0.5}\n')
-    assert chaos.differences(*folders) == ["metrics.json: 1 and 2 entries"]
-    file.write_text('{"iteration": 1, "l')
-    assert chaos.differences(*folders) == ["metrics.json/0: dict and str"]
-
-
 # ---------------------------------------------------------------------------- the kills
 
 

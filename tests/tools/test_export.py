@@ -86,25 +86,3 @@ def test_what_cannot_be_exported_is_said(run, tmp_path, monkeypatch):
 
     with pytest.raises(ConfigError, match="cannot be exported, change what torch.export does not understand"):
         export.export(Branch(), {"x": torch.ones(2, 3)}, tmp_path / "a.pt2")
-
-
-def test_examples_are_samples_of_any_loader_with_the_entries_that_the_model_needs():
-    class Model(nn.Module):
-        def forward(self, batch):
-            return batch["x"] + batch["shift"]
-
-    batch = {
-        "x": torch.arange(6.0).view(3, 2),
-        "shift": torch.ones(3, 1),
-        "label": torch.arange(3),
-        "name": ["a", "b", "c"],
-    }
-
-    found = export.example_batches(Model(), batch)
-
-    assert [{name: len(value) for name, value in each.items()} for each in found] == [
-        {"x": size, "shift": size} for size in (2, 1, 5)
-    ]
-    assert found[2]["x"][:, 0].tolist() == [0, 2, 4, 0, 2]
-    with pytest.raises(ConfigError, match="the model takes a list; only a dict of tensors can be exported"):
-        export.example_batches(Model(), [torch.ones(1)])

@@ -1,16 +1,13 @@
 """The learning-rate range test."""
 
 import math
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Weight
-from tools import export, find_lr
-from trainkit.checkpoint import Checkpointer
+from tools import find_lr
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.engine.hooks import HOOK_REGISTRY
@@ -37,24 +34,6 @@ def test_the_steepest_place_and_the_lowest_loss_are_found():
     assert lowest == points[50].lr
     with pytest.raises(ConfigError, match="the loss does not fall with any of these learning rates"):
         find_lr.suggest(points_of([1.0 + i for i in range(30)]))
-
-
-@pytest.mark.parametrize(("iters", "seed"), [(40, 0), (40, 3), (200, 1)])
-def test_the_noise_of_the_batches_is_not_taken_for_the_steepest_place(iters, seed):
-    torch.manual_seed(seed)
-    model = Weight(lambda weight, batch: (batch[0] @ weight - batch[1]).square().mean())
-    model.weight = nn.Parameter(torch.randn(3))
-    xs = torch.randn(64, 8, 3)
-    data = [(x, x @ torch.tensor([1.0, -2.0, 0.5]) + 0.1 * torch.randn(8)) for x in xs]
-    trainer = SimpleTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), non_finite="ignore")
-    test = find_lr.RangeTest(1e-5, 10.0, base_lr=0.1)
-    trainer.register_hooks([test])
-    trainer.train(0, iters)
-
-    steepest, lowest = find_lr.suggest(test.points)
-
-    assert 2e-4 < steepest < 0.05
-    assert steepest < lowest < 1
 
 
 def test_rates_grow_by_one_factor_groups_keep_theirs_and_a_loss_that_diverges_ends_the_test():
@@ -108,36 +87,6 @@ def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trai
     assert [*tmp_path.iterdir()] == []
     with pytest.raises(ConfigError, match="the loss diverges after . steps; give a smaller --min than 1e"):
         find_lr.run_test(cfg, DefaultTrainer, 1e30, 1e38, 30)
-
-
-def test_the_trainer_of_a_script_is_tested_and_exported(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-
-    class Seen(Exception):
-        pass
-
-    def see(cfg, trainer, *args):
-        raise Seen(trainer)
-
-    monkeypatch.setattr("sys.path", [*sys.path])
-    path = tmp_path / "lr_job.py"
-    path.write_text("from trainkit.engine import DefaultTrainer\n\n\nclass Mine(DefaultTrainer):\n    pass\n")
-    (tmp_path / "config.yaml").write_text(tiny_cfg(tmp_path, "MODEL.NAME", "", "IMPORTS", []).dump())
-    Checkpointer(nn.Linear(1, 1), tmp_path).save("model_final")
-    monkeypatch.setattr(find_lr, "run_test", see)
-    monkeypatch.setattr(export, "DefaultPredictor", see)
-    options = ["--config-file", str(tmp_path / "config.yaml"), "--output", str(tmp_path / "lr.png")]
-
-    with pytest.raises(Seen) as tested:
-        find_lr.main(find_lr.parse_args([*options, "--script", str(path)]))
-    with pytest.raises(Seen) as exported:
-        export.main(export.parse_args([str(tmp_path), str(tmp_path / "a.pt2"), "--script", f"{path}:Mine"]))
-
-    mine = sys.modules.pop("lr_job").Mine
-    assert tested.value.args == (mine,)
-    assert exported.value.args[0].__func__ is mine.build_model.__func__
-    with pytest.raises(ConfigError, match=r"MODEL.NAME is empty; .* name its file: --script train.py"):
-        find_lr.main(find_lr.parse_args(options))
 
 
 @pytest.mark.slow

@@ -102,24 +102,6 @@ def test_the_short_view_of_a_file_has_only_what_one_asks_for_first(run, inspect)
     assert not any("SEED" in line or "SOLVER.WARMUP_METHOD" in line for line in settings)  # own line; the default
 
 
-def test_the_runs_of_which_one_is_a_fork_and_the_batches_that_it_has_left_out_are_told(tmp_path, inspect):
-    parents = [
-        {"run": "/runs/a", "iteration": 4, "changes": [["SOLVER.BASE_LR", 0.1, 0.05], ["SEED", 1, 2]]},
-        {"run": "/runs/b", "iteration": 9, "changes": []},
-    ]
-    trainer = {"origin": {"parents": parents}, "left_out": [[12, 15], [20, 21]]}
-    torch.save({"model": {}, "trainer": trainer}, tmp_path / "model.pth")
-
-    _, out, _ = inspect(tmp_path / "model.pth")
-
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    start = lines.index("forked from /runs/b, iteration 9, no other settings")
-    assert lines[start + 1 : start + 3] == [
-        "/runs/a, iteration 4, SOLVER.BASE_LR 0.05 instead of 0.1, SEED 2 instead of 1",
-        "left out the batches of iterations 12 to 14, 20 to 20",
-    ]
-
-
 def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_path, inspect):
     weights = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(3)}
     torch.save(weights, tmp_path / "bare.pth")
@@ -222,17 +204,6 @@ def test_a_broken_checkpoint_of_a_folder_is_named_and_the_one_to_go_on_from_as_w
     assert found["model_0000019.pth"][-1] == "intact"
     assert f"'{small}/model_0000029.pth' is damaged or not a file of torch.save: the content of its record" in out
     assert out.endswith("\n--resume continues from model_0000019.pth.\n")
-
-
-@pytest.mark.parametrize(
-    ("tag", "said"),
-    [("model_9.pth", "model_9.pth', which last_checkpoint names, is not there"), ("../a.pth", "names '../a.pth'")],
-)
-def test_a_tag_that_names_no_file_of_the_folder_is_told(small, inspect, tag, said):
-    (small / "last_checkpoint").write_text(tag)
-    code, out, _ = inspect(small)
-    assert code == 1
-    assert said in out.splitlines()[-1]
 
 
 def test_nothing_is_written(run, small, inspect):

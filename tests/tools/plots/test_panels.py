@@ -1,7 +1,5 @@
 """Which curves stand together, and their axes."""
 
-import itertools
-
 import pytest
 
 FINAL = {
@@ -119,14 +117,6 @@ def test_the_start_of_a_loss_does_not_fill_its_panel(choose):
     assert (panel.axis.high > 2.2, panel.note) == (True, "")
 
 
-def test_evaluations_are_marked_while_they_are_few(choose):
-    def marked(key, num_points):
-        (panel,) = choose([{"iteration": i, key: 1.0} for i in range(num_points)])
-        return panel.marks(panel.curves[0])
-
-    assert (marked("t/a", 60), marked("t/a", 61), marked("total_loss", 3)) == (True, False, False)
-
-
 # ---------------------------------------------------------------------- axes
 
 
@@ -147,15 +137,3 @@ def test_ticks_are_round_and_have_the_digits_that_they_need(load, low, high, log
     ticks = load("plots.axis").Axis(low, high, log).ticks(7 if log and high > 10 else 6)
 
     assert [text for _, text in ticks] == texts
-
-
-def test_ticks_are_few_inside_the_axis_and_tell_each_other_apart(load):
-    axis_module = load("plots.axis")
-    for low, span, log in itertools.product([-3e5, -1, 0, 1e-3, 5, 99.9], [1e-2, 0.3, 7, 1e4, 3e8], [False, True]):
-        if log and not 0 < 50 * low <= span:  # no axis is then
-            continue
-        axis = axis_module.make_axis([low, low + span], log=log)
-        values, texts = zip(*axis.ticks(6), strict=True)
-        assert 1 <= len(values) <= 6
-        assert len(set(texts)) == len(texts)
-        assert all(axis.low <= value <= axis.high and 0 <= axis.place(value) <= 1 for value in values)
