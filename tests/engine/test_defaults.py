@@ -59,26 +59,6 @@ def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
     ]
 
 
-def test_model_optimizer_and_loader_are_built_in_this_order_and_the_schedule_last(tmp_path):
-    built = []
-
-    def spy(name):
-        def build(cls, cfg, *args):
-            built.append(name)
-            return getattr(super(Trainer, cls), name)(cfg, *args)
-
-        return classmethod(build)
-
-    class Trainer(DefaultTrainer):
-        build_model = spy("build_model")
-        build_optimizer = spy("build_optimizer")
-        build_train_loader = spy("build_train_loader")
-        build_lr_scheduler = spy("build_lr_scheduler")
-
-    Trainer(tiny_cfg(tmp_path))
-    assert built == ["build_model", "build_optimizer", "build_train_loader", "build_lr_scheduler"]
-
-
 @pytest.mark.filterwarnings("ignore:for (weight|bias). copying from a non-meta parameter")
 def test_the_model_of_a_subclass_is_moved_to_the_device_of_the_config(tmp_path):
     class Trainer(DefaultTrainer):
@@ -96,7 +76,9 @@ def test_the_model_of_a_subclass_is_moved_to_the_device_of_the_config(tmp_path):
     assert trainer.model.weight.device.type == "cpu"
 
 
-def test_every_build_method_can_be_overridden(tmp_path):
+def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(tmp_path):
+    built = []
+
     class Count(DatasetEvaluator):
         def reset(self):
             self.num = 0
@@ -114,18 +96,22 @@ def test_every_build_method_can_be_overridden(tmp_path):
     class Trainer(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):
+            built.append("model")
             return Net(3, 1)
 
         @classmethod
         def build_optimizer(cls, cfg, model):
+            built.append("optimizer")
             return torch.optim.RMSprop(model.parameters(), lr=0.5)
 
         @classmethod
         def build_lr_scheduler(cls, cfg, optimizer):
+            built.append("schedule")
             return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
 
         @classmethod
         def build_train_loader(cls, cfg):
+            built.append("loader")
             return [torch.ones(2, 3)]
 
         @classmethod
@@ -144,6 +130,7 @@ def test_every_build_method_can_be_overridden(tmp_path):
 
     trainer = Trainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4))
     assert trainer.train() == {"count": {"samples": 7}}
+    assert built == ["model", "optimizer", "loader", "schedule"]
     assert isinstance(trainer.optimizer, torch.optim.RMSprop)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
     assert [row["iteration"] for row in rows(tmp_path, "mine.json")] == [1, 3, 4]

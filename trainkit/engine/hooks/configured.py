@@ -79,12 +79,12 @@ class ConfiguredHooks:
 
     def _arguments(self, hook_class: Any, entry: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
         """By rising precedence: parts of the trainer, values of the config, ``arguments``, the entry."""
-        parts = {name: getattr(self._trainer, name, None) for name in _FROM_TRAINER if name in _required(hook_class)}
+        needed = [name for name in _FROM_TRAINER if name in _required(hook_class) and hasattr(self._trainer, name)]
         of_keys: Mapping[str, Any] = getattr(hook_class, "config_arguments", lambda _: {})(self._trainer)
         accepted = inspect.signature(hook_class).parameters
         of_entry = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "ENABLED", "PRIORITY")}
-        found = {name: value for name, value in parts.items() if value is not None}
-        return found | {name: value for name, value in of_keys.items() if name in accepted} | arguments | of_entry
+        of_trainer = {name: getattr(self._trainer, name) for name in needed}
+        return of_trainer | {name: value for name, value in of_keys.items() if name in accepted} | arguments | of_entry
 
 
 def _required(hook_class: Any) -> set[str]:
