@@ -11,7 +11,7 @@ from trainkit.utils.events.writers import WRITER_REGISTRY, LinesWriter, Row
 class CSVWriter(LinesWriter):
     """One line ``iteration,epoch,name,value`` per new scalar, smoothed; the first line has these names.
 
-    ``epoch`` is empty for a scalar without one. A value that is not finite is ``nan``, ``inf`` or ``-inf``. A name that
+    ``epoch`` is empty, except in earlier files. A value that is not finite is ``nan``, ``inf`` or ``-inf``. A name that
     a spreadsheet would read as a formula gets an apostrophe before it. The file grows and is cut like that of
     `JSONWriter`. For a column per scalar, use pandas: ``pandas.read_csv(path).pivot_table(index="iteration",
     columns="name", values="value")``.
@@ -23,7 +23,7 @@ class CSVWriter(LinesWriter):
     def format(self, rows: list[Row]) -> str:
         lines = io.StringIO()
         csv_format.writer(lines, lineterminator="\n").writerows(
-            (iter, epoch, _text_cell(name), repr(value)) for iter, epoch, row in rows for name, value in row.items()
+            (iter, "", _text_cell(name), repr(value)) for iter, row in rows for name, value in row.items()
         )
         return lines.getvalue()
 

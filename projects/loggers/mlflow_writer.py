@@ -25,7 +25,7 @@ class MLflowWriter(ServiceWriter):
     """Smoothed scalars, and images, for MLflow; histograms are left out, because MLflow has none.
 
     Everything is in ``<output_dir>/mlruns``, unless ``MLFLOW_TRACKING_URI`` names a server or a database. The step of a
-    value is its iteration, or its epoch if it was put with one. Images are files ``images/<name>/<iteration>.png``.
+    value is its iteration. Images are files ``images/<name>/<iteration>.png``.
     ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_ID`` have their usual meaning. A resumed run continues the same run of
     MLflow, and writes the values after its checkpoint again.
 
@@ -77,9 +77,8 @@ class MLflowWriter(ServiceWriter):
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
         client, metric = self._writer, importlib.import_module("mlflow.entities").Metric
         now_ms = int(time.time() * 1000)
-        for iter, epoch, row in rows:
-            step = iter if epoch is None else epoch
-            metrics = [metric(_NOT_IN_A_NAME.sub("_", name), value, now_ms, step) for name, value in row.items()]
+        for iter, row in rows:
+            metrics = [metric(_NOT_IN_A_NAME.sub("_", name), value, now_ms, iter) for name, value in row.items()]
             client.log_batch(self._run_id, metrics)
         for image in storage.images():
             path = f"images/{_NOT_IN_A_NAME.sub('_', image.name)}/{image.iter:07d}.png"

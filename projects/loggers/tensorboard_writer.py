@@ -59,10 +59,10 @@ class TensorboardXWriter(ScalarWriter):
             return
         steps = [self._last_step, *(image.iter for image in images), *(histogram.iter for histogram in histograms)]
         try:
-            for iter, epoch, row in rows:
-                steps.append(iter if epoch is None else epoch)
+            for iter, row in rows:
+                steps.append(iter)
                 for name, value in row.items():
-                    self._writer.add_scalar(name, value, steps[-1])
+                    self._writer.add_scalar(name, value, iter)
             for name, tensor, iter in images:
                 self._writer.add_image(name, tensor, iter)
             for name, iter, raw in histograms:

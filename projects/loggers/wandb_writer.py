@@ -29,8 +29,7 @@ class WandbWriter(ServiceWriter):
 
     All files are in ``<output_dir>/wandb``; with ``WANDB_MODE=offline`` nothing is sent, and ``wandb sync`` sends it
     later. The step of a row is its iteration, or the next free one: wandb drops rows whose step is not larger than the
-    last one. Each row has its ``iteration`` for the x-axis; scalars that were put with an epoch are drawn over
-    ``epoch``.
+    last one. Each row has its ``iteration`` for the x-axis.
 
     A resumed run continues the same W&B run and writes the steps after the checkpoint again, with the same values.
     Online, W&B keeps the first values. Offline, each start has its own folder, and nothing is cut.
@@ -56,11 +55,8 @@ class WandbWriter(ServiceWriter):
         self._run_id, self._next_step = state["run_id"], state["next_step"]
 
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
-        for iter, epoch, row in rows:
-            if epoch is not None:
-                for name in row:
-                    self._writer.define_metric(name, step_metric="epoch")
-            self._log({**row, "iteration": iter} | ({} if epoch is None else {"epoch": epoch}))
+        for iter, row in rows:
+            self._log({**row, "iteration": iter})
         pictures: dict[int, dict[str, Any]] = {}
         wandb = importlib.import_module("wandb")
         for name, tensor, iter in storage.images():

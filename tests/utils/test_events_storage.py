@@ -96,9 +96,8 @@ def test_what_cannot_be_stored_or_written_later_is_refused_at_once():
         storage.put_scalar("loss", 1.0, cur_iter=1.5)
     with pytest.raises(TypeError, match="can only concatenate str"):
         storage.put_scalar(1, 0.5)
-    for name in ("iteration", "epoch"):
-        with pytest.raises(ValueError, match=f"{name!r} is a name that writers use"):
-            storage.put_scalar(name, 1.0, epoch=1)
+    with pytest.raises(ValueError, match="'iteration' is a name that writers use"):
+        storage.put_scalar("iteration", 1.0)
     assert storage.histories() == {}
 
 
@@ -115,14 +114,6 @@ def test_rows_that_share_names_keep_the_order_in_which_they_were_put():
                 value for iter in range(3000) for value in ((-iter, iter), (10.0 + iter, iter))
             ]
             assert storage.history("bit1").values() == [(iter, iter) for iter in range(1, 3000, 3)]
-
-
-def test_the_epoch_of_a_name_is_that_of_its_newest_value():
-    storage = EventStorage()
-    storage.put_scalar("top1", 1.0, epoch=3)
-    assert storage.epochs() == {"top1": 3}
-    storage.put_scalar("top1", 2.0)
-    assert storage.epochs() == {}
 
 
 # ---------------------------------------------------------------------- images, histograms, names
@@ -297,7 +288,7 @@ def put(storage, iters):
         storage.put_scalar("lr", 0.1 * storage.iter, smoothing_hint=False)
         storage.put_scalar("bad", [math.nan, math.inf, -math.inf, 1.0][storage.iter % 4])
         if storage.iter % 5 == 4:
-            storage.put_scalar("top1", storage.iter, smoothing_hint=False, epoch=storage.iter // 5)
+            storage.put_scalar("top1", storage.iter, smoothing_hint=False)
             storage.put_image("image", torch.full((1, 2, 2), storage.iter / 10))
             storage.put_histogram("histogram", torch.arange(3.0) * storage.iter, bins=3)
 
@@ -310,7 +301,6 @@ def read_all(storage):
             storage.latest(),
             storage.latest_with_smoothing_hint(7),
             storage.smoothing_hints(),
-            storage.epochs(),
             [(name, storage.count_samples(name, 7), storage.history(name).values()) for name in names],
             [storage.history(name).global_avg().hex() for name in names],
             [(image.name, image.tensor.tolist(), image.iter) for image in storage.images()],

@@ -71,25 +71,6 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
     assert second == '{"bad": null, "iteration": 0, "worse": null}'  # a second run goes on in the same file
 
 
-def test_json_has_scalars_with_an_epoch_in_lines_of_their_own(path):
-    writer = JSONWriter(path)
-    with EventStorage() as storage:
-        for storage.iter in range(4):
-            storage.put_scalar("epoch", storage.iter // 2, smoothing_hint=False)
-            if storage.iter % 2:
-                storage.put_scalar("top1", 50.0, smoothing_hint=False, epoch=torch.tensor(storage.iter // 2 + 1))
-                storage.put_scalar("top5", 90.0, smoothing_hint=False, epoch=storage.iter // 2 + 1)
-                writer.write()
-        writer.close()
-
-    assert read_strictly(path) == [
-        {"iteration": 1, "epoch": 0.0},
-        {"iteration": 1, "epoch": 1, "top1": 50.0, "top5": 90.0},
-        {"iteration": 3, "epoch": 1.0},
-        {"iteration": 3, "epoch": 2, "top1": 50.0, "top5": 90.0},
-    ]
-
-
 # ---------------------------------------------------------------------- a run that goes on
 
 
@@ -100,7 +81,7 @@ def train(storage, writer, iters):
             storage.put_scalar("loss", math.nan if storage.iter == 3 else math.sin(storage.iter))
             storage.put_scalar("lr", storage.iter / 10, smoothing_hint=False)
             if storage.iter % 4 == 3:
-                storage.put_scalar("top1", storage.iter, smoothing_hint=False, epoch=storage.iter // 4)
+                storage.put_scalar("top1", storage.iter, smoothing_hint=False)
             if storage.iter % 3 == 2:
                 writer.write()
 
@@ -178,7 +159,7 @@ def test_a_line_that_the_kill_has_left_incomplete_is_cut_off_and_a_lost_file_sta
     assert path.read_bytes() == expected
     shutil.rmtree(path.parent)
     kill_and_resume(path, 7, 7, meanwhile=path.unlink)
-    assert path.read_bytes().splitlines()[0] == b'{"epoch": 1, "iteration": 7, "top1": 7.0}'
+    assert path.read_bytes().splitlines()[0] == b'{"iteration": 7, "top1": 7.0}'
 
 
 def test_a_writer_that_was_closed_and_gets_its_state_back_goes_on_in_the_same_process(path, expected):
@@ -278,7 +259,7 @@ def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
             storage.put_scalars(time=600.0 if storage.iter == 3 else 0.5, data_time=0.25 * storage.iter)
             storage.put_scalars(rank_data_time=7.0, perplexity=20.25)
             storage.put_scalar("lr", 0.00123456, smoothing_hint=False)
-            storage.put_scalar("total_loss", loss, epoch=3)
+            storage.put_scalar("total_loss", loss)
             storage.put_scalar("[metric]scale", 65536.0)
             storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)  # a result, not a running value
         printer.write()

@@ -15,7 +15,7 @@ def train(storage, writer, iters):
         for storage.iter in iters:
             storage.put_scalar("loss", math.nan if storage.iter == 3 else math.sin(storage.iter))
             if storage.iter % 4 == 3:
-                storage.put_scalar("top1", storage.iter, smoothing_hint=False, epoch=storage.iter // 4)
+                storage.put_scalar("top1", storage.iter, smoothing_hint=False)
             if storage.iter % 3 == 2:
                 writer.write()
 
@@ -29,13 +29,13 @@ def whole(tmp_path):
     return (tmp_path / "whole" / "metrics.csv").read_text()
 
 
-def test_each_new_scalar_has_a_row_with_its_iteration_its_epoch_and_its_exact_value(tmp_path):
+def test_each_new_scalar_has_a_row_with_its_iteration_and_its_exact_value(tmp_path):
     writer = CSVWriter(tmp_path / "metrics.csv", window_size=3)
     with EventStorage() as storage:
         for storage.iter, loss in enumerate([9.0, 1.0, 8.0, 0.1]):
             storage.put_scalar("loss", loss)
         storage.put_scalar("rare", 1 / 3, cur_iter=1)
-        storage.put_scalar("top1", 50.0, epoch=2)
+        storage.put_scalar("top1", 50.0)
         writer.write()
         writer.write()  # nothing is new
         storage.iter = 4
@@ -50,7 +50,7 @@ def test_each_new_scalar_has_a_row_with_its_iteration_its_epoch_and_its_exact_va
         "iteration,epoch,name,value",
         "1,,rare,0.3333333333333333",
         "3,,loss,1.0",
-        "3,2,top1,50.0",
+        "3,,top1,50.0",
         '4,,"a, ""b""",nan',
         "4,,high,inf",
         "4,,low,-inf",

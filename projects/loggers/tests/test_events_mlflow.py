@@ -55,7 +55,7 @@ def test_scalars_settings_and_config_arrive_and_nothing_that_comes_late_is_lost(
             storage.put_scalar("loss", loss)
         writer.write()
         storage.put_scalar("late", 0.1 + 0.2, cur_iter=1)
-        storage.put_scalar("top1", 50.0, epoch=2)
+        storage.put_scalar("top1", 50.0)
         writer.write()
         writer.write()
         storage.iter = 9
@@ -67,7 +67,7 @@ def test_scalars_settings_and_config_arrive_and_nothing_that_comes_late_is_lost(
     reader = client()
     assert points(reader, "loss") == [(3, 2.5)]
     assert points(reader, "late") == [(1, 0.1 + 0.2)]
-    assert points(reader, "top1") == [(2, 50.0)]
+    assert points(reader, "top1") == [(3, 50.0)]
     assert points(reader, "bad") == [(9, pytest.approx(math.nan, nan_ok=True))]
     assert points(reader, "high") == [(9, math.inf)]
     assert points(reader, "lr of _a_ _1_") == [(9, 0.5)]

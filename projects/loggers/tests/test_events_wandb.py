@@ -40,7 +40,7 @@ def test_rows_have_the_iteration_as_step_and_nothing_that_comes_late_is_lost(tmp
             storage.put_scalar("loss", loss)
         writer.write()
         storage.put_scalar("late", 0.25, cur_iter=1)
-        storage.put_scalar("top1", 50.0, epoch=2)
+        storage.put_scalar("top1", 50.0)
         writer.write()
         writer.write()
         storage.iter = 9
@@ -52,10 +52,10 @@ def test_rows_have_the_iteration_as_step_and_nothing_that_comes_late_is_lost(tmp
     assert rows(run) == [
         {"_step": 3, "iteration": 3, "loss": 2.5},
         {"_step": 4, "iteration": 1, "late": 0.25},
-        {"_step": 5, "iteration": 3, "epoch": 2, "top1": 50.0},
+        {"_step": 5, "iteration": 3, "top1": 50.0},
         {"_step": 9, "iteration": 9, "bad": pytest.approx(math.nan, nan_ok=True), "high": math.inf},
     ]
-    assert run["axes"] == {"*": "iteration", "top1": "epoch"}
+    assert run["axes"] == {"*": "iteration"}
     assert (run["file"], run["exit"]) == ("run-abc", 0)
     assert run["config"]["SOLVER"] == {"BASE_LR": 0.1}
 

@@ -44,13 +44,13 @@ def test_scalars_images_and_histograms_are_written_and_let_go(tmp_path):
         assert (storage.images(), storage.histograms()) == ([], [])
 
         storage.put_scalar("late", 0.25, cur_iter=1)
-        storage.put_scalar("top1", 50.0, epoch=7)
+        storage.put_scalar("top1", 50.0)
         writer.write()
         writer.state_dict()  # gives all events to the operating system
         tmp_path, before = tmp_path / "logs", points(tmp_path / "logs")
         writer.close()
 
-    assert points(tmp_path) == before == {"loss": [(3, 2.0)], "late": [(1, 0.25)], "top1": [(7, 50.0)]}
+    assert points(tmp_path) == before == {"loss": [(3, 2.0)], "late": [(1, 0.25)], "top1": [(3, 50.0)]}
     events = shown(tmp_path)
     [image] = events.Images("image")
     assert (image.step, image.width, image.height) == (3, 4, 2)

@@ -82,7 +82,6 @@ class EventStorage:
         self._history_length = history_length
         self._history: dict[str, HistoryBuffer] = {}
         self._smoothing_hints: dict[str, bool] = {}
-        self._epochs: dict[str, int] = {}
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
@@ -91,20 +90,11 @@ class EventStorage:
     # ------------------------------------------------------------------ put
 
     def put_scalar(
-        self,
-        name: str,
-        value: float | Tensor,
-        smoothing_hint: bool = True,
-        cur_iter: int | None = None,
-        *,
-        epoch: int | None = None,
+        self, name: str, value: float | Tensor, smoothing_hint: bool = True, cur_iter: int | None = None
     ) -> None:
         """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
 
         A tensor on an accelerator is copied there and read later, so the caller does not wait.
-
-        Args:
-            epoch: writers show the scalar over epochs, at this epoch.
 
         Raises:
             ValueError: the name has the other hint already; writers use it; the value is not one number.
@@ -116,8 +106,8 @@ class EventStorage:
                 number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"scalar {name!r} must be one number, got {type(value).__name__}: {error}") from error
-        if self._prefix or self._epochs or epoch is not None or self._smoothing_hints.get(name) is not smoothing_hint:
-            name = self._accepted(name, smoothing_hint, epoch)
+        if self._prefix or self._smoothing_hints.get(name) is not smoothing_hint:
+            name = self._accepted(name, smoothing_hint)
         self.rows.append((self.iter if cur_iter is None else operator.index(cur_iter), {name: number}))
         if len(self.rows) >= MAX_ROWS:
             self.hand_over()
@@ -127,16 +117,13 @@ class EventStorage:
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def _accepted(self, name: str, smoothing_hint: bool, epoch: int | None) -> str:
-        """The full name, with its hint and epoch noted."""
+    def _accepted(self, name: str, smoothing_hint: bool) -> str:
+        """The full name, with its hint noted."""
         name = self._prefix + name
-        if name == "iteration" or (name == "epoch" and epoch is not None):
+        if name == "iteration":
             raise ValueError(f"{name!r} is a name that writers use themselves; use another name")
         if self._smoothing_hints.setdefault(name, smoothing_hint) is not smoothing_hint:
             raise ValueError(f"scalar {name!r} was put with smoothing_hint={not smoothing_hint}; use one hint per name")
-        self._epochs.pop(name, None)
-        if epoch is not None:
-            self._epochs[name] = operator.index(epoch)
         return name
 
     def put_image(self, img_name: str, img_tensor: Tensor) -> None:
@@ -208,7 +195,7 @@ class EventStorage:
     def take(self, *, images: bool = False) -> "EventStorage":
         """Returns a storage with the same histories and with what waits here; then nothing waits here any more."""
         part = copy.copy(self)
-        part.before_read, part.worker, part._epochs = None, None, dict(self._epochs)
+        part.before_read, part.worker = None, None
         part._numbers = Numbers(_values(self.rows)) if self.rows else None
         self.rows, emptied = [], self if images else part
         emptied._images, emptied._histograms = deque(maxlen=_MAX_IMAGES), deque(maxlen=_MAX_IMAGES)
@@ -270,10 +257,6 @@ class EventStorage:
         self.flush()
         return self._smoothing_hints
 
-    def epochs(self) -> dict[str, int]:
-        """name -> epoch of the newest value, if it has one."""
-        return self._epochs
-
     def images(self) -> list[Image]:
         return [Image(*image) for image in self._vis_data]
 
@@ -320,7 +303,6 @@ class EventStorage:
         return {
             "histories": {name: history.state_dict() for name, history in self.histories().items()},
             "smoothing_hints": dict(self._smoothing_hints),
-            "epochs": dict(self._epochs),
             "images": [
                 {**image._asdict(), "tensor": torch.as_tensor(image.tensor).detach().cpu().as_subclass(Tensor)}
                 for image in self.images()
@@ -334,7 +316,7 @@ class EventStorage:
         self._history = {name: HistoryBuffer(self._history_length) for name in state["histories"]}
         for name, saved in state["histories"].items():
             self._history[name].load_state_dict(saved)
-        self._smoothing_hints, self._epochs = dict(state["smoothing_hints"]), dict(state["epochs"])
+        self._smoothing_hints = dict(state["smoothing_hints"])
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
         self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)
 

@@ -50,8 +50,8 @@ class EventWriter:
         """Continue after the ``write()`` of ``state``; the next write hides or cuts off everything later."""
 
 
-Row: TypeAlias = tuple[int, int | None, dict[str, float]]
-"""Iteration, epoch or None, and name -> smoothed value."""
+Row: TypeAlias = tuple[int, dict[str, float]]
+"""Iteration, and name -> smoothed value."""
 
 
 class ScalarWriter(EventWriter):
@@ -63,13 +63,12 @@ class ScalarWriter(EventWriter):
 
     def write(self) -> None:
         storage, taken = get_event_storage(), dict(self._taken)
-        epochs = storage.epochs()
-        rows: dict[tuple[int, int], dict[str, float]] = {}
+        rows: dict[int, dict[str, float]] = {}
         for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items():
             if iter > taken.get(name, -1):
                 taken[name] = iter
-                rows.setdefault((iter, epochs.get(name, -1)), {})[name] = value
-        self._show([(iter, None if epoch < 0 else epoch, row) for (iter, epoch), row in sorted(rows.items())], storage)
+                rows.setdefault(iter, {})[name] = value
+        self._show(sorted(rows.items()), storage)
         self._taken = taken  # after an error they are shown the next time
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class ScalarWriter(EventWriter):
         self._taken = dict(state["taken"])
 
     def _show(self, rows: list[Row], storage: EventStorage) -> None:
-        """Show rows, in the order of their iterations; scalars that were put with an epoch have separate rows."""
+        """Show rows, in the order of their iterations."""
         raise NotImplementedError
 
 
@@ -213,18 +212,14 @@ class LinesWriter(ScalarWriter):
 
 
 class JSONWriter(LinesWriter):
-    """One line of JSON per iteration with new scalars, smoothed; a value that is not finite is ``null``.
-
-    Scalars that were put with an epoch get separate lines, with ``epoch`` and ``iteration``.
-    """
+    """One line of JSON per iteration with new scalars, smoothed; a value that is not finite is ``null``."""
 
     def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
         super().__init__(json_file, window_size)
 
     def format(self, rows: list[Row]) -> str:
         lines = ""
-        for iter, epoch, row in rows:
+        for iter, row in rows:
             line = {name: value if math.isfinite(value) else None for name, value in row.items()}
-            line |= {"iteration": iter} if epoch is None else {"iteration": iter, "epoch": epoch}
-            lines += json.dumps(line, sort_keys=True) + "\n"
+            lines += json.dumps({**line, "iteration": iter}, sort_keys=True) + "\n"
         return lines
