@@ -21,9 +21,6 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         size, shuffle: as for `TrainingSampler`.
         subset_ratio: fraction of the samples in the subset, in (0, 1].
         seed_shuffle, seed_subset: the seeds of the order and of the choice, see ``seed`` of ``InfiniteSampler``.
-
-    Raises:
-        ValueError: the ratio is out of range or leaves no sample, ``size`` is less than 1, or a seed is negative.
     """
 
     @configurable
@@ -35,12 +32,10 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_shuffle: int | None = None,
         seed_subset: int | None = None,
     ) -> None:
-        if not 0 < subset_ratio <= 1:
-            raise ValueError(f"subset_ratio must be in (0, 1], got {subset_ratio}")
         subset_size = round(size * subset_ratio)
-        if size >= 1 > subset_size:
-            raise ValueError(f"subset_ratio {subset_ratio} of {size} samples leaves none; raise it")
-        super().__init__(min(size, subset_size), shuffle, seed_shuffle)
+        if not 1 <= subset_size <= size:
+            raise ValueError(f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 to {size}")
+        super().__init__(subset_size, shuffle, seed_shuffle)
         self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
         self._dataset_size = size
         self.subset_indices = self._choose_subset()

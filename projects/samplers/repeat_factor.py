@@ -27,9 +27,6 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         repeat_factors: one factor per sample, >= 0, shape ``[N]``.
         shuffle: False: in the order of the dataset, with the repetitions of a sample in a row.
         seed: as for ``InfiniteSampler``.
-
-    Raises:
-        ValueError: the factors are empty, not a vector, negative, not finite, or all 0; or the seed is negative.
     """
 
     @configurable
@@ -38,11 +35,8 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
     ) -> None:
         super().__init__(seed)
         factors = torch.as_tensor(repeat_factors, dtype=torch.float64, device="cpu")
-        if factors.dim() != 1 or not factors.isfinite().all() or (factors < 0).any() or not factors.any():
-            raise ValueError(
-                "repeat_factors must be a non-empty vector of finite values >= 0, not all of them 0, "
-                f"got shape {[*factors.shape]} with values {factors.flatten()[:5].tolist()} at its start"
-            )
+        if not factors.isfinite().all() or (factors < 0).any() or not factors.any():
+            raise ValueError(f"repeat_factors must be finite, >= 0 and not all 0, got {factors.tolist()!s:.99}")
         self._whole = factors.floor().long()
         self._fraction = factors.frac()
         self._shuffle = shuffle
@@ -70,13 +64,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
             dataset_dicts: the categories of each sample, each counted once; or detectron2's dict of a sample:
                 ``{"annotations": [{"category_id": 0}, ...]}``.
             repeat_thresh: t, the frequency below which a category is repeated; 0 repeats none.
-
-        Raises:
-            ValueError: the threshold is negative.
-            TypeError: a sample has neither form.
         """
-        if not repeat_thresh >= 0:
-            raise ValueError(f"repeat_thresh must be >= 0, got {repeat_thresh}")
         samples = [_categories(sample, i) for i, sample in enumerate(dataset_dicts)]
         counts = Counter(category for categories in samples for category in categories)
         ratios = {category: repeat_thresh * len(samples) / count for category, count in counts.items()}
@@ -143,12 +131,10 @@ def _categories_of(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
     """
     if isinstance(sample, Mapping) and "annotations" in sample:
         return sample
-    key = next((key for key in ("category", "label") if isinstance(sample, Mapping) and key in sample), None)
-    if key is None:
-        found = f"the keys {[*sample]}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-        raise ConfigError(
-            "DATALOADER.SAMPLER_TRAIN 'RepeatFactorTrainingSampler' reads a sample's categories under 'category', "
-            f"'label' or 'annotations', but a sample has {found}; use such dicts, or another sampler"
-        )
-    value = sample[key].tolist() if hasattr(sample[key], "tolist") else sample[key]
-    return value if isinstance(value, list | tuple | set | frozenset) else [value]
+    for key in ("category", "label"):
+        if isinstance(sample, Mapping) and key in sample:
+            value = sample[key].tolist() if hasattr(sample[key], "tolist") else sample[key]
+            return value if isinstance(value, list | tuple | set | frozenset) else [value]
+    found = [*sample] if isinstance(sample, Mapping) else type(sample).__name__
+    accepted = "a dict with 'category', 'label' or 'annotations'"
+    raise ConfigError(f"RepeatFactorTrainingSampler needs the categories of a sample: {accepted}, got {found}")

@@ -30,10 +30,9 @@ class Slow:
 
 def make_loader(kind):
     sampler = TrainingSampler(8, shuffle=False, seed=0)
-    if kind == "plain":
-        return DataLoader(Slow(), sampler=sampler, num_workers=2, worker_init_fn=worker_init_reset_seed)
-    if kind == "unprotected":
-        return DataLoader(Slow(), sampler=sampler, num_workers=2)
+    if kind in ("plain", "unprotected"):
+        init = worker_init_reset_seed if kind == "plain" else None
+        return DataLoader(Slow(), sampler=sampler, num_workers=2, worker_init_fn=init)
     start_method = kind if kind in ("fork", "forkserver") else None
     return build_batch_data_loader(Slow(), sampler, 1, num_workers=2, multiprocessing_context=start_method)
 
@@ -45,20 +44,19 @@ def main():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # as a run that finishes its step first
     for line in sys.stdin:
-        match line.strip():
-            case "batch":
-                print(int(next(batches)[0]), flush=True)
-            case "pids":
-                print(*(process.pid for process in multiprocessing.active_children()), flush=True)
-            case "terminate":
-                workers = multiprocessing.active_children()
-                for worker in workers:
-                    worker.terminate()
-                    worker.join()
-                print(*(worker.exitcode for worker in workers), flush=True)
-            case "drop":
-                batches = None
-                print("dropped", flush=True)
+        workers, command = multiprocessing.active_children(), line.strip()
+        if command == "batch":
+            print(int(next(batches)[0]), flush=True)
+        elif command == "pids":
+            print(*(worker.pid for worker in workers), flush=True)
+        elif command == "terminate":
+            for worker in workers:
+                worker.terminate()
+                worker.join()
+            print(*(worker.exitcode for worker in workers), flush=True)
+        else:
+            batches = None
+            print("dropped", flush=True)
 
 
 if __name__ == "__main__":

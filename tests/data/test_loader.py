@@ -18,7 +18,6 @@ from trainkit.data import (
     InferenceSampler,
     MapDataset,
     ResumableLoader,
-    ToIterableDataset,
     TrainingSampler,
     build_batch_data_loader,
     resume_obstacle,
@@ -217,30 +216,6 @@ def test_the_samples_of_the_last_batches_have_names():
     loader = make(num_workers=2)
     batches = take(loader, 3)
     assert loader.names_of_last(2) == [[f"sample {index} of Drawing" for index, *_ in batch] for batch in batches[1:]]
-
-
-def test_an_older_iterator_does_not_move_the_position_of_the_newer():
-    loader = make()
-    older, newer = iter(loader), iter(loader)
-    next(newer)
-    next(older), next(older)
-
-    assert loader.state_dict()["position"] == 4
-
-
-def test_a_sampled_stream_takes_part_like_its_sampler():
-    def loader(num_workers):
-        stream = ToIterableDataset(Drawing(), TrainingSampler(SIZE, seed=3))
-        return build_batch_data_loader(stream, None, 4, num_workers=num_workers)
-
-    expected = take(make(), 8)
-    before = loader(2)
-    batches = iter(before)
-    assert [next(batches) for _ in range(3)] == expected[:3]
-    after = loader(0)
-    after.load_state_dict(through_a_file(before.state_dict()))
-
-    assert take(after, 5) == expected[3:]
 
 
 @pytest.mark.parametrize(

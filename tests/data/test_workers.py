@@ -17,15 +17,9 @@ class Job:
     """`signalled_job`, in a process group of its own."""
 
     def __init__(self, kind):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.data.signalled_job", kind],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "tests.data.signalled_job", kind]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen(command, cwd=ROOT, **pipes, text=True, start_new_session=True)
 
     def ask(self, command):
         self.process.stdin.write(f"{command}\n")
@@ -53,7 +47,7 @@ def start():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["of this package", "plain"])
-def test_workers_go_on_when_the_whole_process_group_is_signalled(start, kind, monkeypatch):
+def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_their_loader(start, kind, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")  # there a run takes SIGUSR1 too
     job = start(kind)
     assert [job.ask("batch"), job.ask("batch")] == ["0", "1"]  # one of each worker: both have started
@@ -62,8 +56,11 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled(start, kind, mo
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         os.killpg(job.process.pid, number)
 
-    assert [job.ask("batch") for _ in range(5)] == ["2", "3", "4", "5", "6"]
+    assert [job.ask("batch") for _ in range(4)] == ["2", "3", "4", "5"]
     assert job.ask("pids") == pids
+    assert (job.ask("drop"), job.ask("pids")) == ("dropped", "")
+    _, errors = job.process.communicate(timeout=60)
+    assert (job.process.returncode, errors) == (0, "")
 
 
 @pytest.mark.slow
@@ -78,39 +75,12 @@ def test_a_plain_worker_dies_of_the_same_signal(start):  # so that the test abov
 
 
 @pytest.mark.slow
-def test_workers_end_when_their_loader_lets_them_go(start):
-    job = start("of this package")
-    assert job.ask("batch") == "0"
-
-    assert job.ask("drop") == "dropped"
-
-    assert job.ask("pids") == ""
-    _, errors = job.process.communicate(timeout=60)
-    assert (job.process.returncode, errors) == (0, "")
-
-
-@pytest.mark.slow
 def test_a_worker_in_an_endless_fetch_ends_by_the_sigterm_of_its_parent(start):
     job = start("of this package")
     for _ in range(7):
         job.ask("batch")
 
     assert job.ask("terminate") == "0 0"
-
-
-@pytest.mark.slow
-def test_workers_that_have_lost_their_parent_end_by_anybodys_sigterm(start):
-    job = start("of this package")
-    for _ in range(7):
-        job.ask("batch")
-    pids = job.ask("pids").split()
-    job.process.kill()
-    job.process.wait()
-
-    for pid in pids:
-        os.kill(int(pid), signal.SIGTERM)
-
-    job.process.communicate(timeout=60)  # the workers hold the other end
 
 
 def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():

@@ -1,7 +1,6 @@
 """Build loaders from datasets and samplers, or from a config."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -25,8 +24,8 @@ SAMPLER_REGISTRY = Registry("SAMPLER")
 SAMPLER_REGISTRY.register(TrainingSampler)
 
 TRANSFORM_REGISTRY = Registry("TRANSFORM")
-"""Name -> a class or function ``(cfg)`` that returns a function sample -> sample. If the function of a training
-transform returns None, another sample is used instead."""
+"""Name -> a class or function ``(cfg)`` that returns a function sample -> sample. If the function returns None, another
+sample is used instead."""
 
 _COLLATE_FNS = {"default": default_collate, "list": trivial_batch_collator}
 _Function: TypeAlias = Callable[[Any], Any] | None
@@ -58,9 +57,7 @@ def build_batch_data_loader(
         aspect_ratio_grouping: only for calls written for detectron2; True is refused.
         collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
         pin_memory: has an effect only with an accelerator that runs ahead of the host.
-        seed: for the workers (with the rank), and for augmentation if the sampler has no seed; None:
-            ``torch.initial_seed()``.
-        kwargs: further arguments of `ResumableLoader`, also those of ``DataLoader``.
+        seed, kwargs: as for `ResumableLoader`; the seed is also for the workers, with the rank.
     """
     if aspect_ratio_grouping:
         raise ValueError("aspect_ratio_grouping is not accepted; use GroupedBatchSampler or AspectRatioGroupedDataset")
@@ -176,14 +173,4 @@ def _mapped(dataset: Any, mapper: _Function = None) -> Any:
 def build_transform(cfg: CfgNode, is_train: bool) -> _Function:
     """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``; None if the name is empty."""
     key = "TRAIN_TRANSFORM" if is_train else "TEST_TRANSFORM"
-    if not cfg.INPUT[key]:
-        return None
-    transform = look_up(TRANSFORM_REGISTRY, cfg.INPUT[key], f"INPUT.{key}")(cfg)
-    return transform if is_train else partial(_keep, transform)
-
-
-def _keep(transform: Callable[[Any], Any], sample: Any) -> Any:
-    sample = transform(sample)
-    if sample is None:  # another sample in its place would change the results
-        raise ValueError("INPUT.TEST_TRANSFORM gave None; only a training transform may leave a sample out")
-    return sample
+    return look_up(TRANSFORM_REGISTRY, cfg.INPUT[key], f"INPUT.{key}")(cfg) if cfg.INPUT[key] else None

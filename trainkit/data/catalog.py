@@ -24,9 +24,8 @@ class Catalog(UserDict[str, _T]):
         self.pop(name)
 
     def explain_unknown(self, name: str) -> str:
-        known, catalog = ", ".join(sorted(self)) or "none", type(self).__name__[1:]
-        remedy = "Put the module that registers it into IMPORTS"
-        return f"{catalog} has no {name!r}; {did_you_mean(name, self)}registered: {known}. {remedy}"
+        known = f"registered: {', '.join(sorted(self)) or 'none'}, and modules in IMPORTS may add"
+        return f"{type(self).__name__[1:]} has no {name!r}; {did_you_mean(name, self)}{known}"
 
     def __missing__(self, name: str) -> _T:
         raise KeyError(self.explain_unknown(name))

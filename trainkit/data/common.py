@@ -44,10 +44,18 @@ class MapDataset(data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The mapped sample of this index, or of another index. Raises RuntimeError if all samples are rejected."""
-        for other in _indices_from(int(index), len(self)):
-            if (sample := self._map_func(self._dataset[other])) is not None:
+        index = int(index)
+        if (sample := self._map_func(self._dataset[index])) is not None:
+            return sample
+        # every other index once, in steps that are coprime to the size
+        rng, size = random.Random(index), len(self)
+        step = size
+        while size > 1 and math.gcd(step, size) != 1:
+            step = rng.randrange(1, size)
+        for k in range(1, size):
+            if (sample := self._map_func(self._dataset[(index + k * step) % size])) is not None:
                 return sample
-        raise RuntimeError(f"map_func gave None for each of the {len(self)} samples of the dataset")
+        raise RuntimeError(f"map_func gave None for each of the {size} samples of the dataset")
 
 
 class _MapIterableDataset(MapDataset, IterableDataset[Any]):
@@ -55,16 +63,6 @@ class _MapIterableDataset(MapDataset, IterableDataset[Any]):
         for sample in self._dataset:  # not map(), which would end if the function raised StopIteration
             if (mapped := self._map_func(sample)) is not None:
                 yield mapped
-
-
-def _indices_from(index: int, size: int) -> Iterator[int]:
-    """``index``, then every other index once, in steps that are coprime to the size and depend on ``index`` alone."""
-    yield index
-    rng, step = random.Random(index), size
-    while size > 1 and math.gcd(step, size) != 1:
-        step = rng.randrange(1, size)
-    for k in range(1, size):
-        yield (index + k * step) % size
 
 
 class DatasetFromList(data.Dataset[Any]):
@@ -87,12 +85,11 @@ class DatasetFromList(data.Dataset[Any]):
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Any:
-        sample = self._samples[index]
-        return copy.deepcopy(sample) if self._copy else sample
+        return copy.deepcopy(self._samples[index]) if self._copy else self._samples[index]
 
 
 class _PickledSamples:
-    """Samples in one uint8 tensor, which forked workers share, and which spawned workers get in shared memory."""
+    """Samples in one uint8 tensor, which workers share."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
         file, ends = io.BytesIO(), [0]

@@ -163,6 +163,7 @@ class _Order(data.Sampler[Any]):
     def __init__(self, batches: Any, seed: int) -> None:
         sampler: Any = getattr(batches, "sampler", None)
         self._batches, self._own_seed = batches, seed
+        self.rank, self.world_size = comm.get_data_rank(), comm.get_data_world_size()
         self.source: Any = sampler if type(batches) is data.BatchSampler else batches
         self.is_test = isinstance(sampler, InferenceSampler)
         self._endless: Any = sampler if isinstance(sampler, InfiniteSampler) else None
@@ -200,16 +201,12 @@ class _Order(data.Sampler[Any]):
         return self._draw(0 if self.is_test else progress.position, progress.num_batches)
 
     def _draw(self, position: int, num_batches: int) -> Iterator[Any]:
-        ranks: Any = self._endless
-        rank, world_size = (
-            (ranks.rank, ranks.world_size) if ranks else (comm.get_data_rank(), comm.get_data_world_size())
-        )
-        key = splitmix64(self.seed, 0)
+        of_ranks, key = self._endless or self, splitmix64(self.seed, 0)
         for number, drawn in enumerate(islice(self._batches, num_batches, None), num_batches + 1):
             indices = [*drawn]
             num_seeds = len(indices) if self.seeds_samples else int(self.seeds_batches)  # each evaluation has the same
-            bits = [splitmix64(key, position + rank + i * world_size) for i in range(num_seeds)]
-            position += len(indices) * world_size
+            bits = [splitmix64(key, position + of_ranks.rank + i * of_ranks.world_size) for i in range(num_seeds)]
+            position += len(indices) * of_ranks.world_size
             yield bits, (position, number, indices)
 
 
@@ -250,11 +247,8 @@ def _name(dataset: Any, index: Any) -> str:
     """The name of a sample; a dataset may have a method ``sample_name(index)`` for it."""
     while type(dataset) is MapDataset:
         dataset = dataset._dataset
-    return (
-        str(dataset.sample_name(index))
-        if hasattr(dataset, "sample_name")
-        else f"sample {index} of {type(dataset).__name__}"
-    )
+    named = getattr(dataset, "sample_name", f"sample {{}} of {type(dataset).__name__}".format)
+    return str(named(index))
 
 
 def worker_init_reset_seed(worker_id: int) -> None:

@@ -53,10 +53,9 @@ def undisturbed_globals(only_torch: bool = False) -> Iterator[None]:
 
 
 def draws_from_torch_alone(*parts: Any) -> bool:
-    """Whether no code of these objects names ``random``, of Python or NumPy.
+    """Whether the modules of these objects, of what they hold, and what those modules import never name ``random``.
 
-    It reads the modules of the objects, of all that they hold, and what these modules import when they are loaded, but
-    not the standard library, torch, NumPy and trainkit. A module without source counts as one that names it.
+    The standard library, torch, NumPy and trainkit are not read. A module without source counts as one that names it.
     """
     todo, seen = [*parts], set[int]()
     while todo:

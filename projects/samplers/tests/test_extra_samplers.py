@@ -119,8 +119,14 @@ def test_epochs_have_the_size_of_the_subset_or_the_dataset(sampler, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"SAMPLER_TRAIN": "RepeatFactorTrainingSampler"}, "a sample has the keys .'index', 'square'."),
-        ({"SAMPLER_TRAIN": "RandomSubsetTrainingSampler", "RANDOM_SUBSET_RATIO": 0.01}, "of 10 samples leaves none"),
+        (
+            {"SAMPLER_TRAIN": "RepeatFactorTrainingSampler"},
+            "needs the categories of a sample: .* got .'index', 'square'.",
+        ),
+        (
+            {"SAMPLER_TRAIN": "RandomSubsetTrainingSampler", "RANDOM_SUBSET_RATIO": 0.01},
+            "0.01 of 10 samples is 0; it must be 1 to 10",
+        ),
     ],
 )
 def test_a_config_that_makes_no_sampler_says_why(cfg, options, message):  # noqa: F811
@@ -155,7 +161,7 @@ def test_samples_are_repeated_as_often_as_their_factors_say():
 
 @pytest.mark.parametrize("factors", [[], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan]])
 def test_repeat_factors_that_make_no_stream_are_refused(factors):
-    with pytest.raises(ValueError, match="repeat_factors must be a non-empty vector of finite values >= 0"):
+    with pytest.raises(ValueError, match="repeat_factors must be finite, >= 0 and not all 0"):
         RepeatFactorTrainingSampler(factors)
 
 

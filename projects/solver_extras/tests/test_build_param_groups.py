@@ -42,20 +42,9 @@ PLAIN = dict.fromkeys(
         ({}, {}),
         ({"NORM_LR_FACTOR": 0.5}, {"norm.weight": (0.5, 1.0), "norm.bias": (0.5, 1.0)}),
         ({"NORM_DECAY_FACTOR": 0}, {"norm.weight": (1.0, 0.0), "norm.bias": (1.0, 0.0)}),
-        ({"BIAS_LR_FACTOR": 2}, dict.fromkeys(["stem.bias", "head.bias"], (2.0, 1.0))),
-        ({"BIAS_DECAY_FACTOR": 0.0}, dict.fromkeys(["stem.bias", "norm.bias", "head.bias"], (1.0, 0.0))),
         ({"DWCONV_LR_FACTOR": 0.5}, dict.fromkeys(["stem.weight", "stem.bias"], (0.5, 1.0))),
-        ({"DWCONV_DECAY_FACTOR": 0.5}, dict.fromkeys(["stem.weight", "stem.bias"], (1.0, 0.5))),
-        ({"EMBEDDING_LR_FACTOR": 0.5}, {"words.weight": (0.5, 1.0)}),
         ({"EMBEDDING_DECAY_FACTOR": 0.0}, {"words.weight": (1.0, 0.0)}),
-        (
-            {"FLAT_LR_FACTOR": 0.5, "NORM_LR_FACTOR": 1.0},
-            dict.fromkeys(["stem.bias", "head.bias"], (0.5, 1.0)),
-        ),
-        (
-            {"FLAT_DECAY_FACTOR": 0.0},
-            dict.fromkeys(["stem.bias", "norm.weight", "norm.bias", "head.bias"], (1.0, 0.0)),
-        ),
+        ({"FLAT_LR_FACTOR": 0.5, "NORM_LR_FACTOR": 1.0}, dict.fromkeys(["stem.bias", "head.bias"], (0.5, 1.0))),
         (
             {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "BIAS_LR_FACTOR": 3.0, "BIAS_DECAY_FACTOR": 0.5},
             {
@@ -66,23 +55,12 @@ PLAIN = dict.fromkeys(
             },
         ),
         (
-            {
-                "CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}],
-                "CUSTOM_KEYS_ONLY": True,
-                "BIAS_LR_FACTOR": 3.0,
-            },
-            {
-                "stem.bias": (3.0, 1.0),
-                "head.weight": (0.5, 1.0),
-                "head.bias": (0.5, 1.0),
-            },
+            {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "CUSTOM_KEYS_ONLY": True, "BIAS_LR_FACTOR": 3.0},
+            {"stem.bias": (3.0, 1.0), "head.weight": (0.5, 1.0), "head.bias": (0.5, 1.0)},
         ),
         (
-            {
-                "CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}, {"KEY": "head.b", "LR_FACTOR": 3.0}],
-                "KEY_MATCH": "shortest",
-            },
-            {"head.weight": (0.5, 1.0), "head.bias": (0.5, 1.0)},
+            {"CUSTOM_KEYS": [{"KEY": key, "LR_FACTOR": 0.5} for key in ("head", "head.b")], "KEY_MATCH": "exact"},
+            {},
         ),
         (
             {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "solver_test_net_depth"}},

@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -145,34 +143,6 @@ def test_the_rate_may_be_a_tensor(exclude):
     for param, lr in ((plain, 0.25), (tensor, torch.tensor(0.25))):
         step(LARS([param], lr=lr, lars_exclude=exclude), [[0.6, 0.8]])
     assert tensor.tolist() == plain.tolist() != [3.0, 4.0]
-
-
-def test_a_loaded_state_goes_on_as_if_nothing_had_happened():
-    values, grads = random_job()
-
-    def run(optimizer, grads):
-        for grad in grads:
-            step(optimizer, grad)
-        return [param.tolist() for group in optimizer.param_groups for param in group["params"]]
-
-    def build(values):
-        params = as_parameters(values)
-        groups = [{"params": params[:2]}, {"params": params[2:], "lars_exclude": True}]
-        return LARS(groups, lr=0.5, momentum=0.9, eps=0.5)
-
-    whole = run(build(values), grads)
-    first = build(values)
-    halfway = run(first, grads[:6])
-    resumed = LARS([{"params": params} for params in as_pairs(halfway)], lr=9.0)
-    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert run(resumed, grads[6:]) == whole
-    assert run(build(halfway), grads[6:]) != whole  # without the state
-    assert set(first.state_dict()["state"][0]) == {"momentum_buffer"}
-
-
-def as_pairs(values):
-    params = as_parameters(values)
-    return [params[:2], params[2:]]
 
 
 def test_a_scaler_skips_an_update_that_overflows():

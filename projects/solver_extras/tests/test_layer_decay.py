@@ -120,23 +120,9 @@ def test_what_does_not_fit_the_model_is_an_error(arguments, message):
 
 # ---------------------------------------------------------------------- all parameters of whole models
 
-LAYER = ["norm1.weight", "norm1.bias", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias"]
-LAYER += ["norm2.weight", "norm2.bias", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight", "mlp.fc2.bias"]
-LAYER_HF = [
-    f"{part}.{leaf}"
-    for leaf in ("weight", "bias")
-    for part in (
-        "attention.attention.query",
-        "attention.attention.key",
-        "attention.attention.value",
-        "attention.output.dense",
-        "intermediate.dense",
-        "output.dense",
-        "layernorm_before",
-        "layernorm_after",
-    )
-]
-BLOCK_CONVNEXT = ["gamma", *(f"{part}.{leaf}" for part in ("dwconv", "norm", "pwconv1", "pwconv2") for leaf in "wb")]
+LAYER = ["norm1.weight", "attn.qkv.bias", "mlp.fc2.weight"]
+LAYER_HF = ["attention.attention.query.weight", "layernorm_after.bias"]
+BLOCK_CONVNEXT = ["gamma", "dwconv.w", "pwconv2.b"]
 
 
 def both(name):
@@ -196,19 +182,6 @@ VITS = {
             "encoder.layer",
             LAYER_HF,
             both("layernorm"),
-        ),
-        both("classifier"),
-    ),
-    "BERT": (
-        "bert.",
-        vit_of(
-            [
-                f"embeddings.{name}"
-                for name in ("word_embeddings.weight", "position_embeddings.weight", "LayerNorm.bias")
-            ],
-            "encoder.layer",
-            LAYER_HF,
-            both("pooler.dense"),
         ),
         both("classifier"),
     ),

@@ -142,13 +142,6 @@ def test_cosine_restarts_equal_torchs_bit_by_bit(periods, factor, base):
     assert values != recursive(theirs(0.0), base, count)
 
 
-def test_one_cycle_has_the_values_of_the_reference():
-    values = values_of(OneCycle(10), 1.0, 10)
-    assert [f"{value:.3g}" for value in values] == [
-        *("0.04", "0.52", "1", "0.95", "0.812", "0.611", "0.389", "0.188", "0.0495", "4e-06")
-    ]
-
-
 def test_cosine_restarts_begin_at_their_weights_and_keep_the_last_value():
     schedule = CosineRestarts([2, 4], [1.0, 0.5], end_ratio=0.25)
     root = math.sqrt(0.5)
@@ -202,20 +195,6 @@ def test_before_its_begin_a_segment_does_nothing_and_in_its_last_iteration_it_is
     assert Chain([Segment(Polynomial(6), 0, 6)])(100, 0.3) == 0.0
     assert values_of(Chain([Segment(Constant(9, 0.5), 2, 6)]), 8.0, 4) == [8.0, 8.0, 4.0, 4.0]
     assert values_of(Chain([]), 8.0, 2) == [8.0, 8.0]
-
-
-def test_segments_that_overlap_are_multiplied_as_chained_schedulers_of_torch_are():
-    segments = [Segment(Linear(5, 0.1), 0, 5), Segment(MultiStep([3, 8], 0.5), 0, 12)]
-    ours = Chain(segments)
-
-    def theirs(optimizer):
-        warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
-        return lr_scheduler.ChainedScheduler([warmup, lr_scheduler.MultiStepLR(optimizer, [3, 8], 0.5)])
-
-    assert values_of(ours, 0.3, 12) == pytest.approx(recursive(theirs, 0.3, 12), rel=1e-12)
-    swapped = Chain(segments[::-1])
-    assert values_of(swapped, 0.3, 12) == pytest.approx(values_of(ours, 0.3, 12), rel=1e-12)
-    assert values_of(ours, 0.3, 12) != pytest.approx(values_of(Chain(segments[:1]), 0.3, 12), rel=1e-3)
 
 
 @pytest.mark.parametrize(
