@@ -1,16 +1,16 @@
 """The rank of a process, and the exchange of Python objects between processes; without a group there is one process."""
 
-import os
 import weakref
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
+from trainkit.utils.plugins import lazy_names
+
 _T = TypeVar("_T")
-# default group -> its local group, side groups and data ranks, by name; it can be destroyed and made anew
+# default group -> its side groups and data ranks, by name; it can be destroyed and made anew
 _by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weakref.WeakKeyDictionary()
 _alone: dict[str, Any] = {}  # the entries of a process without a group
 
@@ -61,28 +61,6 @@ def get_data_group_size() -> int:
     return max(1, get_world_size() // get_data_world_size())
 
 
-def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Declare which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once."""
-    _entries()["local group"], _ = dist.new_subgroups(num_workers_per_machine)
-
-
-def get_local_process_group() -> dist.ProcessGroup:
-    """The group of the processes on this machine. Raises KeyError before `create_local_process_group`."""
-    return cast(dist.ProcessGroup, _entries()["local group"])
-
-
-def get_local_rank() -> int:
-    """Number of this process on its machine, from 0; without a local group by torchrun's LOCAL_RANK."""
-    group = _entries().get("local group")
-    return int(os.environ.get("LOCAL_RANK", get_rank())) if group is None else dist.get_rank(group)
-
-
-def get_local_size() -> int:
-    """Number of processes on this machine; without a local group by torchrun's LOCAL_WORLD_SIZE."""
-    group = _entries().get("local group")
-    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size())) if group is None else dist.get_world_size(group)
-
-
 def side_group(purpose: str) -> dist.ProcessGroup | None:
     """A Gloo group of all processes for one purpose, so that two threads can exchange at once; None with one process.
 
@@ -123,9 +101,13 @@ def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
 
 
 def gather(data: _T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """As ``all_gather``, but only on rank ``dst`` of the run; ``[]`` on other ranks."""
-    gathered = all_gather(data, group)
-    return gathered if get_rank() == dst else []
+    """As ``all_gather``, but only on rank ``dst`` of the run; ``[]`` on other ranks, which receive nothing."""
+    if get_world_size() == 1:
+        return [data]
+    group = _object_group() if group is None else group
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if get_rank() == dst else None
+    dist.gather_object(data, gathered, dst=dst, group=group)
+    return gathered or []
 
 
 def broadcast(data: _T, src: int = 0) -> _T:
@@ -142,22 +124,13 @@ def shared_random_seed() -> int:
     return broadcast(int(np.random.randint(2**31)))  # every rank draws, so that equal random states stay equal
 
 
-def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
-    """Sum or mean of tensors over all ranks, by sorted names; all ranks call it with the same names and shapes.
-
-    The bits are the same on every rank. It waits for the device, so do not use it in each step.
-    """
-    by_rank = all_gather({name: value.detach().cpu() for name, value in input_dict.items()})
-    reduced = {}
-    for name, value in sorted(input_dict.items()):
-        total = torch.stack([values[name] for values in by_rank]).sum(dim=0)
-        reduced[name] = (total / len(by_rank) if average else total).to(value.device)
-    return reduced
-
-
 def tree_sum(parts: Any) -> Any:
     """The sum over the first dimension of an array or a tensor, a power of two of them in one binary tree."""
     while len(parts) % 2 == 0:
         half = len(parts) // 2
         parts = parts[:half] + parts[half:]
     return parts.sum(0)
+
+
+_OF_LOCAL_GROUP = ("create_local_process_group", "get_local_process_group", "get_local_rank", "get_local_size")
+__getattr__ = lazy_names(__name__, *_OF_LOCAL_GROUP, "reduce_dict")

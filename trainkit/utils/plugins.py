@@ -66,6 +66,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "async_save": "format: async_save staged",
         "cluster": "requeue: Requeue; timeout: StepTimeout",
         "compat": (
+            "comm: create_local_process_group get_local_process_group get_local_rank get_local_size reduce_dict; "
             "datasets: AspectRatioGroupedDataset ToIterableDataset set_default_dataset_from_list_serialize_method; "
             "global_config: global_cfg set_global_cfg; "
             "log: _log_api_usage create_small_table log_every_n log_every_n_seconds log_first_n; "
