@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.atomic import remove_leftovers
 from trainkit.checkpoint.file import read_file, write_file
 
 OLD, NEW = {"weight": torch.zeros(3)}, {"weight": torch.ones(3)}
@@ -115,9 +114,8 @@ def is_changed_by_torch_load(path, state):
 
 def test_every_truncation_is_detected(path):
     write_file(NEW, path)
-    intact, rng = path.read_bytes(), random.Random(0)
-
-    for length in [0, 1, *rng.sample(range(len(intact)), 100), *range(len(intact) - 30, len(intact))]:
+    intact = path.read_bytes()
+    for length in [*range(0, len(intact), 20), *range(len(intact) - 30, len(intact))]:
         path.write_bytes(intact[:length])
         with pytest.raises(CheckpointError, match=r"model\.pth"):
             read_file(path)
@@ -145,40 +143,15 @@ def test_a_file_with_other_contents_is_refused_and_nothing_unsafe_recommended(pa
         read_file(path)
 
 
-# ---------------------------------------------------------------------------------------- interruptions
-def _failing(error):
-    def fail(*args, **kwargs):
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(path, tmp_path, monkeypatch, error):
+    def fail(*args):
         raise error
 
-    return fail
-
-
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(path, tmp_path, monkeypatch, function, error):
     write_file(OLD, path)
-    monkeypatch.setattr(os, function, _failing(error))
-
-    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)):
         write_file(NEW, path)
 
     assert os.listdir(tmp_path) == ["model.pth"]
     assert torch.equal(read_file(path)["weight"], OLD["weight"])
-    if isinstance(error, OSError):
-        assert f"cannot write '{path}': Input/output error" in str(caught.value)
-
-
-def test_what_killed_writers_leave_is_found_again(path, tmp_path, monkeypatch):
-    with monkeypatch.context() as killed:  # a killed process renames and removes nothing
-        killed.setattr(os, "replace", _failing(OSError(errno.EIO, "killed")))
-        killed.setattr(os, "remove", _failing(OSError(errno.EIO, "killed")))
-        with pytest.raises(CheckpointError):
-            write_file(NEW, path)
-    others = ["mine.tmp", ".hidden", "model.pth.trainkit-tmp"]
-    for name in others:
-        (tmp_path / name).touch()
-    assert len(os.listdir(tmp_path)) == 4
-
-    remove_leftovers(tmp_path)
-
-    assert sorted(os.listdir(tmp_path)) == sorted(others)
