@@ -79,10 +79,11 @@ def command_of(origin: Mapping[str, Any]) -> str:
 
 def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
     """A file chooses no code: raises ConfigError if its IMPORTS has modules that the user's command does not name."""
-    if others := [*{*names} - {*given}]:
+    names = [*names]
+    if not {*names} <= {*given}:
         raise ConfigError(
-            f"IMPORTS of the run has {others!r:.200}, which your command does not name, and a file chooses no code; "
-            'if you trust them, add them to the command: IMPORTS "[...]", or the --config-file of the run'
+            f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a file chooses no code; if "
+            f'you trust it, add to your command: IMPORTS "{names!s:.200}"'
         )
 
 
