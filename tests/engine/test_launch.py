@@ -88,6 +88,7 @@ def interruptible():
     signal.signal(signal.SIGHUP, former[1])
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
     assert launch(_work, 2, args=(tmp_path,)) is None
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[0, 1] 0", "[0, 1] 1"]

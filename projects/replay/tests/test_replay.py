@@ -313,12 +313,13 @@ trainer.train()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "start"),
     [
         ("Counting", "with a state that no checkpoint holds (a counter"),
-        pytest.param("InOrderOfASet", "other in each process (the order of a set", marks=pytest.mark.slow),
-        pytest.param("TinyClassifier", f"reproducible: {SAME}; in a new process, every bit", marks=pytest.mark.slow),
+        ("InOrderOfASet", "other in each process (the order of a set"),
+        ("TinyClassifier", f"reproducible: {SAME}; in a new process, every bit"),
     ],
 )
 def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch, model, start):
