@@ -81,13 +81,12 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "fast_dev": "options: LoadsAgain fast_dev_config",
         "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
         "hooks": (
-            "accumulation: AccumulationSchedule; best_checkpoints: BestCheckpoints; "
-            "check_finite_loss: CheckFiniteLoss; copy_ahead: CopyAhead; ema: EMAHook; epochs: is_due_epoch; "
-            "freeze: Freeze; grad_norm: GradNorm; param_scheduler: ParamScheduler; precise_bn: PreciseBN; "
-            "memory: EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats; "
-            "profiler: AutogradProfiler TorchProfiler; publish: PublishWeights; reduce_on_plateau: ReduceOnPlateau; "
-            "runtime_info: RuntimeInfo; sampler_seed: SamplerSeed; sync_buffers: SyncBuffers; throughput: Throughput; "
-            "time_limit: TimeLimit; unused_parameters: UnusedParameters; "
+            "accumulation: AccumulationSchedule; best_checkpoints: BestCheckpoints; copy_ahead: CopyAhead; "
+            "ema: EMAHook; epochs: is_due_epoch; freeze: Freeze; gradients: CheckFiniteLoss GradNorm UnusedParameters; "
+            "memory: EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats; param_scheduler: ParamScheduler; "
+            "precise_bn: PreciseBN; profiler: AutogradProfiler TorchProfiler; publish_weights: PublishWeights; "
+            "reduce_on_plateau: ReduceOnPlateau; runtime_info: RuntimeInfo; sampler_seed: SamplerSeed; "
+            "sync_buffers: SyncBuffers; throughput: Throughput; time_limit: TimeLimit; "
             "visualization: VISUALIZER_REGISTRY VisualizationHook"
         ),
         "lazy": (

@@ -1,44 +1,76 @@
+"""Hooks that log or free memory."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tests.engine.tiny import Steps
-from trainkit.engine.hooks import TorchMemoryStats
+from tests.engine.tiny import Regression, Steps, batches, fail_at, sgd
+from trainkit.engine.hooks import CallbackHook, EmptyCache, EvalHook, GarbageCollection, TorchMemoryStats
+from trainkit.engine.step import SimpleTrainer
+from trainkit.evaluation import inference_on_dataset
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """A machine with CUDA, whose peak nobody may reset."""
-
-    def reset():
-        raise AssertionError("the peak of other readers is gone")
-
-    readings = {
-        "memory_allocated": 1 * 2**20,
-        "max_memory_allocated": 2 * 2**20,
-        "memory_reserved": 3 * 2**20,
-        "max_memory_reserved": 4 * 2**20,
-    }
-    for name, reading in readings.items():
-        monkeypatch.setattr(torch.accelerator.memory, name, lambda reading=reading: reading)
-    monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", reset)
+@pytest.mark.parametrize(("max_iter", "expected"), [(20, [2, 5, "summary"]), (5, [2, 4, "summary"]), (3, [2])])
+def test_it_reports_every_period_and_exactly_so_often_and_resets_no_peak(monkeypatch, caplog, max_iter, expected):
+    for i, name in enumerate(["allocated", "reserved"]):
+        monkeypatch.setattr(torch.accelerator.memory, f"memory_{name}", lambda i=i: (2 * i + 1) * 2**20)
+        monkeypatch.setattr(torch.accelerator.memory, f"max_memory_{name}", lambda i=i: (2 * i + 2) * 2**20)
+    monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", lambda: pytest.fail("others read it"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "the summary")
-
-
-def messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "trainkit.projects.hooks.memory"]
-
-
-def line(iter):
-    return f"Device memory after iteration {iter}: 1 MiB allocated, peak 2; 3 MiB reserved, peak 4"
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "summary")
+    caplog.set_level("INFO")
+    Steps([TorchMemoryStats(period=3, max_runs=2)]).train(0, max_iter)
+    line = "Device memory after iteration {}: 1 MiB allocated, peak 2; 3 MiB reserved, peak 4"
+    messages = [record.getMessage() for record in caplog.records if record.name == "trainkit.projects.hooks.memory"]
+    assert messages == ["\nsummary" if part == "summary" else line.format(part) for part in expected]
 
 
 @pytest.mark.parametrize(
-    ("max_iter", "expected"),
-    [(20, [line(2), line(5), "\nthe summary"]), (5, [line(2), line(4), "\nthe summary"]), (3, [line(2)])],
+    ("arguments", "expected"),
+    [
+        ({}, [0, 1, "empty", 2, 3, "empty", "eval 0", "eval 1", "empty"]),
+        ({"after_epoch": False, "before_epoch": True}, ["empty", 0, 1, "empty", 2, 3, "empty", "eval 0", "eval 1"]),
+        (
+            {"after_epoch": False, "after_step": True},
+            [0, "empty", 1, "empty", 2, "empty", 3, "empty", "eval 0", "empty", "eval 1", "empty"],
+        ),
+    ],
 )
-def test_it_reports_every_period_and_exactly_so_often(cuda, caplog, max_iter, expected):
-    caplog.set_level("INFO")
-    Steps([TorchMemoryStats(period=3, max_runs=2)]).train(0, max_iter)
-    assert messages(caplog) == expected
+def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluation(monkeypatch, arguments, expected):
+    calls, model = [], Regression()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)  # the evaluation asks as well
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(empty_cache=lambda: calls.append("empty")))
+    trainer = SimpleTrainer(model, batches(2), sgd(model))
+    monitor = CallbackHook(
+        before_step=lambda trainer: calls.append(trainer.iter),
+        before_eval_step=lambda trainer, phase, index, inputs: calls.append(f"eval {index}"),
+    )
+    evaluate = EvalHook(0, lambda: inference_on_dataset(model, batches(2), None))
+    trainer.register_hooks([EmptyCache(**arguments), monitor, evaluate])
+    trainer.train(0, 4)
+    assert calls == expected
+
+
+class Knot:
+    def __init__(self):
+        self.self = self
+
+
+def test_garbage_is_collected_every_period_and_not_between_and_by_python_after_a_failure():
+    made, found, was_enabled = [], [], gc.isenabled()
+    gc.enable()
+    note = CallbackHook(after_step=lambda trainer: found.append([i for i, knot in enumerate(made) if knot()]))
+    trainer = Steps([GarbageCollection(3)], step=lambda iter: made.append(weakref.ref(Knot())))
+    trainer.register_hooks([note], priority="LOW")
+    trainer.train(0, 7)
+    assert found == [[0], [0, 1], [], [3], [3, 4], [], [6]]
+
+    with pytest.raises(RuntimeError, match="step 1 failed"):
+        Steps([GarbageCollection()], step=fail_at(1)).train(0, 3)
+    assert gc.isenabled()
+    gc.enable() if was_enabled else gc.disable()

@@ -1,0 +1,91 @@
+"""Hooks that look at the losses and gradients of a step: finite losses, the norm, parameters without a gradient."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.tiny import Regression, Weight, batches, sgd
+from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss, GradNorm, UnusedParameters
+from trainkit.engine.step import SimpleTrainer
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize(("interval", "iter"), [(1, 3), (3, 5), (4, 3)])
+def test_every_interval_th_iteration_stops_before_its_update(interval, iter):
+    model, weights = Weight(lambda weight, batch: {"loss": weight * batch, "logged": batch * math.nan}), []
+    data = [torch.tensor(value) for value in [1.0, 1.0, 1.0, math.nan, 1.0, math.nan]]
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), async_write_metrics=True)
+    note = CallbackHook(before_step=lambda _: weights.append(model.weight.item()))
+    trainer.register_hooks([CheckFiniteLoss(interval), note])
+    with pytest.raises(FloatingPointError, match=f"in iteration {iter}, .*'loss': nan"):
+        trainer.train(0, 6)
+    assert (trainer.iter, trainer.status) == (iter, "failed")
+    assert model.weight.item() == pytest.approx(weights[iter], nan_ok=True)
+    # what an asynchronous run does to the weights in the iterations between
+    assert [math.isnan(weight) for weight in weights] == [i > 3 for i in range(iter + 1)]
+
+
+def test_the_norm_of_all_gradients_is_stored_every_period_and_in_the_last_iteration():
+    model, norms = Regression(), []
+
+    def note(trainer):
+        norms.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm().item())
+
+    trainer = SimpleTrainer(model, batches(5), sgd(model))
+    trainer.register_hooks([GradNorm(2), CallbackHook(after_backward=note)])
+    trainer.train(0, 5)
+
+    values, iters = zip(*trainer.storage.history("grad_norm").values(), strict=True)
+    assert iters == (1, 3, 4)
+    assert values == pytest.approx([norms[i] for i in iters])
+
+
+class Switch(nn.Module):
+    """A batch names the head that is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ParameterDict({name: torch.ones(()) for name in "abc"})
+
+    def forward(self, batch):
+        return self.heads[batch] * 2
+
+
+def without_gradient(data, caplog, iters=1, trainer_class=SimpleTrainer, period=1, **kwargs):
+    """[(iteration, names), ...] of the log lines."""
+    caplog.clear()
+    model = Switch()
+    trainer = trainer_class(model, data, sgd(model), **kwargs)
+    trainer.register_hooks([UnusedParameters(period)])
+    trainer.train(0, iters)
+    return [record.args for record in caplog.records if record.levelno == logging.ERROR]
+
+
+@pytest.mark.parametrize("trainer_class", [SimpleTrainer, AMPTrainer])
+def test_parameters_without_a_gradient_are_named_and_under_accumulation_one_micro_batch_is_enough(
+    trainer_class, caplog
+):
+    assert without_gradient(["a"], caplog, trainer_class=trainer_class) == [(0, "heads.b, heads.c")]
+    options = {"accumulation_steps": 3, "trainer_class": trainer_class}
+    assert without_gradient(["a", "b", "c"], caplog, **options) == []
+    assert without_gradient(["a", "b", "b"], caplog, **options) == [(0, "heads.c")]
+
+
+def test_it_looks_first_and_every_period_and_says_what_has_changed(caplog):
+    data = ["a", "a", "a", "b", "b", "c"]
+    assert without_gradient(data, caplog, iters=6, period=0) == [(0, "heads.b, heads.c")]
+    found = without_gradient(data, caplog, iters=6)
+    assert found == [(0, "heads.b, heads.c"), (3, "heads.a, heads.c"), (5, "heads.a, heads.b")]
+
+
+def test_it_ends_the_run_before_the_update_if_asked_to():
+    model = Switch()
+    trainer = SimpleTrainer(model, ["a"], sgd(model))
+    trainer.register_hooks([UnusedParameters(raise_error=True)])
+    with pytest.raises(RuntimeError, match="parameters without a gradient in iteration 0: heads.b, heads.c"):
+        trainer.train(0, 3)
+    assert (trainer.status, model.heads["a"].item()) == ("failed", 1.0)
