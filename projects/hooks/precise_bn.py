@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.data.protocol import resume_obstacle
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
 from trainkit.utils.device import move_to_device, unwrap_model
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.events import EventStorage
 from trainkit.utils.periods import check_period, is_due
+from trainkit.utils.protocol import resume_obstacle
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from trainkit.projects.logical_ranks.ranks import own_ranks
 
 from trainkit.config import ConfigError
 from trainkit.data.loader import ResumableLoader
-from trainkit.data.protocol import iters_per_epoch
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler
 from trainkit.utils import comm
 from trainkit.utils.periods import exact, whole_or_rounded
+from trainkit.utils.protocol import iters_per_epoch
 
 
 def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTestLoader":

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
-from trainkit.data.protocol import iters_per_epoch, resume_obstacle
 from trainkit.utils.periods import exact, whole_or_rounded
+from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from trainkit.data.build import (
 )
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import ToIterableDataset
-from trainkit.data.protocol import iters_per_epoch
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
 from trainkit.utils.periods import exact
+from trainkit.utils.protocol import iters_per_epoch
 
 
 class Squares(Dataset):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from trainkit.data.catalog import DatasetCatalog
     from trainkit.data.common import DatasetFromList, MapDataset
     from trainkit.data.loader import ResumableLoader, trivial_batch_collator, worker_init_reset_seed
-    from trainkit.data.protocol import iters_per_epoch, resume_obstacle
     from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
+    from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
 
 _OF_PROJECTS = ["CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"]
 _OF_PROJECTS += ["Metadata", "MetadataCatalog", "ToIterableDataset"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from trainkit.data.protocol import iters_per_epoch, resume_obstacle
 from trainkit.utils.device import move_to_device
 from trainkit.utils.periods import exact, whole_or_rounded
+from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
 
 logger = logging.getLogger(__name__)
 

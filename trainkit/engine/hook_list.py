@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 Anchor: TypeAlias = type[HookBase] | HookBase | str
 _Calls: TypeAlias = list[Callable[..., None]]
 
-_SAVE_POINT_LINE = "  -- save point --  checkpoints are written; batch and losses are released"
-
 
 class HookList:
     """Hooks in their order. Each hook has one sort key, computed from its priority or anchor.
@@ -110,7 +108,8 @@ class HookList:
             named = [", ".join(names[id(hook)] for hook in stage) for stage in stages if stage]
             found = [f"  {point:<{width}}  {text}" for text in named]
             if point == "after_step":
-                found.insert(bool(hooks), _SAVE_POINT_LINE)
+                line = "  -- save point --  checkpoints are written; batch and losses are released"
+                found.insert(bool(hooks), line)
             lines += found
         return "\n".join(lines)
 

@@ -253,9 +253,7 @@ class TrainerBase(RunState):
         if first_error is not None:
             raise first_error
 
-    # ------------------------------------------------------------------ the points of hooks
-
-    # a user's own loop calls before_train, before_step, run_step, after_step and after_train itself
+    # ------------------------------------------------------------------ points, which a user's own loop calls itself
 
     def before_train(self) -> None:
         if self.status != "running":

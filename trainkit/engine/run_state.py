@@ -219,10 +219,7 @@ class RunState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state with the next ``train()``; states of hooks that are registered later wait for them.
-
-        Missing entries, as in files of detectron2, are ignored.
-        """
+        """Continue from the state with the next ``train()``; files of detectron2 have only some of the entries."""
         self._hook_list.load_state_dict(state_dict.get("hooks", {}))
         if self.status == "running":  # a hook has restored the model; the run keeps its position
             return

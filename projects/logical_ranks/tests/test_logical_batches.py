@@ -10,10 +10,10 @@ from trainkit.projects.logical_ranks.ranks import own_ranks
 from trainkit.config import ConfigError
 from trainkit.data.build import build_test_loader, build_train_loader, trivial_batch_collator
 from trainkit.data.common import MapDataset
-from trainkit.data.protocol import iters_per_epoch
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.periods import exact
+from trainkit.utils.protocol import iters_per_epoch
 
 
 @pytest.fixture
