@@ -52,9 +52,10 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 
 def remove_leftovers(folder: str) -> None:
     """Remove temporary files of killed processes; no other process may be writing to ``folder``."""
-    for path in Path(folder).glob(f".*{_SUFFIX}"):
-        if path.name not in _being_written:
-            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # they only cost space
+        for path in Path(folder).glob(f".*{_SUFFIX}"):
+            if path.name not in _being_written:
+                path.unlink()
 
 
 def sync_folder(folder: str) -> None:

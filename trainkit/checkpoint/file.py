@@ -10,7 +10,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
     try:
         with open(path, "rb") as file:
             if file.read(2) == b"PK":
-                _check_records(path)
+                _check_records(file)
             file.seek(0)
             state = torch.load(file, map_location=map_location, weights_only=True)
     except OSError as error:
@@ -120,9 +120,9 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
     return state
 
 
-def _check_records(path: str | os.PathLike[str]) -> None:
+def _check_records(file: BinaryIO) -> None:
     """Compare the records of a zip archive with their CRCs."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         if any(record.external_attr & _FOLDER for record in archive.infolist()):
             raise zipfile.BadZipFile("a record is marked as a folder, which torch.load leaves out without a word")
         if damaged := archive.testzip():

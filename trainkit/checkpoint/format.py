@@ -48,7 +48,7 @@ class CheckpointFormat:
     ) -> dict[str, Any]:
         """The state of `read` with what is in further files, verified; a rank may call it alone.
 
-        ``model`` gets the state (None: whole tensors); ``wanted`` has the starts of the paths that are needed.
+        ``model`` gets the state (None: whole tensors); ``wanted``: the starts of the paths that are needed.
         """
         return state
 

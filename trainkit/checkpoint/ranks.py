@@ -28,7 +28,16 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     keys = {**dict.fromkeys(("model", "trained_model"), buffers), **keys}
     mine = {key: {name: state[key][name] for name in keys[key] if name in state[key]} for key in keys if key in state}
     tensors: dict[str, Tensor] = {}
-    mine = plain_state(mine, take=lambda tensor, path: tensors.setdefault(path, _without_parts(tensor)))
+
+    def keep(tensor: Tensor, path: str) -> Tensor:
+        if path in tensors:
+            raise ValueError(f"two entries of the state have the path '{path}'; give one of them another name")
+        # empty in place of a tensor that the format of the checkpoint stores in parts
+        is_whole = type(tensor) in ORDINARY
+        tensors[path] = tensor.detach() if is_whole else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return tensors[path]
+
+    mine = plain_state(mine, take=keep)
     digests = {path: digest_of(tensor) for path, tensor in tensors.items()}
     known, same = comm.broadcast(digests), torch.empty(0, device="meta")
     mine = plain_state(mine, take=lambda x, path: same if known.get(path) == digests[path] else x.cpu())
@@ -66,10 +75,3 @@ def digest_of(tensor: Tensor) -> tuple[Any, ...]:
     """dtype, shape, and a digest of the content, of which a tensor on the meta device has none."""
     content = b"" if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return tensor.dtype, tensor.shape, hashlib.blake2b(content, digest_size=16).digest()
-
-
-def _without_parts(tensor: Tensor) -> Tensor:
-    """An empty tensor in place of one that the format of the checkpoint stores in parts."""
-    if type(tensor) in ORDINARY:
-        return tensor.detach()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
