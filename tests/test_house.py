@@ -162,7 +162,6 @@ def loaded(code, folder):
 
 
 @pytest.mark.slow
-@today("47 modules, 4,904 lines")
 def test_a_simple_trainer_loads_few_modules(tmp_path):
     files = loaded("from trainkit.engine import SimpleTrainer", tmp_path)
 
