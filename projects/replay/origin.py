@@ -133,11 +133,18 @@ def _machine() -> dict[str, str]:
         "threads of torch between operations": torch.get_num_interop_threads(),
         "instructions of the CPU": torch.backends.cpu.get_cpu_capability(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "precision of float32 products": _float32_precision(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
     }
     facts |= {f"variable {name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
     return {name: str(value) for name, value in facts.items()}
+
+
+def _float32_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # somebody has set torch's newer name, beside which the older one cannot be read
+        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def _versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What the hook of every run puts into its checkpoints, and what it says when a run is resumed."""
 
+import argparse
 import ast
 import logging
 import re
@@ -10,7 +11,7 @@ import torch
 from tests.engine.job import tiny_cfg
 from trainkit.checkpoint.file import read_file
 from trainkit.config import get_cfg
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.hooks import CallbackHook
 
 
@@ -92,3 +93,15 @@ def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_rep
     assert "A step of this run cannot be repeated: its checkpoints are in parts" in caplog.text
     assert "To repeat the step" not in caplog.text
     assert not (tmp_path / "capsule.rank0.pt").exists()
+
+
+def test_a_run_goes_with_torchs_newer_setting_of_the_precision(tmp_path):
+    cfg = tiny_cfg(tmp_path)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch refuses to read the older setting beside it
+    try:
+        default_setup(cfg, argparse.Namespace())
+        DefaultTrainer(cfg).train()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    origin = read_file(tmp_path / "model_final.pth")["trainer"]["origin"]
+    assert origin["machine"]["precision of float32 products"] == "tf32"
