@@ -40,11 +40,11 @@ class RunState:
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         failure: the error with which the run has failed, or None.
-        own_keys: the entries of the state that each rank has for itself.
+        own_keys: the entries of the state that each rank has for itself; the storage is that of rank 0 after a resume.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
     """
 
-    own_keys: tuple[str, ...] = ("hooks", "storage", "rng")
+    own_keys: tuple[str, ...] = ("hooks", "rng")
 
     def __init__(self) -> None:
         self._hook_list = HookList(weakref.proxy(self))
