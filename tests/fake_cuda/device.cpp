@@ -112,13 +112,6 @@ void arrive(const Seen& seen) {
     }
   }
 }
-void start_copy(const c10::Stream& stream, const Tensor& to, const Tensor& from) {  // both on the CPU
-  std::lock_guard lock(copies_mutex);
-  Tensor view = at::from_blob(to.data_ptr(), to.sizes(), to.strides(), to.options());
-  under_way[key_of(stream)][++num_copies] = {view, from.clone()};
-  seen_by[key_of(stream)][key_of(stream)] = num_copies;
-  if (to.is_contiguous()) memset(to.data_ptr(), GARBAGE, to.nbytes());
-}
 void end_copies_into(const char* start, size_t size, bool arrives) {
   std::lock_guard lock(copies_mutex);
   for (auto& [stream, copies] : under_way) {
@@ -129,6 +122,14 @@ void end_copies_into(const char* start, size_t size, bool arrives) {
       next = copies.erase(next);
     }
   }
+}
+void start_copy(const c10::Stream& stream, const Tensor& to, const Tensor& from) {  // both on the CPU
+  std::lock_guard lock(copies_mutex);
+  end_copies_into(static_cast<const char*>(to.data_ptr()), to.nbytes(), false);  // it writes over them
+  Tensor view = at::from_blob(to.data_ptr(), to.sizes(), to.strides(), to.options());
+  under_way[key_of(stream)][++num_copies] = {view, from.clone()};
+  seen_by[key_of(stream)][key_of(stream)] = num_copies;
+  if (to.is_contiguous()) memset(to.data_ptr(), GARBAGE, to.nbytes());
 }
 
 // ---------------------------------------------------------------------- streams and events

@@ -112,6 +112,7 @@ def _graph(graph, pool=None, stream=None, capture_error_mode="global"):
 
     if pool in _pools and not _pools[pool]:
         raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+    torch.cuda.synchronize()
     graph.pool = pool
     _pools[pool] += 1
     random_state = torch.get_rng_state()
@@ -125,6 +126,7 @@ def _graph(graph, pool=None, stream=None, capture_error_mode="global"):
         if _state["is_broken"]:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
     graph.operations.undo()
+    torch.cuda.synchronize()  # the real device has executed nothing
     torch.set_rng_state(random_state)
 
 

@@ -30,6 +30,9 @@ CALLBACKS = {
 }
 
 
+RUNS = SETTINGS | {"async save": ("CHECKPOINT.ASYNC", True), "graph": ("SOLVER.GRAPH.ENABLED", True)}
+
+
 @pytest.fixture
 def watched():
     """A context in which two streams that use one tensor without an order are an error."""
@@ -58,7 +61,7 @@ def on_cuda(trainer_type, **kwargs):
 
 
 @needs_cuda
-@pytest.mark.parametrize("options", [*SETTINGS.values(), ("CHECKPOINT.ASYNC", True)], ids=[*SETTINGS, "async save"])
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 def test_a_run_with_all_default_hooks_has_no_race(options, tmp_path, watched):
     with watched():
         assert train(tmp_path, *options).status == "finished"

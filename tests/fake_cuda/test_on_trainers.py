@@ -1,17 +1,25 @@
 """Whole runs on the fake device: every trainer with all default hooks, resumed, and on the second GPU."""
 
+import threading
+
 import pytest
 import torch
+from trainkit.projects.async_save import host_copy
+from trainkit.projects.async_save.format import AsyncFormat
+from trainkit.projects.graph.tests.test_graph import Net
+from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import scalars
+from tests.engine.tiny import Weight, batches, scalars
 from tests.exactness.jobs import Configured
 from tests.exactness.machine import check
 from tests.fake_cuda import device
+from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.data import TRANSFORM_REGISTRY
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import AMPTrainer, DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, MemorySnapshot
 from trainkit.utils.env import get_rng_state, set_rng_state
 
@@ -77,6 +85,44 @@ def test_a_run_has_the_weights_the_statistics_and_the_results_of_one_on_the_cpu(
 
 
 @needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_forward_pass_is_under_autocast_of_cuda(dtype):
+    found = []
+
+    def compute(weight, batch):
+        product = weight.view(1, 1) @ batch
+        found.append((product.dtype, product.device.type, torch.is_autocast_enabled("cuda")))
+        return product.float().sum()
+
+    model = Weight(compute).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    AMPTrainer(model, [torch.ones(1, 1)], optimizer, precision=dtype).train(0, 1)
+    assert found == [(dtype, "cuda", True)]
+
+
+@needs_cuda
+@pytest.mark.parametrize("trainer_type", [SkipNonFinite, AMPTrainer])
+def test_skipped_updates_leave_what_they_leave_on_the_cpu(trainer_type):
+    by_scaler = trainer_type is AMPTrainer
+
+    def run(name):
+        torch.manual_seed(0)
+        model = Net().to(name)
+        bad = () if by_scaler else (0, 3)  # of the scaler the first updates overflow
+        data = [(x * float("nan"), y) if place in bad else (x, y) for place, (x, y) in enumerate(batches(8))]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
+        options = {"log_grad_scaler": True} if by_scaler else {}
+        trainer = trainer_type(model, data, optimizer, async_write_metrics=True, **options)
+        trainer.train(0, 8)
+        state = {name: value.cpu() for name, value in model.state_dict().items()}
+        return state, {name: scalars(trainer).get(name) for name in ("skipped_updates", "[metric]grad_scaler")}
+
+    on_cuda, on_cpu = run("cuda"), run("cpu")
+    torch.testing.assert_close(on_cuda, on_cpu)
+    assert on_cuda[1]["skipped_updates"][-1][0] >= 2
+
+
+@needs_cuda
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(options, tmp_path):
     ordinary = train(tmp_path / "ordinary", *options, "SOLVER.MAX_ITER", 20)
@@ -132,6 +178,36 @@ def test_asynchronous_saves_copy_into_a_pinned_block_that_is_kept(tmp_path):
     assert saved.shape == trainer.model.layers[0].weight.shape
     assert saved.device.type == "cpu"
     assert saved.untyped_storage().nbytes() == saved.nbytes  # and the file has no more
+
+
+@needs_cuda
+def test_the_memory_of_a_save_is_taken_again_when_it_is_written(tmp_path, monkeypatch):
+    may_write = threading.Event()
+
+    class Late(CheckpointFormat):
+        def write(self, state, path):
+            assert may_write.wait(60)
+            super().write(state, path)
+
+    class Watched(AsyncFormat):
+        def submit(self, save):
+            future = super().submit(save)
+            result = future.result
+            future.result = lambda: (may_write.set(), result())  # somebody waits for the save
+            return future
+
+    monkeypatch.setattr(host_copy, "BLOCK_SIZE", 64)
+    model = torch.nn.ParameterList(torch.zeros(40) for _ in range(3)).cuda()
+    checkpointer = Checkpointer(model, tmp_path, format=Watched(Late()))
+    for number in (1.0, 2.0):
+        for place, parameter in enumerate(model):
+            parameter.data.fill_(number + 10 * place)
+        may_write.clear()
+        checkpointer.save(f"model_{number:.0f}")
+    checkpointer.wait()
+
+    saved = [read_file(tmp_path / f"model_{number}.pth")["model"].values() for number in (1, 2)]
+    assert [[value.unique().tolist() for value in values] for values in saved] == [[[1], [11], [21]], [[2], [12], [22]]]
 
 
 @needs_cuda

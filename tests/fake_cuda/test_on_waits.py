@@ -11,9 +11,11 @@ from tests.fake_cuda.test_on_trainers import SETTINGS, train
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.format import make_format
 from trainkit.engine.hooks import CallbackHook
+from trainkit.utils.events.worker import Numbers
 
 LONG = ("SOLVER.MAX_ITER", 60, "SOLVER.CHECKPOINT_PERIOD", 30, "TEST.EVAL_PERIOD", 0, "LOG.PERIOD", 5)
 GRAPH = ("SOLVER.GRAPH.ENABLED", True)
+LOGICAL_RANKS = ("SOLVER.LOGICAL_RANKS", 2)
 
 
 def waits_by_iteration(folder, *options, hook=None):
@@ -32,10 +34,13 @@ def waits_by_iteration(folder, *options, hook=None):
 
 
 @needs_cuda
-@pytest.mark.parametrize("graph", [(), GRAPH], ids=["eager", "graph"])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, graph, tmp_path):
-    found = waits_by_iteration(tmp_path, *options, *graph)
+@pytest.mark.parametrize(
+    "options",
+    [*SETTINGS.values(), *((*options, *GRAPH) for options in SETTINGS.values()), LOGICAL_RANKS],
+    ids=[*SETTINGS, *(f"{name}, graph" for name in SETTINGS), "logical ranks"],
+)
+def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, tmp_path):
+    found = waits_by_iteration(tmp_path, *options)
 
     settled = {iter: waits for iter, waits in found.items() if iter >= 10}
     assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:_keep")}
@@ -47,6 +52,14 @@ def test_a_hook_that_reads_the_loss_is_counted(tmp_path):
     found = waits_by_iteration(tmp_path, hook=CallbackHook(after_step=lambda t: t.losses["loss_cls"].item()))
 
     assert all(any(what == "item" for what, _ in waits) for waits in found.values())
+
+
+@needs_cuda
+def test_numbers_of_another_gpu_than_the_current_one_are_read_when_they_have_arrived():
+    numbers = Numbers([torch.tensor(float(i), device="cuda:1") for i in range(3)])
+    device.waits.clear()
+    assert [*numbers.read()] == [0.0, 1.0, 2.0]
+    assert [wait.what for wait in device.waits] == ["event"]
 
 
 @needs_cuda

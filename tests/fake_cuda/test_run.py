@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
+
+from tests.fake_cuda.build import build
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,15 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The path of the fake device; built in about 10 s."""
-    path = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda_device.so"
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    lib = Path(torch.__file__).parent / "lib"
-    command = ["c++", "-shared", "-fPIC", "-O0", "-w", "-std=c++20", "-DTORCH_EXTENSION_NAME=fake_cuda_device"]
-    command += [f"-I{folder}" for folder in includes] + [str(HERE / "device.cpp"), "-o", str(path)]
-    command += [f"-L{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", f"-Wl,-rpath,{lib}"]
-    subprocess.run(command, check=True)
-    return path
+    return build(tmp_path_factory.mktemp("fake_cuda"))
 
 
 def test_all_tests_that_need_a_gpu_pass_on_the_fake_one(library, tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import threading
 
 import pytest
 import torch
@@ -487,9 +488,9 @@ def test_a_config_with_a_graph_gives_the_same_run(tmp_path, cpu_recorders, amp):
 # ---------------------------------------------------------------------- on CUDA
 
 
-def on_cuda(trainer_type, make_optimizer=fused_sgd, hooks=lambda trainer: [], **kwargs):
-    model = Net().cuda()
-    data = [tuple(part.pin_memory() for part in pair) for pair in [*batches(4), *batches(1, size=2)]]
+def on_cuda(trainer_type, make_optimizer=fused_sgd, hooks=lambda trainer: [], data=(), model=None, **kwargs):
+    model = model or Net().cuda()
+    data = [tuple(part.pin_memory() for part in pair) for pair in data or [*batches(4), *batches(1, size=2)]]
     return make(trainer_type, make_optimizer, data, hooks, model, async_write_metrics=True, **kwargs)
 
 
@@ -536,9 +537,61 @@ def test_on_cuda_a_replayed_step_never_waits_for_the_device():
 
 
 @needs_cuda
-def test_on_cuda_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones(caplog):
-    model = Reading().cuda()
-    trainer = GraphTrainer(model, [tuple(part.cuda() for part in pair) for pair in batches(5)], fused_sgd(model))
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.clone().index_put_((x > 0,), torch.ones(1, device=x.device)),
+        lambda x: torch.linalg.inv(torch.eye(2, device=x.device)),
+        lambda x: torch.cuda.current_stream().synchronize(),
+    ],
+)
+def test_on_cuda_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones(read, caplog):
+    class ReadingInForward(Net):
+        def forward(self, batch):
+            read(batch[0].detach())  # here
+            return super().forward(batch)
+
+    trainer = on_cuda(GraphTrainer, model=ReadingInForward().cuda())
     trainer.train(0, 10)
     assert [message for message in caplog.messages if "test_graph.py:" in message]
     assert trainer.status == "finished"
+
+
+@needs_cuda
+def test_on_cuda_a_recording_lets_other_threads_call_cuda():
+    class Pinning(Net):
+        def forward(self, batch):
+            if torch.cuda.is_current_stream_capturing():
+                thread = threading.Thread(target=lambda: torch.ones(1).pin_memory())
+                thread.start()
+                thread.join()
+            return super().forward(batch)
+
+    trainer = on_cuda(GraphTrainer, model=Pinning().cuda())
+    trainer.train(0, 20)
+    assert len(trainer._recordings) == 2
+
+
+@needs_cuda
+def test_on_cuda_a_changed_setting_is_recorded_again_after_three_ordinary_steps():
+    steps, found = [], []
+
+    class Counted(Net):
+        def forward(self, batch):
+            steps.append(trainer.iter)
+            return super().forward(batch)
+
+    def at_20(trainer):
+        if trainer.iter == 20:
+            trainer.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+    for trainer_type in (SimpleTrainer, GraphTrainer):
+        steps.clear()
+        trainer = on_cuda(trainer_type, model=Counted().cuda(), hooks=lambda _: [AfterStep(at_20)], data=batches(5))
+        torch.manual_seed(2)
+        trainer.train(0, 40)
+        found.append([value for value, _ in scalars(trainer)["total_loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert steps == [0, 1, 2, 3, 21, 22, 23, 24]  # three ordinary ones, and the recording
