@@ -59,12 +59,6 @@ def test_a_model_that_returns_logits_takes_batches_of_all_usual_kinds(batch):
     assert torch.equal(model.losses(batch), F.cross_entropy(logits, Y))
 
 
-def test_a_tensor_is_input_and_target_and_a_mapping_for_prediction_needs_no_target():
-    model = losses_from(nn.Linear(3, 3), F.mse_loss)
-    assert torch.equal(model(X), F.mse_loss(nn.Linear.forward(model, X), X))
-    assert torch.equal(model.eval()({"image": X}), nn.Linear.forward(model, X))
-
-
 def test_the_names_of_the_state_stay_and_so_do_the_calls_of_the_model_itself():
     model = losses_from(Takes(), F.cross_entropy)
     assert [*model.state_dict()] == ["linear.weight", "linear.bias"]

@@ -1,6 +1,5 @@
 """Saving in a thread: the same files, from the state of the moment, while training goes on."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
-from trainkit.checkpoint import Checkpointer, CheckpointError, PeriodicCheckpointer
+from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file
 
 
@@ -36,9 +35,6 @@ def disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", disk.fsync)
     yield disk
     disk.go.set()
-
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def names(folder):
@@ -158,23 +154,6 @@ def test_whoever_reads_the_folder_waits(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------- rotation, and the end
-def test_old_files_go_when_the_new_one_is_on_the_disk(tmp_path, disk):
-    disk.go.set()
-    checkpointer = Checkpointer(linear(1), tmp_path, format="async_save")
-    periodic = PeriodicCheckpointer(checkpointer, 1, max_to_keep=1)
-    periodic.step(0)
-    checkpointer.wait()
-    disk.go.clear()
-    periodic.step(1)
-    assert names(tmp_path) == ["last_checkpoint", "model_0000000.pth"]
-    disk.go.set()
-    checkpointer.wait()
-    assert names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
-    disk.error = FULL
-    periodic.step(2)
-    with pytest.raises(CheckpointError):
-        checkpointer.wait()
-    assert names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.engine.tiny import AfterStep, batches, scalars
 from trainkit.config import ConfigError
 from trainkit.engine import AMPTrainer, DefaultTrainer, GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer
 from trainkit.engine.amp import fixed_scaler
-from trainkit.engine.hooks import CallbackHook, EMAHook, LRScheduler, ParamScheduler
+from trainkit.engine.hooks import CallbackHook, EMAHook, LRScheduler
 from trainkit.solver import LARS, GradientClipper
 from trainkit.utils.events import get_event_storage
 
@@ -178,29 +178,6 @@ def test_skipped_updates_are_the_same(trainer_type, skipped):
 # ---------------------------------------------------------------------- hooks
 
 
-@pytest.mark.parametrize(
-    ("hooks", "is_async", "policy", "pieces"),
-    [
-        ([], True, "raise", 1),
-        ([], False, "ignore", 1),
-        ([Doubling([])], True, "raise", 2),
-        ([Doubling([])], False, "raise", 2),
-    ],
-)
-def test_a_step_is_recorded_in_as_few_pieces_as_the_host_allows(hooks, is_async, policy, pieces):
-    trainer = make(RecordedTrainer, hooks=lambda _: hooks, async_write_metrics=is_async, non_finite=policy)
-    trainer.train(0, 10)
-    assert (trainer.recorder.num_recorded, trainer.recorder.num_replays) == (pieces, 7 * pieces)
-
-
-def test_gradients_that_a_hook_replaces_are_used():
-    def replace(trainer):
-        for parameter in trainer.model.parameters():
-            parameter.grad = parameter.grad.sign()
-
-    assert both(steps=20, hooks=lambda trainer: [CallbackHook(after_backward=replace)])[2]
-
-
 def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
     def remove(trainer):
         if trainer.iter == 5:
@@ -295,16 +272,6 @@ def test_what_changes_in_the_middle_is_followed(change):
     assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (2, 40 - 2 * 3)
 
 
-def test_a_setting_that_changes_in_each_iteration_keeps_the_steps_ordinary_and_is_said_once(caplog):
-    def hooks(trainer):
-        return [ParamScheduler("weight_decay", lambda t, base: 0.001 * t)]
-
-    _, recorded, are_equal = both(steps=30, hooks=hooks)
-    assert are_equal
-    assert recorded.recorder.num_recorded == 0
-    assert caplog.text.count("has changed, so steps are recorded again") == 1
-
-
 def test_a_step_that_has_failed_is_followed_by_ordinary_ones():
     def fail(trainer):
         if trainer.iter == 8 and trainer.status == "running" and not failed:
@@ -381,11 +348,6 @@ def test_an_optimizer_that_skips_on_the_host_is_refused_where_updates_are_skippe
     refused("Adam decides on the host whether to skip an update", adam, trainer_type=RecordedAMPTrainer)
     make(RecordedAMPTrainer, make_optimizer=adam, precision=torch.bfloat16)
     make(RecordedTrainer, make_optimizer=adam)
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr("trainkit.utils.comm.get_world_size", lambda: 2)
-    refused("takes one process, got 2; use MODEL.COMPILE")
 
 
 class Reading(Net):

@@ -56,14 +56,6 @@ def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_the_average_is_published_if_that_is_asked_for(tmp_path):
-    make(tmp_path, weights="ema", ema=True).train(0, 4)
-
-    assert published(tmp_path) == ["best_top5", "model_best", "model_final"]
-    for path in tmp_path.glob("*_published-*.pth"):
-        assert [value.tolist() for value in read_file(path)["model"].values()] == [[[0.0]], [0.0]]
-
-
 def test_weights_that_cannot_be_published_fail_the_run_and_leave_its_checkpoints(tmp_path):
     trainer = make(tmp_path, [60.0, 50.0], "ema", ema=True)
     trainer.register_hooks([AfterStep(lambda trainer: (tmp_path / "model_best.pth").write_bytes(b"broken"))])

@@ -94,14 +94,3 @@ def test_a_new_run_begins_anew(scheduler):
 
 
 # ---------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    "scheduler", [lambda optimizer: None, lambda optimizer: lr_scheduler.StepLR(optimizer, 3)], ids=["none", "torch's"]
-)
-def test_a_scheduler_that_cannot_be_reduced_is_an_error_before_the_first_step(scheduler):
-    trainer, used = make([], scheduler)
-    trainer._hooks.pop(0)  # an LRScheduler hook has its own opinion of None
-    with pytest.raises(ValueError, match="ReduceOnPlateau needs a trainer.scheduler of trainkit"):
-        trainer.train(0, 1)
-    assert used == []

@@ -28,16 +28,6 @@ class Collect(HookBase):
         self.trainer.fetch = fetch_and_add
 
 
-def orders(loader, start_iter, max_iter, hooks):
-    """The samples of each iteration."""
-    found = []
-    model = Weight(lambda weight, batch: weight * batch.sum())
-    trainer = SimpleTrainer(model, loader, sgd(model))
-    trainer.register_hooks([*hooks, CallbackHook(after_step=lambda trainer: found.append(trainer.batch.tolist()))])
-    trainer.train(start_iter, max_iter)
-    return found
-
-
 def shuffled(**kwargs):
     sampler = DistributedSampler(range(6), num_replicas=1, rank=0, seed=3)
     return DataLoader(torch.arange(6.0), batch_size=2, sampler=sampler, **kwargs), sampler
@@ -48,12 +38,6 @@ def epoch_order(epoch):
     sampler.set_epoch(epoch)
     order = [float(i) for i in sampler]
     return [order[i : i + 2] for i in (0, 2, 4)]
-
-
-def test_every_epoch_has_an_order_of_its_own_from_its_first_batch_on():
-    assert orders(shuffled()[0], 0, 9, [SamplerSeed()]) == [*epoch_order(0), *epoch_order(1), *epoch_order(2)]
-    assert epoch_order(0) != epoch_order(1) != epoch_order(2)
-    assert orders(shuffled()[0], 0, 9, []) == epoch_order(0) * 3  # what happens without the hook
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 7])

@@ -1,4 +1,3 @@
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -97,16 +96,6 @@ def test_random_numbers_of_the_drawing_change_no_output(tmp_path):
     assert outputs_beside(VisualizationHook(draw_noise, 1, tmp_path)) == undisturbed
     careless = CallbackHook(after_eval_step=lambda trainer, phase, index, inputs, outputs: draw_noise(None, None))
     assert outputs_beside(careless) != undisturbed
-
-
-def test_a_file_that_cannot_be_written_is_an_error_in_the_log_and_the_evaluation_continues(tmp_path, caplog):
-    (tmp_path / "val").write_text("this is no folder")
-    seen = []
-    spy = CallbackHook(after_eval=lambda trainer, phase, name, results: seen.append(name))
-    evaluate(trainer_with(VisualizationHook(draw_number, 2, tmp_path), spy), 4)
-
-    assert seen == ["cats"]
-    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
 
 
 def test_a_config_switches_it_on_for_validation_and_test(tmp_path):

@@ -96,14 +96,6 @@ def test_the_saved_config_gives_the_same_run(whole, tmp_path):
     assert LazyConfig.load(tmp_path / "config.yaml") == saved
 
 
-def test_mixed_precision_and_accumulation_are_settings(whole, tmp_path):
-    run(tmp_path / "amp", "train.amp.enabled=true")
-    run(tmp_path / "two", "train.accumulation_steps=2", "train.max_iter=7", "train.eval_period=0")
-    assert metrics(tmp_path / "amp", "total_loss") != metrics(whole, "total_loss")
-    assert len(metrics(tmp_path / "two", "total_loss")) == 7
-    assert torch.load(tmp_path / "two" / "model_final.pth")["trainer"]["data"]["position"] == 1400
-
-
 def test_the_trial_run_goes_through_every_part_in_a_folder_of_its_own(tmp_path):
     run(tmp_path, "--fast-dev-run")
     names = {path.name for path in (tmp_path / "fast_dev_run").iterdir()}

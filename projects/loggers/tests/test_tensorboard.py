@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 from trainkit.utils.events import EventStorage, TensorboardXWriter
 
@@ -85,27 +84,3 @@ def test_a_run_that_is_killed_and_resumed_shows_each_step_once(tmp_path, kills, 
     for kind, tag in (("Images", "image"), ("Histograms", "weights")):
         steps = [[event.step for event in getattr(each, kind)(tag)] for each in (events, expected)]
         assert (steps[0] == steps[1]) == load
-
-
-def test_after_an_error_the_next_write_opens_another_file(tmp_path, monkeypatch):
-    class Disk(SummaryWriter):
-        full = False
-
-        def add_scalar(self, *args):
-            if Disk.full:
-                raise OSError(28, "No space left on device")
-            super().add_scalar(*args)
-
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Disk)
-    writer, storage = TensorboardXWriter(tmp_path), EventStorage()
-    train(storage, writer, range(3))
-    writer.state_dict()
-    monkeypatch.setattr(Disk, "full", True)
-    with pytest.raises(OSError, match="No space left on device"):
-        train(storage, writer, range(3, 6))
-    monkeypatch.setattr(Disk, "full", False)
-    train(storage, writer, range(6, 9))
-    writer.close()
-
-    assert len(list(tmp_path.iterdir())) == 2
-    assert [step for step, _ in points(tmp_path)["lr"]] == [2, 8]

@@ -188,16 +188,6 @@ def test_fused_sgd_has_clean_momentum_if_its_first_update_is_skipped(new_memory_
         poisoned([], lambda model: sgd(model, momentum=0.5, dampening=0.1, fused=True), trainer_class=SkipNonFinite)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_skips_what_a_hook_has_put_into_unscaled_gradients_too(fused):
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    trainer = poisoned([1], lambda model: sgd(model, fused=fused), SkipAMP, grad_scaler=scaler)
-    trainer.train(0, 3)
-    assert all(value.isfinite().all() for value in state_of(trainer))
-    assert [value for value, _ in scalars(trainer)["skipped_updates"]] == [0, 1, 1]
-    assert scaler.get_scale() == 8.0
-
-
 @pytest.mark.parametrize(("policy", "iter"), [("gradients", 1), ("skip", 3)])
 def test_the_config_gives_the_policy_and_how_many_in_a_row(policy, iter, tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.NON_FINITE.MAX_IN_ROW", 3, "SOLVER.NON_FINITE.POLICY", policy))

@@ -200,16 +200,3 @@ def test_a_run_that_is_resumed_from_a_best_checkpoint_goes_on_with_the_weights_t
     if hooks:
         average = [state["trainer"]["hooks"]["EMAHook"]["model"]["weight"].item() for state in (whole, parts)]
         assert average == [-1.5, -1.5]
-
-
-def test_a_file_that_was_chosen_by_the_raw_score_holds_the_raw_weights(tmp_path):
-    metrics = ("CHECKPOINT.BEST_METRIC", ["weight/value", "raw/weight/value"])
-    cfg = falling_cfg(tmp_path, [{**MEAN, "EVALUATE": "both"}], *metrics)
-    DefaultTrainer(cfg).train()
-    averaged, raw = (read_file(tmp_path / f"model_best_{name}weight_value.pth") for name in ("", "raw_"))
-    assert [(state["evaluated"], state["model"]["weight"].item()) for state in (averaged, raw)] == [
-        ("ema", AVERAGE),
-        ("model", RAW),
-    ]
-    cfg.merge_from_list(["MODEL.WEIGHTS", str(tmp_path / "model_best_raw_weight_value.pth")])
-    assert DefaultPredictor(cfg)({"x": torch.zeros(4)}).item() == RAW

@@ -174,17 +174,6 @@ def test_if_the_newest_checkpoint_is_damaged_the_one_before_is_downloaded(on):
     assert start("CHECKPOINT.BEST_TO_KEEP", 1, resume=True).start_iter == 8
 
 
-def test_a_machine_with_an_older_state_takes_the_newer_one(on):
-    on("a")
-    folder = local(start("SOLVER.MAX_ITER", 4, "SOLVER.STEPS", (3,)))
-    on("b")
-    start("SOLVER.STEPS", (3,), resume=True)
-    on("a")
-    assert start("SOLVER.STEPS", (3,), resume=True).start_iter == 10
-    assert not (folder / "model_0000001.pth").exists()
-    assert (folder / "metrics.json").read_bytes() == MemoryFileSystem.store[f"{ROOT}metrics.json"].getvalue()
-
-
 def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_folder(on, tmp_path):
     on("a")
     here = Path(local_folder(ADDRESS))
