@@ -122,16 +122,18 @@ def augmentation(job: Job) -> Finding:
 
 @check
 def reproducible(job: Job) -> Finding:
-    names = _differences(job.start(3), job.start(3))
+    names = _differences(job.whole, job.start(6))
     return judge(names, f"other bits in a second process: {some(names)}", "seed what draws; DETERMINISTIC on a GPU")
 
 
 @check
 def resumes(job: Job) -> Finding:
-    whole = job.start(6)
-    killed = job.start(6, "HOOKS", [*job.cfg.HOOKS, {"NAME": "KillAt", "AT": 4}], code=9)
+    killed = Path(shutil.copytree(job.whole, f"{job.whole}_killed"))  # after the checkpoint of iteration 2
+    for name in ("model_final.pth", "finished"):
+        (killed / name).unlink()
+    (killed / "last_checkpoint").write_text("model_0000002.pth")
     job.start(6, "OUTPUT_DIR", killed, "--resume")
-    names, lost = _differences(whole, killed), "; ".join(job.ordinary[0].describe_inexact())
+    names, lost = _differences(job.whole, killed), "; ".join(job.ordinary[0].describe_inexact())
     return judge(names, f"other bits after a kill: {some(names)}", lost or "give what has a state a state_dict")
 
 

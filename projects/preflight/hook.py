@@ -2,7 +2,6 @@
 
 import json as json_module
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -49,15 +48,3 @@ class Preflight(HookBase):
                 Path(self._json).write_text(json_module.dumps([finding._asdict() for finding in found], indent=2))
         logging.disable()  # the end of this process is no failure of a run
         sys.exit(0 if all(finding.is_sound or finding.name in self._allow for finding in found) else 3)
-
-
-@HOOK_REGISTRY.register()
-class KillAt(HookBase):
-    """Ends the process as a kill does, after ``at`` iterations."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def before_step(self) -> None:
-        if self.trainer.iter == self._at:
-            os._exit(9)

@@ -100,7 +100,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",
         "non_finite": "trainers: gradients skip",
         "predict": "predictor: DefaultPredictor",
-        "preflight": "hook: KillAt Preflight",
+        "preflight": "hook: Preflight",
         "remote": "addresses: register_addresses; mirror: Mirror; store: CheckpointStore STORE_REGISTRY",
         "replay": "skip: SkipBatches",
         "samplers": (
