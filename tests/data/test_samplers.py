@@ -45,7 +45,7 @@ def test_seeds_and_epochs_have_orders_of_their_own_with_every_sample_once():
 
 
 @pytest.mark.parametrize("name", INFINITE)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("world_size", [2, 7])
 def test_the_ranks_together_draw_the_stream_of_a_single_rank(name, world_size, as_rank):
     single = take(INFINITE[name](5), 20 * world_size)
     shares = []
@@ -58,7 +58,7 @@ def test_the_ranks_together_draw_the_stream_of_a_single_rank(name, world_size, a
 
 @pytest.mark.parametrize("name", INFINITE)
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 3)])
-@pytest.mark.parametrize("position", [0, 1, 10, 11, 12, 37])
+@pytest.mark.parametrize("position", [0, 1, 11, 37])
 def test_starting_at_a_position_equals_walking_there(name, rank, world_size, position, as_rank):
     walked = take(INFINITE[name](5), position + 60)[position:]
 

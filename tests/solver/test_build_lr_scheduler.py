@@ -71,16 +71,6 @@ def test_a_cosine_goes_exactly_from_the_rate_of_the_optimizer_to_its_end(base_lr
     assert lrs_of(cfg)[::10] == [base_lr, base_lr * (end / base_lr)]
 
 
-@pytest.mark.parametrize("name", ["WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR"])
-@pytest.mark.parametrize("rescale", [False, True])
-@pytest.mark.parametrize("warmup_iters", [0, 4])
-def test_every_schedule_keeps_its_last_value_past_the_end(name, rescale, warmup_iters):
-    cfg = make_cfg(name, STEPS=(5,), WARMUP_ITERS=warmup_iters, RESCALE_INTERVAL=rescale, BASE_LR_END=0.01)
-    last = {"WarmupMultiStepLR": 0.1, "WarmupCosineLR": 0.01, "WarmupStepWithFixedGammaLR": 0.001}[name]
-    lrs = lrs_of(cfg, 15)[10:]
-    assert lrs == [lrs[0]] * 6 == pytest.approx([last] * 6)
-
-
 def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert lrs_of(make_cfg(STEPS=(5, 10, 30))) == [1.0] * 5 + [0.1] * 6

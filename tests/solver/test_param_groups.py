@@ -96,7 +96,7 @@ def test_a_factor_without_base_lr_is_an_error(arguments):
         get_default_optimizer_params(Net(), **arguments)
 
 
-def test_reducing_merges_equal_groups_in_the_order_of_first_appearance():
+def test_reducing_merges_equal_groups_and_the_last_mention_of_a_parameter_wins():
     a, b, c, d, e = (nn.Parameter(torch.zeros(1)) for _ in range(5))
     assert reduce_param_groups(
         [
@@ -106,10 +106,6 @@ def test_reducing_merges_equal_groups_in_the_order_of_first_appearance():
             {"params": iter([e]), "lr": 2.0},
         ]
     ) == [{"params": [a, d], "lr": 1.0, "betas": [0.9, 0.99]}, {"params": [b, c, e], "lr": 2.0}]
-
-
-def test_reducing_lets_the_last_mention_of_a_parameter_win_and_keeps_the_input():
-    a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     groups = [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]
     assert reduce_param_groups(groups) == [
         {"params": [a], "lr": 1.0, "weight_decay": 0.5},

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class ResumableLoader(DataLoader[Any]):
             # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
             kwargs["generator"] = self.generator = new_generator(seed, LOADER_KEY, comm.get_data_rank())
         self._inside: DataLoader[Any] | None = None
-        if self.batch_sampler is not None and not isinstance(dataset, data.IterableDataset):
+        if order.source is not None and not isinstance(dataset, data.IterableDataset):
             if type(dataset) not in _NOT_RANDOM or self.collate_fn not in (default_collate, trivial_batch_collator):
                 order.seeds_samples = not self.resume_obstacle
                 # an evaluation without workers may use the random numbers of the loop
@@ -97,10 +98,7 @@ class ResumableLoader(DataLoader[Any]):
             return f"{type(source).__name__} has no state_dict() and load_state_dict()"
         return getattr(source, "resume_obstacle", "")
 
-    @property
-    def seed(self) -> int:
-        """The seed of the random numbers of samples: the sampler's own seed if it has one."""
-        return self._order.seed
+    seed = property(attrgetter("_order.seed"), doc="The seed of samples: the sampler's own seed if it has one.")
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the newest iterator after the delivered batches, if there is no obstacle."""
@@ -124,15 +122,14 @@ class ResumableLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._inside is None:
             return super().__iter__()
-        progress = self._order.start_pass()
-        return _Deliveries(iter(self._inside), progress, self._recent)
+        return _Deliveries(self._order.start_pass(), iter(self._inside), self._recent)
 
 
 class _Deliveries(Iterator[Any]):
     """The batches from torch's iterator; counts them."""
 
-    def __init__(self, fetched: Iterator[Any], progress: "_Progress", recent: deque[list[Any]]) -> None:
-        self._fetched, self._progress, self._recent = fetched, progress, recent
+    def __init__(self, progress: "_Progress", fetched: Iterator[Any], recent: deque[list[Any]]) -> None:
+        self._progress, self._fetched, self._recent = progress, fetched, recent
         # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the queues in it first, and
         # torch then waits 5 s for each worker. Held here, torch's iterator is in no cycle.
         weakref.finalize(self, id, fetched).atexit = False

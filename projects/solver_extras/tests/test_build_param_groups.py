@@ -94,31 +94,6 @@ def test_factors_multiply_the_keys_that_detectron2_has():
     }
 
 
-def test_a_yaml_file_chooses_lars_with_excluded_parameters(tmp_path):
-    file = tmp_path / "lars.yaml"
-    file.write_text(
-        "SOLVER:\n"
-        "  BASE_LR: 4.8\n"
-        "  WEIGHT_DECAY: 1e-6\n"
-        "  OPTIMIZER: {NAME: LARS, ETA: 0.002, MOMENTUM: 0.9, NESTEROV: True}\n"
-        "  PARAM_GROUPS:\n"
-        "    CUSTOM_KEYS:\n"
-        "      - {KEY: norm, DECAY_FACTOR: 0.0, LARS_EXCLUDE: True}\n"
-        "      - {KEY: bias, DECAY_FACTOR: 0.0, LARS_EXCLUDE: True, FIXED_LR: True}\n"
-    )
-    cfg = get_cfg()
-    cfg.merge_from_file(file)
-    check_values(cfg)
-    optimizer = build_optimizer(cfg, Net())
-    assert type(optimizer) is LARS
-    keys = ("lr", "weight_decay", "eta", "momentum", "nesterov", "lars_exclude", "fixed_lr")
-    assert [[group.get(key) for key in keys] for group in optimizer.param_groups] == [
-        [4.8, 1e-6, 0.002, 0.9, True, False, None],
-        [4.8, 0.0, 0.002, 0.9, True, True, True],  # "bias" and "norm" are equally long
-        [4.8, 0.0, 0.002, 0.9, True, True, None],
-    ]
-
-
 def test_layer_decay_by_a_named_scheme_takes_its_numbers_from_the_config():
     model = nn.Module()
     model.encoder = nn.Module()
@@ -135,6 +110,18 @@ def solver_test_groups(cfg, model):
     return [
         {"params": model.head.parameters(), "lr": cfg.SOLVER.BASE_LR * 10},
         {"params": [model.stem.weight], "tag": "stem"},
+    ]
+
+
+def test_custom_keys_give_the_options_of_lars():
+    node = {"NAME": "LARS", "ETA": 0.002, "MOMENTUM": 0.9, "NESTEROV": True}
+    cfg = make_cfg({"CUSTOM_KEYS": [{"KEY": "bias", "DECAY_FACTOR": 0.0, "LARS_EXCLUDE": True}]}, OPTIMIZER=node)
+    optimizer = build_optimizer(cfg, Net())
+    assert type(optimizer) is LARS
+    keys = ("lr", "weight_decay", "eta", "momentum", "nesterov", "lars_exclude")
+    assert [[group.get(key) for key in keys] for group in optimizer.param_groups] == [
+        [1.0, 1.0, 0.002, 0.9, True, False],
+        [1.0, 0.0, 0.002, 0.9, True, True],
     ]
 
 

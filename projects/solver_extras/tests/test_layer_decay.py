@@ -118,141 +118,53 @@ def test_what_does_not_fit_the_model_is_an_error(arguments, message):
         build_layer_decay(stages, 0.5, "swin", depths=(1, 2))
 
 
-# ---------------------------------------------------------------------- all parameters of whole models
+# ---------------------------------------------------------------------- names of libraries
 
-LAYER = ["norm1.weight", "attn.qkv.bias", "mlp.fc2.weight"]
-LAYER_HF = ["attention.attention.query.weight", "layernorm_after.bias"]
-BLOCK_CONVNEXT = ["gamma", "dwconv.w", "pwconv2.b"]
-
-
-def both(name):
-    return [f"{name}.weight", f"{name}.bias"]
-
-
-def table(*rows):
-    """Pairs of a depth and names as name -> depth."""
-    return {name: depth for depth, names in rows for name in names}
-
-
-def vit_of(stem, block, leaves, rest, count=12):
-    return table(
-        (0, stem), *((b + 1, [f"{block}.{b}.{leaf}" for leaf in leaves]) for b in range(count)), ("rest", rest)
-    )
-
-
-def staged(stem, stage, leaves, downsampling, rest, depths=(2, 2, 6, 2), *, at_start=False, block="blocks"):
-    rows, done = [(0, stem)], 0
-    for s, depth in enumerate(depths):
-        owner = s + 1 if at_start else s  # of the downsampling after stage s
-        if s + 1 < len(depths):
-            rows.append((done + depth, [f"{stage}.{owner}.{name}" for name in downsampling]))
-        rows += [(done + b + 1, [f"{stage}.{s}.{block}.{b}.{leaf}" for leaf in leaves]) for b in range(depth)]
-        done += depth
-    return table(*rows, ("rest", rest))
-
-
-def convnext_of(stem, downsampling, block, rest, num_layers, depths, stage_wise):
-    """``downsampling`` and ``block`` give a prefix for a stage, and for a stage and block."""
-    rows = [(0, stem)]
-    for s, depth in enumerate(depths):
-        before = [0, 2, 3, num_layers][s]
-        if s:
-            rows.append((0 if stage_wise else before, [f"{downsampling(s)}.{i}.{leaf}" for i in "01" for leaf in "wb"]))
-        for b in range(depth):
-            layer_wise = [1, 2, 3 + b // 3, num_layers][s]
-            rows.append((s + 1 if stage_wise else layer_wise, [f"{block(s, b)}.{leaf}" for leaf in BLOCK_CONVNEXT]))
-    return table(*rows, ("rest", rest))
-
-
-MM = ["cls_token", "pos_embed", *both("patch_embed.projection")]
+# library -> prefix, stem, block, rest, head
 VITS = {
-    "OpenMMLab": ("backbone.", vit_of([*MM, "mask_token"], "layers", LAYER, both("ln1")), both("head.fc")),
-    "timm": (
-        "",
-        vit_of(["cls_token", "pos_embed", *both("patch_embed.proj")], "blocks", LAYER, both("norm")),
-        both("head"),
+    "OpenMMLab": (
+        "backbone.",
+        "cls_token pos_embed patch_embed.projection.bias mask_token",
+        "layers",
+        "ln1.w",
+        "head.w",
     ),
+    "timm": ("", "cls_token pos_embed patch_embed.proj.weight", "blocks", "norm.weight", "head.bias"),
     "Hugging Face": (
         "vit.",
-        vit_of(
-            [
-                f"embeddings.{name}"
-                for name in ("cls_token", "position_embeddings", *both("patch_embeddings.projection"))
-            ],
-            "encoder.layer",
-            LAYER_HF,
-            both("layernorm"),
-        ),
-        both("classifier"),
+        "embeddings.cls_token embeddings.projection.w",
+        "encoder.layer",
+        "layernorm.w",
+        "classifier.w",
     ),
 }
-DOWN = [*both("downsample.norm"), "downsample.reduction.weight"]
+# the stage of the downsampling after stage s is s, or s + 1
 SWINS = {
-    "OpenMMLab": (
-        "backbone.",
-        staged(
-            ["mask_token", *both("patch_embed.projection")],
-            "stages",
-            LAYER,
-            DOWN,
-            [*both("norm3"), "absolute_pos_embed"],
-        ),
-        both("head.fc"),
-    ),
-    "timm": ("", staged(both("patch_embed.proj"), "layers", LAYER, DOWN, both("norm"), at_start=True), both("head.fc")),
+    "OpenMMLab": ("backbone.", "mask_token patch_embed.projection.w", "stages", 0, "norm3.w absolute_pos_embed"),
+    "timm": ("", "patch_embed.proj.weight", "layers", 1, "norm.weight"),
     "Hugging Face": (
         "swin.",
-        staged(
-            [*both("embeddings.patch_embeddings.projection"), *both("embeddings.norm")],
-            "encoder.layers",
-            LAYER_HF,
-            DOWN,
-            both("layernorm"),
-        ),
-        both("classifier"),
+        "embeddings.norm.weight embeddings.proj.w",
+        "encoder.layers",
+        0,
+        "layernorm.weight",
     ),
 }
+# library -> prefix, stem, downsampling before a stage, block, rest
 CONVNEXTS = {
-    "OpenMMLab": (
-        "backbone.",
-        lambda *rule: convnext_of(
-            [*both("downsample_layers.0.0"), *both("downsample_layers.0.1")],
-            lambda s: f"downsample_layers.{s}",
-            lambda s, b: f"stages.{s}.{b}",
-            both("norm3"),
-            *rule,
-        ),
-        both("decode_head.conv_seg"),
-    ),
-    "timm": (
-        "",
-        lambda *rule: convnext_of(
-            [*both("stem.0"), *both("stem.1")],
-            lambda s: f"stages.{s}.downsample",
-            lambda s, b: f"stages.{s}.blocks.{b}",
-            both("head.norm"),
-            *rule,
-        ),
-        both("head.fc"),
-    ),
+    "OpenMMLab": ("backbone.", "downsample_layers.0.1.w", "downsample_layers.{s}", "stages.{s}.{b}", "norm3.weight"),
+    "timm": ("", "stem.0.weight stem.1.bias", "stages.{s}.downsample", "stages.{s}.blocks.{b}", "head.norm.weight"),
     "Hugging Face": (
-        "convnext.",
-        lambda *rule: convnext_of(
-            [*both("embeddings.patch_embeddings"), *both("embeddings.layernorm")],
-            lambda s: f"encoder.stages.{s}.downsampling_layer",
-            lambda s, b: f"encoder.stages.{s}.layers.{b}",
-            both("layernorm"),
-            *rule,
-        ),
-        both("classifier"),
+        *("convnext.", "embeddings.layernorm.weight"),
+        *("encoder.stages.{s}.downsampling_layer", "encoder.stages.{s}.layers.{b}", "layernorm.weight"),
     ),
 }
 
 
-def check_all(prefix, table, head, last, rest, scheme, **arguments):
-    """Every factor is ``rate ** (last - depth)``, of every parameter."""
-    exponents = {prefix + name: last - (rest if depth == "rest" else depth) for name, depth in table.items()}
-    exponents |= dict.fromkeys(head, last - rest)
+def check(prefix, expected, head, last, scheme, **arguments):
+    """Every factor is ``rate ** (last - depth)``, of every parameter; None: the rest, as the head."""
+    exponents = {prefix + name: 0 if depth is None else last - depth for name, depth in expected.items()}
+    exponents[head] = 0
     model = Named(list(exponents))
     model.base_model_prefix = prefix.removesuffix(".")  # of Hugging Face
     factor_of = build_layer_decay(model, 0.75, scheme, **arguments)
@@ -261,19 +173,37 @@ def check_all(prefix, table, head, last, rest, scheme, **arguments):
 
 @pytest.mark.parametrize("scheme", ["vit", "beit", "mae"])
 @pytest.mark.parametrize("library", VITS)
-def test_all_parameters_of_a_vit_have_the_factor_of_the_formula(library, scheme):
-    check_all(*VITS[library], 13, 13, scheme, num_layers=12)
+def test_the_names_of_a_vit(library, scheme):
+    prefix, stem, block, rest, head = VITS[library]
+    depths = dict.fromkeys(stem.split(), 0) | {f"{block}.{b}.attn.qkv.bias": b + 1 for b in range(12)} | {rest: None}
+    check(prefix, depths, head, 13, scheme, num_layers=12)
 
 
 @pytest.mark.parametrize("library", SWINS)
-def test_all_parameters_of_a_swin_have_the_factor_of_the_formula(library):
-    check_all(*SWINS[library], 13, 13, "swin", depths=(2, 2, 6, 2))
+def test_the_names_of_a_swin(library):
+    prefix, stem, stage, offset, rest = SWINS[library]
+    depths, done = dict.fromkeys(stem.split(), 0) | dict.fromkeys(rest.split()), 0
+    for s, size in enumerate((2, 2, 6, 2)):
+        depths |= {f"{stage}.{s}.blocks.{b}.norm1.weight": done + b + 1 for b in range(size)}
+        done += size
+        if s < 3:
+            depths[f"{stage}.{s + offset}.downsample.reduction.weight"] = done
+    check(prefix, depths, "head.fc.weight", 13, "swin", depths=(2, 2, 6, 2))
 
 
 @pytest.mark.parametrize(("num_layers", "blocks"), [(6, (3, 3, 9, 3)), (12, (3, 3, 27, 3))])
 @pytest.mark.parametrize("library", CONVNEXTS)
-def test_all_parameters_of_a_convnext_have_the_factor_of_the_formula(library, num_layers, blocks):
-    prefix, depths_of, head = CONVNEXTS[library]
-    last = num_layers + 1
-    check_all(prefix, depths_of(num_layers, blocks, False), head, last, last, "convnext", num_layers=num_layers)
-    check_all(prefix, depths_of(num_layers, blocks, True), head, 5, 5, "convnext_stage")
+def test_the_names_of_a_convnext(library, num_layers, blocks):
+    prefix, stem, downsampling, block, rest = CONVNEXTS[library]
+    by_layer = dict.fromkeys(stem.split(), 0) | {rest: None}
+    by_stage = dict(by_layer)
+    for s, size in enumerate(blocks):
+        before = [0, 2, 3, num_layers][s]
+        if s:
+            name = downsampling.format(s=s) + ".0.weight"
+            by_layer[name], by_stage[name] = before, 0
+        for b in range(size):
+            name = block.format(s=s, b=b) + ".gamma"
+            by_layer[name], by_stage[name] = [1, 2, 3 + b // 3, num_layers][s], s + 1
+    check(prefix, by_layer, "decode_head.weight", num_layers + 1, "convnext", num_layers=num_layers)
+    check(prefix, by_stage, "decode_head.weight", 5, "convnext_stage")
