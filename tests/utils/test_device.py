@@ -1,5 +1,4 @@
-from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Mapping
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -18,16 +17,18 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
 
 
-@pytest.mark.parametrize(("found", "expected"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "mps"), (None, "cpu")])
-def test_auto_takes_the_accelerator_that_torch_sees(monkeypatch, found, expected):
-    found = None if found is None else torch.device(found)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
-    assert resolve_device("auto") == torch.device(expected)
+def test_auto_takes_the_accelerator_that_torch_sees_else_the_cpu(monkeypatch):
+    for found in ("cuda", "xpu", "mps"):
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available, found=found: torch.device(found)
+        )
+        assert resolve_device("auto") == torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert resolve_device("auto") == torch.device("cpu")
 
 
 def test_a_named_device_is_taken_if_the_machine_has_it(two_gpus):
     assert resolve_device("cuda:1") == torch.device("cuda:1")
-    assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device(torch.device("meta")) == META
 
 
@@ -55,38 +56,21 @@ def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_ki
         "pair": Pair(torch.ones(1), None),
         "ordered": OrderedDict(x=torch.ones(1)),
         "user": UserDict(x=torch.ones(1)),
+        "default": defaultdict(list, x=torch.ones(1)),  # which cannot be made from a dict
         "object": Batch(),
     }
     moved = move_to_device(data, META)
     found = [moved["list"][0], moved["tuple"][0], moved["pair"].x, moved["ordered"]["x"], moved["user"]["x"]]
-    assert [tensor.device for tensor in found] == [META] * 5
-    assert [type(moved[name]) for name in data] == [list, tuple, Pair, OrderedDict, UserDict, str]
+    assert [tensor.device for tensor in [*found, moved["default"]["x"]]] == [META] * 6
+    assert [type(moved[name]) for name in data] == [list, tuple, Pair, OrderedDict, UserDict, dict, str]
     assert (moved["list"][1], moved["tuple"][1], moved["pair"].y, moved["object"]) == (2, "text", None, "moved to meta")
     assert data["list"][0].device.type == "cpu"
 
 
-def test_what_moves_itself_is_asked_to_also_if_it_is_a_tuple_or_a_mapping():
-    class Tensors(Mapping):  # as that of tensordict, which a plain dict cannot make again
-        def __init__(self, items, batch_size):
-            self.items_, self.batch_size = items, batch_size
-
-        def __getitem__(self, key):
-            return self.items_[key]
-
-        def __iter__(self):
-            return iter(self.items_)
-
-        def __len__(self):
-            return len(self.items_)
-
-        def to(self, device):
-            return Tensors({key: value.to(device) for key, value in self.items_.items()}, self.batch_size)
-
-    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
-    moved = move_to_device({"packed": packed, "tensors": Tensors({"x": torch.ones(2)}, batch_size=2)}, META)
+def test_what_moves_itself_is_asked_to_also_if_it_is_a_tuple():
+    moved = move_to_device({"packed": pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])}, META)
     assert moved["packed"].data.device == META
     assert moved["packed"].batch_sizes.tolist() == [2, 2, 1], "torch wants these on the CPU"
-    assert (moved["tensors"]["x"].device, moved["tensors"].batch_size) == (META, 2)
 
 
 def test_what_is_there_already_is_the_same_object():

@@ -117,8 +117,7 @@ def expected(tmp_path):
     return (tmp_path / "whole" / "metrics.json").read_bytes()
 
 
-@pytest.mark.parametrize("state_at", [0, 3, 7, 19])
-@pytest.mark.parametrize("extra", [0, 1, 5])
+@pytest.mark.parametrize(("state_at", "extra"), [(0, 5), (3, 0), (7, 1), (7, 5), (19, 1)])
 def test_the_file_of_a_resumed_run_is_byte_for_byte_that_of_an_uninterrupted_one(path, expected, state_at, extra):
     kill_and_resume(path, state_at, min(state_at + extra, 20))
 
