@@ -58,7 +58,7 @@ LATE_IMPORTS = {
     "trainkit.projects.lazy.locate": "locate() finds an object by its dotted name",
     "trainkit.projects.sharding.fsdp": "torch.distributed.fsdp takes as long to import as torch",
     "trainkit.projects.sharding.tensors": "torch.distributed.tensor takes as long to import as torch",
-    "trainkit.utils.plugins": "projects, and the names of packages; when they are first used",
+    "trainkit.utils.loading": "projects, and the names of packages; when they are first used",
     "trainkit.utils.logger": "tabulate takes a third as long to import as the rest of trainkit",
 }
 

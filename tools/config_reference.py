@@ -19,7 +19,8 @@ from tabulate import tabulate
 
 from trainkit.config import CfgNode, defaults, get_cfg
 from trainkit.config.lengths import LENGTH_KEYS
-from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import CONFIG_KEYS
 
 ROOT = Path(__file__).parents[1]
 INTRODUCTION = """\

@@ -6,7 +6,7 @@ from torch import nn
 from trainkit.config.config import CfgNode
 from trainkit.utils.device import device_of, resolve_device
 from trainkit.utils.errors import ConfigError, look_up
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 from trainkit.utils.registry import Registry
 
 __all__ = ["MODEL_REGISTRY", "build_model", "losses_from"]  # noqa: F822  the last one is in a project

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trainkit.utils.loading import load_plugin
 from trainkit.utils.periods import is_whole
-from trainkit.utils.plugins import load_plugin
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean"]
 

@@ -9,6 +9,7 @@ import torch
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup
 from trainkit.utils import plugins
+from trainkit.utils.loading import installed
 from trainkit.utils.logger import close_logger
 from trainkit.utils.run_folder import release_folder
 
@@ -112,4 +113,4 @@ def test_a_broken_project_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
 
     with pytest.raises(ModuleNotFoundError, match="not_there_either"):
-        list(plugins.installed({"Hook": "broken_project"}))
+        list(installed({"Hook": "broken_project"}))

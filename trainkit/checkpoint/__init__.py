@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.atomic import CheckpointError

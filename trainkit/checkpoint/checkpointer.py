@@ -18,7 +18,8 @@ from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
-from trainkit.utils.plugins import FORMATS, NAMES, MissingProjectError, load_plugin
+from trainkit.utils.loading import MissingProjectError, load_plugin
+from trainkit.utils.plugins import FORMATS, NAMES
 
 _logger = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]

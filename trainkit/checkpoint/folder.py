@@ -8,7 +8,8 @@ from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
-from trainkit.utils.plugins import NAMES, load_plugin
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import NAMES
 
 _logger = logging.getLogger(__name__)
 

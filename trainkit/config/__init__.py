@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from trainkit.config.instantiate import instantiate  # now, since importing the module would hide the function
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.config.checks import check_values

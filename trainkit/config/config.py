@@ -12,7 +12,8 @@ from fvcore.common.config import CfgNode as _FvcoreCfgNode
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
 from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_with_base
 from trainkit.utils.errors import ConfigError, UnknownKeyError, not_accepted
-from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import CONFIG_KEYS
 from trainkit.utils.registry import did_you_mean
 
 _OF_PROJECTS = "__of_projects__"  # in a node's __dict__, like yacs's marks: name -> full key of the keys of projects

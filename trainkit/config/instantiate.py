@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from trainkit.utils.plugins import NAMES, load_plugin
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import NAMES
 
 
 def instantiate(cfg: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 from trainkit.config.config import CfgNode, get_key
 from trainkit.utils import comm
 from trainkit.utils.errors import ConfigError, not_accepted
-from trainkit.utils.plugins import CONFIG_KEYS, load_plugin
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import CONFIG_KEYS
 
 
 def import_modules(names: Iterable[str]) -> None:

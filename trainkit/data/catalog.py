@@ -4,7 +4,7 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 from trainkit.utils.registry import did_you_mean
 
 __all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]  # noqa: F822  the last two are in a project

@@ -12,7 +12,7 @@ import torch
 from torch.utils import data
 from torch.utils.data import IterableDataset
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 _OF_PROJECTS = ["AspectRatioGroupedDataset", "ToIterableDataset"]
 __all__ = ["DatasetFromList", "MapDataset", *_OF_PROJECTS]

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from trainkit.config.from_config import configurable
 from trainkit.utils import comm
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 

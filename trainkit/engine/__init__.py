@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import trainkit.engine.launch  # noqa: F401 - now: later it would hide the function of this name
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.engine import hooks

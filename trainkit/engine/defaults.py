@@ -35,8 +35,9 @@ from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
+from trainkit.utils.loading import installed, lazy_names
 from trainkit.utils.periods import say_done
-from trainkit.utils.plugins import RUN_HOOKS, installed, lazy_names
+from trainkit.utils.plugins import RUN_HOOKS
 from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)

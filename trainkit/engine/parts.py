@@ -21,7 +21,8 @@ from trainkit.evaluation.observer import for_details
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.plugins import NAMES, load_plugin
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import NAMES
 
 logger = logging.getLogger(__name__)
 

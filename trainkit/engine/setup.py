@@ -25,8 +25,9 @@ from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.errors import unknown_name
+from trainkit.utils.loading import installed, load_plugin
 from trainkit.utils.logger import setup_logger
-from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, installed, load_plugin, type_name
+from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, type_name
 
 logger = logging.getLogger(__name__)
 

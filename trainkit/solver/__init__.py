@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too, as in detectron2
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.solver.build import (

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 __getattr__ = lazy_names(__name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import lazy_names
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 _handlers: dict[str, list[logging.Handler]] = {}  # logger -> what `setup_logger` has added

@@ -4,14 +4,7 @@ A project is imported when a config has one of its keys, a registry is asked for
 trainkit for one of its classes. Packages of other authors are named by ``IMPORTS`` in a config instead.
 """
 
-import ast
-import contextlib
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
-from typing import Any
+from collections.abc import Mapping
 
 
 def _by_name(projects: Mapping[str, str]) -> dict[str, str]:
@@ -149,49 +142,6 @@ FORMATS = ("shards", "safetensors")
 """Registered names of checkpoint formats; an entry of a file, or the suffix of its name, says which one wrote it."""
 
 
-class MissingProjectError(ImportError):
-    """The project of a module of these tables is not installed."""
-
-
 def type_name(value: object) -> str:
     """The name of the type of ``value``, as in `CONFIG_TYPES`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def load_plugin(module: str) -> ModuleType:
-    """Import a module of the tables. Raises MissingProjectError if its project is not there."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        project = ".".join(module.split(".")[:3])
-        raise MissingProjectError(f"this needs the project {project}, which is not installed") from error
-
-
-def installed(table: Mapping[str, str]) -> Iterator[tuple[str, ModuleType]]:
-    """The names of a table with their modules, without those whose project is not there."""
-    for name, module in table.items():
-        with contextlib.suppress(MissingProjectError):
-            yield name, load_plugin(module)
-
-
-def lazy_names(package: str, *names: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package that imports its names when they are first asked for.
-
-    The names are those of the package's ``if TYPE_CHECKING:``, read from its source, and further ``names`` of `NAMES`.
-    """
-    blocks = [node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    modules = {alias.name: str(node.module) for node in imports for alias in node.names}
-    modules |= {name: NAMES[name] for name in names}
-
-    def get(name: str) -> Any:
-        module = modules.get(name)
-        if module is None and "*" in modules and name in importlib.import_module(modules["*"]).__all__:
-            module = modules["*"]
-        if module is None or name == "*":
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return importlib.import_module(f"{package}.{name}") if module == package else getattr(load_plugin(module), name)
-
-    return get

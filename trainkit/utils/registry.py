@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainkit.utils.plugins import NAMES, lazy_names, load_plugin
+from trainkit.utils.loading import lazy_names, load_plugin, module_names
 
 
 class Registry:
@@ -30,14 +30,14 @@ class Registry:
     def get(self, name: str) -> Any:
         """The object registered under ``name``. Raises KeyError if there is no such object."""
         if name not in self:
-            hint = did_you_mean(name, [*self._objects, *NAMES])
+            hint = did_you_mean(name, [*self._objects, *module_names()])
             known = f"registered: {', '.join(sorted(self._objects)) or 'nothing'}, and modules in IMPORTS may add"
             raise KeyError(f"no {name!r} in the {self._name} registry; {hint}{known}")
         return self._objects[name]
 
     def __contains__(self, name: str) -> bool:
-        if name not in self._objects and name in NAMES:
-            load_plugin(NAMES[name])
+        if name not in self._objects and name in module_names():
+            load_plugin(module_names()[name])
         return name in self._objects
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.plugins import NAMES, lazy_names
+from trainkit.utils.loading import lazy_names
+from trainkit.utils.plugins import NAMES
 
 if TYPE_CHECKING:
     from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
