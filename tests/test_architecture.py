@@ -75,7 +75,7 @@ PURE |= {
     "property",
     "startswith",
 }
-PURE |= {"lazy_names", "staticmethod", "timedelta", "vars"}
+PURE |= {"names_on_demand", "staticmethod", "timedelta", "vars"}
 JOBS = ("charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text")  # not capabilities
 
 

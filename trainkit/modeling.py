@@ -6,7 +6,7 @@ from torch import nn
 from trainkit.config.config import CfgNode
 from trainkit.utils.device import device_of, resolve_device
 from trainkit.utils.errors import ConfigError, look_up
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 from trainkit.utils.registry import Registry
 
 __all__ = ["MODEL_REGISTRY", "build_model", "losses_from"]  # noqa: F822  the last one is in a project
@@ -14,7 +14,7 @@ __all__ = ["MODEL_REGISTRY", "build_model", "losses_from"]  # noqa: F822  the la
 MODEL_REGISTRY = Registry("MODEL")
 """Classes or functions that take ``cfg`` and return an ``nn.Module``."""
 
-__getattr__ = lazy_names(__name__, "losses_from")
+__getattr__ = names_on_demand(__name__, "losses_from")
 
 
 def build_model(cfg: CfgNode) -> nn.Module:

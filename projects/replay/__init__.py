@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.projects.replay.result import Replay
@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Replay", "replay", "replay_range"]
 
-__getattr__ = lazy_names(__name__)
+__getattr__ = names_on_demand(__name__)

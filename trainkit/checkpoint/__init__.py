@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.atomic import CheckpointError
@@ -14,4 +14,4 @@ _OF_PROJECTS = ("CheckpointStore", "STORE_REGISTRY", "load_trusted_pickle")
 __all__ = ["FORMAT_REGISTRY", "CheckpointError", "CheckpointFormat", "Checkpointer", "PeriodicCheckpointer"]
 __all__ += _OF_PROJECTS
 
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS)
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

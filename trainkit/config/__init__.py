@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from trainkit.config.instantiate import instantiate  # now, since importing the module would hide the function
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.config.checks import check_values
@@ -19,4 +19,4 @@ __all__ = ["get_cfg", "CfgNode", "ConfigError", "configurable", "import_modules"
 __all__ += ["check_values", "Epochs", "parse_length", "resolve_lengths", "LENGTH_KEYS", "instantiate"]
 __all__ += _OF_PROJECTS
 
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS)
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

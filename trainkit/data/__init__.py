@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.data.build import (
@@ -28,4 +28,4 @@ __all__ += ["build_batch_data_loader", "ResumableLoader", "trivial_batch_collato
 __all__ += ["TrainingSampler", "InfiniteSampler", "InferenceSampler", "resume_obstacle", "iters_per_epoch"]
 __all__ += _OF_PROJECTS
 
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS)
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

@@ -4,12 +4,12 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 from trainkit.utils.registry import did_you_mean
 
 __all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]  # noqa: F822  the last two are in a project
 
-__getattr__ = lazy_names(__name__, "Metadata", "MetadataCatalog")
+__getattr__ = names_on_demand(__name__, "Metadata", "MetadataCatalog")
 
 _T = TypeVar("_T")
 

@@ -12,12 +12,12 @@ import torch
 from torch.utils import data
 from torch.utils.data import IterableDataset
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 _OF_PROJECTS = ["AspectRatioGroupedDataset", "ToIterableDataset"]
 __all__ = ["DatasetFromList", "MapDataset", *_OF_PROJECTS]
 
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS, "set_default_dataset_from_list_serialize_method")
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS, "set_default_dataset_from_list_serialize_method")
 
 
 class MapDataset(data.Dataset[Any]):

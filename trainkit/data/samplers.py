@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from trainkit.config.from_config import configurable
 from trainkit.utils import comm
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16  # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
 
-__getattr__ = lazy_names(__name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler")
+__getattr__ = names_on_demand(
+    __name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"
+)
 
 
 class InfiniteSampler(Sampler[int]):

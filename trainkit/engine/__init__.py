@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import trainkit.engine.launch  # noqa: F401 - now: later it would hide the function of this name
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.engine import hooks
@@ -25,4 +25,4 @@ __all__ += ["hooks", "default_argument_parser", "default_setup", "user_errors_ex
 __all__ += ["DEFAULT_TIMEOUT", "create_ddp_model", "is_restarted", *_OF_PROJECTS]
 
 del launch  # the module
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS)
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

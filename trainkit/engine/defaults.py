@@ -35,7 +35,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
-from trainkit.utils.loading import installed, lazy_names
+from trainkit.utils.loading import installed, names_on_demand
 from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import RUN_HOOKS
 from trainkit.utils.run_folder import LOCK_FILE
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["DefaultTrainer", "create_ddp_model", "default_argument_parser", "default_setup", "default_writers"]
 __all__ += ["DefaultPredictor"]  # noqa: F822 - in a project
 
-__getattr__ = lazy_names(__name__, "DefaultPredictor")
+__getattr__ = names_on_demand(__name__, "DefaultPredictor")
 
 
 class DefaultTrainer(DefaultParts, TrainerBase):

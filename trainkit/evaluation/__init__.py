@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
@@ -21,4 +21,4 @@ __all__ = ["DatasetEvaluator", "DatasetEvaluators", "EVALUATOR_REGISTRY", "build
 __all__ += ["inference_context", "observe_inference", "print_csv_format", "flatten_results_dict", "verify_results"]
 __all__ += _OF_PROJECTS
 
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS)
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too, as in detectron2
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.solver.build import (
@@ -33,4 +33,4 @@ __all__ += ["get_default_optimizer_params", "reduce_param_groups", "build_gradie
 __all__ += ["GradientClipType", "maybe_add_gradient_clipping", "build_lr_scheduler", "LR_SCHEDULER_BUILDER_REGISTRY"]
 __all__ += ["ScheduledLR", "LRFunction", "LRMultiplier", "WarmupParamScheduler", *_OF_PROJECTS]
 
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS)
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

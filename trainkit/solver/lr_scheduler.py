@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
-__getattr__ = lazy_names(__name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter")
+__getattr__ = names_on_demand(__name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter")
 
 Schedule: TypeAlias = Callable[[int, float], float]
 """``schedule(iter, base)`` is the value in an iteration of a parameter group whose first value is ``base``."""

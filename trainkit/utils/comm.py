@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from trainkit.utils.plugins import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 _T = TypeVar("_T")
 # default group -> its side groups and data ranks, by name; it can be destroyed and made anew
@@ -133,4 +133,4 @@ def tree_sum(parts: Any) -> Any:
 
 
 _OF_LOCAL_GROUP = ("create_local_process_group", "get_local_process_group", "get_local_rank", "get_local_size")
-__getattr__ = lazy_names(__name__, *_OF_LOCAL_GROUP, "reduce_dict")
+__getattr__ = names_on_demand(__name__, *_OF_LOCAL_GROUP, "reduce_dict")

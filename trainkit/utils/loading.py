@@ -38,7 +38,7 @@ def installed(table: Mapping[str, str]) -> Iterator[tuple[str, ModuleType]]:
             yield name, load_plugin(module)
 
 
-def lazy_names(package: str, *names: str) -> Callable[[str], Any]:
+def names_on_demand(package: str, *names: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package that imports its names when they are first asked for.
 
     The names are those of the package's ``if TYPE_CHECKING:``, read from its source, and further ``names`` of `NAMES`.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 _handlers: dict[str, list[logging.Handler]] = {}  # logger -> what `setup_logger` has added
@@ -103,6 +103,6 @@ def format_table(
     return text if max_rows is None or len(rows) <= max_rows else f"{text}\n... and {len(rows) - max_rows} more"
 
 
-__getattr__ = lazy_names(
+__getattr__ = names_on_demand(
     __name__, "_log_api_usage", "create_small_table", "log_every_n", "log_every_n_seconds", "log_first_n"
 )

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainkit.utils.loading import lazy_names, load_plugin, module_names
+from trainkit.utils.loading import load_plugin, module_names, names_on_demand
 
 
 class Registry:
@@ -51,4 +51,4 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"did you mean {by_upper[nearest[0]]!r}? " if nearest else ""
 
 
-__getattr__ = lazy_names(__name__, "_convert_target_to_string", "locate")
+__getattr__ = names_on_demand(__name__, "_convert_target_to_string", "locate")

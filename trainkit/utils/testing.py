@@ -1,5 +1,5 @@
 """The place of a name that a project has."""
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
-__getattr__ = lazy_names(__name__, "reload_lazy_config")
+__getattr__ = names_on_demand(__name__, "reload_lazy_config")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 from trainkit.utils.plugins import NAMES
 
 if TYPE_CHECKING:
@@ -23,4 +23,4 @@ __all__ = ["HookBase", "Priority", "is_due", "is_nth", "is_last", "check_period"
 __all__ += ["LRScheduler", "PeriodicCheckpointer", "EvalHook", "FinalEvalHook", "BestCheckpointer", "EarlyStopping"]
 __all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks", *_MORE]
 
-__getattr__ = lazy_names(__name__, *_MORE)
+__getattr__ = names_on_demand(__name__, *_MORE)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.utils.loading import lazy_names
+from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
     from trainkit.utils.events.history import HistoryBuffer
@@ -15,4 +15,4 @@ _OF_PROJECTS = ["CSVWriter", "MLflowWriter", "ProgressBar", "TensorboardXWriter"
 __all__ = ["EventStorage", "get_event_storage", "has_event_storage", "HistoryBuffer", "EventWriter", "JSONWriter"]
 __all__ += ["CommonMetricPrinter", "WRITER_REGISTRY", "estimate_eta_sec", *_OF_PROJECTS]
 
-__getattr__ = lazy_names(__name__, *_OF_PROJECTS)
+__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)
