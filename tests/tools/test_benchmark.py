@@ -115,7 +115,7 @@ ROWS = {
     ),
     "ranks": (
         lambda tool, scratch: tool.ranks.ranks(1, scratch=scratch, steps=2, width=4),
-        [(f"metric exchange on two ranks{of}", 1.05, "x", False) for of in ("", " of a larger model")],
+        [(f"metric exchange on two ranks{of}", 1.03, "x", False) for of in ("", " of a larger model")],
     ),
     "logical": (
         lambda tool, scratch: tool.ranks.logical(1, scratch=scratch, steps=2, width=4, counts=(2,)),

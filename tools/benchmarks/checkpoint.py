@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import job
 from benchmarks.measure import Row, Runner, alternate, compare
 from trainkit.checkpoint import Checkpointer
 
@@ -56,7 +57,30 @@ def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: in
     rows = [compare("stall of an asynchronous save", found, "asynchronous", "synchronous", goal, note=note)]
     if device == "cpu":
         rows.append(compare("synchronous save", found, "synchronous", "torch.save", 1.2, note=note))
+        rows.append(_save_of_a_job(scratch, 4 * rounds))
     return rows
+
+
+def _save_of_a_job(scratch: Path, rounds: int) -> Row:
+    """A save of the tiny model with its hooks and 1,000 steps of histories, compared with torch.save of the state."""
+    with job.one_thread(), job.logging_to(scratch):
+        trainer = job.default_trainer(scratch / "job")
+        job.Chunks(trainer)(1000)
+        state, checkpointer = trainer.checkpointer.collect({}), trainer.checkpointer
+
+        def timed(action: Callable[[], object]) -> Runner:
+            def run() -> float:
+                begin = time.perf_counter()
+                action()
+                return time.perf_counter() - begin
+
+            return run
+
+        runners = {
+            "torch.save": timed(lambda: _torch_save(state, scratch / "plain.pth")),
+            "Checkpointer": timed(lambda: checkpointer.save("model")),
+        }
+        return compare("save of the tiny job", alternate(runners, rounds), "Checkpointer", "torch.save", 1.2)
 
 
 def _trained(num_layers: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:

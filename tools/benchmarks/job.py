@@ -18,6 +18,7 @@ from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, default_writers, hooks
 from trainkit.solver import LRMultiplier, WarmupParamScheduler
 from trainkit.utils import comm
+from trainkit.utils.events import CommonMetricPrinter
 from trainkit.utils.logger import close_logger, setup_logger
 
 Batch = tuple[Tensor, Tensor]
@@ -203,7 +204,7 @@ def simple_trainer(
 
 
 def register_hooks(trainer: SimpleTrainer, output_dir: Path, more_hooks: Iterable[HookBase] = ()) -> None:
-    """Add the hooks for timer and LR, and console and JSON writers every 20 steps."""
+    """Add the hooks for timer and LR, the JSON writer every 20 steps, and the console once per second."""
     multiplier = WarmupParamScheduler(CosineParamScheduler(1.0, 0.0), WARMUP_FACTOR, _WARMUP_LENGTH)
     writers = default_writers(output_dir, MAX_ITER, ["console", "json"]) if comm.is_main_process() else []
     trainer.register_hooks(
@@ -254,9 +255,17 @@ def default_trainer(
     return trainer
 
 
+def console_trainer(output_dir: Path, *, more_hooks: Iterable[HookBase] = ()) -> SimpleTrainer:
+    """`simple_trainer` with a line of the console every 20 steps."""
+    console = hooks.PeriodicWriter([CommonMetricPrinter(MAX_ITER)], LOG_PERIOD)
+    return simple_trainer(output_dir, more_hooks=[*more_hooks, console])
+
+
+CONSOLE, ASYNC = "SimpleTrainer, console every 20 steps", "SimpleTrainer, asynchronous writing"
 TRAINERS: dict[str, Callable[..., TrainerBase]] = {
     "SimpleTrainer": simple_trainer,
-    "SimpleTrainer, asynchronous writing": partial(simple_trainer, async_write_metrics=True),
+    CONSOLE: console_trainer,
+    ASYNC: partial(simple_trainer, async_write_metrics=True),
     "DefaultTrainer": default_trainer,
 }
 """The trainers of the step rows; each is called with a folder, and optionally ``more_hooks``."""

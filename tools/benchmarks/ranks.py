@@ -37,7 +37,7 @@ def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 102
     models = {"": (job.make_model(), steps), " of a larger model": (_Wide(width), max(1, steps // 20))}
     found = _run(scratch / "found.json", 2, _measure, models, rounds, scratch)
     return [
-        compare(f"metric exchange on two ranks{of}", times, _EXCHANGED, _NEVER, 1.05) for of, times in found.items()
+        compare(f"metric exchange on two ranks{of}", times, _EXCHANGED, _NEVER, 1.03) for of, times in found.items()
     ]
 
 

@@ -32,7 +32,13 @@ def step(
         **job.TRAINERS,
         SKIP: partial(job.simple_trainer, trainer_class=SkipNonFinite),
     }
-    goals = {**dict.fromkeys(job.TRAINERS, 1.10), SKIP: 1.20, **dict.fromkeys(DEEP, 1.02)}
+    goals = {
+        **dict.fromkeys(job.TRAINERS, 1.10),
+        job.CONSOLE: 1.15,
+        job.ASYNC: 1.15,
+        SKIP: 1.20,
+        **dict.fromkeys(DEEP, 1.02),
+    }
     with job.one_thread(), job.logging_to(scratch):
         runners: dict[str, StepRunner] = {name: job.Chunks(make(scratch / name)) for name, make in tiny.items()}
         runners |= {name: make(scratch) for name, make in (peers or {}).items()}
