@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, Weight, batches, sgd
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, CheckFiniteLoss, GradNorm, UnusedParameters
 from trainkit.engine.step import SimpleTrainer
@@ -42,6 +45,13 @@ def test_the_norm_of_all_gradients_is_stored_every_period_and_in_the_last_iterat
     values, iters = zip(*trainer.storage.history("grad_norm").values(), strict=True)
     assert iters == (1, 3, 4)
     assert values == pytest.approx([norms[i] for i in iters])
+
+
+def test_with_clipping_the_norm_is_an_error_before_training_and_no_other_hook_fails(tmp_path, caplog):
+    options = ("HOOKS", [{"NAME": "GradNorm"}], "SOLVER.CLIP_GRADIENTS.ENABLED", True)
+    with pytest.raises(ConfigError, match="SOLVER.CLIP_GRADIENTS stores grad_norm already"):
+        DefaultTrainer(tiny_cfg(tmp_path, *options)).train()
+    assert "failed in after_train" not in caplog.text
 
 
 class Switch(nn.Module):

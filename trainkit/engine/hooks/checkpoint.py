@@ -34,15 +34,16 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
     _state_names = ("_final_iter",)
 
     _final_iter = -1  # number of iterations done when the final file was written
+    # of the last save: an asynchronous one, and the error
+    _writing: Any = None
+    _failure = ""
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
         # a larger number is from another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
-        # of the last save: the position of the run, an asynchronous save, and the error
-        self._saved: tuple[int, int] | None = None
-        self._writing: Any = None
-        self._failure = ""
+        self._saved: tuple[int, int] | None = None  # the position of the run at the last save
+        self._writing, self._failure = None, ""
 
     def after_step(self) -> None:
         if name := self.name_at(self.trainer.iter):
