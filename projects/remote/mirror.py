@@ -112,6 +112,8 @@ class Mirror:
     def release(self) -> str:
         """Upload the last files of the run; return the error, or ""."""
         error = self._upload_soon().result() if self.is_taken else ""
+        if error:
+            self._downloaded = {}  # the local files are not those in the store
         self.is_taken = False
         return error
 
