@@ -35,13 +35,23 @@ class Shards:
     def __init__(self, token: str = "", group: dist.ProcessGroup | None = None) -> None:
         """``token``: the end of the folder's name; nothing else may use ``group`` during `write`."""
         self.token, self.group = token, group
+        self._num_taken = 0
         self._local: dict[str, Tensor] = {}  # path in the state -> this rank's part
         self._layouts: dict[str, Any] = {}  # mesh, placements, global shape and stride
 
     def take(self, tensor: Any, path: str, copy: Take) -> Tensor:
-        """Keep ``copy(part, path)`` of this rank's part of a tensor; returns an empty tensor in its place."""
-        self._local[path] = copy(local_part(tensor).detach(), path)
-        self._layouts[path] = (tensor.device_mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
+        """Keep ``copy(part, path)`` of this rank's part of a tensor; returns an empty tensor in its place.
+
+        Of the ranks with the same part, one keeps it: they take turns, so that each copies and writes its share.
+        """
+        mesh, replicas, own = tensor.device_mesh, 1, 0
+        for placement, size, place in zip(tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True):
+            if placement.is_replicate():
+                replicas, own = replicas * size, own * size + place
+        if self._num_taken % replicas == own:
+            self._local[path] = copy(local_part(tensor).detach(), path)
+            self._layouts[path] = (mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
+        self._num_taken += 1
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def write(self, folder: str) -> dict[str, Any]:
@@ -64,7 +74,9 @@ class Shards:
             )
         files, error = {}, ""
         try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # ranks exchange what differs from the last save
+            writer = dcp.FileSystemWriter(folder)
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
             sync_folder(folder)
             sync_folder(os.path.dirname(folder))
             files = files_of(folder, f"__{comm.get_rank()}_*")

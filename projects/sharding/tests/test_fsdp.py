@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.multiprocessing import ProcessExitedException
 from trainkit.projects.hooks.publish_weights import publish_weights
 from trainkit.projects.sharding.fsdp import shard_model
+from trainkit.projects.sharding.shards import Shards
 from trainkit.projects.sharding.tests.sharded_job import (
     assert_close,
     assert_same_bits,
@@ -81,7 +83,10 @@ def on_a_mesh(rank, folder):
     held = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
     share = held / sum(parameter.numel() for parameter in trainer.model.parameters())
     resumed = from_checkpoint(folder, "mesh_resumed", *MESH, of="mesh")
-    return {**outcome(trainer), "share": share, "resumed": outcome(resumed)}
+    copied, shards = [], Shards()
+    for name, parameter in trainer.model.named_parameters():
+        shards.take(parameter, name, lambda part, path: copied.append(path) or part)
+    return {**outcome(trainer), "share": share, "resumed": outcome(resumed), "copied": copied}
 
 
 def on_a_wrong_mesh(rank, folder):
@@ -313,6 +318,9 @@ def test_groups_of_ranks_shard_the_model_each_and_resume_exactly(four):
         assert_same_bits(rank["resumed"], rank)
     assert sum(rank["share"] for rank in four["on_a_mesh"]) == pytest.approx(2)
     assert max(rank["share"] for rank in four["on_a_mesh"]) < 0.6
+    copied = Counter(name for rank in four["on_a_mesh"] for name in rank["copied"])
+    assert {*copied.values()} == {2}  # of the two ranks with the same part, one copies it
+    assert all(0 < len(rank["copied"]) < len(copied) for rank in four["on_a_mesh"])
 
 
 def test_a_mesh_of_another_number_of_processes_is_named(four):
