@@ -10,7 +10,6 @@ from typing import Any
 from trainkit.utils.loading import names_on_demand
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
-_handlers: dict[str, list[logging.Handler]] = {}  # logger -> what `setup_logger` has added
 
 
 def setup_logger(
@@ -45,7 +44,7 @@ def setup_logger(
         handlers.append(_StdoutHandler(stdout_level))
         handlers[-1].setFormatter(_Formatter(name, abbrev_name, color))
     close_logger(name)
-    _handlers[name], logger = handlers, logging.getLogger(name)
+    logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG)
     logger.propagate = enable_propagation
     for handler in handlers:
@@ -54,14 +53,13 @@ def setup_logger(
 
 
 def close_logger(name: str = "trainkit") -> None:
-    """Undo ``setup_logger`` for a logger, and close its file; does nothing if it was not set up."""
-    if name in _handlers:
-        logger = logging.getLogger(name)
-        for handler in _handlers.pop(name):
-            logger.removeHandler(handler)
-            handler.close()
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
+    """Undo ``setup_logger`` for a logger, and close its file."""
+    logger = logging.getLogger(name)
+    for handler in [handler for handler in logger.handlers if isinstance(handler.formatter, _Formatter)]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 class _StdoutHandler(logging.StreamHandler[Any]):

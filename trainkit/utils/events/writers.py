@@ -136,8 +136,8 @@ class CommonMetricPrinter(EventWriter):
                 fields.append(f"{name}: {latest[name][0]:{digits}} ")
         if accelerator_runs_ahead() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
             fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
-        self.logger.log(self._level, " ".join(fields))
         self._last_time = now
+        self.logger.log(self._level, " ".join(fields))
 
     def begin(self, trainer: Any) -> None:
         if self._max_iter is not None:  # another train() may be longer or shorter
@@ -156,11 +156,12 @@ class LinesWriter(ScalarWriter):
     The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...).
     """
 
+    _file: FileIO | None = None
+    _start: int | None = None  # where the lines of a resumed run continue
+
     def __init__(self, path: str | Path, window_size: int, header: str = "") -> None:
         super().__init__(window_size)
         self._path, self._header = Path(path), header
-        self._file: FileIO | None = None
-        self._start: int | None = None  # where the lines of this run continue; None: at the end of the file
 
     def format(self, rows: list[Row]) -> str:
         """The lines for these rows."""
@@ -168,9 +169,9 @@ class LinesWriter(ScalarWriter):
 
     def close(self) -> None:
         super().close()
-        file, self._file, self._start = self._file, None, None
-        if file is not None:
-            file.close()
+        if self._file is not None:
+            self._file.close()
+        self._file = self._start = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state after all lines are written to the disk."""
