@@ -102,7 +102,8 @@ class Inspection(HookBase):
         self._depth -= 1
         self.parts.append((f"module {name}: equal inputs and different outputs", digest(output)))
         if values := [*floating_tensors(output)]:
-            self.outputs.append((name, torch.stack([value.abs().max().double() for value in values]).max().item()))
+            largest = torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64).max()  # or NaN
+            self.outputs.append((name, largest.item()))
             if not self._first_bad[1] and not math.isfinite(self.outputs[-1][1]):
                 self._first_bad = len(self._batches) - 1, [value.isfinite() for value in values]
 
