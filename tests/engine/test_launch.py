@@ -37,8 +37,8 @@ def _make_a_mistake(ranks):
 
 def _stop_by(signum, to_launcher, folder):
     """Steps until a signal that rank 1 sends, to the launcher or to itself, stops the run; rank 0 then still writes."""
-    stops, iter = StopRequests(2), 0
-    stops.reset()
+    stops, iter = StopRequests(), 0
+    stops.reset(2)
     with stops.listening():
         while (stop := stops.agreed(iter)) is None:
             if iter == 5 and comm.get_rank() == 1:

@@ -108,16 +108,9 @@ def _start(arguments: tuple[Any, ...], num: int) -> None:
             signal.signal(each, handler)
 
 
-def _start_rank(
-    local_rank: int,
-    first_rank: int,
-    variables: dict[str, str],
-    main_func: Callable[..., Any],
-    args: tuple[Any, ...],
-    timeout: timedelta,
-) -> None:
+def _start_rank(local_rank: int, first_rank: int, variables: dict[str, str], *arguments: Any) -> None:
     os.environ.update(variables, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
-    run_rank(main_func, args, timeout)
+    run_rank(*arguments)
 
 
 def run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], timeout: timedelta) -> Any:

@@ -32,13 +32,6 @@ from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, type_name
 logger = logging.getLogger(__name__)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Accepts options after the ``KEY VALUE`` pairs too."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return self.parse_intermixed_args(args, namespace)
-
-
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
     """The options of a training script; ``epilog`` replaces the examples at the end of the help."""
     examples = f"""
@@ -51,7 +44,8 @@ Examples:
 """
     formatter = argparse.RawDescriptionHelpFormatter
     # no abbreviations: --res is a misspelled option, not --resume
-    parser = _Parser(epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False)
+    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]  # options after KEY VALUE pairs too
     add, add_flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
     add_flag("--resume", help="resume from the last checkpoint in OUTPUT_DIR, if any")
@@ -76,7 +70,7 @@ def user_errors_exit() -> Iterator[None]:
         yield
     except (ConfigError, CheckpointError) as error:
         if not comm.is_main_process():
-            time.sleep(2)  # usually rank 0 has the same error, and with its end this process ends too
+            time.sleep(5)  # usually rank 0 has the same error, and with its end this process ends too
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
