@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from inspect import getsource
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -77,6 +77,7 @@ def draws_from_torch_alone(*parts: Any) -> bool:
 @cache
 def _names_random(module: ModuleType) -> bool:
     try:
-        return _NAMES_RANDOM.search(getsource(module)) is not None
-    except (OSError, TypeError):
+        file = Path(module.__file__ or "")  # not inspect.getsource, which keeps all sources in memory
+        return file.suffix != ".py" or _NAMES_RANDOM.search(file.read_text("utf-8", "ignore")) is not None
+    except (OSError, AttributeError):
         return True
