@@ -285,19 +285,11 @@ class Greedy(Drawing):
         return sample
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Greedy(),  # it does not matter how much earlier samples drew
-        ConcatDataset([Subset(Drawing(), range(5)), Subset(Drawing(), range(5, SIZE))]),
-        MapDataset(Drawing(), tuple),
-    ],
-)
-def test_datasets_of_all_kinds_draw_by_position(dataset):
-    assert take(make(dataset=dataset), 5) == take(make(), 5)
+def test_datasets_of_all_kinds_and_collating_draw_by_position_however_much_earlier_samples_drew():
+    expected = take(make(), 5)
+    for dataset in (Greedy(), ConcatDataset([Subset(Drawing(), range(5)), Subset(Drawing(), range(5, SIZE))])):
+        assert take(make(dataset=MapDataset(dataset, tuple)), 5) == expected
 
-
-def test_collating_draws_by_position_as_well():
     def collate(samples):
         return random.random(), np.random.random(), torch.rand(()).item()
 
@@ -458,28 +450,20 @@ def error_of(dataset, num_workers=1, **options):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
-    ("dataset", "kind", "text"),
+    ("dataset", "collate_fn", "kind", "text"),
     [
-        (Failing(unreadable), FileNotFoundError, "\nwhile loading sample 2 of Failing\n"),
-        (MapDataset(FailingFiles(unreadable), str), FileNotFoundError, "\nwhile loading scan_2.png\n"),
-        (Failing(end), RuntimeError, "StopIteration while loading sample 2 of Failing"),  # the data does not end
+        (Failing(unreadable), list, FileNotFoundError, "\nwhile loading sample 2 of Failing\n"),
+        (MapDataset(FailingFiles(unreadable), str), list, FileNotFoundError, "\nwhile loading scan_2.png\n"),
+        (Failing(end), list, RuntimeError, "StopIteration while loading sample 2 of Failing"),  # the data does not end
+        # errors that cannot be pickled; the loader would wait for the worker
+        (Failing(local_error), list, RuntimeError, "Local while loading sample 2 of Failing: is here"),
+        (Drawing(), local_error, RuntimeError, "Local while loading sample 3 of Drawing: is here"),
     ],
 )
-def test_an_error_of_a_sample_names_the_sample(num_workers, dataset, kind, text):
-    found = error_of(dataset, num_workers)
+def test_an_error_of_a_sample_names_the_sample_and_comes_at_once(num_workers, dataset, collate_fn, kind, text):
+    found = error_of(dataset, num_workers, collate_fn=collate_fn)
     assert found[0] is kind
     assert text in found[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [({"dataset": Failing(local_error)}, 2), ({"dataset": Drawing(), "collate_fn": local_error}, 3)],
-)
-def test_an_error_that_cannot_be_pickled_comes_at_once(options, place):
-    kind, text = error_of(**options)
-    assert kind is RuntimeError
-    assert f"local_error.<locals>.Local while loading sample {place} of" in text
-    assert "is here" in text
 
 
 def test_a_worker_that_ends_or_hangs_is_an_error_that_names_the_worker():

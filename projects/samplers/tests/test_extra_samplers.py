@@ -188,15 +188,6 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
     assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]
 
 
-def test_grouped_batches_go_on_from_a_state_of_larger_ones_at_their_own_size_and_lose_nothing():
-    groups = [0, 1, 0, 1, 0, 1, 0]
-    state = {"sampler": {"seed": 0, "position": 7}, "open": {1: [1, 3, 5]}, "world_size": 1}
-
-    small = GroupedBatchSampler(TrainingSampler(7, shuffle=False), groups, batch_size=2)
-    small.load_state_dict(state)
-    assert take(small, 6) == [[1, 3], [0, 2], [5, 1], [3, 5], [4, 6], [0, 2]]
-
-
 def test_short_epochs_go_on_with_the_subset_of_their_state():
     one, other = (LimitedSampler(RandomSubsetTrainingSampler(50, 0.5), 7) for _ in range(2))
     assert take(one, 30) != take(other, 30)

