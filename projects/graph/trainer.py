@@ -141,8 +141,9 @@ class GraphTrainer(SimpleTrainer):
         if self._recording is None:
             with self._beside():
                 return super().judge_gradients(losses)
-        if "judgement" in self._recording.replays:
-            _take_gradients(self._recording)
+        cut = "judgement" in self._recording.replays  # hooks have acted in after_backward
+        if cut and any(parameter.grad is not gradient for parameter, gradient in self._recording.gradients):
+            raise RuntimeError(f"a hook has exchanged a gradient in after_backward; change it in place, {ADVICE}")
         self._replay(self._recording, "judgement")
         return {}  # its values are among the losses'
 
@@ -337,20 +338,6 @@ def graph_trainer(
 ) -> SimpleTrainer:
     """The builder for SOLVER.TRAINER."""
     return make_step_trainer(cfg, model, data_loader, optimizer, outer=(GraphTrainer,))
-
-
-def _take_gradients(recording: _Recording) -> None:
-    """Copy gradients that a hook has replaced; gradients changed in place are used as they are."""
-    for parameter, gradient in recording.gradients:
-        if parameter.grad is gradient:
-            continue
-        if parameter.grad is None or gradient is None:
-            raise RuntimeError(
-                "a hook has removed or added a gradient in after_backward, which a recorded update does not notice; "
-                f"set it to zero instead, or set requires_grad, {ADVICE}"
-            )
-        gradient.copy_(parameter.grad)
-        parameter.grad = gradient
 
 
 class _RecordedLosses(Losses):

@@ -183,7 +183,7 @@ def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
         if trainer.iter == 5:
             trainer.model.last.bias.grad = None
 
-    with pytest.raises(RuntimeError, match=r"removed or added a gradient.*set it to zero.*SOLVER.GRAPH.ENABLED False"):
+    with pytest.raises(RuntimeError, match=r"exchanged a gradient.*in place.*SOLVER.GRAPH.ENABLED False"):
         make(RecordedTrainer, hooks=lambda _: [CallbackHook(after_backward=remove)]).train(0, 10)
 
 
