@@ -38,7 +38,7 @@ import torch._dynamo
 import torch.distributed.checkpoint  # what takes long to import is imported once, and each run of tests is a fork
 
 ROOT = Path(__file__).resolve().parents[1]
-EXACTNESS = ("tests/exactness/test_exactness.py",)
+THROUGH_ALL = ("tests/exactness/test_exactness.py", "tests/engine/test_step.py", "tests/engine/test_train_loop.py")
 LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "output", "build")  # of the copy
 OTHER: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -78,7 +78,7 @@ def mutants(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def files_testing(file: str) -> list[tuple[str, ...]]:
-    """The test file of a module, the exactness, the files beside it that name a part of it (all, if it has no own)."""
+    """Its own test file, those of whole runs, and those beside it that name a part of it (all, without an own one)."""
     path = ROOT / file
     folder = ROOT / "tests" / path.parent.relative_to(ROOT / "trainkit")
     while not (beside := sorted(folder.glob("test_*.py"))):
@@ -89,7 +89,7 @@ def files_testing(file: str) -> list[tuple[str, ...]]:
     own = [test for test in beside if test.name == f"test_{path.stem}.py"]
     naming = [test for test in beside if pattern.search(test.read_text())] if own else beside
     groups = [tuple(test.relative_to(ROOT).as_posix() for test in tests) for tests in (own, naming)]
-    return [group for group in (groups[0], EXACTNESS, groups[1]) if group]
+    return [group for group in (groups[0], THROUGH_ALL, groups[1]) if group]
 
 
 def run_pytest(copy: Path, tests: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.mutation import ROOT, changes, files_testing, mutants, mutated
+from tests.mutation import ROOT, THROUGH_ALL, changes, files_testing, mutants, mutated
 
 
 def test_an_operator_a_constant_a_branch_or_a_call_is_changed():
@@ -20,7 +20,7 @@ def test_a_mutant_is_another_program():
 
 
 def test_the_tests_of_a_module_are_its_own_and_those_that_name_it():
-    own, exactness, naming = files_testing("trainkit/data/loader.py")
-    assert (own, exactness) == (("tests/data/test_loader.py",), ("tests/exactness/test_exactness.py",))
+    own, through_all, naming = files_testing("trainkit/data/loader.py")
+    assert (own, through_all) == (("tests/data/test_loader.py",), THROUGH_ALL)
     assert {*own} < {*naming}
     assert files_testing("trainkit/utils/events/writers.py")  # of the folder above

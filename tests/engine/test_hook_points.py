@@ -13,7 +13,6 @@ from tests.utils.png import decode_png
 from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS
 from trainkit.engine.hooks import HOOK_REGISTRY, VISUALIZER_REGISTRY, CallbackHook
-from trainkit.evaluation import inference_on_dataset, observe_inference
 
 
 class Recorder(HookBase):
@@ -199,15 +198,6 @@ def test_a_run_that_is_resumed_between_two_epochs(tmp_path):
     assert recorder.take() == loaded + left + SECOND_EPOCH_BEGINS + SECOND_EPOCH_ENDS
 
 
-def test_the_same_trainer_goes_through_the_points_again(tmp_path):
-    trainer, recorder = default_trainer(tmp_path)
-
-    trainer.train()
-    assert recorder.take() == WHOLE_RUN
-    trainer.train(0, 4)
-    assert recorder.take() == WHOLE_RUN
-
-
 def test_a_run_that_fails_has_its_after_train_and_no_evaluation_behind_it(tmp_path):
     def fail(trainer):
         raise OSError("today")
@@ -327,25 +317,6 @@ def test_points_that_a_trainer_class_overrides_are_called_with_those_of_its_hook
     run.run()
     steps = ["before_eval_step", "after_eval_step"]
     assert run.points == ["after_load", "before_eval", *steps, *steps, "after_eval"]
-
-
-def test_an_evaluation_of_somebody_else_inside_an_evaluation_is_not_ours(tmp_path):
-    mine, others = Recorder(), Recorder()
-    trainer, other = DefaultTrainer(tiny_cfg(tmp_path / "a")), DefaultTrainer(tiny_cfg(tmp_path / "b"))
-    trainer.register_hooks([mine])
-    other.register_hooks([others])
-
-    with observe_inference(trainer, "val"):
-        with observe_inference(other, "test"):
-            inference_on_dataset(str, [1], None, name="teacher")
-        inference_on_dataset(str, [2], None, name="student")
-
-    def evaluated(phase, name, batch):
-        step = f"{phase} 0 {batch}"
-        begin, end = f"0 before_eval {phase} {name}", f"0 after_eval {phase} {name} "
-        return [begin, f"0 before_eval_step {step}", f"0 after_eval_step {step} {batch}", end]
-
-    assert (mine.take(), others.take()) == (evaluated("val", "student", 2), evaluated("test", "teacher", 1))
 
 
 # ---------------------------------------------------------------------- epochs

@@ -1,10 +1,7 @@
 """Runs of several processes by torchrun: on two nodes, restarted, resumed with another number of ranks."""
 
-import itertools
-import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +15,6 @@ from tests.engine.job import tiny_cfg
 from tests.exactness.machine import content
 from tests.forked import run_forked
 from trainkit.engine import DefaultTrainer, EvaluationRun, default_argument_parser, launch
-from trainkit.utils.env import seed_all_rng
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = "tests/engine/restarted_job.py"
@@ -51,35 +47,6 @@ def run_two(folder, *options, **hooks):
     arguments = default_argument_parser().parse_args(command((), folder, *options, **hooks)[1:])
     done = run_forked(lambda: launch(restarted_job.main, 1, args=(arguments,)), ROOT, num_ranks=2)
     return done.returncode, done.stdout + done.stderr
-
-
-def samples(folder, world_size):
-    """iteration -> those of each rank and micro-batch"""
-    found = {}
-    for rank in range(world_size):
-        for line in (folder / f"samples{rank}_of_{world_size}").read_text().splitlines():
-            iter, batches = json.loads(f"[{line.replace(' ', ', ', 1)}]")
-            found.setdefault(int(iter), []).extend(batches)
-    return found
-
-
-def flattened(samples):
-    """iteration -> all of them, in order of size"""
-    return {iter: sorted(itertools.chain(*batches)) for iter, batches in samples.items()}
-
-
-def train_alone(folder, *options, **hooks):
-    """In this process; the final weights."""
-    cfg = tiny_cfg(folder, *command((), folder, *options, **hooks)[1:])
-    seed_all_rng(cfg.SEED)
-    trainer = DefaultTrainer(cfg)
-    trainer.resume_or_load()
-    trainer.train()
-    return trainer.model.state_dict()
-
-
-def is_close(left, right):
-    return all(torch.allclose(left[name], right[name], rtol=0, atol=1e-6) for name in left)
 
 
 @pytest.fixture(scope="module")
@@ -125,28 +92,6 @@ def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_th
     assert begins(tmp_path) == [0, 0]
     assert not (tmp_path / "previous_2").exists()
     assert content(tmp_path) == whole
-
-
-@pytest.mark.slow
-def test_a_run_of_two_processes_goes_on_with_one_over_the_same_samples_to_the_same_weights(tmp_path):
-    model, notes = ("MODEL.NAME", "TinyMLP"), {"folder": str(tmp_path)}
-    of_two_ranks = (*model, "SOLVER.REFERENCE_WORLD_SIZE", "2")
-    folder = tmp_path / "run"
-    code, output = run_two(folder, *of_two_ranks, NoteSamples=notes, KillFirstStart={"iter": 7})
-    assert code == -signal.SIGKILL, output
-    weights = train_alone(folder, *of_two_ranks, NoteSamples=notes)
-    alone, of_two = samples(tmp_path, 1), samples(tmp_path, 2)
-    assert [len(batch) for batch in of_two[6]] == [4, 4]  # one of each rank
-    assert list(alone) == [5, 6, 7, 8, 9]
-    assert [len(batch) for batch in alone[6]] == [4, 4]  # one micro-batch behind the other
-
-    (tmp_path / "samples0_of_1").unlink()
-    never_stopped = train_alone(tmp_path / "never_stopped", *model, NoteSamples=notes)
-    expected = flattened(samples(tmp_path, 1))
-    assert flattened({**of_two, **alone}) == expected
-    assert is_close(weights, never_stopped)
-
-    assert not is_close(weights, train_alone(tmp_path / "other", *model, "SEED", "2"))
 
 
 @pytest.mark.slow

@@ -177,18 +177,6 @@ def test_a_run_that_has_finished_early_is_finished_by_the_resumed_one(point, ite
     assert (trainer.status, trainer.iter, trainer.max_iter) == ("finished", 3, 3)
 
 
-@pytest.mark.parametrize(("point", "iter"), [("after_step", 2), ("after_train", 3)])
-def test_a_larger_max_iter_moves_the_end_of_a_run_that_has_finished_early(point, iter):
-    save = SaveAt(point, iter)
-    trainer = Steps([finish_at(2), save])
-    trainer.train(0, 9)
-    steps = []
-    trainer = Steps(step=steps.append)
-    trainer.load_state_dict(save.state)
-    trainer.train(3, 10)
-    assert steps == [3, 4, 5, 6, 7, 8, 9]
-
-
 @pytest.mark.parametrize("stop_at", [2, 3])  # inside an epoch and at its end
 def test_a_run_that_is_stopped_before_it_has_done_anything_stands_where_it_stood(stop_at):
     whole = []
@@ -213,18 +201,6 @@ def test_a_run_that_is_stopped_before_it_has_done_anything_stands_where_it_stood
         ("before_step" if stop_at == 2 else "before_epoch", stop_at + 1),
         ("after_step" if stop_at == 2 else "before_step", stop_at + 1),
     ]
-
-
-def test_a_run_whose_end_has_been_moved_to_where_it_stands_does_no_iteration_more():
-    save = SaveAt("after_step", 1, BELOW)
-    job([], save).train(0, 6)
-    steps = []
-    trainer = Epochs(step=steps.append)
-    trainer.load_state_dict(save.state)
-    trainer.train(2, 2)
-    assert (steps, trainer.status, trainer.iter) == ([], "finished", 2)
-    trainer.train(2, 3)
-    assert steps == [2]
 
 
 # ---------------------------------------------------------------------- with a model
