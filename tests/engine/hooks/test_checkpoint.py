@@ -1,3 +1,4 @@
+import logging
 import math
 
 import fvcore.common.checkpoint
@@ -105,6 +106,12 @@ def test_a_run_that_ends_early_is_saved_under_the_name_of_its_end(finished, save
     recorder = Recorder()
     Steps([PeriodicCheckpointer(recorder, 2, save_last=save_last), stop_at(2, finished=finished)]).train(0, 9)
     assert recorder.saved == [("model_0000001", 1), *last]
+
+
+def test_a_run_without_a_config_says_once_that_its_steps_cannot_be_repeated(caplog):
+    with caplog.at_level(logging.INFO, logger="trainkit"):
+        Steps([PeriodicCheckpointer(Recorder(), 2)]).train(0, 4)
+    assert sum("its steps cannot be repeated later" in message for message in caplog.messages) == 1
 
 
 def test_a_run_that_fails_is_not_saved():

@@ -44,6 +44,8 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
         self._saved: tuple[int, int] | None = None  # the position of the run at the last save
         self._writing, self._failure = None, ""
+        if not hasattr(self.trainer, "cfg"):
+            logger.info("These checkpoints do not say how the run was started, so its steps cannot be repeated later")
 
     def after_step(self) -> None:
         if name := self.name_at(self.trainer.iter):
