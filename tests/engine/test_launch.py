@@ -49,7 +49,7 @@ def _stop_by(signum, to_launcher, folder):
     (folder / f"rank{comm.get_rank()}").write_text(f"{iter} {stop.reason}")
     if stop.signum == signal.SIGINT:
         raise KeyboardInterrupt
-    sys.exit(stop.exit_code)
+    sys.exit(128 + stop.signum)
 
 
 def _hear_sigterm(folder):

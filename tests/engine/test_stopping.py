@@ -131,9 +131,9 @@ def test_of_nested_ones_the_innermost_takes_the_signal():
 # ---------------------------------------------------------------------- two ranks
 
 
-def run(stops, requests):
+def run(stops, requests, period=20):
     """Steps with requests in them, iter -> arguments: (the last iteration, what ended the run)."""
-    stops.reset()
+    stops.reset(period)
     with stops.listening():
         for iter in range(60):
             if iter in requests:
@@ -151,13 +151,13 @@ def on_rank(number, rank, requests):
 def ask_rank_1(rank, folder):
     """(check_period, step of the request on rank 1) -> last step."""
     cases = [(20, 3), (20, 10), (20, 11), (5, 4), (5, 5), (3, 3), (2, 3), (1, 3)]
-    return {(period, at): run(StopRequests(period), on_rank(1, rank, {at: ("enough",)})) for period, at in cases}
+    return {(period, at): run(StopRequests(), on_rank(1, rank, {at: ("enough",)}), period) for period, at in cases}
 
 
 def ask_rank_0_at_each_step(rank, folder):
     """check_period -> how many steps behind the request the run ends, for each step."""
     return {
-        period: [run(StopRequests(period), on_rank(0, rank, {at: ("enough",)}))[0] - at for at in range(period)]
+        period: [run(StopRequests(), on_rank(0, rank, {at: ("enough",)}), period)[0] - at for at in range(period)]
         for period in range(1, 8)
     }
 
@@ -173,20 +173,20 @@ def ask_both(rank, folder):
 
 
 def agree_between_the_steps(rank, folder):
-    stops = StopRequests(20)
-    stops.reset()
+    stops = StopRequests()
+    stops.reset(20)
     found = [stops.agreed(0), stops.agreed(1)]
     if rank == 1:
         stops.request("enough")
     found += [stops.pending, stops.agree_now(), stops.agreed(2)]
-    stops.reset()
+    stops.reset(20)
     return [*found, stops.pending, stops.agree_now()]
 
 
 def one_rank_is_ahead(rank, folder):
     """Rank 0 goes through steps that rank 1 starts only when it is told that rank 0 has left them."""
-    stops = StopRequests(20)
-    stops.reset()
+    stops = StopRequests()
+    stops.reset(20)
     if rank == 1:
         dist.recv(torch.zeros(1), src=0)
     found = [stops.agreed(iter) for iter in range(10)]
@@ -197,8 +197,8 @@ def one_rank_is_ahead(rank, folder):
 
 def leave_without_an_error(rank, folder):
     """Whether rank 1 had come to the exchange that is under way when rank 0 has left."""
-    stops, reached = StopRequests(20), os.path.join(folder, "reached")
-    stops.reset()
+    stops, reached = StopRequests(), os.path.join(folder, "reached")
+    stops.reset(20)
     if rank == 1:
         dist.recv(torch.zeros(1), src=0)
         open(reached, "x").close()
@@ -211,8 +211,8 @@ def leave_without_an_error(rank, folder):
 
 def leave_by_an_error(rank, folder):
     """Rank 1 starts the exchange that is under way only when it is told that rank 0 has left."""
-    stops = StopRequests(20)
-    stops.reset()
+    stops = StopRequests()
+    stops.reset(20)
     if rank == 1:
         dist.recv(torch.zeros(1), src=0)
         return stops.agreed(0)
