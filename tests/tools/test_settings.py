@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from projects.digits import DigitsCNN, DigitsTransform, load_split
 from tests.tools.digits_hooks import first_scan
-from tests.tools.digits_run import MAX_ITER, Run, in_one_piece, in_pieces
+from tests.tools.digits_run import MAX_ITER, Run, evaluate, in_one_piece, in_pieces
 from tests.utils.png import decode_png
 from trainkit.checkpoint.format import make_format
 
@@ -304,3 +304,18 @@ def is_seen(holds, run):
 
 def test_a_stream_without_epochs_is_trained(tmp_path):
     assert len(in_one_piece(tmp_path, *OURS, "DATASETS.TRAIN", ["digits_stream"]).metric("total_loss")) == MAX_ITER
+
+
+def test_eval_only_gives_the_results_of_the_end_of_training_for_both_weights(tmp_path):
+    def evaluated(how, *options):
+        hooks = [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": how}] if how else []
+        return evaluate(tmp_path, *SMALL, "HOOKS", hooks, *options)
+
+    run = in_one_piece(tmp_path, *SMALL, "HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"}])
+    names = "total_loss", "loss_cls"
+    averaged = {name: run.metric(f"test/loss/{name}")[12] for name in names}
+    raw = {name: run.metric(f"test/raw/loss/{name}")[12] for name in names}
+    assert averaged != raw
+    assert evaluated("both") == {"loss": averaged, "raw": {"loss": raw}}
+    assert evaluated("ema", "MODEL.WEIGHTS", tmp_path / "model_final.pth") == {"loss": averaged}
+    assert evaluated("raw") == evaluated("") == {"loss": raw}

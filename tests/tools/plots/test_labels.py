@@ -36,14 +36,6 @@ def test_no_mark_of_a_test_result_hides_another(place):
     assert all(0 < x < 1 for x, _ in tests)
 
 
-def test_the_best_value_of_all_runs_is_written_at_its_first_place(place):
-    _, marks, (label,) = place(evaluated([80.0, 88.0]), evaluated([70.0, 95.25, 95.25], test=99.0))
-
-    assert (label.text, label.curve.runs) == ("best 95.25 after 20", (1,))
-    assert label.mark == marks[1][1]
-    assert 0 <= label.left < label.right <= 1
-
-
 def test_texts_of_several_metrics_do_not_overlap_and_a_metric_without_a_known_mode_has_none(place):
     rows = [
         {"iteration": i, "t/top1": 90.0 + i % 3, "t/acc": 90.5 + i % 3, "t/map": 89.9 + i % 3, "t/speed": 70.0 + i}
