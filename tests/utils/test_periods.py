@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainkit.utils.periods import check_period, is_due, is_last, is_nth, periods_done, whole_or_rounded
+from trainkit.utils.periods import check_period, is_due, is_last, is_nth, next_due, periods_done, whole_or_rounded
 
 
 def test_a_period_ends_at_its_multiples():
@@ -61,3 +61,10 @@ def test_the_length_of_an_epoch_is_an_int_for_everybody_and_as_a_period_it_does_
     assert [done for done in range(1, 12) if is_nth(done, length)] == [3, 7, 10]
     assert copy.deepcopy(length).exact == pickle.loads(pickle.dumps(length)).exact == Fraction(10, 3)
     assert whole_or_rounded(Fraction(1, 3)) == 1
+
+
+@pytest.mark.parametrize("period", [0, 1, 3, 4, whole_or_rounded(Fraction(10, 3))])
+def test_a_hook_is_next_due_where_it_is_due_or_after_the_run(period):
+    for done in range(10):
+        due = [iter + 1 for iter in range(done, 10) if is_due(trainer_at(iter), period)]
+        assert next_due(trainer_at(done), done, period) == (due[0] if due else 10)
