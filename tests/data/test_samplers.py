@@ -109,3 +109,15 @@ def test_an_empty_dataset_is_refused(sampler):
     with pytest.raises(ValueError, match="size must be >= 1 sample, got 0"):
         sampler(0)
     assert next(iter(sampler(1))) == 0
+
+
+def test_a_subclass_may_give_the_stream_of_all_ranks(as_rank):
+    class Counting(TrainingSampler):
+        def _infinite_indices(self):
+            yield from range(self.start, 14)
+
+    as_rank(1, 3)
+    sampler = Counting(5, seed=1)
+    assert [*sampler] == [1, 4, 7, 10, 13]
+    sampler.set_position(6)
+    assert [*sampler] == [7, 10, 13]

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -44,10 +43,6 @@ class InfiniteSampler(Sampler[int]):
         self.world_size = comm.get_data_world_size()
         self.start = 0
 
-    _seed = property(attrgetter("seed"))  # detectron2's names, which subclasses use
-    _rank = property(attrgetter("rank"))
-    _world_size = property(attrgetter("world_size"))
-
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         raise NotImplementedError
 
@@ -72,19 +67,15 @@ class InfiniteSampler(Sampler[int]):
         return divmod(position, self.samples_per_epoch)
 
     def _infinite_indices(self) -> Iterator[int]:
-        """The stream; if a subclass overrides this, as for detectron2, positions are reached by iterating."""
-        return self._indices_from(0, 0)
-
-    def _indices_from(self, epoch: int, offset: int) -> Iterator[int]:
+        """The stream of all ranks from ``start`` on; a subclass may override this, as for detectron2."""
+        epoch, offset = self.locate(self.start)
         for later in count(epoch):
             for block in self.epoch_indices(later)[offset:].split(_BLOCK):
                 yield from block.tolist()
             offset = 0
 
     def __iter__(self) -> Iterator[int]:
-        if type(self)._infinite_indices is not InfiniteSampler._infinite_indices:
-            return islice(self._infinite_indices(), self.start + self.rank, None, self.world_size)
-        return islice(self._indices_from(*self.locate(self.start)), self.rank, None, self.world_size)
+        return islice(self._infinite_indices(), self.rank, None, self.world_size)
 
 
 class TrainingSampler(InfiniteSampler):
