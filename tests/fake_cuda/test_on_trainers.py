@@ -24,12 +24,18 @@ from trainkit.engine.hooks import CallbackHook, MemorySnapshot
 from trainkit.utils.env import get_rng_state, set_rng_state
 
 HOOKS = [{"NAME": "EMAHook"}, {"NAME": "RuntimeInfo"}]
+SKIP = ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.ACCUMULATION_STEPS", 2)
 FUSED = ("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.FUSED", True, "SOLVER.BASE_LR", 0.01)
 SETTINGS = {
     "SimpleTrainer": (),
     "AMPTrainer float16": ("SOLVER.AMP.ENABLED", True),
     "AMPTrainer bfloat16": ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"),
-    "skip and accumulation": ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.ACCUMULATION_STEPS", 2),
+    "skip and accumulation": SKIP,
+    "all together": (
+        *SKIP,
+        *("SOLVER.AMP.ENABLED", True),
+        *("SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "norm"),
+    ),
 }
 
 

@@ -444,9 +444,6 @@ def test_a_config_with_a_graph_gives_the_same_run(tmp_path, cpu_recorders, amp):
     assert [(recorder.num_recorded, recorder.num_replays) for recorder in cpu_recorders] == [(1, 7)]
 
 
-# ---------------------------------------------------------------------- the double of a CUDA graph
-
-
 # ---------------------------------------------------------------------- on CUDA
 
 
