@@ -10,7 +10,9 @@ from tests.fake_cuda import device
 from tests.fake_cuda.test_on_trainers import SETTINGS, train
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.format import make_format
+from trainkit.checkpoint.ranks import gather_rank_states
 from trainkit.engine.hooks import CallbackHook
+from trainkit.utils import comm
 from trainkit.utils.events.worker import Numbers
 
 LONG = ("SOLVER.MAX_ITER", 60, "SOLVER.CHECKPOINT_PERIOD", 30, "TEST.EVAL_PERIOD", 0, "LOG.PERIOD", 5)
@@ -72,6 +74,16 @@ def test_a_staged_save_waits_once_for_all_tensors(name, is_one, tmp_path):
     assert (len(device.waits) == 1) == is_one
     saved = read_file(tmp_path / "model.pth")["model"]
     assert all(torch.equal(value, torch.full((100,), float(name))) for name, value in saved.items())
+
+
+@needs_cuda
+def test_what_ranks_do_not_share_is_copied_to_the_host_once(monkeypatch):
+    monkeypatch.setattr(comm, "broadcast", lambda digests: {})  # rank 0 has other values
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)).cuda()
+    state = {"model": model.state_dict()}
+    device.waits.clear()
+    [part] = gather_rank_states(state, model, {})
+    assert len(device.waits) == len(part["model"]) == len([*model.buffers()])
 
 
 @needs_cuda

@@ -38,9 +38,10 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
         return tensors[path]
 
     mine = plain_state(mine, take=keep)
-    digests = {path: digest_of(tensor) for path, tensor in tensors.items()}
+    on_host = {path: tensor if tensor.is_meta else tensor.cpu() for path, tensor in tensors.items()}
+    digests = {path: digest_of(tensor) for path, tensor in on_host.items()}
     known, same = comm.broadcast(digests), torch.empty(0, device="meta")
-    mine = plain_state(mine, take=lambda x, path: same if known.get(path) == digests[path] else x.cpu())
+    mine = plain_state(mine, take=lambda x, path: same if known.get(path) == digests[path] else on_host[path])
     parts = comm.gather(mine)[:: comm.get_data_group_size()]
     return [plain_state(part, take=lambda x, path: tensors[path] if x.is_meta else x) for part in parts]
 
