@@ -23,7 +23,7 @@ from trainkit.projects.replay.origin import (
     table_of,
 )
 
-from trainkit.checkpoint.file import plain_state, write_file
+from trainkit.checkpoint.file import ordinary, plain_state, write_file
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils import comm
@@ -155,7 +155,8 @@ def _contents(trainer: Any, error: Exception, command: str, is_whole: bool) -> d
     batches, losses = list[Any](), dict[str, Any]()
     if is_whole:
         with contextlib.suppress(RuntimeError, TypeError):  # there is no batch yet, or a file cannot hold it
-            batches.append(plain_state(trainer.batch))
+            # copies: a file would hold the whole memory of a tensor of which a sample is a part
+            batches.append(plain_state(trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone()))
             losses = trainer.losses
     state = trainer.state_dict()
     state["_trainer"]["optimizer"] = {**state["_trainer"]["optimizer"], "state": {}}

@@ -145,6 +145,18 @@ def test_losses_and_gradients_are_seen_if_a_hook_fails_after_the_backward_pass(t
     assert {"layers.0.weight", "layers.4.bias"} <= found.gradients.keys()
 
 
+def test_a_capsule_holds_only_the_part_of_a_tensor_that_is_in_the_batch(tmp_path):
+    class AddPart(HookBase):
+        def after_backward(self):
+            self.trainer.batch["part"] = torch.zeros(1_000_000)[:1]
+
+    failed(Job(tmp_path, make_hooks=lambda: [AddPart(), FailAt(3, KeyError("mine"))]), KeyError)
+
+    (batch,) = read_file(tmp_path / "capsule.rank0.pt")["capsule"]["batches"]
+    assert batch["part"].tolist() == [0.0]
+    assert (tmp_path / "capsule.rank0.pt").stat().st_size < 1_000_000
+
+
 def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_at_the_checkpoint(tmp_path):
     failed(Job(tmp_path, make_hooks=lambda: [FailAt(7, KeyError("once"))]), KeyError)
 
