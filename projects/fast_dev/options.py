@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _FOLDER = "fast_dev_run"
 _SETTINGS = {
     "SOLVER": {"MAX_ITER": 6, "STEPS": (), "WARMUP_ITERS": 1, "SCHEDULES": [], "CHECKPOINT_PERIOD": 3},
-    "CHECKPOINT": {"DIR": "", "START": 0},
+    "CHECKPOINT": {"DIR": ""},
     "TEST": {"EVAL_PERIOD": 3, "EVAL_AT_START": True, "MAX_BATCHES": 2, "EXPECTED_RESULTS": []},
     "LOG": {"PERIOD": 1},
 }

@@ -164,6 +164,9 @@ def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog)
     assert cfg == {"A": 1}
     with pytest.raises(KeyError, match="A"):
         cfg.merge_from_list(["B", "1"])
+    before = get_cfg()
+    before.merge_from_list(["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"])  # of an earlier version
+    assert "KEEP" not in before.MODEL.ACTIVATION_CHECKPOINT
 
 
 def test_a_config_survives_a_dump_and_a_load(tmp_path):

@@ -150,16 +150,14 @@ ACCEPTED: dict[Any, str] = {
 """An interval of numbers, or values -> the keys that accept them, see `trainkit.config.checks.check_accepted`."""
 
 
+_DROPPED = ("CHECKPOINT.START", "EARLY_STOPPING.THRESHOLD", "LOG.EVAL_AXIS", "MODEL.ACTIVATION_CHECKPOINT.KEEP")
+_DROPPED += ("TEST.EVAL_START", "TEST.PERSISTENT_WORKERS")  # config files of earlier versions have these keys
+
+
 def get_cfg() -> CN:
     """A new copy of the defaults, which you may change."""
     cfg = _C.clone()
-    for key in (
-        "CHECKPOINT.START",
-        "LOG.EVAL_AXIS",
-        "TEST.EVAL_START",
-        "TEST.PERSISTENT_WORKERS",
-        "EARLY_STOPPING.THRESHOLD",
-    ):
-        cfg.register_deprecated_key(key)  # config files of earlier versions have it
+    for key in _DROPPED:
+        cfg.register_deprecated_key(key)
     mark_keys_of_projects(cfg)
     return cfg
