@@ -53,7 +53,7 @@ def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
         for key, part in parts[comm.get_data_rank()].items():
             if isinstance(state.get(key), dict):
                 state[key].update(part)
-    elif parts is None and num > 1:
+    elif parts is None and num > 1 and (state.get("trainer") or {}).get("world_size", num) == num:
         _logger.warning("'%s' holds no states of several ranks; each takes those of rank 0", path)
 
 
