@@ -93,7 +93,7 @@ def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.SCHEDULES = iters, (), 0, []
     cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.SAVE_LAST = 0, False
     cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.PUBLISH, cfg.EARLY_STOPPING.METRIC = "", "", ""
-    cfg.CHECKPOINT.BEST_TO_KEEP = 1
+    cfg.EARLY_STOPPING.THRESHOLD, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
     cfg.DATASETS.VAL, cfg.DATASETS.TEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_AT_START = (), (), 0, False
     cfg.TEST.EXPECTED_RESULTS, cfg.TEST.PRECISE_BN.ENABLED = [], False
     # the test needs the loss of each step

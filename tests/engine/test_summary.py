@@ -58,9 +58,9 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, caplog, actio
 
 
 def test_a_run_that_has_finished_early_says_why_and_of_how_many_iterations(tmp_path, caplog):
-    early = ["EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.PATIENCE", 1, "TEST.EVAL_PERIOD", 3]
-    end, *_ = summary(tmp_path, caplog, *early, "EARLY_STOPPING.MIN_DELTA", 1000.0)
-    assert end.startswith("The run has finished after 6 of 10 iterations, early: classification/top1 has not been bet")
+    early = ["EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", 1.0, "TEST.EVAL_PERIOD", 3]
+    end, *_ = summary(tmp_path, caplog, *early)
+    assert end.startswith("The run has finished after 3 of 10 iterations, early: classification/top1 is ")
 
 
 def test_a_run_that_never_started_says_nothing(tmp_path, caplog):

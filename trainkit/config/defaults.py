@@ -117,6 +117,7 @@ _C.EARLY_STOPPING.METRIC = ""  # Such as "classification/top1". "": no early sto
 _C.EARLY_STOPPING.MODE = "auto"  # "max": larger values are better. "min": smaller. "auto": by the metric's name.
 _C.EARLY_STOPPING.PATIENCE = 3  # Stop after this many evaluations without an improvement of more than MIN_DELTA.
 _C.EARLY_STOPPING.MIN_DELTA = 0.0  # A smaller improvement does not count.
+_C.EARLY_STOPPING.THRESHOLD = None  # A number: also stop as soon as METRIC is better than it.
 
 _C.LOG = CN()
 _C.LOG.PERIOD = 20  # The number of iterations from one call of the writers to the next.
@@ -139,6 +140,7 @@ ACCEPTED: dict[Any, str] = {
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
+    "(-inf, inf)": "EARLY_STOPPING.THRESHOLD",
     ("auto", "max", "min"): "CHECKPOINT.BEST_MODE EARLY_STOPPING.MODE",
     ("", "highest", "high", "medium"): "FLOAT32_PRECISION",
     ("DEBUG", "INFO", "WARNING", "ERROR"): "LOG.LEVEL",

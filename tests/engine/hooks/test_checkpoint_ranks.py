@@ -36,9 +36,13 @@ def _train(folder, values, **early):
 def _main(rank, folder):
     mine = Path(folder, str(rank))
 
-    trainer = _train(mine / "patience", [1, 2, 1, 1, 5], patience=2)
-    assert (trainer.status, trainer.iter, trainer.max_iter) == ("finished", 8, 8)
-    # what rank 0 alone has written
+    for name, values, early, expected in (
+        ("threshold", [1, 2, 3, 4], {"threshold": 2.5}, 6),
+        ("patience", [1, 2, 1, 1, 5], {"patience": 2}, 8),
+    ):
+        trainer = _train(mine / name, values, **early)
+        assert (trainer.status, trainer.iter, trainer.max_iter) == ("finished", expected, expected)
+    # of three runs, what rank 0 alone has written
     assert mine.exists() == (rank == 0)
     distributed.barrier()
 
@@ -77,5 +81,5 @@ def fail_on_rank_0(rank, folder, save_format=""):
 def test_rank_0_writes_and_all_ranks_stop_or_fail_together(tmp_path):
     assert on_two_ranks([_main, fail_on_rank_0], tmp_path) == {"_main": [None, None], "fail_on_rank_0": [None, None]}
 
-    names = sorted(os.listdir(tmp_path / "0" / "patience"))
-    assert names == ["last_checkpoint", "model_0000007.pth", "model_best.pth", "model_final.pth"]
+    names = sorted(os.listdir(tmp_path / "0" / "threshold"))
+    assert names == ["last_checkpoint", "model_0000005.pth", "model_best.pth", "model_final.pth"]

@@ -27,17 +27,20 @@ def run(values, max_iter=40, **kwargs):
         ([1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0], {"patience": 2, "min_delta": 0.25}, (14, 7)),
         ([2.0, 1.75, 1.25, 1.0, 1.125], {"patience": 2, "min_delta": 0.5, "mode": "min"}, (10, 5)),
         ([1, 2, 1, 1], {"mode": "auto", "patience": 2}, (8, 4)),
+        ([1, 2, 2.5, 3, 4], {"threshold": 2.5}, (8, 4)),  # to reach it is not enough
+        ([3, 2, 1, 0], {"threshold": 1.5, "mode": "min"}, (6, 3)),
+        ([math.inf, math.nan, 1, 3], {"threshold": 2.5}, (8, 4)),
+        ([1, 1, 1, 5], {"threshold": 2.5, "patience": 2}, (6, 3)),
     ],
 )
-def test_it_stops_after_evaluations_without_a_better_value(values, kwargs, expected):
+def test_it_stops_after_evaluations_without_a_better_value_or_past_a_threshold(values, kwargs, expected):
     assert run(values, **kwargs) == expected
 
 
 def test_the_log_says_why_it_stopped(caplog):
     caplog.set_level("INFO")
-    run([3, 3], patience=1)
-    reason = "top1 has not been better than 3.0 (iteration 1) in 1 evaluations"
-    assert f"Stopped after 4 of 40 iterations: {reason}" in caplog.messages
+    run([3], threshold=2)
+    assert "Stopped after 2 of 40 iterations: top1 is 3.0, which is better than the threshold 2" in caplog.messages
 
 
 def test_an_evaluation_counts_once_however_often_it_is_looked_at():

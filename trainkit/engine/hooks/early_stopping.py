@@ -1,5 +1,7 @@
 """Stop when a metric no longer improves."""
 
+import math
+
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 
@@ -9,6 +11,9 @@ class EarlyStopping(MetricHook):
     """Finish the run after ``patience`` evaluations in a row without a new best value of ``val_metric``.
 
     The final evaluation runs and ``model_final`` is written. For other arguments see `MetricHook`.
+
+    Args:
+        threshold: also finish when a value is better than this threshold.
     """
 
     priority = SAVE_POINT + 3
@@ -16,6 +21,7 @@ class EarlyStopping(MetricHook):
         *MetricHook.config_keys,
         *(("val_metric", "EARLY_STOPPING.METRIC"), ("mode", "EARLY_STOPPING.MODE")),
         *(("patience", "EARLY_STOPPING.PATIENCE"), ("min_delta", "EARLY_STOPPING.MIN_DELTA")),
+        ("threshold", "EARLY_STOPPING.THRESHOLD"),
     )
 
     def __init__(
@@ -25,18 +31,23 @@ class EarlyStopping(MetricHook):
         mode: Mode = "max",
         patience: int = 3,
         min_delta: float = 0.0,
+        *,
+        threshold: float | None = None,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, min_delta)
         if eval_period < 1 or patience < 1:
             raise ValueError(f"eval_period and patience must be >= 1, got {eval_period!r} and {patience!r}")
-        self._patience = patience
+        self._patience, self._threshold = patience, threshold
 
     def judge(self, value: float) -> str:
         """Why the run ends; "": it goes on."""
+        metric = self.monitored_metric
+        if self._threshold is not None and math.isfinite(value) and self.is_better(value, self._threshold):
+            return f"{metric} is {value}, which is better than the threshold {self._threshold}"
         if self.not_better < self._patience:
             return ""
         best = f"{self.best} (iteration {self.best_iter})"
-        return f"{self.monitored_metric} has not been better than {best} in {self.not_better} evaluations"
+        return f"{metric} has not been better than {best} in {self.not_better} evaluations"
 
     def act(self, decision: str) -> None:
         self.trainer.request_stop(decision, finished=True)

@@ -102,7 +102,7 @@ class MetricHook(PeriodicHook):
         if iter == self._seen_iter:
             return None
         self._seen_iter = iter
-        if math.isfinite(value) and (self.best is None or self._sign * value > self._sign * self.bound(self.best)):
+        if math.isfinite(value) and (self.best is None or self.is_better(value, self.bound(self.best))):
             self.best, self.best_iter, self.not_better = value, iter, 0
         else:
             self.not_better += 1
@@ -111,6 +111,9 @@ class MetricHook(PeriodicHook):
     def bound(self, best: float) -> float:
         """A value is better than ``best`` if it is better than this."""
         return best + self._sign * self._min_delta
+
+    def is_better(self, value: float, than: float) -> bool:
+        return self._sign * value > self._sign * than
 
     def state_dict(self) -> dict[str, Any]:
         return {"metric": self.monitored_metric, "mode": self.mode, **super().state_dict()}
