@@ -91,7 +91,7 @@ def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
     cfg.defrost()
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.LOG.WRITERS = folder, "", []
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.SCHEDULES = iters, (), 0, []
-    cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.SAVE_LAST = 0, False
+    cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START, cfg.CHECKPOINT.SAVE_LAST = 0, 0, False
     cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.PUBLISH, cfg.EARLY_STOPPING.METRIC = "", "", ""
     cfg.EARLY_STOPPING.THRESHOLD, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
     cfg.DATASETS.VAL, cfg.DATASETS.TEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_AT_START = (), (), 0, False

@@ -28,6 +28,7 @@ def run(folder, iterations, checkpointer=None, **kwargs):
         ({"period": 2}, ["model_0000001", "model_0000003", "model_0000005"]),
         ({"period": 0, "max_iter": 6}, ["model_final"]),
         ({"period": 2, "max_iter": 6, "save_last": False}, ["model_0000001", "model_0000003", "model_0000005"]),
+        ({"period": 2, "start": 3}, ["model_0000002", "model_0000004"]),  # the period counts from there
         ({"period": 2, "max_iter": 7, "max_to_keep": 2}, ["model_0000003", "model_0000005", "model_final"]),
         ({"period": 2, "max_iter": 6, "max_to_keep": 2}, ["model_0000003", "model_final"]),
     ],

@@ -62,7 +62,7 @@ def test_a_value_that_no_run_can_use_is_named_with_what_is_accepted(key, value, 
     "options",
     [
         ["SOLVER.MAX_ITER", 2**63 - 1],
-        ["SOLVER.MAX_ITER", "3ep", "SOLVER.CHECKPOINT_PERIOD", "1ep"],
+        ["SOLVER.MAX_ITER", "3ep", "CHECKPOINT.START", "1ep"],
         ["SOLVER.CLIP_GRADIENTS.CLIP_VALUE", INF, "SOLVER.MOMENTUM", 1.0, "SOLVER.WEIGHT_DECAY_BIAS", None],
         ["CHECKPOINT.BEST_METRIC", ["a/b", "c"], "CHECKPOINT.MAX_TO_KEEP", 1, "CHECKPOINT.PUBLISH", "ema"],
         ["TEST.EXPECTED_RESULTS", [["a", "b", 1.0, 0.1]], "EARLY_STOPPING.THRESHOLD", 99.5],

@@ -77,12 +77,13 @@ def test_every_boundary_of_epochs_is_rounded_by_itself_so_that_no_error_adds_up(
 
 def test_a_period_in_epochs_ends_where_the_epochs_end():
     cfg = get_cfg()
-    cfg.merge_from_list(["TEST.EVAL_PERIOD", "1ep", "LOG.PERIOD", "2ep"])
+    cfg.merge_from_list(["TEST.EVAL_PERIOD", "1ep", "CHECKPOINT.START", "2ep"])
     cfg.HOOKS = [{"NAME": "A", "PERIOD": "2ep"}]
     cfg.SOLVER.SCHEDULES = [{"NAME": "Step", "STEP_SIZE": "1ep"}, {"NAME": "CosineRestarts", "PERIODS": ["1ep"] * 6}]
     resolved = resolve_lengths(cfg, Fraction(4, 3)).clone()  # boundaries 1, 3, 4, 5, 7, 8
-    period, twice = resolved.TEST.EVAL_PERIOD, resolved.LOG.PERIOD
+    period, start = resolved.TEST.EVAL_PERIOD, resolved.CHECKPOINT.START
     assert [done for done in range(9) if is_nth(done, period)] == [1, 3, 4, 5, 7, 8]
+    assert [done for done in range(9) if is_nth(done, period, start)] == [3, 4, 5, 7, 8]
     assert [done for done in range(9) if is_nth(done, resolved.HOOKS[0]["PERIOD"])] == [3, 5, 8]
     step, restarts = (build_schedule([entry], 8, "here") for entry in resolved.SOLVER.SCHEDULES)
     assert [step(t, 1.0) for t in range(9)] == pytest.approx([0.1**n for n in (0, 1, 1, 2, 3, 4, 4, 5, 5)])
@@ -90,4 +91,4 @@ def test_a_period_in_epochs_ends_where_the_epochs_end():
 
     other = get_cfg()
     other.merge_from_other_cfg(load_yaml(resolved.dump(), "here"))  # as whole numbers
-    assert (period, twice, type(other.TEST.EVAL_PERIOD)) == (1, 3, int)
+    assert (period, start, type(other.TEST.EVAL_PERIOD)) == (1, 3, int)

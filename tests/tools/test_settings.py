@@ -210,7 +210,7 @@ JOBS = {
             *("CHECKPOINT.BEST_METRIC", LOSS, "CHECKPOINT.BEST_TO_KEEP", 2, "CHECKPOINT.BEST_MODE", "max"),
             *("EARLY_STOPPING.METRIC", LOSS, "EARLY_STOPPING.MODE", "max", "EARLY_STOPPING.PATIENCE", 2),
             *("LOG.WRITERS", ["console", "json", "tensorboard"], "CHECKPOINT.PUBLISH", "model"),
-            *("CHECKPOINT.PUBLISH_FORMAT", "safetensors", "CHECKPOINT.MAX_TO_KEEP", 1),
+            *("CHECKPOINT.PUBLISH_FORMAT", "safetensors", "CHECKPOINT.MAX_TO_KEEP", 1, "CHECKPOINT.START", 1),
         ],
         {
             "period, start and stop": metric_at(LOSS, 0, 2, 4, 5, 8),

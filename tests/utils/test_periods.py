@@ -10,9 +10,16 @@ import pytest
 from trainkit.utils.periods import check_period, is_due, is_last, is_nth, next_due, periods_done, whole_or_rounded
 
 
-def test_a_period_ends_at_its_multiples():
-    cases = [(done, n) for done in range(30) for n in range(-1, 8)]
-    assert [is_nth(*case) for case in cases] == [done > 0 and n > 0 and done % n == 0 for done, n in cases]
+def every_n(done, n, start=0):
+    """The rule that OpenMMLab states for epochs and iterations, counted from 1; what comes first is never the 0th."""
+    return n > 0 and done - start >= 0 and (done - start) % n == 0
+
+
+def test_the_rule_is_that_of_openmmlab_for_every_period_and_offset():
+    cases = [(done, n, start) for done in range(1, 30) for n in range(-1, 8) for start in range(12)]
+
+    assert [is_nth(*case) for case in cases] == [every_n(*case) for case in cases]
+    assert [is_nth(*case) for case in cases] != [every_n(done, n, start + 1) for done, n, start in cases]
 
 
 def trainer_at(iter, max_iter=10, iters_per_epoch=3):
@@ -28,14 +35,18 @@ def test_an_iteration_is_counted_from_0_and_is_due_when_it_is_the_last_of_a_peri
     assert iters_in_which(lambda trainer: is_due(trainer, 4)) == [3, 7]
     assert iters_in_which(lambda trainer: is_due(trainer, 4, or_last=True)) == [3, 7, 9]
     assert iters_in_which(lambda trainer: is_due(trainer, 5, or_last=True)) == [4, 9]
+    assert iters_in_which(lambda trainer: is_due(trainer, 2, offset=5)) == [4, 6, 8]
+    assert iters_in_which(lambda trainer: is_due(trainer, 2, offset=5, or_last=True)) == [4, 6, 8, 9]
     assert iters_in_which(lambda trainer: is_due(trainer, 0)) == []
     assert iters_in_which(lambda trainer: is_due(trainer, 0, or_last=True)) == [9]
 
 
 @pytest.mark.parametrize("per_epoch", [Fraction(4, 3), Fraction(5, 2), Fraction(341, 399), Fraction(1, 3), Fraction(7)])
-def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch):
-    ends = {round(n * per_epoch) for n in range(1, 400)} - {0}
-    assert {done for done in range(100) if is_nth(done, per_epoch)} == {end for end in ends if end < 100}
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch, offset):
+    offset *= per_epoch
+    ends = {round(offset + n * per_epoch) for n in range(0 if offset else 1, 400)} - {0}
+    assert {done for done in range(100) if is_nth(done, per_epoch, offset)} == {end for end in ends if end < 100}
     starts = [0, *(max(1, round(n * per_epoch)) for n in range(1, 400))]
     assert [trainer_at(iter, iters_per_epoch=per_epoch).epoch for iter in range(100)] == [
         max(n for n, start in enumerate(starts) if start <= iter) for iter in range(100)

@@ -22,6 +22,7 @@ class PeriodicCheckpointer:
         period: in iterations; 0: only at the end.
         max_to_keep: number of periodic saves to keep; None: all. Older ones, also of an earlier process, are removed
             after the new one is on the disk; final and best files never. A final file counts if a periodic save is due.
+        start: number of iterations before the first periodic save; 0: one ``period``. The period counts from there.
         save_last: whether to write a final file.
     """
 
@@ -33,12 +34,13 @@ class PeriodicCheckpointer:
         max_to_keep: int | None = None,
         file_prefix: str = "model",
         *,
+        start: int = 0,
         save_last: bool = True,
     ) -> None:
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}")
         self.checkpointer, self.period, self.max_iter, self.max_to_keep = checkpointer, period, max_iter, max_to_keep
-        self.file_prefix, self.save_last = file_prefix, save_last
+        self.file_prefix, self.start, self.save_last = file_prefix, start, save_last
 
     def step(self, iteration: int, **kwargs: Any) -> Future[None] | None:
         """Save if it is due; call it after iteration ``iteration``. Returns and raises as :meth:`Checkpointer.save`."""
@@ -49,7 +51,7 @@ class PeriodicCheckpointer:
         """Name of the file that :meth:`step` writes after this iteration; None if it writes none."""
         if self.save_last and self.max_iter is not None and iteration >= self.max_iter - 1:
             return f"{self.file_prefix}_final"
-        return f"{self.file_prefix}_{iteration:07d}" if is_nth(iteration + 1, self.period) else None
+        return f"{self.file_prefix}_{iteration:07d}" if is_nth(iteration + 1, self.period, self.start) else None
 
     def save(self, name: str, **kwargs: Any) -> Future[None] | None:
         """Save now, under any name."""
@@ -69,7 +71,7 @@ class PeriodicCheckpointer:
             return
         folder, pattern = self.checkpointer.save_dir, re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
         form = getattr(self.checkpointer, "format", CheckpointFormat())
-        counts = name != f"{self.file_prefix}_final" or is_nth(iteration + 1, self.period)
+        counts = name != f"{self.file_prefix}_final" or is_nth(iteration + 1, self.period, self.start)
         try:
             numbered = {int(match[1]): match[0] for match in map(pattern.fullmatch, os.listdir(folder)) if match}
             # files of later iterations are from an earlier run in this folder

@@ -96,6 +96,7 @@ _C.SOLVER.AMP.INIT_SCALE = 65536.0  # The first value of a dynamic scale.
 # ---------------------------------------------------------------------------- checkpoints, evaluation, logs
 _C.CHECKPOINT = CN()
 _C.CHECKPOINT.DIR = ""  # The folder for checkpoints. "": OUTPUT_DIR.
+_C.CHECKPOINT.START = 0  # If not 0, the first periodic checkpoint is saved after this many iterations.
 _C.CHECKPOINT.SAVE_LAST = True  # True: save model_final at the end of the run.
 _C.CHECKPOINT.FORMAT = ""  # The name of a format in FORMAT_REGISTRY; "": one file of torch.save.
 _C.CHECKPOINT.MAX_TO_KEEP = None  # How many periodic files are kept. None: all. model_final and model_best always stay.
@@ -133,7 +134,7 @@ ACCEPTED: dict[Any, str] = {
     "[1, inf)": "CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE LOG.GATHER_PERIOD "
     "LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH SOLVER.NON_FINITE.MAX_IN_ROW "
     "STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
-    "[0, inf)": "DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR "
+    "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR "
     "SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD SOLVER.GAMMA SOLVER.NUM_DECAYS SOLVER.STEPS "
     "SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM "
     "TEST.EVAL_PERIOD TEST.MAX_BATCHES",

@@ -35,38 +35,43 @@ def whole_or_rounded(length: Fraction) -> int:
     return length.numerator if length.denominator == 1 else RoundedLength(length)
 
 
-def periods_done(done: int, period: int | Fraction) -> int:
-    """The largest ``n`` with ``round(n * period) <= done``; an epoch is a period too."""
-    if type(period) is int:
-        return done // period
-    period = exact(period)
-    n, rest = divmod((2 * done + 1) * period.denominator, 2 * period.numerator)  # ints are fast
+def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) -> int:
+    """The largest ``n`` with ``round(offset + n * period) <= done``, 0 at the start; an epoch is a period too."""
+    if type(period) is int and type(offset) is int:
+        return (done - offset) // period
+    period, offset = exact(period), exact(offset)
+    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset; ints are fast
+    n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
     n -= rest == 0 and done % 2  # round() goes from done + 1/2 to the even neighbour
-    return n if done > 0 else 0  # a period has at least one iteration
+    return n if done > 0 else min(n, 0)  # a period has at least one iteration
 
 
-def is_nth(done: int, period: int | Fraction) -> bool:
-    """Whether a period ends after ``done`` iterations: at its multiples, rounded; a period of 0 never ends."""
+def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> bool:
+    """Whether a period ends after ``done`` iterations: at ``offset`` (if not 0), ``offset + period``, ..., rounded.
+
+    A period of 0 or less never ends.
+    """
     if period <= 0 or done <= 0:
         return False
-    if type(period) is int:  # the usual case
-        return done % period == 0
-    return periods_done(done, period) > periods_done(done - 1, period)
+    if type(period) is int and type(offset) is int:  # the usual case
+        return (done - offset) % period == 0 and done >= offset
+    n = periods_done(done, period, offset)
+    return n >= (offset == 0) and n > periods_done(done - 1, period, offset)
 
 
-def next_due(trainer: Any, done: int, period: int) -> int:
+def next_due(trainer: Any, done: int, period: int, *, offset: int = 0) -> int:
     """What a hook's ``next_due`` returns: the iterations after which `is_due` is true next; at most the whole run."""
     end = max(trainer.max_iter, done + 1)
     if period <= 0:
         return end
-    if type(period) is int:
-        return min(done + period - done % period, end)
-    return next((candidate for candidate in range(done + 1, end) if is_nth(candidate, period)), end)
+    if type(period) is int and type(offset) is int:
+        return min(max(done + period - (done - offset) % period, offset or period), end)
+    return next((candidate for candidate in range(done + 1, end) if is_nth(candidate, period, offset)), end)
 
 
-def is_due(trainer: Any, period: int, *, or_last: bool = False) -> bool:
+def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
     """Whether an action is due after the current iteration: after every ``period``-th one; see `is_nth`."""
-    return is_nth(trainer.iter + 1, period) or (or_last and is_last(trainer))
+    return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))
 
 
 def is_last(trainer: Any) -> bool:

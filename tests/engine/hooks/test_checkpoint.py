@@ -76,11 +76,14 @@ def test_the_files_of_a_run(tmp_path, checkpointer_class, arguments, expected):
         (21, ["SAVE_LAST", False], [5, 10, 15, 20], False),
         (21, ["SAVE_LAST", True], [5, 10, 15, 20, 21], True),
         (20, ["SAVE_LAST", True, "MAX_TO_KEEP", 2], [15, 20], True),
+        (20, ["SAVE_LAST", False, "START", 12], [12, 17], False),
     ],
 )
 def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved_after, has_final):
     of_config = {f"CHECKPOINT.{key}": value for key, value in zip(options[::2], options[1::2], strict=True)}
     lengths = {"SOLVER.MAX_ITER": length, "SOLVER.CHECKPOINT_PERIOD": 5}
+    if "CHECKPOINT.START" in of_config:
+        lengths["CHECKPOINT.START"] = of_config["CHECKPOINT.START"]
     of_config |= {key: f"{value}{unit}" if unit else value for key, value in lengths.items()}
     cfg = get_cfg()
     cfg.merge_from_list([item for pair in of_config.items() for item in pair])

@@ -29,7 +29,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
     ends = True
     config_keys = (
         *(("period", "SOLVER.CHECKPOINT_PERIOD"), ("max_to_keep", "CHECKPOINT.MAX_TO_KEEP")),
-        ("save_last", "CHECKPOINT.SAVE_LAST"),
+        *(("start", "CHECKPOINT.START"), ("save_last", "CHECKPOINT.SAVE_LAST")),
     )
     _state_names = ("_final_iter",)
 
@@ -52,7 +52,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             self._request(name, self.trainer.iter, is_final=is_last(self.trainer))
 
     def next_due(self, done: int) -> int:
-        return next_due(self.trainer, done, self.period)
+        return next_due(self.trainer, done, self.period, offset=self.start)
 
     def after_train(self) -> None:
         status, iteration = self.trainer.status, self.trainer.last_done_iter
