@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from trainkit.utils.loading import load_plugin
 from trainkit.utils.periods import is_whole
 
-AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean"]
+AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
-_GAMMA = {"annealing": 100.0, "warmup": 2000.0}
+_GAMMA = {"annealing": 100.0, "warmup": 2000.0, "mmcv": 100.0}
 
 
 def averaging_rule(
@@ -27,11 +27,12 @@ def averaging_rule(
     - "exponential": ``m``;
     - "annealing": ``max(m, gamma / (gamma + steps))``, OpenMMLab's ``MomentumAnnealingEMA``;
     - "warmup": ``m + (1 - m) * exp(-(1 + steps) / gamma)``, mmdet's ``ExpMomentumEMA``;
-    - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407.
+    - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407;
+    - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``.
 
     Args:
         decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
-        gamma: about the number of updates that the start lasts; default is 2000 for "warmup" and 100 for "annealing".
+        gamma: about the number of updates that the start lasts; default is 2000 for "warmup", 100 for the others.
 
     Returns:
         A function from ``steps`` to the weight: 1 copies the new values, 0 keeps the average.
@@ -45,6 +46,7 @@ def averaging_rule(
         "annealing": lambda steps: max(m, scale / (scale + steps)),
         "warmup": lambda steps: (1 - m) * math.exp(-(1 + steps) / scale) + m,
         "mean": lambda steps: 1 / (steps // interval + 1),
+        "mmcv": lambda steps: min(m**interval, (1 + steps) / (scale + steps)),
     }
     if kind not in later or not is_whole(interval, 1) or not 0 < m <= 1 or not 0 < scale < math.inf:
         raise ValueError(

@@ -30,7 +30,7 @@ def add_config(cfg: CfgNode) -> None:
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.RATE = 1.0  # The factor from one layer to the layer before it. 1: off.
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.SCHEME = ""  # "vit", "swin", ..., "model", or a name in LAYER_DEPTH_REGISTRY
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.NUM_LAYERS = 0  # "vit", "beit", "mae": number of blocks. "convnext": 6 or 12.
-    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin": the number of blocks in each stage.
+    cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.DEPTHS = ()  # "swin", "mixmim": the number of blocks in each stage.
     cfg.SOLVER.PARAM_GROUPS.LAYER_DECAY.PREFIX = None  # The backbone's name prefix. None: "backbone." if there is one.
 
 

@@ -1,6 +1,8 @@
 """The code of docs/recipes.md runs, and does what the page says."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from trainkit.config import get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
+from trainkit.evaluation import inference_on_dataset
 
-PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, TOKENS = blocks("docs/recipes.md", "python")
+PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
 (OF_PICTURES,) = blocks("docs/recipes.md", "yaml")
 
 
@@ -95,6 +98,31 @@ def test_a_simple_trainer_logs_saves_and_resumes(tmp_path):
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, halves.model.state_dict()[name])
     assert {"log.txt", "metrics.json", "last_checkpoint"} <= {path.name for path in (tmp_path / "whole").iterdir()}
+
+
+def test_metrics_of_torchmetrics_are_an_evaluator(monkeypatch):
+    class F1Score:  # as that of torchmetrics
+        def __init__(self, **arguments):
+            assert arguments == {"task": "multiclass", "num_classes": 10, "average": "macro"}
+
+        def to(self, device):
+            return self
+
+        def reset(self):
+            self.hits = []
+
+        def update(self, outputs, labels):
+            self.hits += (outputs.argmax(1) == labels).tolist()
+
+        def compute(self):
+            return torch.tensor(self.hits).float().mean()
+
+    monkeypatch.setitem(sys.modules, "torchmetrics", SimpleNamespace(F1Score=F1Score))
+    evaluator = run(METRICS, "recipes.md")["Trainer"].build_evaluator(None, "")
+    model = nn.Linear(2, 2)
+    model.forward = lambda batch: batch["x"]
+    batches = [{"x": torch.eye(2), "label": torch.tensor(labels)} for labels in ([0, 1], [0, 0])]
+    assert inference_on_dataset(model, batches, evaluator) == {"metrics": {"f1": 0.75}}
 
 
 def test_each_token_has_the_same_weight_in_micro_batches_of_any_length():

@@ -202,6 +202,15 @@ def test_the_scalars_of_a_hook_and_each_evaluation_are_written(tmp_path):
     assert [row["square"] for row in rows(tmp_path) if "square" in row] == [4, 25, 64, 81]
 
 
+def test_evaluations_start_after_eval_start_and_the_hooks_that_watch_them_follow(tmp_path):
+    options = ("TEST.EVAL_PERIOD", 3, "TEST.EVAL_START", 5, "LOG.PERIOD", 1000)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "CHECKPOINT.BEST_METRIC", ["classification/top1"]))
+    trainer.train()
+    assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == [4, 7, 10]
+    best = next(hook for hook in trainer.hooks if isinstance(hook, hooks.BestCheckpointer))
+    assert best.best_iter in (4, 7, 9)
+
+
 def test_the_trainer_is_freed_when_nobody_holds_it(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path))
     trainer.train()

@@ -110,6 +110,7 @@ _C.TEST.EVALUATORS = []  # Names in EVALUATOR_REGISTRY that DefaultTrainer.build
 _C.TEST.IMS_PER_BATCH = 64  # Samples per batch on each rank.
 _C.TEST.MAX_BATCHES = 0  # Evaluate at most this many batches per rank. 0: all.
 _C.TEST.EVAL_PERIOD = 0  # How often the model is evaluated during training. 0: only at the end.
+_C.TEST.EVAL_START = 0  # If not 0, the first periodic evaluation comes after this many iterations.
 _C.TEST.EVAL_AT_START = False  # True: also evaluate before training, which finds a broken evaluator early.
 _C.TEST.EXPECTED_RESULTS = []  # [[task, metric, value, tolerance], ...]: the final results are checked against these.
 
@@ -137,7 +138,7 @@ ACCEPTED: dict[Any, str] = {
     "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR "
     "SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD SOLVER.GAMMA SOLVER.NUM_DECAYS SOLVER.STEPS "
     "SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM "
-    "TEST.EVAL_PERIOD TEST.MAX_BATCHES",
+    "TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES",
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",

@@ -14,7 +14,7 @@ from trainkit.utils.periods import exact, whole_or_rounded
 LENGTH_KEYS = frozenset(
     {
         *("SOLVER.MAX_ITER", "SOLVER.STEPS", "SOLVER.WARMUP_ITERS", "SOLVER.CHECKPOINT_PERIOD"),
-        *("CHECKPOINT.START", "TEST.EVAL_PERIOD", "LOG.PERIOD", "VIS_PERIOD"),
+        *("CHECKPOINT.START", "TEST.EVAL_PERIOD", "TEST.EVAL_START", "LOG.PERIOD", "VIS_PERIOD"),
     }
 )
 """Keys of a config that take iterations or epochs; SOLVER.STEPS takes a list of them."""

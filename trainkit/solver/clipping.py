@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
@@ -54,16 +54,19 @@ class GradientClipper:
         """
         self.has_clipped = True
         groups = _by_mesh([parameter for parameter in parameters if parameter.grad is not None])
-        norms: list[Any] = [get_total_norm([p.grad for p in group], self.norm_type) for group in groups]  # type: ignore
-        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+        norms = [_whole(get_total_norm([p.grad for p in group], self.norm_type)) for group in groups]  # type: ignore
         total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
-        for group in groups:
+        for group in groups if groups[0] else ():
             if self.clip_type is GradientClipType.FULL_MODEL:
                 clip_grads_with_norm_(group, self.clip_value, total_norm)
             elif self.clip_type is GradientClipType.NORM:
-                for parameter in group:
-                    clip_grad_norm_(parameter, self.clip_value, self.norm_type)
-            elif group:  # torch fails without any gradient
+                grads: list[Any] = [parameter.grad for parameter in group]
+                # one all-reduce if ranks hold parts of the gradients
+                norms_of_group = _whole(torch.stack([torch.linalg.vector_norm(grad, self.norm_type) for grad in grads]))
+                for grad, norm in zip(grads, norms_of_group, strict=True):
+                    own = grad.to_local() if hasattr(grad, "to_local") else grad
+                    own.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
+            else:
                 clip_grad_value_(group, self.clip_value)
         return total_norm
 
@@ -76,6 +79,12 @@ def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     return [*groups.values()]
+
+
+def _whole(norm: Any) -> Tensor:
+    """The norm over all ranks that hold parts of the tensors, on every rank."""
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:

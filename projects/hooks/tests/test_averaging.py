@@ -39,6 +39,15 @@ def test_the_weight_of_an_update_is_that_of_its_rule(arguments, expected):
     assert {steps: rule(steps) for steps in expected} == pytest.approx(expected, abs=1e-6)
 
 
+def test_the_rule_of_mmcv_rises_to_the_power_of_the_interval():
+    weights = [averaging_rule("mmcv", decay=0.5, gamma=10)(steps) for steps in (1, 2, 3, 8, 9)]
+    assert weights == pytest.approx([2 / 11, 3 / 12, 4 / 13, 0.5, 0.5], abs=1e-12)
+    every_second = averaging_rule("mmcv", decay=0.5, gamma=10, interval=2)
+    assert [every_second(steps) for steps in (1, 2, 3, 8)] == [0, 0.25, 0, 0.25]
+    usual = averaging_rule("mmcv", decay=0.9998)
+    assert [usual(steps) for steps in (1, 100)] == pytest.approx([0.0002, 0.0002], abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("rule", "multi_avg_fn"),
     [(averaging_rule(decay=0.3), get_ema_multi_avg_fn(0.3)), (averaging_rule("mean"), get_swa_multi_avg_fn())],

@@ -43,6 +43,39 @@ def test_the_printed_factors_of_vit():
     assert [found[name] for name in names[-3:]] == [0.5625, 0.75, 1.0]
 
 
+MIXMIM = {  # depths 2, 1, 3, so 7 layers
+    "patch_embed.proj.weight": 6,
+    "absolute_pos_embed": 6,
+    "pos_embed": 6,
+    "layers.0.blocks.0.norm1.weight": 5,
+    "layers.0.blocks.1.norm1.weight": 4,
+    "layers.0.downsample.norm.weight": 4,
+    "layers.1.blocks.0.norm1.weight": 3,
+    "layers.1.downsample.reduction.weight": 3,
+    "layers.2.blocks.0.norm1.weight": 2,
+    "layers.2.blocks.1.norm1.weight": 1,
+    "layers.2.blocks.2.norm1.weight": 0,
+    "norm.weight": 0,
+}
+
+
+def test_mixmim_names_by_default_without_and_by_name_with_mmselfsups_extra_factor():
+    names = list(MIXMIM)
+    assert factors(names, 0.7, "mixmim", depths=(2, 1, 3)) == powers(MIXMIM, 0.7)
+    extra = {name: exponent + 1 for name, exponent in MIXMIM.items()}
+    assert factors(names, 0.7, "mixmim_mmselfsup", depths=(2, 1, 3)) == powers(extra, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [(12, [0.2542, 0.2824, 0.3138, 0.3487, 0.3874, 1.0]), (6, [0.4783, 0.5314, 0.5905, 0.6561, 0.729, 1.0])],
+)
+def test_the_stages_of_convnext_by_name_as_in_mmsegmentation(num_layers, expected):
+    stages = ["downsample_layers.3.0.weight", *(f"stages.{s}.1.gamma" for s in range(4)), "head.weight"]
+    found = factors(stages, 0.9, "convnext_stage_mmseg", num_layers=num_layers)
+    assert [*found.values()] == pytest.approx(expected, abs=5e-5)
+
+
 def test_the_stages_of_convnext_have_a_layer_each():
     stages = ["mask_token", "downsample_layers.3.0.weight", *(f"stages.{s}.1.gamma" for s in range(4)), "head.weight"]
     found = factors(stages, 0.9, "convnext_stage")

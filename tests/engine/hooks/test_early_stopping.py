@@ -31,6 +31,8 @@ def run(values, max_iter=40, **kwargs):
         ([3, 2, 1, 0], {"threshold": 1.5, "mode": "min"}, (6, 3)),
         ([math.inf, math.nan, 1, 3], {"threshold": 2.5}, (8, 4)),
         ([1, 1, 1, 5], {"threshold": 2.5, "patience": 2}, (6, 3)),
+        ([1, math.nan, 1, 1], {"check_finite": True}, (4, 2)),
+        ([1, -math.inf, 1, 1], {"check_finite": True}, (4, 2)),
     ],
 )
 def test_it_stops_after_evaluations_without_a_better_value_or_past_a_threshold(values, kwargs, expected):

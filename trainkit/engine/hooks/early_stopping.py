@@ -14,6 +14,7 @@ class EarlyStopping(MetricHook):
 
     Args:
         threshold: also finish when a value is better than this threshold.
+        check_finite: also finish when a value is not finite.
     """
 
     priority = SAVE_POINT + 3
@@ -33,15 +34,18 @@ class EarlyStopping(MetricHook):
         min_delta: float = 0.0,
         *,
         threshold: float | None = None,
+        check_finite: bool = False,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, min_delta)
         if eval_period < 1 or patience < 1:
             raise ValueError(f"eval_period and patience must be >= 1, got {eval_period!r} and {patience!r}")
-        self._patience, self._threshold = patience, threshold
+        self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
 
     def judge(self, value: float) -> str:
         """Why the run ends; "": it goes on."""
         metric = self.monitored_metric
+        if self._check_finite and not math.isfinite(value):
+            return f"{metric} is {value}"
         if self._threshold is not None and math.isfinite(value) and self.is_better(value, self._threshold):
             return f"{metric} is {value}, which is better than the threshold {self._threshold}"
         if self.not_better < self._patience:

@@ -1,5 +1,6 @@
 """The hook that sets the learning rate."""
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
+
+logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
@@ -43,6 +46,8 @@ class LRScheduler(HookBase):
             scheduler.seek(iter)  # this may be a second run
         self._scheduler = scheduler
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
+        if len(groups) > 1:
+            logger.info("The lr shown is that of parameter group %d of %d", self._best_param_group_id + 1, len(groups))
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]

@@ -25,7 +25,10 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
 
 
 class PeriodicHook(HookBase):
-    """Call ``act_now`` every ``eval_period`` iterations, below the save point; 0: only after training."""
+    """Call ``act_now`` every ``eval_period`` iterations, below the save point; 0: only after training.
+
+    In a `DefaultTrainer` the first call comes after TEST.EVAL_START iterations, if this is not 0.
+    """
 
     priority = SAVE_POINT + 1
     ends = True
@@ -35,15 +38,20 @@ class PeriodicHook(HookBase):
     def __init__(self, eval_period: int) -> None:
         self._period = check_period("eval_period", eval_period)
 
+    @property
+    def _offset(self) -> int:
+        test: Any = getattr(getattr(self.trainer, "cfg", None), "TEST", None)
+        return getattr(test, "EVAL_START", 0)
+
     def act_now(self) -> None:
         raise NotImplementedError
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._period) and (self.acts_in_last or not is_last(self.trainer)):
+        if is_due(self.trainer, self._period, offset=self._offset) and (self.acts_in_last or not is_last(self.trainer)):
             self.act_now()
 
     def next_due(self, done: int) -> int:
-        return next_due(self.trainer, done, self._period)
+        return next_due(self.trainer, done, self._period, offset=self._offset)
 
 
 class MetricHook(PeriodicHook):
