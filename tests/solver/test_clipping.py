@@ -156,6 +156,6 @@ def clip_parts(rank, folder):
     return results
 
 
-def test_parts_are_clipped_as_a_whole_and_the_norm_of_the_model_takes_few_all_reduces(tmp_path):
+def test_parts_are_clipped_as_a_whole_with_few_all_reduces(tmp_path):
     for counts in on_two_ranks([clip_parts], tmp_path)["clip_parts"]:
-        assert counts["full_model"] <= 3 < counts["norm"]  # not one for each of the 20 parameters
+        assert max(counts["full_model"], counts["norm"]) <= 3  # not one for each of the 20 parameters

@@ -154,8 +154,8 @@ ACCEPTED: dict[Any, str] = {
 """An interval of numbers, or values -> the keys that accept them, see `trainkit.config.checks.check_accepted`."""
 
 
-_DROPPED = ["CHECKPOINT.START", "EARLY_STOPPING.THRESHOLD", "LOG.EVAL_AXIS", "MODEL.ACTIVATION_CHECKPOINT.KEEP"]
-_DROPPED += ["TEST.EVAL_START", "TEST.PERSISTENT_WORKERS"]  # config files of earlier versions have these keys
+# config files of earlier versions have these keys
+_DROPPED = ["LOG.EVAL_AXIS", "MODEL.ACTIVATION_CHECKPOINT.KEEP", "TEST.PERSISTENT_WORKERS"]
 
 
 def get_cfg() -> CN:
