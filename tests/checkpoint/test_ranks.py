@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
-from tests.engine.tiny import Steps
+from tests.engine.tiny import Steps, scalars
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.ranks import digest_of
@@ -115,11 +115,12 @@ def a_checkpointer_on_rank_0_alone_waits_for_nobody(rank, folder):
     return trainer.status
 
 
-def every_rank_goes_on_with_its_own_random_numbers(rank, folder):
+def every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0(rank, folder):
     def make():
         trainer, drawn = Steps(step=lambda iter: drawn.append(torch.rand(()).item())), []
         checkpointer = Checkpointer(nn.Linear(1, 1), os.path.join(folder, "random"), trainer=trainer)
-        trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 3)])
+        put = hooks.CallbackHook(after_step=lambda trainer: trainer.storage.put_scalar("rank", rank))
+        trainer.register_hooks([put, hooks.PeriodicCheckpointer(checkpointer, 3)])
         return trainer, checkpointer, drawn
 
     torch.manual_seed(rank)
@@ -129,7 +130,7 @@ def every_rank_goes_on_with_its_own_random_numbers(rank, folder):
     trainer, checkpointer, resumed = make()
     checkpointer.load(os.path.join(folder, "random", "model_0000002.pth"))
     trainer.train(3, 5)
-    return whole[0], resumed == whole[3:]
+    return whole[0], resumed == whole[3:], [value for value, _ in scalars(trainer)["rank"]]
 
 
 def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_path):
@@ -138,7 +139,7 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
         each_rank_gets_its_own_part_and_buffers_back,
         ranks_share_in_the_file_what_is_equal,
         a_checkpointer_on_rank_0_alone_waits_for_nobody,
-        every_rank_goes_on_with_its_own_random_numbers,
+        every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0,
     ]
     found = on_two_ranks(checks, tmp_path)
 
@@ -150,9 +151,12 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
     # "same" twice, and "shared", which is that of rank 0 alone
     assert found["ranks_share_in_the_file_what_is_equal"] == [3.0, None]
     assert found["a_checkpointer_on_rank_0_alone_waits_for_nobody"] == ["finished"] * 2
-    (first, same), (other, also_same) = found["every_rank_goes_on_with_its_own_random_numbers"]
+    (first, same, _), (other, also_same, stored) = found[
+        "every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0"
+    ]
     assert first != other
     assert (same, also_same) == (True, True)
+    assert stored == [0, 0, 0, 1, 1]
 
     part = Part(7)
     Checkpointer(norm(7), tmp_path / "own", part=part).resume_or_load("")  # one process takes the state of rank 0
