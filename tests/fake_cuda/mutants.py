@@ -91,8 +91,8 @@ MUTANTS = {
         ("a copy is written before it has arrived", "arrival.synchronize()", "pass", TRAINERS),
         (
             "the copy of a state blocks",
-            "copy_(originals[address], non_blocking=True)",
-            "copy_(originals[address])",
+            "non_blocking=pinned",
+            "non_blocking=False",
             WAITS,
         ),
     ],

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.fake_cuda.build import build
+from tests.fake_cuda.mutants import MUTANTS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -40,3 +41,9 @@ def test_all_tests_that_need_a_gpu_pass_on_the_fake_one(library, tmp_path):
 
     assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-5_000:]
     assert not re.search(r"\d+ skipped", found.stdout), found.stdout[-5_000:]
+
+
+def test_the_text_of_each_mutant_is_in_the_source_once():
+    texts = [(file, old) for file, mutants in MUTANTS.items() for _, old, _, _ in mutants]
+    assert len(texts) == 30
+    assert [(file, old) for file, old in texts if (ROOT / file).read_text().count(old) != 1] == []
