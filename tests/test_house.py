@@ -169,7 +169,7 @@ def test_a_simple_trainer_loads_few_modules(tmp_path):
 
 
 @pytest.mark.slow
-@today("10,662 lines")
+@today("9,117 lines")
 def test_the_default_job_loads_few_lines(tmp_path):
     assert num_lines(loaded(DEFAULT_JOB, tmp_path)) <= 7500
 
@@ -184,13 +184,13 @@ def part_of(file):
 @pytest.mark.parametrize(
     ("part", "limit"),
     [
-        pytest.param("engine without hooks", 2300, marks=today("3,858 lines")),
-        pytest.param("engine/hooks", 700, marks=today("994 lines")),
-        pytest.param("utils", 1100, marks=today("2,055 lines")),
-        pytest.param("checkpoint", 650, marks=today("1,031 lines")),
-        pytest.param("config", 600, marks=today("853 lines")),
+        pytest.param("engine without hooks", 2300, marks=today("3,201 lines")),
+        pytest.param("engine/hooks", 700, marks=today("858 lines")),
+        pytest.param("utils", 1100, marks=today("1,868 lines")),
+        pytest.param("checkpoint", 650, marks=today("811 lines")),
+        pytest.param("config", 600, marks=today("713 lines")),
         pytest.param("data", 650, marks=today("876 lines")),
-        pytest.param("solver, evaluation and modeling", 800, marks=today("928 lines")),
+        pytest.param("solver, evaluation and modeling", 800, marks=today("937 lines")),
     ],
 )
 def test_a_part_of_the_core_is_small(part, limit):
@@ -201,12 +201,12 @@ def test_a_part_of_the_core_is_small(part, limit):
     assert 0 < size <= (limit * 6 // 5 if num_lines(files) <= 6800 else limit)
 
 
-@today("10,751 lines")
+@today("9,267 lines")
 def test_the_core_is_small():
     assert num_lines(sources("trainkit")) <= 6800
 
 
-@today("12,900 lines")
+@today("11,143 lines")
 def test_the_capabilities_are_small():
     assert num_lines(sources(*FOLDERS)) <= 10_000
 
