@@ -10,6 +10,7 @@ from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.utils.device import unwrap_model
 from trainkit.utils.env import seed_all_rng
 from trainkit_selfsup import ODCMemory
 from trainkit_selfsup.clustering import kmeans
@@ -231,7 +232,7 @@ def check_odc(rank, folder):
     trainer, recorder = start("odc.yaml", f"{folder}/odc"), BatchRecorder()
     trainer.register_hooks([recorder])
     trainer.train()
-    return *trainer.model.module.memory_bank.buffers(), recorder.column("index")
+    return *unwrap_model(trainer.model).memory_bank.buffers(), recorder.column("index")
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -248,8 +249,9 @@ def test_two_ranks_have_the_same_labels_and_head_and_share_the_batches_of_one(on
     assert torch.equal(label[:3], recorded.column("label")[:3])  # later the weights differ, by batch norm
 
 
-def test_two_ranks_have_the_same_memory_of_the_samples_of_both(on_ranks, remembered):
+def test_two_ranks_have_the_same_memory_of_the_samples_of_both(on_ranks, tmp_path):
+    *_, index_of_one = check_odc(0, tmp_path)
     (*memories, index), (*other_memories, other_index) = on_ranks["check_odc"]
     for memory, other in zip(memories, other_memories, strict=True):
         assert torch.equal(memory, other)
-    assert torch.equal(torch.stack([index, other_index], 2).flatten(1), remembered.column("index"))
+    assert torch.equal(torch.stack([index, other_index], 2).flatten(1), index_of_one)

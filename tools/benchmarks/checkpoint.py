@@ -83,7 +83,9 @@ def _save_of_a_job(scratch: Path, rounds: int) -> Row:
             "torch.save": timed(lambda: _torch_save(state, scratch / "plain.pth")),
             "Checkpointer": timed(lambda: checkpointer.save("model")),
         }
-        return compare("save of the tiny job", alternate(runners, rounds), "Checkpointer", "torch.save", 1.2)
+        found = alternate(runners, rounds)
+    _empty(scratch)
+    return compare("save of the tiny job", found, "Checkpointer", "torch.save", 1.2)
 
 
 def _trained(num_layers: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
