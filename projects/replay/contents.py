@@ -22,14 +22,24 @@ def is_of_the_clock(path: str) -> bool:
 
 
 def differing(
-    left: Any, right: Any, path: str = "", skip: Callable[[Any, str], bool] = lambda key, path: False
+    left: Any,
+    right: Any,
+    path: str = "",
+    skip: Callable[[Any, str], bool] = lambda key, path: False,
+    seen: set[tuple[int, int]] | None = None,
 ) -> Iterator[str]:
     """Each place where two nested values differ, with a description; values are compared bit by bit.
 
     Args:
         path: the path of both values, with names joined by "/".
         skip: called with the key and the path of each entry of a mapping; True leaves the entry out.
+        seen: the pairs of objects that were compared; many ways may lead to one object.
     """
+    seen = set() if seen is None else seen
+    if isinstance(left, Mapping | list | tuple):
+        if (id(left), id(right)) in seen:
+            return
+        seen.add((id(left), id(right)))
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if difference := _difference_of_tensors(_dense(left), _dense(right)):
             yield f"{path}: {difference}"
@@ -41,14 +51,14 @@ def differing(
             if key not in left or key not in right:
                 yield f"{here}: only in the {'first' if key in left else 'second'}"
             else:
-                yield from differing(left[key], right[key], here, skip)
+                yield from differing(left[key], right[key], here, skip, seen)
     elif type(left) is not type(right):
         yield f"{path}: {type(left).__name__} and {type(right).__name__}"
     elif isinstance(left, list | tuple):
         if len(left) != len(right):
             yield f"{path}: {len(left)} and {len(right)} entries"
         for index, pair in enumerate(zip(left, right, strict=False)):
-            yield from differing(*pair, f"{path}/{index}", skip)
+            yield from differing(*pair, f"{path}/{index}", skip, seen)
     elif repr(left) != repr(right):  # repr shows every bit of a float, but NaN equals NaN
         yield f"{path}: {left!r:.60} and {right!r:.60}"
 

@@ -141,6 +141,16 @@ def test_no_code_of_a_file_is_run(tmp_path, inspect):
     assert (tmp_path / "created").exists()
 
 
+def test_a_list_that_is_in_many_places_is_read_once(tmp_path, inspect):
+    shared = [torch.ones(2)]
+    for _ in range(40):  # 2**40 ways lead to the tensor
+        shared = [shared, shared]
+    for name in ("a.pth", "b.pth"):
+        torch.save({"model": {"weight": torch.ones(1)}, "shared": shared}, tmp_path / name)
+    assert inspect(tmp_path / "a.pth", "--all")[0] == 0
+    assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith("identical")
+
+
 def test_names_cannot_control_the_terminal(tmp_path, inspect):
     torch.save({"model": {"evil\x1b[2J": torch.ones(1)}, "sparse": torch.eye(3).to_sparse()}, tmp_path / "a.pth")
 
