@@ -32,6 +32,7 @@ def test_settings_that_contradict_each_other_are_an_error():
         ("SOLVER.STEPS", (5, 1.5), "a whole number in [0, inf)"),
         ("SEED", 1.0, "a whole number in [-1, 4294967296)"),
         ("SEED", -2, "a whole number in [-1, 4294967296)"),
+        ("SOLVER.WARMUP_ITERS", 50_000, "at most SOLVER.MAX_ITER, 40000"),
         ("OUTPUT_DIR", " ", "a folder, or an address such as s3://bucket/run"),
         ("OUTPUT_DIR", "s3:/bucket", "a folder, or an address such as s3://bucket/run"),
         ("LOG.WRITERS", ["json", "json"], "each writer once"),

@@ -91,7 +91,7 @@ def test_a_config_may_name_a_function_that_makes_the_schedule():
     [
         ({"name": "WarmupCosinLR"}, r"LR_SCHEDULER_NAME: unknown 'WarmupCosinLR'; did you mean 'WarmupCosineLR'\? "),
         ({"LR_SCHEDULER_BUILDER": "mine"}, "LR_SCHEDULER_BUILDER: no 'mine'"),
-        ({"WARMUP_ITERS": 11}, r"WARMUP_ITERS 11: warmup_length must be in \[0, 1\], .*got 1.1"),
+        ({"WARMUP_ITERS": 11}, "SOLVER.WARMUP_ITERS: got 11 .*at most SOLVER.MAX_ITER, 10"),
         ({"MAX_ITER": "3ep"}, "SOLVER.MAX_ITER.* got .'3ep'"),
         ({"STEPS": (6, 5)}, "WarmupMultiStepLR, .*: Milestone.*start_epoch=6, milestone=5"),
         ({"WARMUP_METHOD": "exp"}, "WarmupMultiStepLR, .*: warmup_method.*got 'exp'"),
@@ -105,3 +105,10 @@ def test_a_wrong_setting_is_an_error_that_names_its_key(solver, message):
     optimizer = build_optimizer(make_cfg(), nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=message):
         build_lr_scheduler(make_cfg(**solver), optimizer)
+
+
+def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
+    cfg = make_cfg(MAX_ITER=100, WARMUP_ITERS=10, WARMUP_FACTOR=0.1)
+    with caplog.at_level(logging.INFO, logger="trainkit"):
+        build_lr_scheduler(cfg, build_optimizer(cfg, nn.Linear(1, 1)))
+    assert "The learning rate is 0.1 at the start, and 1 after 10 iterations of warm-up" in caplog.messages

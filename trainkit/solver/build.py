@@ -175,11 +175,17 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
         raise not_accepted("SOLVER.MAX_ITER, WARMUP_ITERS and STEPS", (max_iter, warmup, solver.STEPS), "iterations")
     if warmup == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
         warmup = min(warmup, max_iter // 20)
+    elif warmup > max_iter:
+        raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {max_iter}")
     options = (solver.WARMUP_FACTOR, warmup / max_iter, solver.WARMUP_METHOD, solver.RESCALE_INTERVAL)
     try:
-        return LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
+        scheduler = LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
     except ValueError as error:
         raise ConfigError(f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup}: {error}") from error
+    base = scheduler.base_lrs[0]
+    rates = scheduler.schedule(0, base), scheduler.schedule(min(warmup, max_iter - 1), base)
+    _logger.info("The learning rate is %g at the start, and %g after %d iterations of warm-up", *rates, warmup)
+    return scheduler
 
 
 def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
