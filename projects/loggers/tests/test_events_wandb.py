@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import math
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ def offline(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    if "wandb" in sys.modules:  # another test may have started it, with other settings
+        sys.modules["wandb"].teardown()
     monkeypatch.chdir(tmp_path)
 
 
