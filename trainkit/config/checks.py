@@ -27,12 +27,24 @@ def check_values(cfg: Any) -> None:
         raise not_accepted("LOG.WRITERS", cfg.LOG.WRITERS, "each writer once")
     if (scale := cfg.SOLVER.AMP.LOSS_SCALE) != "dynamic" and not _is_in(scale, "(0, inf)", False):
         raise not_accepted("SOLVER.AMP.LOSS_SCALE", scale, '"dynamic", or a number in (0, inf)')
-    warmup, max_iter = cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.MAX_ITER
-    is_set = warmup != get_cfg().SOLVER.WARMUP_ITERS  # the default is cut to a part of the run
-    if is_set and isinstance(warmup, int) and isinstance(max_iter, int) and warmup > max_iter:
-        raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {max_iter}")
+    warmup_length(cfg.SOLVER)
     for project in projects_of(cfg):
         getattr(project, "check", lambda _: None)(cfg)
+
+
+def warmup_length(solver: CfgNode) -> Any:
+    """WARMUP_ITERS, at most 5 % of the run if it is not set. Raises ConfigError if it is longer than the run.
+
+    Lengths in epochs are not compared; without them it is a number of iterations.
+    """
+    warmup, max_iter = solver.WARMUP_ITERS, solver.MAX_ITER
+    if not isinstance(warmup, int) or not isinstance(max_iter, int):
+        return warmup
+    if warmup == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
+        return min(warmup, max_iter // 20)
+    if warmup > max_iter:
+        raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {max_iter}")
+    return warmup
 
 
 def check_accepted(cfg: CfgNode, table: Mapping[Any, str]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainkit.config.checks import warmup_length
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.projects import prepare_projects
@@ -173,10 +174,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", name, "accepted", _SCHEDULES)
     if not is_whole(max_iter, 1) or not all(is_whole(length, 0) for length in (warmup, *solver.STEPS)):
         raise not_accepted("SOLVER.MAX_ITER, WARMUP_ITERS and STEPS", (max_iter, warmup, solver.STEPS), "iterations")
-    if warmup == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
-        warmup = min(warmup, max_iter // 20)
-    elif warmup > max_iter:
-        raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {max_iter}")
+    warmup = warmup_length(solver)
     options = (solver.WARMUP_FACTOR, warmup / max_iter, solver.WARMUP_METHOD, solver.RESCALE_INTERVAL)
     try:
         scheduler = LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
