@@ -32,7 +32,8 @@ setup(
     package_dir={**PROJECTS, "trainkit_selfsup": "projects/trainkit_selfsup"},
     package_data={"trainkit": ["py.typed"], "trainkit_selfsup": ["py.typed"]},
     # torch: from the oldest version on which the tests pass, see CHANGELOG.md; fvcore brings tqdm, for the progress bar
-    install_requires=["torch>=2.13", "numpy", "fvcore", "tabulate"],
+    # PyYAML comes with fvcore; that version merges the keys of "<<: [*a, *b]" in the wrong order, without a word
+    install_requires=["torch>=2.13", "numpy", "fvcore", "tabulate", "pyyaml!=6.0.4"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,

@@ -76,8 +76,9 @@ def test_a_folder_and_a_binary_file_are_errors(tmp_path):
 
 
 def test_anchors_and_merge_keys_work_and_an_empty_file_changes_nothing(write):
-    text = "MODEL:\n  A: &a {X: 1, Y: 1}\n  B: &b {<<: *a, Y: 2}\n  C: {<<: *b, X: 3}"
-    assert merged(write("a.yaml", text)).MODEL.C == {"X": 3, "Y": 2}
+    text = "MODEL:\n  A: &a {X: 1, Y: 1}\n  B: &b {<<: *a, Y: 2, LONG: 2}\n  C: {<<: *b, X: 3}\n  D: &d {LONG: 4}"
+    cfg = merged(write("a.yaml", text + "\n  E: {<<: [*d, *b]}"))  # the first that has a key counts
+    assert (cfg.MODEL.C, cfg.MODEL.E) == ({"X": 3, "Y": 2, "LONG": 2}, {"X": 1, "Y": 2, "LONG": 4})
     assert merged(write("a.yaml", "")) == get_cfg()
 
 
