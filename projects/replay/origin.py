@@ -1,5 +1,6 @@
 """How a run was started: its settings and other facts in a checkpoint, and comparisons with those of this process."""
 
+import ast
 import hashlib
 import importlib.metadata
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache, reduce
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +47,8 @@ _OF_CHECKPOINT = re.compile(
 )
 # environment variables that change numbers; the number of threads is a fact of its own
 _ENVIRONMENT = re.compile(r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO")
+
+_LATE_IMPORT = re.compile(rb"^[ \t]+(from [\w.]+ )?import ", re.MULTILINE)  # in a function
 
 
 class Saved(NamedTuple):
@@ -157,14 +161,46 @@ def _versions() -> dict[str, str]:
 
 
 def _files() -> dict[str, str]:
-    """The digests of the imported modules in the current folder, by their paths in it; all of trainkit is one."""
+    """The digests of the project's modules, by their paths in the current folder; all of trainkit is one.
+
+    They are the modules that this process has imported, and those that they import in functions: only a loader worker
+    may have called such a function.
+    """
     own, here = Path(comm.__file__).resolve().parents[1], Path.cwd()
     found = {"trainkit": _digest_of(*sorted(own.rglob("*.py")))}
-    for file in {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}:
-        is_own = Path(file).is_relative_to(here) and not Path(file).is_relative_to(own)
-        if is_own and file.endswith(".py") and "site-packages" not in file and os.path.isfile(file):
-            found[str(Path(file).relative_to(here))] = _digest_of(Path(file))
+    imported = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
+    files = {*imported}
+    while files:
+        file = Path(files.pop())
+        is_own = file.is_relative_to(here) and not file.is_relative_to(own) and "site-packages" not in file.parts
+        if is_own and file.suffix == ".py" and file.is_file() and (name := str(file.relative_to(here))) not in found:
+            found[name] = _digest_of(file)
+            if str(file) not in imported or _LATE_IMPORT.search(file.read_bytes()):
+                files |= {*_imported_by(file, here)}
     return dict(sorted(found.items()))
+
+
+def _imported_by(file: Path, here: Path) -> Iterator[str]:
+    """Where the modules that a file imports anywhere would be in the folder ``here``; the paths may not exist."""
+    folders = [folder for folder in {Path(name).absolute() for name in sys.path} if folder.is_relative_to(here)]
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level, start = (node.level, f"{node.module or ''}.") if isinstance(node, ast.ImportFrom) else (0, "")
+                for name, folder in product(node.names, [file.parents[level - 1]] if level else folders):
+                    for part in f"{start}{name.name}".strip(".").split("."):
+                        folder /= part
+                        yield from (f"{folder}.py", f"{folder / '__init__.py'}")
+
+
+def sizes_and_times(names: Iterable[str]) -> dict[str, list[int]]:
+    """Size and time of the last change (ns) of each file, by its path; other names are left out."""
+    found = {}
+    for name in names:
+        with suppress(OSError, ValueError):
+            stat = os.stat(name)
+            found[name] = [stat.st_size, stat.st_mtime_ns]
+    return found
 
 
 @cache  # cached: a process may train many times, but it imports the code only once

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shlex
+import time
 import traceback
 from collections.abc import Mapping
 from functools import cached_property
@@ -20,6 +21,7 @@ from trainkit.projects.replay.origin import (
     describe_origin,
     other_settings,
     settings_of,
+    sizes_and_times,
     table_of,
 )
 
@@ -78,7 +80,11 @@ class RunRecord(HookBase):
             state["trainer"]["origin"] = self._full_origin() if comm.is_main_process() else {}
 
     def _full_origin(self) -> dict[str, Any]:
-        return {**self.origin, "parents": [*self._parents]}
+        names_of_last: Any = getattr(self.trainer.data_loader, "names_of_last", lambda num: [])
+        is_file = any(os.path.isfile(name) for names in names_of_last(1) for name in names[:1])
+        samples = [name for names in (names_of_last(64) if is_file else ()) for name in names][-1000:]
+        now = {"samples": sizes_and_times(samples), "saved_ns": time.time_ns()}
+        return {**self.origin, **now, "parents": [*self._parents]}
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")

@@ -22,6 +22,7 @@ class Replay:
         error: the error of the step; "" if it did not fail.
         inspection: the `Inspection` of this rank. ``batch``, ``losses``, ``gradients`` (parameter -> gradient before
             clipping) and ``samples`` (names) are taken from it.
+        changed_files: the files of the batch on this rank that have changed since the run.
         values: the values that the replay has logged, up to the step.
         findings: the faults that each rank has found: name -> text.
         failure: whether the step fails as in the capsule; "" without a capsule.
@@ -39,6 +40,7 @@ class Replay:
     error: str
     inspection: Inspection
     values: Values = field(default_factory=dict)
+    changed_files: list[str] = field(default_factory=list)
     findings: list[dict[str, str]] = field(default_factory=list)
     failure: str = ""
     samples_at_fault: str = ""
@@ -72,6 +74,7 @@ class Replay:
         """The faults on this rank: name -> text."""
         found = {
             "the step has failed": self.error.partition(". ")[0],
+            "files of the batch that have changed since the run": _shortened(self.changed_files),
             "not finite before the step": _shortened(self.inspection.not_finite_before),
             "samples that are not finite": _shortened(self.inspection.bad_samples),
             "first module whose output is not finite": self.first_bad_module,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from trainkit.projects.evaluators.batches import num_samples
 from trainkit.projects.replay.checkpoints import around, compare_way, logged_values, prove
 from trainkit.projects.replay.inspection import Inspection, Part
-from trainkit.projects.replay.origin import Saved
+from trainkit.projects.replay.origin import Saved, sizes_and_times
 from trainkit.projects.replay.result import Replay, judge
 from trainkit.projects.replay.session import Session, Start, copy_of
 
@@ -105,11 +105,19 @@ class _Step(Session):
     def _compare(self, result: Replay, reached: list[dict[str, Any]]) -> None:
         """Compare with what the run has stored."""
         # only rank 0 has all values
+        result.changed_files = self._changed_files(result.samples)
         way = compare_way(result.values, self._next, self._at) if comm.is_main_process() else ("", None)
         result.on_the_way, self._equals_run = comm.broadcast(way)
         if self.keeps_all_hooks and self._next is not None:
             self._go_on(self._next.iteration - (self._next.stage == 1))
             result.proof = comm.broadcast(prove(reached, self._next) if comm.is_main_process() else "")
+
+    def _changed_files(self, names: Sequence[str]) -> list[str]:
+        """The files of the batch that are not as the run has recorded them, or newer than its next checkpoint."""
+        recorded = self.origin.get("samples", {})
+        saved_ns = self.origin.get("saved_ns", math.inf) if self._next else math.inf
+        now = sizes_and_times(names).items()
+        return [name for name, facts in now if (recorded[name] != facts if name in recorded else facts[1] > saved_ns)]
 
     def _collect_at(self, saved: Saved, reached: list[dict[str, Any]]) -> None:
         """Append the state at the place of this checkpoint to ``reached``."""
