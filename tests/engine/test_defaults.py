@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import weakref
-from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -21,7 +20,6 @@ from trainkit.engine import (
     DefaultTrainer,
     EvaluationRun,
     HookBase,
-    SimpleTrainer,
     hooks,
 )
 from trainkit.evaluation import DatasetEvaluator
@@ -136,16 +134,7 @@ def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(
     assert [row["iteration"] for row in rows(tmp_path, "mine.json")] == [1, 3, 4]
 
 
-def test_a_step_trainer_that_is_put_in_later_calls_the_hooks_too(tmp_path):
-    seen = []
-    trainer = DefaultTrainer(tiny_cfg(tmp_path))
-    trainer.register_hooks([hooks.CallbackHook(after_backward=lambda t: seen.append(t.iter))])
-    trainer._trainer = SimpleTrainer(trainer.model, trainer.data_loader, trainer.optimizer)
-    trainer.train(0, 2)
-    assert seen == [0, 1]
-
-
-def test_parts_that_were_set_to_others_before_training_are_refused_where_another_part_has_the_old_one(tmp_path):
+def test_a_step_trainer_that_is_put_in_calls_the_hooks_and_with_a_part_that_another_does_not_have_is_refused(tmp_path):
     class Own(DefaultTrainer):
         def __init__(self, cfg, exchange):
             super().__init__(cfg)
@@ -158,9 +147,10 @@ def test_parts_that_were_set_to_others_before_training_are_refused_where_another
         Own(tiny_cfg(tmp_path), "model").train()
     with pytest.raises(ValueError, match=r"the learning rates of another optimizer"):
         Own(tiny_cfg(tmp_path), "optimizer").train()
-    trainer = Own(tiny_cfg(tmp_path), "nothing")
+    trainer, seen = Own(tiny_cfg(tmp_path), "nothing"), []
+    trainer.register_hooks([hooks.CallbackHook(after_backward=lambda t: seen.append(t.iter))])
     trainer.train()
-    assert trainer.status == "finished"
+    assert (trainer.status, seen) == ("finished", [*range(10)])
 
 
 @pytest.mark.parametrize("keeps_place", [True, False])
@@ -190,33 +180,21 @@ def test_a_loader_put_in_by_a_hook_goes_on_at_the_place_that_it_is_given(tmp_pat
     assert torch.equal(train(swap_at=2), torch.cat([data[:3], -(data[3:] if keeps_place else data[:3])]))
 
 
-def test_the_scalars_of_a_hook_and_each_evaluation_are_written(tmp_path):
+@pytest.mark.parametrize(("start", "evaluated"), [(0, [2, 5, 8, 10]), (5, [4, 7, 10])])
+def test_the_scalars_of_a_hook_and_each_evaluation_are_written(tmp_path, start, evaluated):
     class Square(HookBase):
         def after_step(self):
             self.trainer.storage.put_scalar("square", self.trainer.iter**2)
 
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WINDOW", 1, "LOG.PERIOD", 1000, "TEST.EVAL_PERIOD", 3))
+    options = ("LOG.WINDOW", 1, "LOG.PERIOD", 1000, "TEST.EVAL_PERIOD", 3, "TEST.EVAL_START", start)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "CHECKPOINT.BEST_METRIC", ["classification/top1"]))
     trainer.register_hooks([Square()])
     trainer.train()
-    assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == [2, 5, 8, 10]
-    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [4, 25, 64, 81]
-
-
-def test_evaluations_start_after_eval_start_and_the_hooks_that_watch_them_follow(tmp_path):
-    options = ("TEST.EVAL_PERIOD", 3, "TEST.EVAL_START", 5, "LOG.PERIOD", 1000)
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "CHECKPOINT.BEST_METRIC", ["classification/top1"]))
-    trainer.train()
-    assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == [4, 7, 10]
+    assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == evaluated
+    written = [iter for iter in evaluated if iter < 10] + [9]  # with the evaluations, and at the end
+    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [iter**2 for iter in written]
     best = next(hook for hook in trainer.hooks if isinstance(hook, hooks.BestCheckpointer))
-    assert best.best_iter in (4, 7, 10)
-
-
-def test_the_trainer_is_freed_when_nobody_holds_it(tmp_path):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path))
-    trainer.train()
-    gone = weakref.ref(trainer)
-    del trainer
-    assert gone() is None
+    assert best.best_iter in evaluated
 
 
 @pytest.mark.parametrize(("precision", "scaled"), [("float16", True), ("bfloat16", False)])
@@ -230,84 +208,61 @@ def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(tmp_pat
     assert inner.zero_grad_before_forward
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"), [([], 20), (["LOG.PERIOD", "2ep"], 10), (["LOG.GATHER_PERIOD", 2], 1)]
-)
+@pytest.mark.parametrize(("options", "expected"), [(["LOG.PERIOD", "2ep"], 10), (["LOG.GATHER_PERIOD", 2], 1)])
 def test_ranks_exchange_metrics_once_per_log_period(tmp_path, options, expected):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", 20, *options))
     assert trainer._trainer.metrics.exchange_period == expected
 
 
-@pytest.mark.parametrize(
-    ("samples", "batch", "accumulation", "max_iter"), [(32, 8, 3, 5), (1197, 64, 16, 5), (1197, 64, 1, 75)]
-)
+@pytest.mark.parametrize(("accumulation", "max_iter"), [(16, 5), (1, 75)])
 @pytest.mark.parametrize("is_endless", [True, False])
-def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(
-    tmp_path, samples, batch, accumulation, max_iter, is_endless
-):
+def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(tmp_path, accumulation, max_iter, is_endless):
     class Trainer(DefaultTrainer):
         @classmethod
         def build_train_loader(cls, cfg):
-            data = [{"x": torch.ones(4), "label": 0}] * samples
-            return build_train_loader(cfg, data) if is_endless else DataLoader(data, batch_size=batch)
+            data = [{"x": torch.ones(4), "label": 0}] * 1197
+            return build_train_loader(cfg, data) if is_endless else DataLoader(data, batch_size=64)
 
-    options = ("SOLVER.MAX_ITER", "4ep", "SOLVER.IMS_PER_BATCH", batch, "SOLVER.ACCUMULATION_STEPS", accumulation)
+    options = ("SOLVER.MAX_ITER", "4ep", "SOLVER.IMS_PER_BATCH", 64, "SOLVER.ACCUMULATION_STEPS", accumulation)
     trainer = Trainer(tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.WARMUP_ITERS", 0))
     if is_endless:
         assert trainer.max_iter == max_iter
     else:  # of whole batches, the last of each pass being smaller
-        assert exact(trainer.iters_per_epoch) == Fraction(math.ceil(samples / batch), accumulation)
+        assert exact(trainer.iters_per_epoch) == Fraction(math.ceil(1197 / 64), accumulation)
     assert abs(trainer.max_iter - 4 * exact(trainer.iters_per_epoch)) <= 0.5
 
 
-def test_everything_in_epochs_happens_where_epochs_end(tmp_path):
+def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whole_and_is_resumed(tmp_path):
     options = ("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.MAX_ITER", "6ep", "SOLVER.CHECKPOINT_PERIOD", "2ep")
     cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.STEPS", ["3ep"])
     trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
     assert (trainer.iters_per_epoch, exact(trainer.iters_per_epoch)) == (2, Fraction(5, 3))
     assert (trainer.cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER) == ((5,), "6ep")
     ends, evaluated = [], []
-    note = hooks.CallbackHook(
-        after_epoch=lambda trainer: ends.append(trainer.iter + 1),
-        before_eval=lambda trainer, phase, name: evaluated.append(trainer.last_done_iter + 1),
-    )
-    trainer.register_hooks([note])
+
+    class Note(HookBase):
+        _state_names = ("period",)
+
+        def before_train(self):
+            self.period = self.trainer.cfg.TEST.EVAL_PERIOD
+
+        def after_epoch(self):
+            ends.append(self.trainer.iter + 1)
+
+        def before_eval(self, phase, name):
+            evaluated.append(self.trainer.last_done_iter + 1)
+
+    trainer.register_hooks([Note()])
     trainer.train()
     assert ends == evaluated == [2, 3, 5, 7, 8, 10]
     files = sorted(path.name for path in tmp_path.glob("*.pth"))
     assert files == ["model_0000002.pth", "model_0000006.pth", "model_final.pth"]
 
-
-def test_a_run_whose_epochs_are_not_whole_is_saved_and_resumed(tmp_path):
-    class Remember(hooks.HookBase):
-        def state_dict(self):
-            return {"period": self.trainer.cfg.TEST.EVAL_PERIOD, "at": {self.trainer.iters_per_epoch: 1}}
-
-        def load_state_dict(self, state_dict):
-            loaded.append(state_dict)
-
-    options = ("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.MAX_ITER", "2ep", "TEST.EVAL_PERIOD", "1ep")
-    cfg = tiny_cfg(tmp_path, *options, "SOLVER.STEPS", ["1ep"], "SOLVER.CHECKPOINT_PERIOD", "1ep")
-    trainer, loaded = DefaultTrainer(cfg), []
-    assert exact(trainer.max_iter) == Fraction(10, 3)
-    trainer.register_hooks([Remember()])
-    trainer.train()
-
-    resumed = DefaultTrainer(cfg)
-    resumed.register_hooks([Remember()])
+    resumed, note = DefaultTrainer(cfg), Note()
+    resumed.register_hooks([note])
     resumed.resume_or_load()
-    assert (resumed.status, resumed.start_iter, loaded) == ("finished", 3, [{"period": 2, "at": {2: 1}}])
-    assert type(loaded[0]["period"]) is int
-
-
-def test_lengths_in_epochs_over_a_stream_are_an_error_when_building(tmp_path):
-    class Trainer(DefaultTrainer):
-        @classmethod
-        def build_train_loader(cls, cfg):
-            return iter([])
-
-    with pytest.raises(ConfigError, match=r"SOLVER.MAX_ITER: got '4ep' .*; accepted: iterations"):
-        Trainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep"))
+    assert (resumed.status, resumed.start_iter, note.period) == ("finished", 10, 2)
+    assert type(note.period) is int
 
 
 # ---------------------------------------------------------------------- running
@@ -317,6 +272,9 @@ def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1"))
     assert set(trainer.train()) == {"classification"}
     assert trainer.status == "finished"
+    gone = weakref.ref(trainer)
+    del trainer  # nobody else holds it
+    assert gone() is None
     assert {path.name for path in tmp_path.iterdir()} == {
         *("model_0000004.pth", "model_final.pth", "model_best.pth", "metrics.json", "last_checkpoint", "finished")
     }
@@ -340,14 +298,14 @@ def test_validation_feeds_the_metrics_and_the_test_data_is_used_once_at_the_end(
     assert stored[10]["test/classification/top1"] == results["classification"]["top1"]
 
 
-def test_without_an_evaluator_training_goes_on_with_a_warning_that_says_what_to_do(tmp_path, caplog):
-    results = DefaultTrainer(tiny_cfg(tmp_path, "TEST.EVALUATORS", [])).train()
-    assert results == {}
-    assert "name evaluators in TEST.EVALUATORS" in caplog.text
-
-
 def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_names(tmp_path):
-    model = TinyClassifier(None)
+    class Count(DatasetEvaluator):
+        num = 0
+
+        def process(self, inputs, outputs):
+            self.num += len(outputs)
+
+    model, count = TinyClassifier(None), Count()
     one = DefaultTrainer.test(tiny_cfg(tmp_path), model)
     two = DefaultTrainer.test(tiny_cfg(tmp_path, "DATASETS.TEST", ("tiny_test", "tiny_val")), model)
     assert set(one) == {"classification"}
@@ -355,38 +313,17 @@ def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_nam
     assert two["tiny_test"] == one
     with pytest.raises(ValueError, match=r"need one evaluator per dataset in \('tiny_test',\), got 2"):
         DefaultTrainer.test(tiny_cfg(tmp_path), model, [DatasetEvaluator(), DatasetEvaluator()])
+    DefaultTrainer.test(tiny_cfg(tmp_path, "TEST.MAX_BATCHES", 2), model, count)
+    assert count.num == 8
 
 
-def test_test_can_be_limited_to_a_number_of_batches(tmp_path):
-    class Count(DatasetEvaluator):
-        num = 0
-
-        def process(self, inputs, outputs):
-            Count.num += len(outputs)
-
-    DefaultTrainer.test(tiny_cfg(tmp_path, "TEST.MAX_BATCHES", 2), TinyClassifier(None), Count())
-    assert Count.num == 8
-
-
-@pytest.mark.parametrize(
-    ("expected", "end"), [(50.0, nullcontext()), (-1000.0, pytest.raises(SystemExit, match="^1$"))]
-)
-def test_unexpected_results_end_the_process_with_code_1(tmp_path, expected, end):
-    with end:
+def test_unexpected_results_end_the_process_with_code_1_and_without_an_evaluator_there_are_none(tmp_path, caplog):
+    with pytest.raises(SystemExit, match="^1$"):
         DefaultTrainer(
-            tiny_cfg(tmp_path, "TEST.EXPECTED_RESULTS", [["classification", "top1", expected, 50.0]])
+            tiny_cfg(tmp_path / "1", "TEST.EXPECTED_RESULTS", [["classification", "top1", -1000.0, 50.0]])
         ).train()
-
-
-def test_a_second_train_does_not_begin_a_finished_run_again(tmp_path, caplog):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path))
-    results = trainer.train()
-    before = weights(trainer)
-    assert trainer.train() == results
-    assert equal(weights(trainer), before)
-    assert "This run has finished after 10 iterations" in caplog.text
-    trainer.train(max_iter=12)
-    assert trainer.iter == 12
+    assert DefaultTrainer(tiny_cfg(tmp_path / "2", "TEST.EVALUATORS", [])).train() == {}
+    assert "name evaluators in TEST.EVALUATORS" in caplog.text
 
 
 def test_train_goes_on_after_an_interrupt_where_it_stopped(tmp_path):
@@ -408,48 +345,36 @@ def test_train_goes_on_after_an_interrupt_where_it_stopped(tmp_path):
 # ---------------------------------------------------------------------- resuming and loading
 
 
-def test_a_run_that_failed_is_resumed_after_its_last_checkpoint(tmp_path):
-    def fail(trainer):
-        if trainer.iter == 7:
-            raise RuntimeError("power cut")
-
-    first = DefaultTrainer(tiny_cfg(tmp_path))
-    first.register_hooks([hooks.CallbackHook(after_step=fail)])
-    with pytest.raises(RuntimeError, match="power cut"):
-        first.train()
-
-    second = DefaultTrainer(tiny_cfg(tmp_path))
-    second.resume_or_load(resume=True)
-    lrs = []
-    second.register_hooks([hooks.CallbackHook(before_step=lambda t: lrs.append(t.optimizer.param_groups[0]["lr"]))])
-    assert second.start_iter == 5
-    momentum = next(iter(second.optimizer.state.values()))["momentum_buffer"]
-    assert momentum.abs().sum() > 0
-    second.train()
-    assert lrs == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
-    assert second.iter == 10
-
-
-def test_hooks_that_are_registered_after_loading_get_their_state_and_others_are_named(tmp_path, caplog):
+def test_a_run_that_failed_is_resumed_after_its_last_checkpoint(tmp_path, caplog):
     class Counter(HookBase):
         _state_names = ("count",)
         count = 0
 
         def after_step(self):
             self.count += 1
+            if self.trainer.iter == 7 and self.count == 8:
+                raise RuntimeError("power cut")
 
     first = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1"))
-    first.register_hooks([Counter()], before="PeriodicCheckpointer")
-    first.train()
-    second, counter = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 12)), Counter()
-    second.resume_or_load()
-    second.register_hooks([counter])
-    assert counter.count == 10
+    first.register_hooks([Counter()])
+    with pytest.raises(RuntimeError, match="power cut"):
+        first.train()
+
+    second, counter, lrs = DefaultTrainer(tiny_cfg(tmp_path)), Counter(), []
+    second.resume_or_load(resume=True)
+    second.register_hooks([counter])  # which gets its state
+    second.register_hooks([hooks.CallbackHook(before_step=lambda t: lrs.append(t.optimizer.param_groups[0]["lr"]))])
+    assert (second.start_iter, counter.count) == (5, 5)
+    counter.count += 100
+    momentum = next(iter(second.optimizer.state.values()))["momentum_buffer"]
+    assert momentum.abs().sum() > 0
     second.train()
+    assert lrs == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
+    assert second.iter == 10
     assert "states of hooks that are not registered: ['BestCheckpointer']" in caplog.text
 
 
-def test_weights_alone_start_a_run_at_iteration_0(tmp_path):
+def test_weights_alone_start_a_run_at_iteration_0_and_resuming_beyond_the_end_is_an_error(tmp_path):
     old = DefaultTrainer(tiny_cfg(tmp_path / "old"))
     old.train()
     new = DefaultTrainer(tiny_cfg(tmp_path / "new", "MODEL.WEIGHTS", str(tmp_path / "old/model_final.pth")))
@@ -457,11 +382,7 @@ def test_weights_alone_start_a_run_at_iteration_0(tmp_path):
     assert new.start_iter == 0
     assert equal(weights(new), weights(old))
     assert not new.optimizer.state
-
-
-def test_resuming_beyond_the_end_is_an_error_that_names_both_numbers(tmp_path):
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4, "SOLVER.STEPS", ()))
+    trainer = DefaultTrainer(tiny_cfg(tmp_path / "old", "SOLVER.MAX_ITER", 4, "SOLVER.STEPS", ()))
     with pytest.raises(ConfigError, match="SOLVER.MAX_ITER is 4, but the checkpoint to resume from has done 10 iter"):
         trainer.resume_or_load()
 

@@ -12,7 +12,7 @@ from tests.engine.tiny import Weight, sgd
 from tests.utils.png import decode_png
 from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, SimpleTrainer
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS
-from trainkit.engine.hooks import HOOK_REGISTRY, VISUALIZER_REGISTRY, CallbackHook
+from trainkit.engine.hooks import VISUALIZER_REGISTRY, CallbackHook
 
 
 class Recorder(HookBase):
@@ -45,8 +45,33 @@ def _short(argument):
     return argument
 
 
+class Overriding:
+    """A trainer that notes every call of a point, and passes it on to the hooks."""
+
+    def __init__(self, *args):
+        self.points = []
+        super().__init__(*args)
+
+
+def _overriding(point):
+    def call(self, *arguments):
+        self.points.append(point)
+        getattr(super(Overriding, self), point)(*arguments)
+
+    return call
+
+
 for _point in HOOK_POINTS:
     setattr(Recorder, _point, _recording(_point))
+    setattr(Overriding, _point, _overriding(_point))
+
+
+class OverridingDefaultTrainer(Overriding, DefaultTrainer):
+    pass
+
+
+class OverridingEvaluationRun(Overriding, EvaluationRun):
+    pass
 
 
 @VISUALIZER_REGISTRY.register()
@@ -57,64 +82,35 @@ def draw_predictions(inputs, outputs):
     return image
 
 
-def lines(text):
-    return [line.strip() for line in text.strip().splitlines()]
-
-
 # 2 epochs of 2 iterations; 12 and 10 samples are evaluated in batches of at most 6
 JOB = ("SOLVER.IMS_PER_BATCH", 20, "SOLVER.MAX_ITER", 4, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 2)
 JOB += ("SOLVER.STEPS", (3,), "DATASETS.VAL", ("tiny_val",), "TEST.IMS_PER_BATCH", 6)
 
-FIRST_EPOCH = lines(
-    """
-    0 before_train
-    0 before_epoch
-    0 before_step
-    0 after_backward
-    0 after_step
-    1 before_step
-    1 after_backward
-    1 after_step
-    1 before_save iteration+model+trainer
-    1 before_eval val tiny_val
-    1 before_eval_step val 0 inputs[6]
-    1 after_eval_step val 0 inputs[6] outputs[6, 2]
-    1 before_eval_step val 1 inputs[6]
-    1 after_eval_step val 1 inputs[6] outputs[6, 2]
-    1 after_eval val tiny_val classification
-    1 after_epoch
-    """
-)
-SECOND_EPOCH_BEGINS = lines(
-    """
-    2 before_epoch
-    2 before_step
-    2 after_backward
-    2 after_step
-    """
-)
-SECOND_EPOCH_ENDS = lines(
-    """
-    3 before_step
-    3 after_backward
-    3 after_step
-    3 before_save iteration+model+trainer
-    3 after_epoch
-    4 before_eval val tiny_val
-    4 before_eval_step val 0 inputs[6]
-    4 after_eval_step val 0 inputs[6] outputs[6, 2]
-    4 before_eval_step val 1 inputs[6]
-    4 after_eval_step val 1 inputs[6] outputs[6, 2]
-    4 after_eval val tiny_val classification
-    4 before_eval test tiny_test
-    4 before_eval_step test 0 inputs[6]
-    4 after_eval_step test 0 inputs[6] outputs[6, 2]
-    4 before_eval_step test 1 inputs[4]
-    4 after_eval_step test 1 inputs[4] outputs[4, 2]
-    4 after_eval test tiny_test classification
-    4 after_train
-    """
-)
+SAVED = "before_save iteration+model+trainer"
+
+
+def step(iter):
+    return [f"{iter} {point}" for point in ("before_step", "after_backward", "after_step")]
+
+
+def evaluation(iter, phase, *sizes):
+    batches = [
+        line
+        for index, size in enumerate(sizes)
+        for line in (
+            f"{iter} before_eval_step {phase} {index} inputs[{size}]",
+            f"{iter} after_eval_step {phase} {index} inputs[{size}] outputs[{size}, 2]",
+        )
+    ]
+    name = f"{phase} tiny_{phase}"
+    return [f"{iter} before_eval {name}", *batches, f"{iter} after_eval {name} classification"]
+
+
+OF_FIRST = evaluation(1, "val", 6, 6)
+FIRST_EPOCH = ["0 before_train", "0 before_epoch", *step(0), *step(1), f"1 {SAVED}", *OF_FIRST, "1 after_epoch"]
+SECOND_EPOCH_BEGINS = ["2 before_epoch", *step(2)]
+AT_THE_END = [*evaluation(4, "val", 6, 6), *evaluation(4, "test", 6, 4), "4 after_train"]
+SECOND_EPOCH_ENDS = [*step(3), f"3 {SAVED}", "3 after_epoch", *AT_THE_END]
 WHOLE_RUN = FIRST_EPOCH + SECOND_EPOCH_BEGINS + SECOND_EPOCH_ENDS
 
 
@@ -134,68 +130,39 @@ def record(trainer):
 # ---------------------------------------------------------------------- training
 
 
-@HOOK_REGISTRY.register()
-class EndOfRun(HookBase):
-    """Notes what has been evaluated when its ``after_train`` comes."""
-
-    def __init__(self):
-        self.evaluated, self.at_the_end = [], None
-
-    def after_eval(self, phase, name, results):
-        self.evaluated.append((phase, self.trainer.iter))
-
-    def after_train(self):
-        self.at_the_end = list(self.evaluated)
-
-
-PLACES = [{}, {"priority": "LOWEST"}, {"before": "EvalHook"}, {"after": "FinalEvalHook"}]
+PLACES = [{}, {"before": "EvalHook"}, {"after": "FinalEvalHook"}]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_after_train_of_a_users_hook_comes_after_the_final_validation_and_test(place, tmp_path):
+    evaluated, at_the_end = [], []
+    hook = CallbackHook(
+        after_eval=lambda trainer, phase, name, results: evaluated.append((phase, trainer.iter)),
+        after_train=lambda trainer: at_the_end.extend(evaluated),
+    )
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *JOB))
-    trainer.register_hooks([EndOfRun()], **place)
+    trainer.register_hooks([hook], **place)
     trainer.train()
-    [hook] = (hook for hook in trainer.hooks if isinstance(hook, EndOfRun))
-    assert hook.at_the_end == [("val", 1), ("val", 4), ("test", 4)]
+    assert at_the_end == [("val", 1), ("val", 4), ("test", 4)]
     assert [iter for _, iter in trainer.storage.history("test/classification/top1").values()] == [trainer.max_iter]
 
 
-def test_a_run_from_its_beginning_to_its_end(tmp_path):
-    trainer, recorder = default_trainer(tmp_path)
-
-    trainer.resume_or_load()  # there is nothing to load
-    assert recorder.take() == []
-    trainer.train()
-
-    assert recorder.take() == WHOLE_RUN
-
-
-def test_a_run_that_ends_inside_an_epoch_and_is_resumed_by_another_trainer(tmp_path):
+@pytest.mark.parametrize("max_iter", [2, 3])
+def test_a_run_that_is_resumed_between_two_epochs_or_inside_one(max_iter, tmp_path):
     first, recorder = default_trainer(tmp_path)
-    first.train(max_iter=3)
-    at_the_end = [line.replace("4 ", "3 ", 1) for line in WHOLE_RUN[WHOLE_RUN.index("4 before_eval val tiny_val") :]]
-    saved = "2 before_save iteration+model+trainer"
-    assert recorder.take() == [*FIRST_EPOCH, *SECOND_EPOCH_BEGINS, saved, *at_the_end]
+    first.train(max_iter=max_iter)
+    before = FIRST_EPOCH
+    if max_iter == 3:
+        before = [*FIRST_EPOCH, *SECOND_EPOCH_BEGINS, f"2 {SAVED}"]
+        assert recorder.take() == [*before, *(line.replace("4 ", "3 ", 1) for line in AT_THE_END)]
 
     second, recorder = default_trainer(tmp_path)
     second.resume_or_load()
     assert recorder.take() == ["0 after_load iteration+model+trainer"]  # nothing is loaded yet
     second.train()
-    assert recorder.take() == ["3 before_train", *SECOND_EPOCH_ENDS]  # the epoch is not started again
-
-
-def test_a_run_that_is_resumed_between_two_epochs(tmp_path):
-    default_trainer(tmp_path)[0].train(max_iter=2)
-    second, recorder = default_trainer(tmp_path)
-
-    second.resume_or_load()
-    second.train()
-
-    loaded = ["0 after_load iteration+model+trainer", "2 before_train"]
     # the checkpoint was written before the evaluation of its iteration and before the end of the epoch
-    left = FIRST_EPOCH[FIRST_EPOCH.index("1 before_eval val tiny_val") :]
-    assert recorder.take() == loaded + left + SECOND_EPOCH_BEGINS + SECOND_EPOCH_ENDS
+    left = [*OF_FIRST, "1 after_epoch", *SECOND_EPOCH_BEGINS]
+    assert recorder.take() == [f"{max_iter} before_train", *(left if max_iter == 2 else []), *SECOND_EPOCH_ENDS]
 
 
 def test_a_run_that_fails_has_its_after_train_and_no_evaluation_behind_it(tmp_path):
@@ -223,17 +190,7 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
 
     results = run.run()
 
-    assert recorder.take() == lines(
-        """
-        0 after_load iteration+model+trainer
-        4 before_eval test tiny_test
-        4 before_eval_step test 0 inputs[6]
-        4 after_eval_step test 0 inputs[6] outputs[6, 2]
-        4 before_eval_step test 1 inputs[4]
-        4 after_eval_step test 1 inputs[4] outputs[4, 2]
-        4 after_eval test tiny_test classification
-        """
-    )
+    assert recorder.take() == ["0 after_load iteration+model+trainer", *evaluation(4, "test", 6, 4)]
     assert results == expected
     [picture] = tmp_path.rglob("*.png")
     assert str(picture.relative_to(tmp_path)) == "visualization/test/tiny_test_iter0000004_batch0001.png"
@@ -244,74 +201,30 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
 # ---------------------------------------------------------------------- who is called
 
 
-def test_a_hook_is_not_called_where_it_overrides_nothing(tmp_path, monkeypatch):
-    class After(HookBase):
-        count = 0
-
-        def after_eval_step(self, phase, index, inputs, outputs):
-            self.count += 1
-
-    class Inheriting(After):
-        pass
-
-    # a call of the base class would now be seen
-    base_calls = []
-    for point in HOOK_POINTS:
-        noting = functools.wraps(getattr(HookBase, point))
-        call = noting(lambda self, *_, point=point: base_calls.append((type(self), point)))
-        monkeypatch.setattr(HookBase, point, call)
-    trainer, _ = default_trainer(tmp_path)
-    hooks = [After(), Inheriting()]
-    trainer.register_hooks([HookBase(), *hooks])
-    trainer.train()
-    default_trainer(tmp_path)[0].resume_or_load()
-
-    assert base_calls == []
-    assert [hook.count for hook in hooks] == [6, 6]
-
-
-class Overriding:
-    """Notes every call of a point of the trainer, and passes it on to the hooks."""
-
-    def __init__(self, *args):
-        self.points = []
-        super().__init__(*args)
-
-
-class OverridingDefaultTrainer(Overriding, DefaultTrainer):
-    pass
-
-
-class OverridingEvaluationRun(Overriding, EvaluationRun):
-    pass
-
-
-def _overriding(point):
-    def call(self, *arguments):
-        self.points.append(point)
-        getattr(super(Overriding, self), point)(*arguments)
-
-    return call
-
-
-for _point in HOOK_POINTS:
-    setattr(Overriding, _point, _overriding(_point))
-
-
 def points_of(recorded):
     return [line.split()[1] for line in recorded]
 
 
-def test_points_that_a_trainer_class_overrides_are_called_with_those_of_its_hooks(tmp_path):
+def test_a_run_calls_the_points_of_its_hooks_and_those_that_a_trainer_class_overrides_and_no_others(
+    tmp_path, monkeypatch
+):
+    base_calls = []
+    for point in HOOK_POINTS:  # a call of the base class would be seen
+        noting = functools.wraps(getattr(HookBase, point))
+        call = noting(lambda self, *_, point=point: base_calls.append((type(self), point)))
+        monkeypatch.setattr(HookBase, point, call)
     trainer, recorder = default_trainer(tmp_path, trainer_class=OverridingDefaultTrainer)
+    trainer.register_hooks([HookBase(), CallbackHook(after_eval_step=lambda *_: None)])
     trainer.train()
     trainer.resume_or_load()
-    recorded = points_of(recorder.take())
-    assert recorded == [*points_of(WHOLE_RUN), "after_load"]
+    found = recorder.take()
+    assert found == [*WHOLE_RUN, "4 after_load iteration+model+trainer"]
+    recorded = points_of(found)
     # the method of the trainer is around the final evaluation, which hooks do in it
-    at_the_end = WHOLE_RUN.index("4 before_eval val tiny_val")
+    at_the_end = len(WHOLE_RUN) - len(AT_THE_END)
     assert trainer.points == [*recorded[:at_the_end], "after_train", *recorded[at_the_end:-2], "after_load"]
     assert set(recorded) == set(HOOK_POINTS) - {"after_failure"}
+    assert base_calls == []
 
     run = OverridingEvaluationRun(tiny_cfg(tmp_path, *JOB), DefaultTrainer)
     run.run()
@@ -322,19 +235,12 @@ def test_points_that_a_trainer_class_overrides_are_called_with_those_of_its_hook
 # ---------------------------------------------------------------------- epochs
 
 
-def stream_trainer(*hooks):
-    """A trainer on data without a length."""
-    model = Weight()
-    trainer = SimpleTrainer(model, itertools.repeat(torch.ones(())), sgd(model))
-    trainer.register_hooks(hooks)
-    return trainer
-
-
 @pytest.mark.parametrize("point", EPOCH_POINTS)
 def test_a_hook_that_wants_epochs_is_refused_by_a_stream_before_training(point):
-    seen = []
-    wants = CallbackHook(**{point: lambda trainer: seen.append(point)})
-    trainer = stream_trainer(wants, CallbackHook(before_train=lambda trainer: seen.append("before_train")))
+    model, seen = Weight(), []
+    trainer = SimpleTrainer(model, itertools.repeat(torch.ones(())), sgd(model))
+    wants = {name: lambda trainer: seen.append(trainer.iter) for name in (point, "before_train")}
+    trainer.register_hooks([CallbackHook(**wants)])
 
     with pytest.raises(ValueError, match="CallbackHook uses epochs, but the training data has no length.* iterations"):
         trainer.train(0, 2)
