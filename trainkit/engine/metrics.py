@@ -25,7 +25,7 @@ STORED_BESIDE_LOSSES = frozenset(
     {"data_time", "rank_data_time", "skipped_updates", "[metric]grad_scaler"}
     | {"iteration", "epoch", "lr", "time", "eta_seconds"}
 )
-_HAND_OVER_ITERS = 10  # a worker gets what waits after this number of iterations, and has ended the hand-over before
+_HAND_OVER_ITERS = 10  # a worker gets after this number of iterations what waits for a device
 _MOST_RECORDS = 1000  # exchange after this number, even if few are stored, so that a failure is noticed
 _MOST_AHEAD = 2  # steps: each step ahead holds device memory
 _MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
@@ -74,7 +74,6 @@ class MetricPath:
         """Forget the rows of a run that failed; call it when a run starts."""
         self._rows: list[Row] = []  # their values are tensors
         self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
-        self._handed_over = -1  # the iteration
         self._is_alone: bool | None = None
         self._is_direct = False  # whether the numbers can be read at once, and are those of all ranks
         self._has_failed = False
@@ -109,12 +108,6 @@ class MetricPath:
             self._keep(
                 Row(iter, data_time, {**losses.scalars, **extra}, is_stored), storage, losses.total.device, is_last
             )
-        if self._asynchronous and iter - self._handed_over >= _HAND_OVER_ITERS:
-            self._handed_over = iter
-            if self._is_alone:
-                self._pass_on(storage)
-            storage.hand_over()
-            storage.start_worker().wait(but=2)  # those of this hand-over
 
     def _keep(self, row: Row, storage: EventStorage, device: torch.device, is_last: bool) -> None:
         self._rows.append(row)
@@ -124,7 +117,7 @@ class MetricPath:
                 self._recent.popleft().synchronize()
         if self._is_alone:
             storage.before_read = self._pass_on
-            due = len(self._rows) >= 2 * _HAND_OVER_ITERS
+            due = len(self._rows) >= _HAND_OVER_ITERS * (1 if self._asynchronous else 2)
         else:
             due = is_last or is_nth(row.iter + 1, self.exchange_period)
             due = (due and any(row.is_stored for row in self._rows)) or len(self._rows) >= _MOST_RECORDS
@@ -147,7 +140,9 @@ class MetricPath:
         rows, self._rows = self._rows, []
         numbers = Numbers([value for row in rows for value in row.values.values()])
         if self._asynchronous:
-            storage.start_worker().submit(storage.take(), partial(self._store, rows, numbers))
+            worker = storage.start_worker()
+            worker.submit(storage.take(), partial(self._store, rows, numbers))
+            worker.collect(but=1)  # so that an error is known at the next hand-over
         else:
             self._store(rows, numbers, storage)
 

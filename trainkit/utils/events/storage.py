@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -191,6 +192,7 @@ class EventStorage:
         if self.before_read is not None:
             self.before_read(self)
         self.worker.submit(self.take(images=True), call)
+        self.worker.collect(but=2)  # writers that are slower than the run hold it up
 
     def take(self, *, images: bool = False) -> "EventStorage":
         """Returns a storage with the same histories and with what waits here; then nothing waits here any more."""
@@ -203,8 +205,9 @@ class EventStorage:
 
     def take_back(self, parts: Sequence["EventStorage"]) -> None:
         """Take the images and histograms that nobody has cleared in storages of `take`."""
-        self._images.extendleft(reversed([image for part in parts for image in part._images]))
-        self._histograms.extendleft(reversed([histogram for part in parts for histogram in part._histograms]))
+        for name in ("_images", "_histograms"):
+            kept = [item for part in (*parts, self) for item in getattr(part, name)]
+            setattr(self, name, deque(sorted(kept, key=attrgetter("iter")), maxlen=_MAX_IMAGES))
 
     def _store(self) -> None:
         rows, self.rows = self.rows, []

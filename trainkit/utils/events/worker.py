@@ -68,10 +68,14 @@ class Worker:
                 self._error = self._error or error
         return part
 
-    def wait(self, *, but: int = 0) -> None:
-        """Wait for all jobs, ``but`` the newest ones; raise the first error since the last call."""
-        number = len(self._jobs) - but
-        self._storage.take_back([self._jobs.popleft().result() for _ in range(number)])
+    def collect(self, *, but: int = 0) -> None:
+        """Wait for all jobs, ``but`` the newest ones."""
+        if parts := [self._jobs.popleft().result() for _ in range(len(self._jobs) - but)]:
+            self._storage.take_back(parts)
+
+    def wait(self) -> None:
+        """Wait for all jobs; raise the first error since the last call."""
+        self.collect()
         self.raise_error()
 
     def raise_error(self) -> None:
