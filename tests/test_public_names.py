@@ -189,7 +189,6 @@ PUBLIC = {
         "JSONWriter",
         "ProgressBar",
         "TensorboardXWriter",
-        "MLflowWriter",
         "WRITER_REGISTRY",
         "WandbWriter",
         "estimate_eta_sec",
@@ -248,5 +247,5 @@ def test_importing_takes_no_optional_or_slow_package_and_warns_of_nothing():
 
     assert (run.returncode, run.stderr) == (0, "")
     unwanted = {"tensorboard", "matplotlib", "omegaconf", "hydra", "sklearn", "scipy", "PIL", "pandas"}
-    unwanted |= {"wandb", "mlflow"}
+    unwanted |= {"wandb"}
     assert unwanted & set(run.stdout.split()) == set()

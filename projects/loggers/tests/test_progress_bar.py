@@ -9,22 +9,17 @@ from trainkit.projects.loggers.tests.terminal import Terminal, as_stdout
 
 from tests.engine.job import tiny_cfg
 from trainkit.config import prepare_projects
-from trainkit.engine import default_writers
 from trainkit.utils.events import EventStorage, ProgressBar
 from trainkit.utils.logger import close_logger, setup_logger
-
-
-def trainer_of(max_iter=10, start_iter=0):
-    return SimpleNamespace(max_iter=max_iter, start_iter=start_iter)
 
 
 def bars_after(iters, *trainers, **scalars):
     """The lines of a terminal when these iterations have put these scalars, in a run of each trainer."""
     with as_stdout(Terminal()) as terminal:
         writer = ProgressBar(0)
-        for trainer in trainers:
+        for max_iter, start_iter in trainers:
             with EventStorage() as storage:
-                writer.begin(trainer)
+                writer.begin(SimpleNamespace(max_iter=max_iter, start_iter=start_iter))
                 for storage.iter in iters:
                     storage.put_scalars(**scalars)
                 writer.write()
@@ -33,17 +28,14 @@ def bars_after(iters, *trainers, **scalars):
     return terminal.lines()
 
 
-def test_each_run_has_a_bar_of_its_own_with_loss_and_rate():
-    lines = bars_after(range(4), trainer_of(), trainer_of(), total_loss=0.25, lr=0.1, accuracy=1.0)
-    assert [line.partition("|")[0] for line in lines] == ["Training:  40%", "Training:  40%", ""]
-    assert "4/10" in lines[0]
-    assert lines[0].endswith("loss=0.25, lr=0.1]")
-
-
-def test_a_resumed_run_starts_where_it_was_and_the_end_is_that_of_the_run():
-    [line, _] = bars_after(range(6, 8), trainer_of(40, 6), loss=1.0)
-    assert line.startswith("Training:  20%")
-    assert "8/40" in line
+def test_each_run_has_a_bar_of_its_own_with_loss_and_rate_from_where_it_starts():
+    first, second, _ = bars_after(range(4), (10, 0), (10, 0), total_loss=0.25, lr=0.1, accuracy=1.0)
+    assert first.startswith("Training:  40%")
+    assert "4/10" in first
+    assert first.endswith("loss=0.25, lr=0.1]")
+    assert second.startswith("Training:  40%")
+    [resumed, _] = bars_after(range(6, 8), (40, 6), loss=1.0)
+    assert resumed.startswith("Training:  20%")
 
 
 def test_log_lines_stand_above_the_bar_and_the_line_of_the_console_is_in_the_file(tmp_path):
@@ -51,7 +43,7 @@ def test_log_lines_stand_above_the_bar_and_the_line_of_the_console_is_in_the_fil
         setup_logger(tmp_path, color=False, stdout_level="INFO")
         writer = ProgressBar(max_iter=10, iters_per_epoch=3)
         threads = threading.enumerate()
-        writer.begin(trainer_of())
+        writer.begin(SimpleNamespace(max_iter=10, start_iter=0))
         storage.put_scalar("total_loss", 0.25)
         writer.write()
         logging.getLogger("trainkit").info("a line of its own")
@@ -67,10 +59,9 @@ def test_log_lines_stand_above_the_bar_and_the_line_of_the_console_is_in_the_fil
 
 
 def test_a_notebook_shows_a_bar():
-    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    with as_stdout(notebook):
+    with as_stdout(type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()) as notebook:
         writer = ProgressBar()
-        writer.begin(trainer_of())
+        writer.begin(SimpleNamespace(max_iter=10, start_iter=0))
         assert sys.stdout is notebook
         writer.close()
     assert "Training" in notebook.getvalue()
@@ -81,8 +72,6 @@ def test_a_notebook_shows_a_bar():
     [(Terminal(), "xterm", "progress_bar"), (Terminal(), "dumb", "console"), (io.StringIO(), "xterm", "console")],
 )
 def test_the_key_puts_the_bar_in_the_place_of_the_console_in_a_terminal(tmp_path, stdout, term, name):
-    cfg = tiny_cfg(tmp_path, "LOG.PROGRESS", True, "LOG.WRITERS", ["console", "json"])
     with as_stdout(stdout, term):
-        names = prepare_projects(cfg).LOG.WRITERS
-    assert names == [name, "json"]
-    assert type(default_writers(tmp_path, names=names)[0]).__name__ in ("ProgressBar", "CommonMetricPrinter")
+        cfg = prepare_projects(tiny_cfg(tmp_path, "LOG.PROGRESS", True, "LOG.WRITERS", ["console", "json"]))
+    assert {**cfg.LOG}["WRITERS"] == [name, "json"]

@@ -31,29 +31,27 @@ def train(storage, writer, iters):
 
 
 def test_scalars_images_and_histograms_are_written_and_let_go(tmp_path):
-    writer = TensorboardXWriter(tmp_path / "logs", window_size=3, filename_suffix=".run")
+    logs = tmp_path / "logs"
+    writer = TensorboardXWriter(logs, window_size=3, filename_suffix=".run")
     with EventStorage() as storage:
         writer.write()
-        assert list(tmp_path.iterdir()) == []  # no file before there is something to write
+        assert not logs.exists()  # no file before there is something to write
         for storage.iter, loss in enumerate([9.0, 1.0, 8.0, 2.0]):
             storage.put_scalar("loss", loss)
         storage.put_image("image", torch.zeros(3, 2, 4))
         storage.put_histogram("weight", torch.arange(6.0).reshape(3, 2), bins=2)
         writer.write()
         assert (storage.images(), storage.histograms()) == ([], [])
-
         storage.put_scalar("late", 0.25, cur_iter=1)
         storage.put_scalar("top1", 50.0)
         writer.write()
         writer.state_dict()  # gives all events to the operating system
-        tmp_path, before = tmp_path / "logs", points(tmp_path / "logs")
+        before = points(logs)
         writer.close()
 
-    assert points(tmp_path) == before == {"loss": [(3, 2.0)], "late": [(1, 0.25)], "top1": [(3, 50.0)]}
-    events = shown(tmp_path)
-    [image] = events.Images("image")
+    assert points(logs) == before == {"loss": [(3, 2.0)], "late": [(1, 0.25)], "top1": [(3, 50.0)]}
+    [image], [histogram] = shown(logs).Images("image"), shown(logs).Histograms("weight")
     assert (image.step, image.width, image.height) == (3, 4, 2)
-    [histogram] = events.Histograms("weight")
     counts = histogram.histogram_value
     assert (histogram.step, counts.num, counts.sum, counts.sum_squares) == (3, 6, 15, 55)
     assert (counts.bucket_limit, counts.bucket) == ([2.5, 5.0], [3, 3])
