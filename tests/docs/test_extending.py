@@ -1,6 +1,5 @@
 """The examples of the page do what it says; `projects/remote` tests a run in its store."""
 
-import argparse
 import gzip
 import os
 import sys
@@ -45,7 +44,7 @@ def test_the_hook_counts_on_after_a_resume(page, tmp_path):
     assert [hook.next_due(done) for done in (0, 99, 100)] == [100, 100, 200]
 
 
-def test_the_part_of_the_step_is_chosen_by_the_config(page, tmp_path):
+def test_the_part_of_the_step_and_the_wrapper_are_chosen_by_the_config(page, tmp_path):
     assert TRAINER_REGISTRY.get("flooded") is page["flooded"]
     gradients = {}
     for name in ("", "flooded"):
@@ -57,8 +56,6 @@ def test_the_part_of_the_step_is_chosen_by_the_config(page, tmp_path):
     # the loss is above 0.1, so its gradient is the same
     assert all(map(torch.equal, gradients[""], gradients["flooded"]))
 
-
-def test_the_wrapper_is_chosen_by_the_config(page, tmp_path):
     assert WRAPPER_REGISTRY.get("half_gradients") is page["half_gradients"]
     DefaultTrainer(tiny_cfg(tmp_path, "MODEL.PARALLEL", "half_gradients", *ONE_STEP)).train()
     assert (tmp_path / "model_final.pth").exists()
@@ -133,7 +130,14 @@ def pairs(monkeypatch):
         getattr(plugins, table).update(entries)
 
 
-def test_a_key_is_declared_checked_and_prepares_the_run(pairs, monkeypatch):
+def test_a_key_is_declared_checked_and_prepares_the_run(pairs, tmp_path, monkeypatch):
+    by_option = tiny_cfg(tmp_path)
+    with monkeypatch.context() as patch:  # one process is an odd number
+        patch.setattr(sys.modules["pairs"], "check", lambda cfg: None)
+        default_setup(by_option, default_argument_parser().parse_args(["--pairs"]))
+    release_folder(tmp_path)
+    assert by_option.MODEL.PAIRS is True
+
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.PAIRS", True])
     monkeypatch.setattr(comm, "get_world_size", lambda: 4)
@@ -145,13 +149,3 @@ def test_a_key_is_declared_checked_and_prepares_the_run(pairs, monkeypatch):
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)
     with pytest.raises(ConfigError, match="MODEL.PAIRS is True with 3 processes"):
         sys.modules["pairs"].check(cfg)
-
-
-def test_an_option_sets_the_key(pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["pairs"], "check", lambda cfg: None)
-    args = default_argument_parser().parse_args(["--pairs"])
-    assert isinstance(args, argparse.Namespace)
-    cfg = tiny_cfg(tmp_path)
-    default_setup(cfg, args)
-    release_folder(tmp_path)
-    assert cfg.MODEL.PAIRS is True

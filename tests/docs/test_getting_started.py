@@ -67,19 +67,16 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_width_that_makes_no_sense_is_one_message(train, capsys):
-    with pytest.raises(SystemExit):
-        train([*TRAIN, "OUTPUT_DIR", "output/wrong", "MODEL.WIDTH", "0"])
-    DatasetCatalog.remove("spirals_test")
-    assert capsys.readouterr().err == "error: MODEL.WIDTH is 0; accepted: a number of at least 1\n"
-
-
-def test_the_hook_logs(train):
+def test_the_hook_logs_and_a_width_that_makes_no_sense_is_one_message(train, capsys):
     script = SCRIPT.replace("class Trainer(", f"{HOOK}\n\nclass Trainer(")
     script = script.replace("(DefaultTrainer):\n", f"(DefaultTrainer):\n{textwrap.indent(REGISTER, '    ')}\n")
     script = script.replace("from trainkit.engine import ", "from trainkit.engine import HookBase, ", 1)
     short = ["OUTPUT_DIR", "output/hook", "SOLVER.MAX_ITER", "20", "SOLVER.WARMUP_ITERS", "2"]
     assert " gradient_norm: " in train([*TRAIN, *short], script)
+    with pytest.raises(SystemExit):
+        train([*TRAIN, "OUTPUT_DIR", "output/wrong", "MODEL.WIDTH", "0"])
+    DatasetCatalog.remove("spirals_test")
+    assert capsys.readouterr().err == "error: MODEL.WIDTH is 0; accepted: a number of at least 1\n"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from tests.docs.pages import ROOT, blocks, contents, page, run
+from tests.docs.pages import blocks, contents, page, run
 from tests.engine.job import tiny_cfg
 from trainkit.config import CfgNode, get_cfg
 from trainkit.data import MetadataCatalog, build_batch_data_loader, build_train_loader
@@ -58,30 +58,27 @@ FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
 BEFORE, AFTER = blocks("docs/migrate_from_plain_loop.md", "python")
 
 
-def test_the_first_hook_puts_a_norm_each_period(tmp_path):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path))
-    trainer.register_hooks([run(NORM, "hooks.md")["LogWeightNorm"](period=4)])
-    trainer.train()
-    assert [iter for _, iter in trainer.storage.history("weight_norm").values()] == [3, 7]
-
-
 def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monkeypatch):
     (tmp_path / "my_hooks.py").write_text(CHECK)
     monkeypatch.syspath_prepend(tmp_path)
     cfg = merged(ENTRIES, tiny_cfg(tmp_path, "SOLVER.NON_FINITE.POLICY", "ignore"))
-    assert cfg.IMPORTS == ["projects.digits", "my_hooks"]
+    by_command = get_cfg()
+    by_command.merge_from_list(shlex.split(COMMAND)[2:])
+    assert (by_command.IMPORTS, by_command.HOOKS) == (cfg.IMPORTS, cfg.HOOKS)
     default_setup(cfg, Namespace())
     trainer = DefaultTrainer(cfg)
-    assert "BestCheckpointer" not in names(trainer)
-    assert names(trainer)[:2] == ["IterationTimer", "CheckInvalidLoss"]  # moved by its priority
+    names = [name for hook in trainer.hooks if (name := type(hook).__name__) not in RUN_HOOKS]
+    assert "BestCheckpointer" not in names
+    assert names[:2] == ["IterationTimer", "CheckInvalidLoss"]  # moved by its priority
 
     class Spoil(HookBase):
         def after_step(self):
             self.trainer.model.layers[0].weight.data[0, 0] = torch.nan
 
-    trainer.register_hooks([Spoil()])
+    trainer.register_hooks([Spoil(), run(NORM, "hooks.md")["LogWeightNorm"](period=4)])
     with pytest.raises(FloatingPointError, match="loss_cls is nan in iteration 9"):
         trainer.train()
+    assert [iter for _, iter in trainer.storage.history("weight_norm").values()] == [3, 7]
 
 
 def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_outputs():
@@ -96,23 +93,25 @@ def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_o
     assert trainer.storage.history("train_top1").values() == [(100 * right.float().mean().item(), 1)]
 
 
-def names(trainer):
-    return [name for hook in trainer.hooks if (name := type(hook).__name__) not in RUN_HOOKS]
+def test_the_tables_have_every_point_and_every_hook_with_a_line_that_is_understood():
+    text = page("docs/hooks.md")
+    points = re.findall(r"^\| (`.+?`) \|", text.partition("## Points")[2].partition("## Inputs")[0], re.MULTILINE)
+    assert sorted(name for row in points for name in re.findall(r"`(\w+)", row)) == sorted(HOOK_POINTS)
 
-
-def test_the_command_gives_the_same_entries_as_the_file():
-    command = shlex.split(COMMAND)
-    assert command[:2] == ["python", "tools/train_net.py"]
-    by_command = get_cfg()
-    by_command.merge_from_list(command[2:])
-    by_file = merged(ENTRIES)
-    assert (by_command.IMPORTS, by_command.HOOKS) == (by_file.IMPORTS, by_file.HOOKS)
-
-
-def test_the_table_has_every_point():
-    table = page("docs/hooks.md").partition("## Points")[2].partition("## Inputs")[0]
-    named = [name for row in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)", row)]
-    assert sorted(named) == sorted(HOOK_POINTS)
+    rows = dict(re.findall(r"^\| `(\w+)` \| .+? \| (.+) \|$", text.partition("## The save point")[0], re.MULTILINE))
+    public = {name: getattr(hooks, name) for name in hooks.__all__}
+    classes = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, HookBase)}
+    assert rows.keys() == classes - {"HookBase"}
+    for name, config in rows.items():
+        [line] = re.findall("`(.+)`", config)
+        if config.startswith("in Python"):
+            assert line.startswith(f"{name}(")
+            continue
+        [(key, value)] = [*({"HOOKS": [entry]} if "NAME" in (entry := yaml.safe_load(line)) else entry).items()]
+        get_cfg().merge_from_list([key, value])
+        if key == "HOOKS":
+            assert value[0].pop("NAME") == name
+            assert {each.lower() for each in value[0]} <= {*inspect.signature(public[name]).parameters}, line
 
 
 def test_the_state_of_a_hook_survives_and_the_summary_tells_it(tmp_path, caplog):
@@ -142,36 +141,18 @@ def test_the_loop_is_that_of_the_source():
     parts = (TrainerBase._run_iterations, TrainerBase._run_stage_2)
     assert "\n\n\n".join("\n".join(code_of(part)) for part in parts) + "\n" == ITERATION
 
-
-def test_as_many_lines_are_read_as_the_guide_says():
-    text = (ROOT / "docs/training_loop.md").read_text()
-    run, step = map(
-        int, re.search(r"To follow a run you\s+read\s+(\d+) lines .*\sanother\s+(\d+)", text, re.DOTALL).groups()
-    )
+    # as many lines are read as the guide says
+    text = page("docs/training_loop.md")
+    said = re.search(r"To follow a run you\s+read\s+(\d+) lines .*\sanother\s+(\d+)", text, re.DOTALL).groups()
 
     def count(cls, *names):
         lines = [line.strip() for name in names for line in code_of(getattr(cls, name))]
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
-    of_run = (
-        "train",
-        "_start",
-        "_run_iterations",
-        "_run_stage_2",
-        "_write_saves",
-        "_finish",
-    )
-    of_step = (
-        "run_step",
-        "compute_gradients",
-        "_add_gradients",
-        "compute_losses",
-        "before_update",
-        "judge_gradients",
-        "record",
-        "update",
-    )
-    assert (count(TrainerBase, *of_run), count(SimpleTrainer, *of_step)) == (run, step)
+    of_run = ("train", "_start", "_run_iterations", "_run_stage_2", "_write_saves", "_finish")
+    of_step = ("run_step", "compute_gradients", "_add_gradients", "compute_losses", "before_update")
+    of_step += ("judge_gradients", "record", "update")
+    assert (count(TrainerBase, *of_run), count(SimpleTrainer, *of_step)) == tuple(map(int, said))
 
 
 def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
@@ -181,8 +162,6 @@ def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
     assert len((tmp_path / "metrics.json").read_text().splitlines()) == 10
     assert capsys.readouterr().out.startswith("finished ")
 
-
-def test_a_run_step_of_ones_own_is_called_in_each_iteration():
     counter = run(COUNTER, "training_loop.md")["counter"]
     assert counter.storage.history("square").values() == [(0, 0), (1, 1), (4, 2), (9, 3)]
 
@@ -251,30 +230,3 @@ def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
     assert run(AFTER, "migrate_from_plain_loop.md", **names)["train_with_trainkit"](60, str(tmp_path)) == losses
     clipped = BEFORE.replace("clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_norm_(model.parameters(), 2.0)")
     assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses
-
-
-def rows_of_hooks():
-    """(name, the last column) of the table of hooks."""
-    table = page("docs/hooks.md").partition("## The save point")[0]
-    return re.findall(r"^\| `(\w+)` \| .+? \| (.+) \|$", table, re.MULTILINE)
-
-
-def test_the_page_starts_with_a_table_of_all_hooks():
-    public = {name: getattr(hooks, name) for name in hooks.__all__}
-    classes = {name for name, value in public.items() if inspect.isclass(value) and issubclass(value, HookBase)}
-    assert sorted(name for name, _ in rows_of_hooks()) == sorted(classes - {"HookBase"})
-
-
-@pytest.mark.parametrize(("name", "config"), rows_of_hooks())
-def test_the_line_of_a_hook_is_understood(name, config):
-    [line] = re.findall("`(.+)`", config)
-    if config.startswith("in Python"):
-        assert line.startswith(f"{name}(")
-        return
-    [(key, value)] = [*({"HOOKS": [entry]} if "NAME" in (entry := yaml.safe_load(line)) else entry).items()]
-    cfg = get_cfg()
-    cfg.merge_from_list([key, value])
-    if key == "HOOKS":
-        accepted = inspect.signature(getattr(hooks, name)).parameters
-        assert value[0].pop("NAME") == name
-        assert {argument.lower() for argument in value[0]} <= {*accepted}

@@ -1,20 +1,19 @@
-"""The commands of docs/tools.md, run behind a short run of the default job, print what the page shows."""
+"""The commands of docs/tools.md and docs/plots.md, run after a short run of the default job, do what the pages show."""
 
 import importlib
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import ROOT, page
 from tests.tools.digits_run import OPTIONS
 from tools import train_net
 from trainkit.engine import default_argument_parser
 from trainkit.utils.logger import close_logger
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "tools.md").read_text()
-# a command, and what stands behind it until the next one
+PAGE = page("docs/tools.md")
+# a command, and what stands after it until the next one
 COMMANDS = [
     (line, shown)
     for block, shown in re.findall(r"```bash\n(.*?)```\n(?:\n```\n(.*?)```)?", PAGE, re.DOTALL)
@@ -76,6 +75,20 @@ def test_a_command_prints_what_the_page_shows(folder, monkeypatch, capsys, comma
             assert line in lines, f"{line!r} is not printed, or elsewhere"
     if shown and not shown.endswith("...\n"):
         assert [*lines] == []
+
+
+def test_the_commands_that_plot_write_what_the_page_says(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    monkeypatch.chdir(tmp_path)
+    for name in ("sgd", "adamw"):
+        (tmp_path / "output" / name).mkdir(parents=True)
+        (tmp_path / "output" / name / "metrics.json").write_text('{"iteration": 19, "total_loss": 1.0}\n')
+    tool = importlib.import_module("plot_metrics")
+    commands = re.findall(r"^python tools/plot_metrics.py (.+)$", page("docs/plots.md"), re.MULTILINE)
+    written = [tool.main(tool.parse_args(shlex.split(command))) for command in commands]
+    expected = [["output/sgd/metrics.png"], ["compare.html"]]
+    assert [[file.resolve() for file in files] for files in written] == [[tmp_path / f for f in fs] for fs in expected]
 
 
 def test_every_tool_has_its_line_in_the_table():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.docs.keys import keys_named_in
-from tests.docs.pages import blocks, page, run
+from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from trainkit.config import CfgNode, get_cfg
 from trainkit.engine import DefaultTrainer
@@ -14,41 +13,22 @@ WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
 (CONFIG,) = blocks(PAGE, "yaml")
 
 
-@pytest.fixture
-def trained(tmp_path, monkeypatch):
+def test_a_writer_of_ones_own_writes_with_the_others_and_the_files_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = tiny_cfg("output/digits", "LOG.WRITERS", ["json", "csv", "tensorboard"])
     trainer = run(OWN, PAGE)["Trainer"](cfg)
     trainer.train()
-    return trainer
-
-
-def test_a_writer_of_ones_own_writes_with_the_others(trained, tmp_path):
     lines = (tmp_path / "output/digits/newest.txt").read_text().splitlines()
-    latest = trained.storage.latest_with_smoothing_hint(20)
+    latest = trainer.storage.latest_with_smoothing_hint(20)
 
     assert len(lines) == len(latest) > 5
     assert f"total_loss {latest['total_loss'][0]:.4g} (9)" in lines
     assert {"metrics.json", "metrics.csv"} < {path.name for path in (tmp_path / "output/digits").iterdir()}
 
-
-def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
-    monkeypatch.setattr(events.WRITER_REGISTRY, "_objects", {})
-    run(REGISTERED, PAGE)
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WRITERS", ["NumberOfScalars"]))
-    trainer.train()
-
-    assert int((tmp_path / "number.txt").read_text()) == len(trainer.storage.latest())
-
-
-def test_the_files_are_read(trained):
     losses = run(WITH_TENSORBOARD, PAGE)["losses"]
+    assert [*losses] == [1, 3, 4, 5, 7, 9]  # after the evaluation, too
+    assert losses[9] == pytest.approx(latest["total_loss"][0])
 
-    assert [*losses] == [1, 3, 4, 5, 7, 9]  # behind the evaluation, too
-    assert losses[9] == pytest.approx(trained.storage.latest_with_smoothing_hint(20)["total_loss"][0])
-
-
-def test_pandas_makes_the_same_table_of_both_files(trained):
     pytest.importorskip("pandas")
     names = run(WITH_PANDAS.replace("lines=True", "lines=True, precise_float=True"), PAGE)
 
@@ -59,8 +39,13 @@ def test_pandas_makes_the_same_table_of_both_files(trained):
         assert table[name].dropna().to_dict() == same[name].dropna().to_dict()
 
 
-def test_the_config_is_one_and_the_keys_are_there():
+def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(events.WRITER_REGISTRY, "_objects", {})
+    run(REGISTERED, PAGE)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WRITERS", ["NumberOfScalars"]))
+    trainer.train()
+
+    assert int((tmp_path / "number.txt").read_text()) == len(trainer.storage.latest())
     cfg = get_cfg()
     cfg.merge_from_other_cfg(CfgNode(CfgNode._load_cfg_from_yaml_str(CONFIG)))
     assert cfg.LOG.PERIOD == 50
-    assert {"LOG.WRITERS", "LOG.PERIOD"} <= keys_named_in(page(PAGE))
