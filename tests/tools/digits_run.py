@@ -40,14 +40,6 @@ class Run:
     def checkpoint(self, name: str = "model_final") -> dict[str, Any]:
         return torch.load(self.folder / f"{name}.pth")
 
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer in the final checkpoint."""
-        return self.checkpoint()["trainer"]["_trainer"]["optimizer"]["param_groups"]
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """Of the first parameter in the final checkpoint."""
-        return self.checkpoint()["trainer"]["_trainer"]["optimizer"]["state"][0]
-
     def hooks_at(self, point: str) -> list[str]:
         """The hooks of a point in the order in which the log gives them."""
         _, _, described = self.log.partition("Hooks in order:\n")

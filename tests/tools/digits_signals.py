@@ -18,14 +18,13 @@ class SendSignal(HookBase):
         self._process = os.getppid() if to_launcher else os.getpid()
 
     def after_backward(self) -> None:
-        if not self._in_evaluation:
-            self._send()
+        self._send(in_evaluation=False)
 
     def before_eval_step(self, phase: str, index: int, inputs: Any) -> None:
-        if self._in_evaluation and index == 0:
-            self._send()
+        if index == 0:
+            self._send(in_evaluation=True)
 
-    def _send(self) -> None:
+    def _send(self, in_evaluation: bool) -> None:
         is_last_rank = comm.get_rank() == comm.get_world_size() - 1
-        if is_last_rank and self.trainer.iter == self._iter:
+        if is_last_rank and self.trainer.iter == self._iter and in_evaluation == self._in_evaluation:
             os.kill(self._process, self._signum)

@@ -11,8 +11,6 @@ from trainkit.utils.events import EventStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PER_STEP = {"total_loss", "loss_mse", "loss_l1", "data_time", "rank_data_time", "lr", "time"}
-
 
 @pytest.fixture(scope="module")
 def tool():
@@ -27,17 +25,7 @@ def job(tool):
     return tool.job
 
 
-@pytest.fixture
-def trainers(job, tmp_path):
-    """Those of the step rows, with the folders that they write into."""
-    with job.logging_to(tmp_path):
-        yield {tmp_path / name: make(tmp_path / name) for name, make in job.TRAINERS.items()}
-
-
-# ---------------------------------------------------------------------- the frame
-
-
-def test_a_ratio_is_the_median_of_those_within_the_rounds(tool):
+def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether_its_goal_is_reached(tool):
     measure = importlib.import_module("benchmarks.measure")
     found = {"new": [2.0, 30.0, 5.0], "bare": [1.0, 10.0, 4.0]}  # ratios 2, 3, 1.25; the ratio of the medians is 1.25
 
@@ -46,28 +34,17 @@ def test_a_ratio_is_the_median_of_those_within_the_rounds(tool):
 
     assert (row.value, row.sides, row.holds) == (2.0, {"new": 5.0, "bare": 4.0}, True)
     assert (speed.value, speed.holds) == (0.5, False)
-
-
-@pytest.mark.parametrize(
-    ("fields", "holds", "texts"),
-    [
-        ({"value": 1.1249, "goal": 1.1}, False, ["row", "1.125 x", "<= 1.1 x", "MISSED", ""]),
-        ({"value": 3.1, "goal": 3, "at_least": True}, True, ["row", "3.1 x", ">= 3 x", "holds", ""]),
-        ({"value": None, "goal": 3, "note": "no GPU"}, None, ["row", "not measured", "<= 3 x", "", "no GPU"]),
-        ({"value": 2.0, "sides": {"a": 2e-6, "b": 0.5}}, None, ["row", "2 x", "", "", "a 2.0 us, b 500.0 ms"]),
-    ],
-)
-def test_a_row_says_whether_its_goal_is_reached(tool, fields, holds, texts):
-    row = importlib.import_module("benchmarks.measure").Row("row", **fields)
-
-    assert (row.holds, row.as_texts()) == (holds, texts)
+    texts = [measure.Row("row", 1.1249, 1.1).as_texts(), measure.Row("row", None, 3, note="no GPU").as_texts()]
+    assert texts == [["row", "1.125 x", "<= 1.1 x", "MISSED", ""], ["row", "not measured", "<= 3 x", "", "no GPU"]]
 
 
 # ---------------------------------------------------------------------- the steps
 
 
-def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(job, trainers):
-    for trainer in trainers.values():
+def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(job, tmp_path):
+    for name, make in job.TRAINERS.items():
+        with job.logging_to(tmp_path):
+            trainer = make(tmp_path / name)
         chunks, bare = job.Chunks(trainer), job.bare_loop()
         chunks(steps=20)
         chunks(steps=30)
@@ -84,57 +61,42 @@ def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(job, trainers)
 
 STEPS = {"SimpleTrainer": 1.1, "SimpleTrainer, console every 20 steps": 1.15}
 STEPS |= {"SimpleTrainer, asynchronous writing": 1.15, "DefaultTrainer": 1.1}
+# arguments of a short measurement, and the goals
 ROWS = {
     "step": (
-        lambda tool, scratch: tool.step.step(1, scratch=scratch, steps=2, peers={"other": lambda _: lambda steps: 1.0}),
-        [(f"step: {name}", goal, "x", False) for name, goal in STEPS.items()]
-        + [("step: SimpleTrainer, skip", 1.2, "x", False), ("step: other", None, "x", False)]
-        + [(f"step: {name}, 100 tensors", 1.02, "x", False) for name in ("SimpleTrainer", "DefaultTrainer")],
+        {"rounds": 1, "steps": 2, "peers": {"other": lambda _: lambda steps: 1.0}},
+        {f"step: {name}": goal for name, goal in STEPS.items()}
+        | {"step: SimpleTrainer, skip": 1.2, "step: other": None}
+        | {f"step: {name}, 100 tensors": 1.02 for name in ("SimpleTrainer", "DefaultTrainer")},
     ),
     "history": (
-        lambda tool, scratch: tool.history.history(1, scratch=scratch, steps=2, old_steps=1500, pairs=1),
-        [(f"long history: {name}", 1.02, "x", False) for name in STEPS],
+        {"rounds": 1, "steps": 2, "old_steps": 1500, "pairs": 1},
+        {f"long history: {name}": 1.02 for name in STEPS},
     ),
-    "memory": (
-        lambda tool, scratch: tool.history.memory(scratch=scratch, steps=12_000),
-        [("storage of 20 scalars, 12,000 steps", 64, "MiB", False)],
-    ),
+    "memory": ({"steps": 12_000}, {"storage of 20 scalars, 12,000 steps": 64}),
     "ema": (
-        lambda tool, scratch: tool.averaging.ema(1, scratch=scratch, updates=1, num_tensors=3),
-        [("EMA of 3 tensors: EMAHook", 1.3, "x", False), ("EMA of 3 tensors: torch's AveragedModel", None, "x", False)],
+        {"rounds": 1, "updates": 1, "num_tensors": 3},
+        {"EMA of 3 tensors: EMAHook": 1.3, "EMA of 3 tensors: torch's AveragedModel": None},
     ),
     "save": (
-        lambda tool, scratch: tool.checkpoint.save(1, scratch=scratch, num_layers=1),
-        [
-            ("stall of an asynchronous save", 0.2, "x", False),
-            ("synchronous save", 1.2, "x", False),
-            ("save of the tiny job", 1.2, "x", False),
-        ],
+        {"rounds": 1, "num_layers": 1},
+        {"stall of an asynchronous save": 0.2, "synchronous save": 1.2, "save of the tiny job": 1.2},
     ),
     "import": (
-        lambda tool, scratch: tool.imports.imports(1, scratch=scratch),
-        [
-            ("import SimpleTrainer", 0.1, "s", False),
-            ("tensorboard, matplotlib, omegaconf in its sys.modules", 0, "modules", False),
-        ],
+        {"rounds": 1},
+        {"import SimpleTrainer": 0.1, "tensorboard, matplotlib, omegaconf in its sys.modules": 0},
     ),
     "ranks": (
-        lambda tool, scratch: tool.ranks.ranks(1, scratch=scratch, steps=2, width=4),
-        [(f"metric exchange on two ranks{of}", 1.03, "x", False) for of in ("", " of a larger model")],
+        {"rounds": 1, "steps": 2, "width": 4},
+        {f"metric exchange on two ranks{of}": 1.03 for of in ("", " of a larger model")},
     ),
     "logical": (
-        lambda tool, scratch: tool.ranks.logical(1, scratch=scratch, steps=2, width=4, counts=(2,)),
-        [
-            (f"logical ranks on 2 processes, {of}", 1.25, "x", False)
-            for of in ("a small model", "two million parameters")
-        ],
+        {"rounds": 1, "steps": 2, "width": 4, "counts": (2,)},
+        {f"logical ranks on 2 processes, {of}": 1.25 for of in ("a small model", "two million parameters")},
     ),
     "loader": (
-        lambda tool, scratch: tool.loader.loader(1, scratch=scratch, batches=2, workers=[0]),
-        [
-            ("loader, trivial samples, 0 workers: per sample over DataLoader", 12.0, "us", False),
-            ("loader, crops, 0 workers", 1.3, "x", False),
-        ],
+        {"rounds": 1, "batches": 2, "workers": [0]},
+        {"loader, trivial samples, 0 workers: per sample over DataLoader": 12.0, "loader, crops, 0 workers": 1.3},
     ),
 }
 
@@ -142,10 +104,10 @@ ROWS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_each_row_is_measured_and_has_its_goal(tool, tmp_path, forked_ranks, name):
-    measure, expected = ROWS[name]
-    rows = measure(tool, tmp_path)
+    options, goals = ROWS[name]
+    rows = tool.ROWS[name](scratch=tmp_path, **options)
 
-    assert [(row.name, row.goal, row.unit, row.at_least) for row in rows] == expected
+    assert {row.name: row.goal for row in rows} == goals
     assert all(row.value is not None for row in rows)
     assert name != "save" or list(tmp_path.rglob("*.pth")) == []
 
@@ -176,9 +138,7 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, job, tmp_path):
         row = tool.cuda.throughput(tmp_path / "throughput", 1, steps=1, channels=8, pictures=1, device="cpu")
 
     assert (calls, trainer.iter, trainer.status) == (["begin", "end"], 21, "stopped")
-    assert {"grad_norm", "[metric]grad_scaler", "skipped_updates", *PER_STEP} - {"loss_mse", "loss_l1"} <= set(
-        trainer.storage.histories()
-    )
+    assert {"grad_norm", "[metric]grad_scaler", "skipped_updates", "total_loss", "lr"} <= {*trainer.storage.histories()}
     assert "IterationTimer, EMAHook, LRScheduler, PeriodicCheckpointer, EvalHook, " in trainer.describe_hooks()
     assert (row.name, row.goal, row.at_least) == ("GPU throughput over a bare loop", 0.99, True)
 
@@ -199,9 +159,8 @@ def test_the_record_holds_machine_bare_loop_and_rows(tool, tmp_path, capsys, mon
     for text in (printed, files["markdown"].read_text()):
         assert "GPU throughput over a bare loop" in text
         assert f"torch {torch.__version__}" in text
-    for line in ("losses = model(next(batches))", "optimizer.zero_grad()", "scheduler.step()"):
-        assert f"            {line}\n" in printed
-        assert f"            {line}\n" in record["bare_loop"]
+    assert "optimizer.zero_grad()\n" in record["bare_loop"]
+    assert record["bare_loop"] in printed
 
 
 def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatch, tmp_path):
@@ -225,17 +184,13 @@ def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatc
     ("args", "message"),
     [
         (["--rows", "step,speed"], "argument --rows: there is no row 'speed'; there are step, history, "),
-        (["--against", "fast"], "argument --against: there is no peer 'fast'; there are accelerate, ignite, "),
         (["--rounds", "0"], "argument --rounds: need a whole number >= 1, got '0'"),
         (["--json", "missing/x.json"], "argument --json: cannot write 'missing/x.json'"),
-        (["--scratch", "missing"], "argument --scratch: need a folder that is there and writable, got 'missing'"),
         (["--rows", "ema", "--against", "ignite"], "--against adds to the step rows; add step to --rows"),
     ],
 )
 def test_wrong_arguments_end_with_one_message(tool, capsys, args, message):
     with pytest.raises(SystemExit) as caught:
         tool.parse_args(args)
-
-    usage, error = capsys.readouterr().err.splitlines()
-    assert (caught.value.code, usage) == (2, "usage: benchmark.py [options]")
-    assert error.startswith(f"benchmark.py: error: {message}")
+    assert caught.value.code == 2
+    assert f"benchmark.py: error: {message}" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """What a checkpoint is said to hold, whether it is said to be intact, and where two are said to differ."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -15,8 +16,6 @@ from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.engine import DefaultTrainer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -72,12 +71,10 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert (code, err) == (0, "")
     found = rows(out)
     assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
-    assert " ".join(found["iteration"]) == "iteration 4"  # the later one, of the entries
     assert "after 5 of 10 iterations (number 4, counted from 0)\n" in out
     assert "with the rest of this iteration (evaluation, writers), then with the next iteration\n" in out
     assert out.count("\ncommand ") == out.count("\nversions ") == out.count("files of the project are known") == 1
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
-    assert found["layers.1.num_batches_tracked"] == ["layers.1.num_batches_tracked", "[]", "int64", "8", "B"]
     assert " ".join(found["9"]) == "9 tensors 91 values 368 B"
     assert {"trainer/position", "trainer/rng", "trainer/storage", "trainer/hooks/LRScheduler"} <= found.keys()
     assert " ".join(found["trainer/hooks/EvalHook"]) == "trainer/hooks/EvalHook evaluated_iters -1"
@@ -141,35 +138,24 @@ def test_no_code_of_a_file_is_run(tmp_path, inspect):
     assert (tmp_path / "created").exists()
 
 
-def test_a_list_that_is_in_many_places_is_read_once(tmp_path, inspect):
+def test_a_list_in_many_places_is_read_once_and_names_cannot_control_the_terminal(tmp_path, inspect):
     shared = [torch.ones(2)]
     for _ in range(40):  # 2**40 ways lead to the tensor
         shared = [shared, shared]
     for name in ("a.pth", "b.pth"):
-        torch.save({"model": {"weight": torch.ones(1)}, "shared": shared}, tmp_path / name)
-    assert inspect(tmp_path / "a.pth", "--all")[0] == 0
-    assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith("identical")
-
-
-def test_names_cannot_control_the_terminal(tmp_path, inspect):
-    torch.save({"model": {"evil\x1b[2J": torch.ones(1)}, "sparse": torch.eye(3).to_sparse()}, tmp_path / "a.pth")
-
+        model = {"evil\x1b[2J": torch.ones(1)}
+        torch.save({"model": model, "sparse": torch.eye(3).to_sparse(), "shared": shared}, tmp_path / name)
     code, out, _ = inspect(tmp_path / "a.pth", "--all")
-
     assert (code, "evil\\x1b[2J" in out, "\x1b" in out) == (0, True, False)
-    assert inspect(tmp_path / "a.pth", tmp_path / "a.pth")[1].startswith("identical: 2 entries")
+    assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith("identical: 3 entries")
 
 
 def test_a_file_that_cannot_be_read_is_one_line_and_code_2(small, inspect):
     damage(small / "model_0000029.pth")
-    (small / "half.pth").write_bytes((small / "model_0000019.pth").read_bytes()[:500])
     torch.save({"a": np.ones(2)}, small / "numpy.pth")
     torch.save(torch.ones(2), small / "tensor.pth")
-    (small / "empty.pth").touch()
     expected = {
-        "empty.pth": "is damaged or not a file of torch.save: it ends too early",
         "model_0000029.pth": "is damaged or not a file of torch.save: the content of its record 'archive/",
-        "half.pth": "is damaged or not a file of torch.save: File is not a zip file",
         "numpy.pth": "is refused: it needs numpy.",
         "tensor.pth": "holds a Tensor; a checkpoint is a dict",
         "modle_0000019.pth": "No such file",
@@ -265,14 +251,16 @@ def test_two_files_differ_in_keys_shapes_types_and_values(tmp_path, inspect):
         (torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, 1.5]).bfloat16(), "1 of 2 values, by at most 0.5"),
         (torch.tensor([True]), torch.tensor([False]), "1 of 1 values, by at most 1"),
         (torch.tensor([1.0]), torch.tensor([float("nan")]), "1 of 1 values, by at most nan"),
-        (torch.tensor([1j]), torch.tensor([2j]), "1 of 1 values"),
         (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse(), "2 of 4 values, by at most 1"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "torch.float32 [2] and torch.float64 [2]"),
+        (0.0, -0.0, "0.0 and -0.0"),
+        (1, True, ""),
+        ([1], (1,), ""),
+        ({"a": None}, {"b": None}, ""),
     ],
 )
-def test_tensors_are_compared_by_their_bits(left, right, said):
-    assert list(differing({"x": left}, {"x": right})) == [f"x: {said}"]
-    for tensor in (left, right, torch.empty(0, 2)):
-        assert list(differing({"x": tensor}, {"x": tensor.clone()})) == []
-
-
-# ---------------------------------------------------------------------------- the command
+def test_values_are_compared_by_their_bits(left, right, said):
+    found = list(differing({"x": left}, {"x": right}))
+    assert found == [f"x: {said}"] if said else found
+    for value in (left, right, torch.empty(0, 2), [1, [torch.tensor([float("nan")])]]):
+        assert list(differing({"x": value}, {"x": copy.deepcopy(value)})) == []

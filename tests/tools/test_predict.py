@@ -14,7 +14,6 @@ from torch import nn
 from tests.engine.job import tiny_cfg
 from tools import predict
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import ConfigError
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultPredictor
 from trainkit.modeling import MODEL_REGISTRY, build_model
@@ -22,20 +21,6 @@ from trainkit.modeling import MODEL_REGISTRY, build_model
 SAMPLES = DatasetCatalog.get("tiny_test")
 INPUTS = torch.stack([sample["x"] for sample in SAMPLES])  # [10, 4]
 NAMES = ["no", "yes"]
-
-
-@MODEL_REGISTRY.register()
-class Answers(nn.Module):
-    """Eval mode returns what ``make(x)`` makes of a batch."""
-
-    make = staticmethod(lambda x: x)
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, batch):
-        return self.make(batch["x"])
 
 
 @pytest.fixture(autouse=True)
@@ -79,19 +64,12 @@ def call(capsys):
     return call
 
 
-def outputs(folder):
-    """What `DefaultPredictor` gives for the test samples, ``[10, 2]``."""
-    cfg = tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(folder / "model_final.pth"))
-    return torch.stack(DefaultPredictor(cfg)(SAMPLES))
-
-
-# ---------------------------------------------------------------------------- the command and the weights
-
-
 def test_samples_of_a_dataset_are_told_with_their_best_classes(run, call, tmp_path):
     rows, err, _ = call(run, "--dataset", "tiny_test", "--num", 3)
 
-    probs = outputs(run)[:3].softmax(dim=1)
+    predictor = DefaultPredictor(tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(run / "model_final.pth")))
+    outputs = torch.stack(predictor(SAMPLES))  # [10, 2]
+    probs = outputs[:3].softmax(dim=1)
     assert rows == [
         {
             "sample": i,
@@ -107,7 +85,7 @@ def test_samples_of_a_dataset_are_told_with_their_best_classes(run, call, tmp_pa
     rows, err, _ = call(run, "--dataset", "tiny_test", "--output", tmp_path / "out.pt")
     assert (rows, err) == ([], f"10 predictions with {run}/model_final.pth\n")
     # kernels may add in another order where batches have another size
-    torch.testing.assert_close(torch.stack(torch.load(tmp_path / "out.pt")), torch.as_tensor(outputs(run)))
+    torch.testing.assert_close(torch.stack(torch.load(tmp_path / "out.pt")), outputs)
 
 
 def used(call, *args):
@@ -125,12 +103,9 @@ def test_the_weights_are_those_asked_for_else_the_best_else_the_last(run, call, 
     assert used(call, run) == f"{run}/model_best.pth"
     assert used(call, run, "--weights", run / "model_final.pth") == f"{run}/model_final.pth"
 
-    of_two = [call(run, "--dataset", "tiny_test", "--weights", run / f"{n}.pth") for n in ("model_best", "model_final")]
-    assert of_two[0][0] != of_two[1][0]
-
-    config = tmp_path / "config.yaml"
-    config.write_text((run / "config.yaml").read_text())
-    assert used(call, "--config-file", config, "--opts", "OUTPUT_DIR", run) == f"{run}/model_best.pth"
+    (run / "config.yaml").rename(tmp_path / "config.yaml")
+    config = ("--config-file", tmp_path / "config.yaml", "--opts", "OUTPUT_DIR", run)
+    assert used(call, *config) == f"{run}/model_best.pth"
 
 
 @TRANSFORM_REGISTRY.register()
@@ -152,13 +127,8 @@ def test_a_whole_dataset_is_predicted_in_its_order_with_the_names_of_its_samples
     told = [(row["sample"], row["file_name"], row["image_id"], row["label"]) for row in rows]
     assert told == [(i, f"{i}.png", i, sample["label"]) for i, sample in enumerate(SAMPLES)], err
     expected = call(run, "--dataset", "tiny_test", "--opts", "INPUT.TEST_TRANSFORM", "")[0]
-    scores = [torch.tensor([entry["prob"] for entry in row["prediction"]]) for row in expected]
-    torch.testing.assert_close(
-        [torch.tensor(row["prediction"]).softmax(0).sort(descending=True)[0] for row in rows], scores
-    )
-
-
-# ---------------------------------------------------------------------------- samples of files
+    scores = [max(entry["prob"] for entry in row["prediction"]) for row in expected]
+    assert [max(torch.tensor(row["prediction"]).softmax(0).tolist()) for row in rows] == pytest.approx(scores, rel=1e-4)
 
 
 def test_every_kind_of_file_gives_what_the_dataset_gives(run, call, tmp_path):
@@ -184,7 +154,7 @@ SCORES = torch.tensor([1.0, 3.0, 2.0])
 ABC = ["a", "b", "c"]
 
 
-def test_scores_are_told_as_classes_if_there_are_names_or_classes_are_asked_for():
+def test_scores_are_told_as_classes_and_other_predictions_by_their_values_or_their_range():
     probs = SCORES.softmax(dim=0).tolist()
     found = [
         {"class": "b", "index": 1, "prob": round(probs[1], 6)},
@@ -193,8 +163,7 @@ def test_scores_are_told_as_classes_if_there_are_names_or_classes_are_asked_for(
     assert predict.describe({"logits": SCORES}, ABC, 2) == {"logits": found}
     assert predict.describe(torch.tensor([0.25, 0.75, 0.0]), ABC, 1)[0]["prob"] == 0.75  # probabilities stay
     assert predict.describe(SCORES, ["a", "b"], None) == [1.0, 3.0, 2.0]
-    (best,) = predict.describe(SCORES, [], 1)
-    assert (best["class"], best["index"]) == ("1", 1)
+    assert predict.describe(SCORES, [], 1)[0]["class"] == "1"
     assert predict.describe(torch.tensor([1, 3, 2]), ABC, None) == [1, 3, 2]  # no scores
     best = torch.tensor([[0, 0], [2, 0]])
     assert predict.describe(nn.functional.one_hot(best, 3).permute(2, 0, 1).float(), ABC, None) == [
@@ -202,8 +171,7 @@ def test_scores_are_told_as_classes_if_there_are_names_or_classes_are_asked_for(
         {"class": "c", "index": 2, "pixels": 0.25},
     ]
 
-
-def test_other_predictions_are_told_by_their_values_or_their_range():
+    # other predictions are told by their values or their range
     large = torch.arange(32.0).reshape(4, 8)
     prediction = {"boxes": large, "text": "x", "none": None, "both": (torch.tensor(2), [1.5]), "odd": torch.float32}
     assert predict.describe(prediction, ABC, None) == {
@@ -218,29 +186,33 @@ def test_other_predictions_are_told_by_their_values_or_their_range():
 # ---------------------------------------------------------------------------- files of predictions
 
 
-@pytest.fixture
-def answers(tmp_path, monkeypatch):
-    """Make a run of a model that returns ``make(x)``."""
+@MODEL_REGISTRY.register()
+class FailsAtTwo(nn.Module):
+    """Returns its input with two values that are no numbers; a batch of two samples is an error."""
 
-    def answers(make):
-        monkeypatch.setattr(Answers, "make", staticmethod(make))
-        save(tmp_path, **{"MODEL.NAME": "Answers", "INPUT.TEST_TRANSFORM": ""})
-        return tmp_path
+    def __init__(self, cfg):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
 
-    return answers
-
-
-def test_numbers_that_are_not_finite_are_null(answers, call):
-    nan, inf = float("nan"), float("inf")
-    folder = answers(
-        lambda x: {"few": torch.tensor([[1.0, inf, nan]] * len(x)), "many": torch.full((len(x), 20), -inf)}
-    )
-    rows, err, _ = call(folder, "--dataset", "tiny_test", "--num", 1)
-    assert rows[0]["prediction"]["few"] == [1.0, None, None], err
-    assert rows[0]["prediction"]["many"] == {"shape": [20], "min": None, "max": None, "mean": None}
+    def forward(self, batch):
+        if len(batch["x"]) == 2:
+            raise ZeroDivisionError("no prediction")
+        bad = torch.tensor([[float("nan"), float("inf")]] * len(batch["x"]))
+        return torch.cat([batch["x"], bad], dim=1)
 
 
-# ---------------------------------------------------------------------------- mistakes
+def test_a_file_is_replaced_only_when_all_is_predicted_and_numbers_that_are_not_finite_are_null(tmp_path):
+    save(tmp_path, **{"MODEL.NAME": "FailsAtTwo", "INPUT.TEST_TRANSFORM": ""})
+    file = tmp_path / "old.jsonl"
+    file.write_text("kept")
+    command = [str(tmp_path), "--dataset", "tiny_test", "--output", str(file)]
+    batches = ["--opts", "TEST.IMS_PER_BATCH", "4"]
+    with pytest.raises(ZeroDivisionError):  # in the third batch
+        predict.main(predict.parse_args([*command, *batches]))
+    assert file.read_text() == "kept"
+    predict.main(predict.parse_args([*command, "--num", "8", *batches]))
+    assert [json.loads(line)["prediction"][4:] for line in file.read_text().splitlines()] == [[None, None]] * 8
+    assert [path.name for path in tmp_path.iterdir() if "old" in path.name] == [file.name]
 
 
 def mistake(call, *args):
@@ -249,50 +221,39 @@ def mistake(call, *args):
     return err.splitlines()[-1].partition("error: ")[2]
 
 
-def test_mistakes_in_the_command_are_one_line(run, call, tmp_path):
+def test_mistakes_in_the_command_and_in_files_of_samples_are_one_line(run, call, tmp_path):
     wanted = ("--dataset", "tiny_test")
     assert mistake(call, *wanted) == "name the folder of a run, or a --config-file"
-    assert "config.yaml': No such file" in mistake(call, tmp_path, *wanted)
     assert "did you mean 'tiny_test'?" in mistake(call, run, "--dataset", "tiny_tset")
     assert "No such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
-    assert "need an integer >= 1, got '0'" in mistake(call, run, *wanted, "--num", 0)
     assert "ends in .jsonl or .pt, got 'a.csv'" in mistake(call, run, *wanted, "--output", "a.csv")
-    assert "the folder of '/x/a.pt' does not exist" in mistake(call, run, *wanted, "--output", "/x/a.pt")
-    for name in ("model_final.pth", "last_checkpoint"):
-        (run / name).unlink()
-    assert "there is no checkpoint in" in mistake(call, run, *wanted)
 
-
-def test_mistakes_in_files_of_samples_are_one_line(run, call, tmp_path):
     np.savez(tmp_path / "lengths.npz", x=np.ones((2, 4)), y=np.ones(3))
-    np.save(tmp_path / "number.npy", np.float32(1))
     np.save(tmp_path / "objects.npy", np.array([{}]))
     np.save(tmp_path / "shape.npy", np.ones((2, 5), np.float32))
-    np.save(tmp_path / "none.npy", np.ones((0, 4), np.float32))
     torch.save([np.ones(4)], tmp_path / "pickle.pt")
     torch.save(INPUTS, tmp_path / "flipped.pt")
     content = (tmp_path / "flipped.pt").read_bytes()
     (tmp_path / "flipped.pt").write_bytes(content.replace(INPUTS[3].numpy().tobytes(), bytes(16)))
-    torch.save("text", tmp_path / "text.pt")
     (tmp_path / "lines.jsonl").write_text('{"x": [1, 2, 3, 4]}\n{"x":\n')
     expected = {
         "absent.npy": "absent.npy' cannot be read: No such file or directory",
         "image.bmp": "has the suffix '.bmp'; accepted: ",
         "lengths.npz": "holds arrays of different lengths: {'x': 2, 'y': 3}",
-        "number.npy": "holds a single number; samples are an array [N, ...]",
         "objects.npy": "objects.npy' cannot be read: ValueError: ",
-        "none.npy": "holds no samples",
         "pickle.pt": "pickle.pt' is refused: it needs numpy.",
         "flipped.pt": "flipped.pt' is damaged or not a file of torch.save: the content of its record ",
-        "text.pt": "holds a str, accepted are arrays, dicts of them and lists of samples",
         "lines.jsonl": "is not JSON in line 2: ",
         "shape.npy": "samples 0 to 1 cannot be predicted, a sample has to look like one of the test dataset",
     }
     for name, text in expected.items():
         assert text in mistake(call, run, "--input", tmp_path / name, "--key", "x")
+    for name in ("model_final.pth", "last_checkpoint"):
+        (run / name).unlink()
+    assert "there is no checkpoint in" in mistake(call, run, *wanted)
 
 
-# ---------------------------------------------------------------------- pictures, and jobs in a file of one's own
+# ---------------------------------------------------------------------- jobs in a file of one's own
 
 
 def test_a_picture_is_a_sample_of_its_pixels(tmp_path):
@@ -304,9 +265,6 @@ def test_a_picture_is_a_sample_of_its_pixels(tmp_path):
     Image.fromarray(color).convert("RGBA").save(tmp_path / "a.png")
     (transparent,) = predict.samples_of_file(str(tmp_path / "a.png"), "")
     assert np.array_equal(transparent, color)
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
-    with pytest.raises(ConfigError, match="broken.png' cannot be read: .*cannot identify image file"):
-        list(predict.samples_of_file(str(tmp_path / "broken.png"), "image"))
 
 
 SCRIPT = """
@@ -334,19 +292,6 @@ class Trainer(Base):
 if __name__ == "__main__":
     raise AssertionError("it trains")
 """
-
-
-def test_a_file_is_replaced_only_when_all_is_predicted(answers, tmp_path):
-    folder, batches = answers(lambda x: x if len(x) == 4 else x.nothing), ["--opts", "TEST.IMS_PER_BATCH", "4"]
-    file = tmp_path / "old.jsonl"
-    file.write_text("kept")
-    command = [str(folder), "--dataset", "tiny_test", "--output", str(file)]
-    with pytest.raises(AttributeError, match="nothing"):  # in the third batch, of 2
-        predict.main(predict.parse_args([*command, *batches]))
-    assert file.read_text() == "kept"
-    predict.main(predict.parse_args([*command, "--num", "8", *batches]))
-    assert file.read_bytes() != b"kept"
-    assert [path.name for path in tmp_path.iterdir() if "old" in path.name] == [file.name]
 
 
 @pytest.fixture
@@ -384,16 +329,12 @@ def test_the_model_of_a_script_predicts_also_for_its_own_loader(script, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "message"),
+    ("content", "message"),
     [
-        ("x = 1", "", "must define a subclass of DefaultTrainer, got no such class; name the file that defines it"),
-        (SCRIPT + "\nclass B(Base): pass\n", "", r"got several \(B, Trainer\); name one, such as .*own_job.py:B"),
-        (None, "", "is no file of Python; name the file that trains"),
+        ("x = 1", "must define a subclass of DefaultTrainer, got no such class"),
+        (SCRIPT + "\nclass B(Base): pass\n", r"got several \(B, Trainer\); name one, such as .*own_job.py:B"),
     ],
 )
-def test_a_script_without_one_trainer_is_an_error(script, tmp_path, call, content, name, message):
-    path = Path(script)
-    path.unlink() if content is None else path.write_text(content)
-    *_, err, code = call(tmp_path, "--input", "x.npy", "--script", script + name)
-    assert code == 2
-    assert re.search(message, err), err
+def test_a_script_without_one_trainer_is_an_error(script, tmp_path, call, content, message):
+    Path(script).write_text(content)
+    assert re.search(message, mistake(call, tmp_path, "--input", "x.npy", "--script", script))

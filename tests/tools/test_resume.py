@@ -1,7 +1,12 @@
-"""Processes of the training script that die or are stopped inside an epoch, and what the resumed ones end with."""
+"""Processes of the training script that die or are stopped, and what the resumed ones end with."""
 
 import multiprocessing
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,25 +18,31 @@ from tools import train_net
 from trainkit.checkpoint.file import write_file
 from trainkit.engine import default_argument_parser
 
+ROOT = Path(__file__).resolve().parents[2]
 # epochs of 12 iterations with random augmentation; periods without a common divisor
 OPTIONS = [*DIGITS, "SOLVER.MAX_ITER", 14, "SOLVER.IMS_PER_BATCH", 100, "INPUT.TRAIN_TRANSFORM", "DigitsTrainTransform"]
 OPTIONS += ["SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 5, "LOG.PERIOD", 4, "LOG.WINDOW", 20]
 OPTIONS += ["CHECKPOINT.BEST_METRIC", "classification/top1"]
-OPTIONS += ["IMPORTS", ["projects.digits", "tests.tools.digits_signals"]]
+ENDLESS = ["SOLVER.MAX_ITER", 100_000, "SOLVER.CHECKPOINT_PERIOD", 0, "TEST.EVAL_PERIOD", 0, "STOP_CHECK_PERIOD", 2]
+
+
+def arguments(folder, *options, **send):
+    """Those of a run that is sent a signal from inside."""
+    hooks = [{"NAME": "SendSignal", **{key.upper(): value for key, value in send.items()}}] if send else []
+    options = (*OPTIONS, "OUTPUT_DIR", folder, *options, "HOOKS", hooks)
+    return [*map(str, options), "IMPORTS", "['projects.digits', 'tests.tools.digits_signals']"]
 
 
 @pytest.fixture(scope="module")
 def start():
-    """Processes that are forked from one which has imported everything, and so begin in no time."""
+    """Processes that are forked from one which has imported everything, and so start in no time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
 
-    def start(folder, *options, resume=False, num_workers=0, **send):
+    def start(folder, resume=False, num_workers=0, **send):
         """The exit code of a process that is sent a signal."""
-        hooks = [{"NAME": "SendSignal", **{key.upper(): value for key, value in send.items()}}] if send else []
-        options = (*OPTIONS, "OUTPUT_DIR", folder, "DATALOADER.NUM_WORKERS", num_workers, "HOOKS", hooks, *options)
-        arguments = [*(["--resume"] if resume else []), *map(str, options)]
-        process = context.Process(target=_train, args=(arguments,))
+        words = arguments(folder, "DATALOADER.NUM_WORKERS", num_workers, **send)
+        process = context.Process(target=_train, args=([*(["--resume"] if resume else []), *words],))
         process.start()
         process.join()
         return process.exitcode
@@ -43,6 +54,9 @@ def _train(arguments):
     multiprocessing.set_start_method(None, force=True)  # of loader workers: else they are forked from such a one too
     torch.set_num_threads(1)
     train_net.main(default_argument_parser().parse_args(arguments))
+
+
+# ---------------------------------------------------------------------- what a resumed run ends with
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +108,51 @@ def test_a_run_that_misses_one_batch_of_its_data_ends_otherwise(start, whole, ki
     assert start(folder, resume=True) == 0
     (files, lines), (whole_files, whole_lines) = content(folder), whole
     assert files.keys() == whole_files.keys()
-    assert (
-        files["model_final.pth"]["/model/layers.0.weight"] != whole_files["model_final.pth"]["/model/layers.0.weight"]
-    )
+    weights = (found["model_final.pth"]["/model/layers.0.weight"] for found in (files, whole_files))
+    assert next(weights) != next(weights)
     assert lines != whole_lines
+
+
+# ---------------------------------------------------------------------- what a signal to a command leaves
+
+
+@pytest.fixture
+def stop(tmp_path):
+    """Run a command that is sent a signal: (its exit code, its standard error, the iteration of its checkpoint)."""
+    # what a process in the background starts would ignore SIGINT as well
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def stop(command, *options, **send):
+        command = [sys.executable, *command, *arguments(tmp_path, *options, **send)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environ)
+        checkpoint = torch.load(tmp_path / (tmp_path / "last_checkpoint").read_text().strip())
+        return done.returncode, done.stderr, checkpoint["iteration"]
+
+    yield stop
+    signal.signal(signal.SIGINT, former)
+
+
+def test_ctrl_c_ends_the_process_after_the_step_with_its_code_and_a_checkpoint(stop, tmp_path):
+    code, error, iteration = stop(["tools/train_net.py"], signum="SIGINT", iter=5)
+    assert (code, "Traceback" in error, iteration) == (130, False, 5)
+    log = (tmp_path / "log.txt").read_text()
+    assert "Rank 0 was asked to stop: SIGINT" in log
+    assert "Stopped after 6 of 14 iterations: SIGINT" in log
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tools/train_net.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "signum"), [(["tools/train_net.py", "--num-gpus", "2"], "SIGINT"), (TORCHRUN, "SIGTERM")]
+)
+def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(stop, tmp_path, command, signum):
+    code, error, iteration = stop(command, *ENDLESS, signum=signum, iter=5, to_launcher=True)
+    if signum == "SIGINT":
+        assert (code, "Traceback" in error) == (130, False)
+    assert code != 0  # torchrun has a code of its own
+    assert 5 <= iteration < 99_999
+    for log in ("log.txt", "log.txt.rank1"):
+        assert f"Stopped after {iteration + 1} of 100000 iterations: SIGTERM" in (tmp_path / log).read_text()
