@@ -2,8 +2,8 @@
 
 `device.cpp` registers guard, memory and a fallback to the CPU's kernels under torch's real CUDA key, so ``is_cuda`` is
 true, autograd has its device threads, pinned memory is known as such, and torch's sanitizer (CSAN) can judge the order
-of work on streams. `device.py` completes ``torch.cuda`` and is a plugin of pytest; `test_run.py` builds both and starts
-the tests with it.
+of work on streams. `device.py` completes ``torch.cuda`` and is a plugin of pytest. `accept.py` runs all that says if a
+GPU works, fake or real; `test_run.py` builds the fake one and runs it there.
 
 A copy into pinned memory that does not block arrives when the host has waited for an event after it; until then the
 memory is garbage. Copies of pageable memory, and reads such as ``x[mask]``, count as waits. `mutants.py` has faults

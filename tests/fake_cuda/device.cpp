@@ -257,6 +257,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, Device(CUDA, current_device)};
+    TORCH_CHECK_WITH(OutOfMemoryError, size < size_t(1) << 40, "CUDA out of memory");
     void* memory = malloc(size);
     memset(memory, GARBAGE, size);
     {
@@ -523,10 +524,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     be_busy_until(stream, ready_at(stream) + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
   });
   m.def("num_pinned", [] { return PinnedMemory::num_allocated; });
-  m.def("blocks_on", [](DeviceIndex device) {
-    std::lock_guard<std::mutex> lock(DeviceMemory::mutex());
-    int64_t count = 0;
-    for (auto& [memory, block] : DeviceMemory::blocks()) count += block.first == device;
-    return count;
-  });
 }

@@ -5,7 +5,7 @@
     python -m tests.fake_cuda.mutants              # all; about ten minutes
     python -m tests.fake_cuda.mutants autocast     # those whose name has this word
 
-A mutant is a text that replaces another one, in a copy of the tree. It is killed if a test of its files fails. The exit
+A mutant is a text that replaces another one, in a copy of the tree. It is killed if a test of its file fails. The exit
 code is 0 if all are killed. A text that is no longer in the source is an error: change the mutant with the code.
 """
 
@@ -21,129 +21,74 @@ from tests.fake_cuda.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
 
-RACES, TRAINERS, WAITS = (f"tests/fake_cuda/test_on_{name}.py" for name in ("races", "trainers", "waits"))
-AHEAD, GRAPH = "tests/engine/test_cuda.py", "projects/graph/tests/test_graph.py"
-NON_FINITE, COPIES = "projects/non_finite/tests/test_non_finite.py", "projects/hooks/tests/test_copy_ahead.py"
-
-# file -> (name, text, its replacement, test file) of each mutant
-MUTANTS = {
-    "trainkit/engine/metrics.py": [
-        (
-            "the host runs ahead without a limit",
-            "self._recent.popleft().synchronize()",
-            "self._recent.popleft()",
-            AHEAD,
-        ),
-    ],
-    "trainkit/utils/events/worker.py": [
-        ("numbers are read before they have arrived", "arrived.synchronize()", "pass", WAITS),
-        ("numbers are copied into pageable memory", ', device="cpu", pin_memory=True)', ', device="cpu")', WAITS),
-        ("pinned memory on the default device", ', device="cpu", pin_memory=True)', ", pin_memory=True)", TRAINERS),
-    ],
-    "trainkit/utils/device.py": [
-        (
-            "an event on a stream of another device",
-            "event.record(torch.accelerator.current_stream(device))",
-            "event.record()",
-            WAITS,
-        ),
-        ("the copies of a batch block", "non_blocking=runs_ahead(device)", "non_blocking=False", WAITS),
-    ],
-    "trainkit/data/build.py": [
-        (
-            "the loader does not pin its memory",
-            "pin_memory=pin_memory and accelerator_runs_ahead()",
-            "pin_memory=False",
-            WAITS,
-        ),
-    ],
-    "trainkit/engine/feed.py": [
-        ("batches are not copied ahead", "self.move(batch, device)", "move_to_device(batch, device)", RACES),
-    ],
-    "trainkit/engine/amp.py": [
-        ("autocast is left out", "with torch.autocast(self._device_type, dtype=self.precision):", "if True:", TRAINERS),
-        ("autocast is always float16", "dtype=self.precision)", "dtype=torch.float16)", TRAINERS),
-        (
-            "the update is not that of the scaler",
-            "self.grad_scaler.step(self.optimizer)",
-            "self.optimizer.step()",
-            TRAINERS,
-        ),
-        (
-            "the scale is not copied before it changes",
-            "self.grad_scaler._get_scale_async()).clone()",
-            "self.grad_scaler._get_scale_async())",
-            TRAINERS,
-        ),
-        (
-            "momentum is not prepared for a skipped update",
-            "            prepare_to_skip(optimizer)",
-            "            pass",
-            TRAINERS,
-        ),
-    ],
-    "projects/hooks/copy_ahead.py": [
-        ("the computation does not wait for the copy", "current.wait_stream(self._stream)", "pass", RACES),
-        ("the memory of a batch is free during the computation", "leaf.record_stream(current)", "pass", RACES),
-        ("batches are copied on the stream of the computation", "with self._stream:", "if True:", COPIES),
-    ],
-    "projects/async_save/host_copy.py": [
-        ("a copy is written before it has arrived", "arrival.synchronize()", "pass", TRAINERS),
-        (
-            "the copy of a state blocks",
-            "non_blocking=pinned",
-            "non_blocking=False",
-            WAITS,
-        ),
-    ],
-    "trainkit/checkpoint/checkpointer.py": [
-        (
-            "a save takes the memory of one under way",
-            "            self.wait()\n        state",
-            "            pass\n        state",
-            TRAINERS,
-        ),
-    ],
-    "projects/non_finite/trainers.py": [
-        (
-            "the flag is not given to the optimizer",
-            "optimizer.grad_scale, optimizer.found_inf = None, flag",
-            "optimizer.grad_scale, optimizer.found_inf = None, torch.zeros_like(flag)",
-            TRAINERS,
-        ),
-        ("a skipped step changes the buffers", "if name in self._former_buffers:", "if False:", TRAINERS),
-        ("the flag is read by the host", "elif not skips_on_device(self.optimizer):", "elif True:", NON_FINITE),
-    ],
-    "projects/logical_ranks/trainer.py": [
-        (
-            "means are sorted by a list of places",
-            "tree_sum(torch.stack(ascending))",
-            "tree_sum(torch.stack(ascending)[[*range(len(ascending))]])",
-            WAITS,
-        ),
-    ],
-    "projects/graph/recorder.py": [
-        ("no thread may call CUDA during a recording", '"thread_local"', '"global"', GRAPH),
-        ("the memory pool of recordings is not kept", "self._newest = graph", "pass", GRAPH),
-        ("ordinary steps do not wait for the batch", "self._stream.wait_stream(current)", "pass", RACES),
-        ("nobody watches for waits before a recording", 'torch.cuda.set_sync_debug_mode("warn")', "pass", GRAPH),
-    ],
-    "projects/graph/trainer.py": [
-        ("a recording after one ordinary step", "WARM_UP_ITERS = 3", "WARM_UP_ITERS = 1", GRAPH),
-        (
-            "changed settings of the optimizer are not noticed",
-            "        *map(itemgetter.__call__, trainer._settings, groups),\n",
-            "",
-            GRAPH,
-        ),
-        (
-            "losses are not copied before the next replay",
-            "self._packed.clone().unbind()",
-            "self._packed.unbind()",
-            GRAPH,
-        ),
-    ],
+FILES = {name: f"tests/fake_cuda/test_on_{name}.py" for name in ("races", "trainers", "waits")} | {
+    "ahead": "tests/engine/test_cuda.py",
+    "graph": "projects/graph/tests/test_graph.py",
+    "not finite": "projects/non_finite/tests/test_non_finite.py",
+    "copies": "projects/hooks/tests/test_copy_ahead.py",
 }
+
+# below each file: name | the tests | text | its replacement
+TABLE = """
+trainkit/engine/metrics.py
+the host runs ahead without a limit | ahead | self._recent.popleft().synchronize() | self._recent.popleft()
+trainkit/utils/events/worker.py
+numbers are read before they have arrived | waits | arrived.synchronize() | pass
+numbers are copied into pageable memory | waits | , device="cpu", pin_memory=True) | , device="cpu")
+pinned memory on the default device | trainers | , device="cpu", pin_memory=True) | , pin_memory=True)
+trainkit/utils/device.py
+an event on another device | waits | event.record(torch.accelerator.current_stream(device)) | event.record()
+the copies of a batch block | waits | non_blocking=runs_ahead(device) | non_blocking=False
+trainkit/data/build.py
+the loader does not pin its memory | waits | pin_memory=pin_memory and accelerator_runs_ahead() | pin_memory=False
+trainkit/engine/feed.py
+batches are not copied ahead | races | self.move(batch, device) | move_to_device(batch, device)
+trainkit/engine/amp.py
+autocast is left out | trainers | with torch.autocast(self._device_type, dtype=self.precision): | if True:
+autocast is always float16 | trainers | dtype=self.precision) | dtype=torch.float16)
+the update is not that of the scaler | trainers | self.grad_scaler.step(self.optimizer) | self.optimizer.step()
+the scale is not copied before it changes | trainers | _get_scale_async()).clone() | _get_scale_async())
+momentum is not prepared for a skipped update | trainers | prepare_to_skip(optimizer) | pass
+projects/hooks/copy_ahead.py
+the computation does not wait for the copy | races | current.wait_stream(self._stream) | pass
+the memory of a batch is free during the computation | races | leaf.record_stream(current) | pass
+batches are copied on the stream of the computation | copies | with self._stream: | if True:
+projects/async_save/host_copy.py
+a copy is written before it has arrived | trainers | arrival.synchronize() | pass
+the copy of a state blocks | waits | non_blocking=pinned | non_blocking=False
+trainkit/checkpoint/checkpointer.py
+a save takes the memory of one under way | trainers | with contextlib.suppress(CheckpointError):  # of an | if False:  #
+projects/non_finite/trainers.py
+the flag is not given to the optimizer | trainers | found_inf = None, flag | found_inf = None, 0 * flag
+a skipped step changes the buffers | trainers | if name in self._former_buffers: | if False:
+the flag is read by the host | not finite | elif not skips_on_device(self.optimizer): | elif True:
+projects/logical_ranks/trainer.py
+means are sorted by a list of places | waits | torch.stack(ascending) | torch.stack(ascending)[[*range(len(ascending))]]
+projects/graph/recorder.py
+no thread may call CUDA during a recording | graph | "thread_local" | "global"
+the memory pool of recordings is not kept | graph | self._newest = graph | pass
+ordinary steps do not wait for the batch | races | self._stream.wait_stream(current) | pass
+nobody watches for waits before a recording | graph | torch.cuda.set_sync_debug_mode("warn") | pass
+projects/graph/trainer.py
+a recording after one ordinary step | graph | WARM_UP_ITERS = 3 | WARM_UP_ITERS = 1
+changed settings are not noticed | graph | *map(itemgetter.__call__, trainer._settings, groups) | *()
+losses are not copied before the next replay | graph | self._packed.clone().unbind() | self._packed.unbind()
+"""
+
+
+def parsed(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
+    """file -> (name, text, its replacement, test file) of each mutant."""
+    found: dict[str, list[tuple[str, str, str, str]]] = {}
+    for line in table.strip().splitlines():
+        if " | " not in line:
+            of_file = found[line] = []
+        else:
+            name, tests, old, new = line.split(" | ")
+            of_file.append((name, old, new, FILES[tests]))
+    return found
+
+
+MUTANTS = parsed(TABLE)
 
 
 def is_killed(copy: Path, file: str, old: str, new: str, tests: Iterable[str]) -> bool:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace as gpu_trace
 from torch.cuda import _sanitizer as sanitizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.projects.async_save.host_copy import HostCopy
 from trainkit.projects.graph.tests.test_graph import Net, batches, fused_sgd
 from trainkit.projects.hooks.copy_ahead import CopyAhead
@@ -16,20 +15,7 @@ from tests.fake_cuda.test_on_trainers import SETTINGS, train
 from trainkit.engine import GraphTrainer, SimpleTrainer
 from trainkit.engine.hooks import CallbackHook
 
-CALLBACKS = {
-    "EventCreation": "event_creation",
-    "EventDeletion": "event_deletion",
-    "EventRecord": "event_record",
-    "EventWait": "event_wait",
-    "MemoryAllocation": "memory_allocation",
-    "MemoryDeallocation": "memory_deallocation",
-    "StreamCreation": "stream_creation",
-    "DeviceSynchronization": "device_synchronization",
-    "StreamSynchronization": "stream_synchronization",
-    "EventSynchronization": "event_synchronization",
-}
-
-
+CALLBACKS = [registry for name, registry in vars(gpu_trace).items() if name.endswith("Callbacks")]
 RUNS = SETTINGS | {"async save": ("CHECKPOINT.ASYNC", True), "graph": ("SOLVER.GRAPH.ENABLED", True)}
 
 
@@ -39,15 +25,16 @@ def watched():
 
     @contextlib.contextmanager
     def watch():
-        registries = [getattr(gpu_trace, f"{name}Callbacks") for name in CALLBACKS]
         with sanitizer.CUDASanitizerDispatchMode():
             yield
-        for registry in registries:
+        stop()
+
+    def stop():
+        for registry in CALLBACKS:
             registry.callback_list.clear()
 
     yield watch
-    for name in CALLBACKS:
-        getattr(gpu_trace, f"{name}Callbacks").callback_list.clear()
+    stop()
 
 
 def on_cuda(trainer_type, **kwargs):
@@ -91,26 +78,6 @@ def test_the_memory_of_a_batch_is_kept_from_the_next_one_until_the_stream_that_r
     of_batches = {(tensor, stream) for tensor, stream in read if tensor not in own}
     assert len({stream for _, stream in of_batches}) == 2
     assert of_batches <= kept
-
-
-@needs_cuda
-def test_a_replayed_step_gives_the_device_nothing_but_copies_of_the_batch_and_of_the_scalars():
-    calls = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(func._schema.name.removeprefix("aten::"))
-            return func(*args, **(kwargs or {}))
-
-    class Counted(GraphTrainer):
-        def run_step(self):
-            if self.iter == 5:
-                self._recording.replays.update(dict.fromkeys(self._recording.replays, lambda: None))
-            with Count() if self.iter == 5 else contextlib.nullcontext():
-                super().run_step()
-
-    on_cuda(Counted, non_finite="ignore").train(0, 6)
-    assert calls == [*["_to_copy"] * 2, *["record_stream"] * 2, "_foreach_copy_", "clone", "unbind"]
 
 
 @needs_cuda

@@ -77,6 +77,27 @@ def test_a_staged_save_waits_once_for_all_tensors(name, is_one, tmp_path):
 
 
 @needs_cuda
+def test_asynchronous_saves_copy_into_a_pinned_block_that_is_kept(tmp_path):
+    blocks = []
+
+    def look(trainer):
+        if trainer.iter in (1, 9):
+            trainer.storage.flush()  # a save reads the losses that wait on the device, through pinned memory
+            blocks.append(device.native.num_pinned())
+            trainer.checkpointer.save(f"extra_{trainer.iter}")
+            blocks.append(device.native.num_pinned())
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # under which torch fills new memory
+    try:
+        trainer = train(tmp_path, "CHECKPOINT.ASYNC", True, hooks=[CallbackHook(after_step=look)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [after - before for before, after in zip(blocks[::2], blocks[1::2], strict=True)] == [1, 0]
+    saved = read_file(tmp_path / "extra_9.pth")["model"]["layers.0.weight"]
+    assert saved.untyped_storage().nbytes() == saved.nbytes == trainer.model.layers[0].weight.nbytes
+
+
+@needs_cuda
 def test_what_ranks_do_not_share_is_copied_to_the_host_once(monkeypatch):
     monkeypatch.setattr(comm, "broadcast", lambda digests: {})  # rank 0 has other values
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)).cuda()

@@ -1,4 +1,4 @@
-"""The tests marked ``cuda`` on the fake device: of this folder, and of all others."""
+"""The acceptance run on the fake device, with all tests marked ``cuda``."""
 
 import os
 import re
@@ -13,8 +13,7 @@ import torch
 from tests.fake_cuda.build import build
 from tests.fake_cuda.mutants import MUTANTS
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,23 +23,14 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("fake_cuda"))
-
-
-def test_all_tests_that_need_a_gpu_pass_on_the_fake_one(library, tmp_path):
-    paths = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "projects").rglob("test_*.py")]
-    files = [str(path) for path in paths if "needs_cuda" in path.read_text()]
-    options = ["-p", "tests.fake_cuda.device", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "cuda", "-rs"]
-    command = [sys.executable, "-m", "pytest", *options, f"--basetemp={tmp_path / 'tests'}", *sorted(files)]
+def test_the_acceptance_run_has_no_false_row_and_skips_no_test(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    found = subprocess.run(
-        command, env=environment | {"FAKE_CUDA": str(library)}, cwd=ROOT, capture_output=True, text=True
-    )
+    environment["FAKE_CUDA"] = str(build(tmp_path))
+    command = [sys.executable, "-m", "tests.fake_cuda.accept"]
+    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
     assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-5_000:]
-    assert not re.search(r"\d+ skipped", found.stdout), found.stdout[-5_000:]
+    assert not re.search(r"\d+ skipped", found.stdout), found.stdout
 
 
 def test_the_text_of_each_mutant_is_in_the_source_once():
