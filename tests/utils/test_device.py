@@ -11,38 +11,25 @@ META = torch.device("meta")  # a device that is not the CPU, on every machine
 Pair = namedtuple("Pair", "x y")
 
 
-@pytest.fixture
-def two_gpus(monkeypatch):
+def test_auto_takes_the_accelerator_that_torch_sees_else_the_cpu(monkeypatch):
+    for found, device in (("xpu", "xpu"), (None, "cpu")):
+        accelerator = found and torch.device(found)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, a=accelerator: a)
+        assert resolve_device("auto") == torch.device(device)
+
+
+def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-
-
-def test_auto_takes_the_accelerator_that_torch_sees_else_the_cpu(monkeypatch):
-    for found in ("cuda", "xpu", "mps"):
-        monkeypatch.setattr(
-            torch.accelerator, "current_accelerator", lambda check_available, found=found: torch.device(found)
-        )
-        assert resolve_device("auto") == torch.device(found)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert resolve_device("auto") == torch.device("cpu")
-
-
-def test_a_named_device_is_taken_if_the_machine_has_it(two_gpus):
     assert resolve_device("cuda:1") == torch.device("cuda:1")
-    assert resolve_device(torch.device("meta")) == META
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+    assert resolve_device(META) == META
+    for name, message in (
         ("gpu", "no device is called 'gpu'; accepted: auto, cpu"),
         ("cuda:2", "there is no device 'cuda:2': torch sees 2 of type cuda"),
         ("mps", "there is no device 'mps': torch sees 0"),
-    ],
-)
-def test_a_device_that_is_not_there_is_an_error_that_says_what_is(two_gpus, name, message):
-    with pytest.raises(ValueError, match=message):
-        resolve_device(name)
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_device(name)
 
 
 def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_kind():
@@ -58,23 +45,16 @@ def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_ki
         "user": UserDict(x=torch.ones(1)),
         "default": defaultdict(list, x=torch.ones(1)),  # which cannot be made from a dict
         "object": Batch(),
+        "packed": pack_sequence([torch.ones(3, 2), torch.ones(2, 2)]),  # a tuple that moves itself
     }
     moved = move_to_device(data, META)
     found = [moved["list"][0], moved["tuple"][0], moved["pair"].x, moved["ordered"]["x"], moved["user"]["x"]]
-    assert [tensor.device for tensor in [*found, moved["default"]["x"]]] == [META] * 6
-    assert [type(moved[name]) for name in data] == [list, tuple, Pair, OrderedDict, UserDict, dict, str]
+    assert [tensor.device for tensor in [*found, moved["default"]["x"], moved["packed"].data]] == [META] * 7
+    kinds = [list, tuple, Pair, OrderedDict, UserDict, dict, str, type(data["packed"])]
+    assert [type(moved[name]) for name in data] == kinds
     assert (moved["list"][1], moved["tuple"][1], moved["pair"].y, moved["object"]) == (2, "text", None, "moved to meta")
-    assert data["list"][0].device.type == "cpu"
-
-
-def test_what_moves_itself_is_asked_to_also_if_it_is_a_tuple():
-    moved = move_to_device({"packed": pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])}, META)
-    assert moved["packed"].data.device == META
-    assert moved["packed"].batch_sizes.tolist() == [2, 2, 1], "torch wants these on the CPU"
-
-
-def test_what_is_there_already_is_the_same_object():
-    tensor = torch.ones(1)
+    assert moved["packed"].batch_sizes.tolist() == [2, 2, 1]  # torch wants these on the CPU
+    tensor = data["list"][0]
     assert move_to_device({"x": tensor}, torch.device("cpu"))["x"] is tensor
 
 

@@ -1,4 +1,3 @@
-import logging
 import math
 
 import fvcore.common.checkpoint
@@ -51,7 +50,6 @@ def stop_at(iter, *, finished=False):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"period": 3}, ["model_0000002.pth", "model_0000005.pth", "model_0000008.pth", "model_final.pth"]),
         ({"period": 0}, ["model_final.pth"]),
         ({"period": 2, "max_to_keep": 2}, ["model_0000007.pth", "model_final.pth"]),
         ({"period": 6, "file_prefix": "net"}, ["net_0000005.pth", "net_final.pth"]),
@@ -71,22 +69,19 @@ def test_the_files_of_a_run(tmp_path, checkpointer_class, arguments, expected):
 
 @pytest.mark.parametrize(("unit", "per_unit"), [("", 1), ("ep", 3)])
 @pytest.mark.parametrize(
-    ("length", "options", "saved_after", "has_final"),
+    ("length", "save_last", "options", "saved_after", "has_final"),
     [
-        (21, ["SAVE_LAST", False], [5, 10, 15, 20], False),
-        (21, ["SAVE_LAST", True], [5, 10, 15, 20, 21], True),
-        (20, ["SAVE_LAST", True, "MAX_TO_KEEP", 2], [15, 20], True),
-        (20, ["SAVE_LAST", False, "START", 12], [12, 17], False),
+        (21, False, {}, [5, 10, 15, 20], False),
+        (20, True, {"MAX_TO_KEEP": 2}, [15, 20], True),
+        (20, False, {"START": 12}, [12, 17], False),
     ],
 )
-def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved_after, has_final):
-    of_config = {f"CHECKPOINT.{key}": value for key, value in zip(options[::2], options[1::2], strict=True)}
-    lengths = {"SOLVER.MAX_ITER": length, "SOLVER.CHECKPOINT_PERIOD": 5}
-    if "CHECKPOINT.START" in of_config:
-        lengths["CHECKPOINT.START"] = of_config["CHECKPOINT.START"]
-    of_config |= {key: f"{value}{unit}" if unit else value for key, value in lengths.items()}
+def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, save_last, options, saved_after, has_final):
     cfg = get_cfg()
-    cfg.merge_from_list([item for pair in of_config.items() for item in pair])
+    for key, value in {"SOLVER.MAX_ITER": length, "SOLVER.CHECKPOINT_PERIOD": 5}.items():
+        cfg.merge_from_list([key, f"{value}{unit}" if unit else value])
+    for key, value in {"SAVE_LAST": save_last, **options}.items():
+        cfg.merge_from_list([f"CHECKPOINT.{key}", f"{value}{unit}" if unit and key == "START" else value])
     trainer = Steps()
     trainer.cfg = resolve_lengths(cfg, per_unit)
     arguments = PeriodicCheckpointer.config_arguments(trainer)
@@ -102,35 +97,32 @@ def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved
 
 
 @pytest.mark.parametrize(
-    ("finished", "save_last", "last"),
-    [(True, True, [("model_final", 2)]), (True, False, []), (False, True, [("model_0000002", 2)])],
+    ("finished", "save_last", "at", "saved"),
+    [
+        (True, True, 2, [("model_0000001", 1), ("model_final", 2)]),
+        (True, False, 2, [("model_0000001", 1)]),
+        (False, True, 2, [("model_0000001", 1), ("model_0000002", 2)]),
+        (False, True, 1, 2 * [("model_0000001", 1)]),  # again, since stage 2 of the iteration is done
+    ],
 )
-def test_a_run_that_ends_early_is_saved_under_the_name_of_its_end(finished, save_last, last):
+def test_a_run_that_ends_early_is_saved_under_the_name_of_its_end(finished, save_last, at, saved):
     recorder = Recorder()
-    Steps([PeriodicCheckpointer(recorder, 2, save_last=save_last), stop_at(2, finished=finished)]).train(0, 9)
-    assert recorder.saved == [("model_0000001", 1), *last]
+    Steps([PeriodicCheckpointer(recorder, 2, save_last=save_last), stop_at(at, finished=finished)]).train(0, 9)
+    assert recorder.saved == saved
 
 
-def test_a_run_without_a_config_says_once_that_its_steps_cannot_be_repeated(caplog):
-    with caplog.at_level(logging.INFO, logger="trainkit"):
-        Steps([PeriodicCheckpointer(Recorder(), 2)]).train(0, 4)
-    assert sum("its steps cannot be repeated later" in message for message in caplog.messages) == 1
-
-
-def test_a_run_that_fails_is_not_saved():
-    recorder = Recorder()
-    with pytest.raises(RuntimeError):
-        Steps([PeriodicCheckpointer(recorder, 2)], step=fail_at(3)).train(0, 4)
-    assert recorder.saved == [("model_0000001", 1)]
-
-
-def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on(caplog):
+def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on_and_one_that_fails_is_not_saved(caplog):
     recorder = Recorder(full=[3])
     trainer = Steps([PeriodicCheckpointer(recorder, 2)])
     trainer.train(0, 7)
     assert trainer.status == "finished"
     assert recorder.saved == [("model_0000001", 1), ("model_0000005", 5), ("model_final", 6)]
     assert "The checkpoint 'model_0000003' is not saved, training continues: no space left" in caplog.messages
+
+    recorder = Recorder()
+    with pytest.raises(RuntimeError):
+        Steps([PeriodicCheckpointer(recorder, 2)], step=fail_at(3)).train(0, 4)
+    assert recorder.saved == [("model_0000001", 1)]
 
 
 @pytest.mark.usefixtures("worker")
@@ -166,20 +158,12 @@ def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotati
     assert (trainer.status, trainer.start_iter) == ("finished", 5)
 
 
-def test_a_stop_after_a_save_writes_again_since_stage_2_of_the_iteration_is_done():
-    recorder = Recorder()
-    Steps([PeriodicCheckpointer(recorder, 4), stop_at(3)]).train(0, 9)
-    assert recorder.saved == 2 * [("model_0000003", 3)]
-
-
-@pytest.mark.parametrize(
-    ("failing", "save_last"), [("model_final", True), ("model_0000003", False), ("model_0000005", False)]
-)
-def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, save_last):
+@pytest.mark.parametrize(("failing", "save_last", "length"), [("model_final", True, 5), ("model_0000005", False, 6)])
+def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, save_last, length):
     (tmp_path / f"{failing}.pth").mkdir()  # nothing can be renamed to that
     checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format)
     trainer = Steps([PeriodicCheckpointer(checkpointer, 2, save_last=save_last)])
-    length = 6 if failing == "model_0000005" else 5
+
     with pytest.raises(CheckpointError, match=rf"cannot write .*{failing}\.pth"):
         trainer.train(0, length)
     assert (trainer.status, trainer.iter) == ("failed", length)
@@ -189,36 +173,15 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, 
     assert trainer.status == "finished"
 
 
-def test_the_files_of_a_run_are_the_same_whoever_writes_them(tmp_path, save_format):
-    trainer = Steps()
-    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format, trainer=trainer)
-    values = iter([1.0, 3.0, 2.0, 4.0])
-    trainer.register_hooks(
-        [
-            PeriodicCheckpointer(checkpointer, 2, max_to_keep=2),
-            EvalHook(2, lambda: {"top1": next(values)}),
-            BestCheckpointer(2, checkpointer, "top1"),
-        ]
-    )
-    trainer.train(0, 8)
-    assert {path.stem: load(path)["iteration"] for path in sorted(tmp_path.glob("*.pth"))} == {
-        "model_0000005": 5,
-        "model_best": 7,
-        "model_final": 7,
-    }
-    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
-
-
 # ---------------------------------------------------------------------- BestCheckpointer
 
 
 @pytest.mark.parametrize(
     ("values", "mode", "expected"),
     [
-        ([50.0, 70.0, 70.0, 60.0, 80.0], "max", [1, 3, 9]),
+        ([50.0, 70.0, 70.0, 60.0, 80.0], "auto", [1, 3, 9]),
         ([3.0, 2.0, 2.5, 1.0], "min", [1, 3, 7]),
         ([math.nan, math.inf, 50.0, -math.inf, math.nan, 60.0, 40.0], "max", [5, 11]),
-        ([50.0, 70.0, 60.0], "auto", [1, 3]),
     ],
 )
 def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values, mode, expected):
@@ -250,16 +213,18 @@ class Uploading(Checkpointer):
 
 @pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer, Uploading])
 def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tmp_path, checkpointer_class):
-    def make(values):
+    def make(values, *more):
         trainer, results = Steps(), iter(values)
         checkpointer = checkpointer_class(nn.Linear(1, 1), str(tmp_path), trainer=trainer)
         evaluate = EvalHook(2, lambda: {"top1": next(results)})
-        best = BestCheckpointer(2, checkpointer, "top1")
-        trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2), evaluate, best])
+        trainer.register_hooks([*more, evaluate, BestCheckpointer(2, checkpointer, "top1")])
+        trainer.register_hooks([PeriodicCheckpointer(checkpointer, 4)])
         return trainer, checkpointer
 
-    first, _ = make([50.0, 80.0, 70.0])
+    tags = []
+    first, _ = make([50.0, 80.0, 70.0], AfterStep(lambda trainer: tags.append((tmp_path / "last_checkpoint").exists())))
     first.train(0, 6)
+    assert tags == [False] * 4 + [True] * 2  # a best save is no last one
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
     assert load(tmp_path / "model_best.pth")["iteration"] == 3
 
@@ -275,19 +240,14 @@ def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tm
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-@BOTH
-def test_a_best_save_before_any_other_leaves_no_last_checkpoint(tmp_path, checkpointer_class):
-    checkpointer = checkpointer_class(nn.Linear(1, 1), str(tmp_path))
-    Steps([EvalHook(1, lambda: {"top1": 1.0}), BestCheckpointer(1, checkpointer, "top1")]).train(0, 2)
-    assert files(tmp_path) == ["model_best.pth"]
-
-
-def test_a_missing_metric_is_an_error_with_the_nearest_name():
+def test_a_missing_metric_is_an_error_with_the_nearest_name_and_two_hooks_for_one_file_are_one_too():
     hooks = [EvalHook(1, lambda: {"cls": {"top1": 1, "loss": 2}}), BestCheckpointer(1, Recorder(), "cls/top_1")]
     with pytest.raises(ValueError, match=r"'cls/top_1'; did you mean 'cls/top1'\? known are: cls/loss, cls/top1"):
         Steps(hooks).train(0, 2)
-    with pytest.raises(ValueError, match="given the metric 'top1'; known are: none"):
-        Steps([BestCheckpointer(1, Recorder(), "top1")]).train(0, 2)
+    prefixes = best_file_prefixes(["a/b", "a_b"])
+    hooks = [BestCheckpointer(1, Recorder(), metric, "max", prefix) for metric, prefix in prefixes.items()]
+    with pytest.raises(ConfigError, match="two hooks have the file_prefix 'model_best_a_b'"):
+        Steps(hooks).train(0, 1)
 
 
 def test_each_of_several_metrics_has_a_file_and_a_memory_of_its_own():
@@ -309,13 +269,6 @@ def test_each_of_several_metrics_has_a_file_and_a_memory_of_its_own():
     second.load_state_dict(first.state_dict())
     second.train(3, 5)
     assert recorder.saved == [("model_best_a_loss", 3)]
-
-
-def test_two_hooks_for_one_file_are_an_error():
-    prefixes = best_file_prefixes(["a/b", "a_b"])
-    hooks = [BestCheckpointer(1, Recorder(), metric, "max", prefix) for metric, prefix in prefixes.items()]
-    with pytest.raises(ConfigError, match="two hooks have the file_prefix 'model_best_a_b'"):
-        Steps(hooks).train(0, 1)
 
 
 @pytest.mark.parametrize(

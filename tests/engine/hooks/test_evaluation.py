@@ -16,15 +16,14 @@ def make(period, step=lambda iter: None, **kwargs):
 
 @pytest.mark.parametrize(
     ("max_iter", "period", "after_train", "expected"),
-    [
-        *((31, 15, True, [15, 30, 31]), (30, 15, True, [15, 30]), (20, 0, True, [20]), (3, 5, True, [3])),
-        *((10, 5, False, [5, 10]), (11, 5, False, [5, 10]), (11, 0, False, [])),
-    ],
+    [(31, 15, True, [15, 30, 31]), (30, 15, True, [15, 30]), (20, 0, True, [20]), (11, 5, False, [5, 10])],
 )
 def test_it_evaluates_every_period_and_at_the_end_and_never_twice(max_iter, period, after_train, expected):
     trainer, found = make(period, eval_after_train=after_train)
     trainer.train(0, max_iter)
     assert found == expected
+    trainer.train(0, max_iter)
+    assert found == 2 * expected
 
 
 def test_at_start_it_evaluates_before_the_first_iteration_of_a_new_run():
@@ -32,14 +31,6 @@ def test_at_start_it_evaluates_before_the_first_iteration_of_a_new_run():
     trainer.train(0, 4)
     trainer.train(2, 4)
     assert found == [0, 4, 4]
-
-
-def test_a_second_run_evaluates_again():
-    trainer, found = make(2)
-    trainer.train(0, 4)
-    trainer.train(0, 4)
-    trainer.train(4, 6)
-    assert found == [2, 4, 2, 4, 6]
 
 
 @pytest.mark.parametrize("period", [0, 1])
@@ -60,7 +51,7 @@ def test_a_stopped_run_is_not_evaluated_and_one_that_finishes_early_once(at, fin
     assert found == expected
 
 
-def test_results_are_stored_flat_and_not_smoothed():
+def test_results_are_stored_flat_and_not_smoothed_and_must_be_numbers():
     trainer = Steps([EvalHook(3, lambda: {"cls": {"top1": 50, "top5": torch.tensor(90.5)}, "loss": 0.25})])
     trainer.train(0, 6)
     assert {name: history.values() for name, history in trainer.storage.histories().items()} == {
@@ -69,14 +60,9 @@ def test_results_are_stored_flat_and_not_smoothed():
         "loss": [(0.25, 2), (0.25, 6)],
     }
     assert set(trainer.storage.smoothing_hints().values()) == {False}
-
-
-@pytest.mark.parametrize("leaf", ["good", None, torch.ones(2)])
-def test_a_leaf_that_is_no_number_is_an_error_with_its_name(leaf):
-    trainer = Steps([EvalHook(0, lambda: {"cls": {"top1": leaf}})])
-    with pytest.raises(ValueError, match="result 'cls/top1' must be a number"):
-        trainer.train(0, 1)
-    assert trainer.status == "failed"
+    for leaf in ("good", None, torch.ones(2)):
+        with pytest.raises(ValueError, match="result 'cls/top1' must be a number"):
+            Steps([EvalHook(0, lambda leaf=leaf: {"cls": {"top1": leaf}})]).train(0, 1)
 
 
 @pytest.mark.usefixtures("worker")

@@ -49,13 +49,14 @@ def put_iter(trainer):
     trainer.storage.put_scalar("mine", trainer.iter)
 
 
-def test_writers_write_each_period_after_the_last_step_and_at_the_end_in_each_run():
-    log = Log()
-    trainer = Steps([PeriodicWriter([log], period=3)])
+def test_writers_write_each_period_after_the_last_step_and_at_the_end_in_each_run(tmp_path):
+    path, log = tmp_path / "metrics.json", Log()
+    trainer = Steps([PeriodicWriter([log, JSONWriter(path)], period=3), AfterStep(put_iter)])
     trainer.train(0, 7)
     assert log.calls == ["write", "write", "write", "write", "close"]
-    trainer.train(0, 3)
+    trainer.train(3, 6)
     assert log.calls[5:] == ["write", "write", "close"]
+    assert [row["iteration"] for row in rows(path)] == [2, 5, 6, 5]
 
 
 def test_a_failed_run_is_written_up_to_its_end_and_closed(tmp_path):
@@ -66,14 +67,6 @@ def test_a_failed_run_is_written_up_to_its_end_and_closed(tmp_path):
         trainer.train(0, 30)
     assert rows(path) == [{"iteration": 4, "mine": 2.0}]
     assert log.calls == ["write", "close"]
-
-
-def test_iterations_that_are_trained_again_after_a_finished_run_are_written_again(tmp_path):
-    path = tmp_path / "metrics.json"
-    trainer = Steps([PeriodicWriter([JSONWriter(path)], period=2), AfterStep(put_iter)])
-    trainer.train(0, 6)
-    trainer.train(3, 6)
-    assert [row["iteration"] for row in rows(path)] == [1, 3, 5, 3, 5]
 
 
 def test_the_remaining_seconds_are_stored_from_the_median_time_until_the_end():
@@ -102,56 +95,36 @@ def put_some(trainer):
         trainer.storage.put_scalar("top1", trainer.iter, smoothing_hint=False)
 
 
-def writing_run(path, actions=(), step=lambda iter: None, asynchronous=False):
+def writing_run(path, actions=(), asynchronous=False):
     """A trainer that puts something into the storage in each iteration and writes every third one."""
     writer = PeriodicWriter([JSONWriter(path)], period=3)
-    trainer = Steps([writer, AfterStep(put_some), *actions], step=step)
+    trainer = Steps([writer, AfterStep(put_some), *actions])
     if asynchronous:
         trainer.register_hooks([CallbackHook(before_train=lambda trainer: defer(trainer.storage))])
     return trainer, writer
-
-
-@pytest.fixture
-def expected(tmp_path):
-    """The lines of an uninterrupted run of 13 iterations."""
-    writing_run(tmp_path / "whole.json")[0].train(0, 13)
-    return (tmp_path / "whole.json").read_text()
 
 
 def stop_at(iter):
     return AfterStep(lambda trainer: trainer.request_stop("enough") if trainer.iter == iter else None)
 
 
-@pytest.mark.parametrize("in_process", [True, False])
-@pytest.mark.parametrize("stop", [1, 2, 6])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path, expected, stop, in_process, asynchronous):
+@pytest.mark.parametrize(
+    ("stop", "in_process", "is_asynchronous"), [(1, True, True), (2, False, False), (6, True, False), (6, False, True)]
+)
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path, stop, in_process, is_asynchronous):
+    writing_run(tmp_path / "whole.json")[0].train(0, 13)
     path = tmp_path / "metrics.json"
-    trainer, _ = writing_run(path, [stop_at(stop)], asynchronous=asynchronous)
+    trainer, _ = writing_run(path, [stop_at(stop)], asynchronous=is_asynchronous)
     trainer.train(0, 13)
     assert (trainer.status, rows(path)[-1]["iteration"]) == ("stopped", stop)  # for the user to see
     if in_process:
         trainer.train(trainer.iter, 13)
     else:
         state = through_a_file(trainer.state_dict())
-        trainer, _ = writing_run(path, asynchronous=asynchronous)
+        trainer, _ = writing_run(path, asynchronous=is_asynchronous)
         trainer.load_state_dict(state)
         trainer.train(trainer.iter + 1, 13)
-    assert path.read_text() == expected
-
-
-@pytest.mark.parametrize("saved", [0, 2, 7])
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not(tmp_path, expected, saved, asynchronous):
-    path = tmp_path / "metrics.json"
-    states = []
-    save = AfterStep(lambda trainer: states.append(trainer.state_dict()) if trainer.iter == saved else None)
-    first, _ = writing_run(path, [save], step=fail_at(10), asynchronous=asynchronous)
-    with pytest.raises(RuntimeError, match="step 10 failed"):
-        first.train(0, 13)
-
-    second, _ = writing_run(path, asynchronous=asynchronous)
-    second.load_state_dict(through_a_file(states[0]))
-    second.train(second.iter + 1, 13)
-    assert path.read_text() == expected
+    assert path.read_text() == (tmp_path / "whole.json").read_text()
 
 
 def test_a_run_that_is_made_longer_has_no_line_of_the_shorter_one_twice(tmp_path):
@@ -185,19 +158,6 @@ def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginni
     assert before != doubled
 
 
-def test_a_state_that_is_loaded_during_training_moves_no_writer_back(tmp_path, expected):
-    path, states = tmp_path / "metrics.json", []
-    trainer, writer = writing_run(path)
-
-    def save_and_load(trainer):
-        states.append(writer.state_dict())
-        writer.load_state_dict(states[trainer.iter // 2])
-
-    trainer.register_hooks([AfterStep(save_and_load)])
-    trainer.train(0, 13)
-    assert path.read_text() == expected
-
-
 class Named(EventWriter):
     def __init__(self, name):
         self.name, self.got = name, None
@@ -212,14 +172,11 @@ class Named(EventWriter):
         self.got = state["name"]
 
 
-class Other(Named):
-    pass
-
-
 def test_each_writer_gets_the_state_of_its_class_and_place():
-    first = Steps([PeriodicWriter([Named("a"), Other("b"), Named("c"), Log()])])
+    other = type("Other", (Named,), {})
+    first = Steps([PeriodicWriter([Named("a"), other("b"), Named("c"), Log()])])
     first.train(0, 1)
-    new = [Other("x"), Named("y"), Named("z"), Named("w")]
+    new = [other("x"), Named("y"), Named("z"), Named("w")]
     second = Steps([PeriodicWriter([Log(), *new])])
     second.load_state_dict(first.state_dict())
     second.train(1, 2)
@@ -241,7 +198,7 @@ class Disk(EventWriter):
             raise OSError("no space left")
 
 
-def test_a_writer_without_room_is_named_and_the_run_goes_on(caplog, asynchronous):
+def test_a_writer_without_room_is_named_and_the_run_goes_on_but_at_the_end_it_has_failed(caplog, asynchronous):
     disk, log = Disk({1, 2, 5}), Log()
     trainer = Steps([PeriodicWriter([disk, log], period=1)])
     if asynchronous:
@@ -253,8 +210,6 @@ def test_a_writer_without_room_is_named_and_the_run_goes_on(caplog, asynchronous
     assert errors == ["Disk.write failed: no space left"] * 3
     assert (disk.count, log.calls) == (9, ["write"] * 9 + ["close"])
 
-
-def test_a_run_whose_writers_have_no_room_at_the_end_has_failed():
     trainer = Steps([PeriodicWriter([Disk({1}), Log(fails=True)])])
     with pytest.raises(OSError, match=r"not all of its values are on the disk: Disk.write failed: no .*; Log.close fa"):
         trainer.train(0, 3)
@@ -324,14 +279,10 @@ def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
     assert waited == [True]
 
 
-def finish_at(iter):
-    return AfterStep(lambda trainer: trainer.iter == iter and trainer.request_stop("good enough", finished=True))
-
-
-@pytest.mark.parametrize("end", [stop_at, finish_at])
-def test_the_last_line_counts_the_iterations_that_were_done(caplog, end):
+def test_the_last_line_of_a_run_that_finishes_early_counts_the_iterations_that_were_done(caplog):
     caplog.set_level("INFO", "trainkit.utils.events")
-    hooks = [end(4), PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)]
+    finish = AfterStep(lambda trainer: trainer.iter == 4 and trainer.request_stop("good enough", finished=True))
+    hooks = [finish, PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)]
     Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 8)
     lines = [message for message in caplog.messages if "iterations" in message]
     assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"
