@@ -1,7 +1,6 @@
 """The registries of `trainkit.engine.build`."""
 
 import pytest
-from torch import nn
 
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
@@ -10,19 +9,12 @@ from trainkit.engine.build import WRAPPER_REGISTRY
 from trainkit.engine.entry import EvaluationRun
 
 
-class Wrapped(nn.Module):
-    def __init__(self, model, name):
-        super().__init__()
-        self.model, self.name = model, name
-
-    def forward(self, batch):
-        return self.model(batch)
-
-
 @WRAPPER_REGISTRY.register()
 def wrap(cfg, build):
     """Asks the trainer for a name."""
-    return Wrapped(build(cfg), build.trainer.name_of(cfg))
+    model = build(cfg)
+    model.name = build.trainer.name_of(cfg)
+    return model
 
 
 class Trainer(DefaultTrainer):
@@ -34,10 +26,6 @@ class Trainer(DefaultTrainer):
 @pytest.mark.parametrize("make", [Trainer, lambda cfg: EvaluationRun(cfg, Trainer)], ids=["training", "evaluation"])
 def test_a_wrapper_builds_the_model_and_may_call_methods_of_the_trainer(make, tmp_path):
     model = make(tiny_cfg(tmp_path, "MODEL.PARALLEL", "wrap")).model
-    assert model.name == "Trainer of TinyClassifier"
-    assert type(model.model).__name__ == "TinyClassifier"
-
-
-def test_a_wrapper_that_is_not_registered_is_named(tmp_path):
+    assert (model.name, type(model).__name__) == ("Trainer of TinyClassifier", "TinyClassifier")
     with pytest.raises(ConfigError, match=r"MODEL.PARALLEL: .*'wrop'.* did you mean 'wrap'\?"):
-        DefaultTrainer(tiny_cfg(tmp_path, "MODEL.PARALLEL", "wrop"))
+        make(tiny_cfg(tmp_path, "MODEL.PARALLEL", "wrop"))

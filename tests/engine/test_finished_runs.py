@@ -12,7 +12,7 @@ from tests.engine.job import tiny_cfg
 from tests.utils.test_run_folder import OWN
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, default_setup
-from trainkit.engine.hooks import HookBase
+from trainkit.engine.hooks import CallbackHook
 from trainkit.utils import run_folder
 from trainkit.utils.logger import close_logger
 
@@ -45,36 +45,32 @@ def test_a_larger_max_iter_trains_on(tmp_path):
     trainer.train()
     assert (trainer.start_iter, trainer.iter, trainer.status) == (10, 12, "finished")
     assert json.loads((tmp_path / "finished").read_text())["iterations"] == 12
+    trainer.train(max_iter=14)  # in the same process too
+    assert trainer.iter == 14
 
 
 EARLY = ("EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", -1.0, "TEST.EVAL_PERIOD", 2)
 
 
-def test_a_run_that_early_stopping_has_ended_is_finished(tmp_path):
-    DefaultTrainer(tiny_cfg(tmp_path, *EARLY)).train()
-    assert json.loads((tmp_path / "finished").read_text()).items() >= {"iterations": 2, "max_iter": 10}.items()
-    trainer = resumed(tmp_path, *EARLY)
-    trainer.train()
-    assert (trainer.status, trainer.iter) == ("finished", 2)
-
-
-def test_a_run_that_was_killed_behind_its_last_checkpoint_does_the_rest(tmp_path):
-    class Kill(HookBase):
-        def after_train(self):
-            raise KeyboardInterrupt
+def test_a_run_that_early_stopping_has_ended_is_finished_and_if_it_was_killed_there_the_resumed_one_does_the_rest(
+    tmp_path,
+):
+    def interrupt(trainer):
+        raise KeyboardInterrupt
 
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *EARLY))
-    trainer.register_hooks([Kill()], after="EarlyStopping")
+    trainer.register_hooks([CallbackHook(after_train=interrupt)], after="EarlyStopping")
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert torch.load(tmp_path / "model_final.pth")["iteration"] == 1
     assert not (tmp_path / "finished").exists()
 
-    trainer = resumed(tmp_path, *EARLY)
-    results = trainer.train()
-    assert (trainer.status, trainer.iter) == ("finished", 2)
+    for _ in range(2):
+        trainer = resumed(tmp_path, *EARLY)
+        results = trainer.train()
+        assert (trainer.status, trainer.iter) == ("finished", 2)
     assert "top1" in results["classification"]  # of the evaluation before early stopping
-    assert (tmp_path / "finished").exists()
+    assert json.loads((tmp_path / "finished").read_text()).items() >= {"iterations": 2, "max_iter": 10}.items()
     stored = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert [line["iteration"] for line in stored if "classification/top1" in line] == [1]  # it is not made again
 

@@ -1,89 +1,33 @@
 """A run goes on where its checkpoint stood: the hook points, the states, the random numbers."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
-from trainkit.engine.hook_base import HookBase, Priority
+from trainkit.engine.hook_base import HookBase
 from trainkit.engine.step import SimpleTrainer
-
-POINTS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
-BELOW = Priority.LOW
-
-
-class Recorder(HookBase):
-    """Notes (name, point, iteration, a random number) at every point into a list that all of them share."""
-
-    def __init__(self, name, calls, priority=Priority.NORMAL):
-        self.name, self.calls, self.priority = name, calls, priority
-        for point in POINTS:
-            setattr(self, point, lambda point=point: self.note(point))
-
-    def note(self, point):
-        drawn = None if point == "before_train" else random.random() + np.random.rand() + torch.rand(()).item()
-        self.calls.append((self.name, point, self.trainer.iter, drawn))
-
-
-class SaveAt(HookBase):
-    """Asks for a checkpoint at one point of one iteration, and keeps what it would hold."""
-
-    def __init__(self, point, iter, priority=Priority.NORMAL):
-        self.iter, self.state, self.calls, self.priority = iter, None, [], priority
-        setattr(self, point, self.ask)
-
-    def ask(self):
-        if self.trainer.iter == self.iter:
-            self.trainer.request_save("kept", self.save)
-
-    def save(self):
-        self.calls_before = len(self.calls)
-        self.state = self.trainer.state_dict()
 
 
 class Epochs(Steps):
     iters_per_epoch = 2
 
 
-def job(calls, save=None):
-    trainer = Epochs(step=lambda iter: calls.append(("step", "run_step", iter, torch.rand(()).item())))
-    above, below = Recorder("above", calls), Recorder("below", calls, BELOW)
-    if save is not None:
-        save.calls = calls
-    trainer.register_hooks([above, save or HookBase(), below])
+def job(calls, max_iter=None, state=None, *, stop_at=None):
+    """A run that notes its calls and the random numbers of its steps, and resumes from a state."""
+    trainer = Epochs(step=lambda iter: calls.append(("run_step", iter, torch.rand(()).item())))
+    points = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
+    notes = {point: lambda trainer, point=point: calls.append((point, trainer.iter)) for point in points}
+    trainer.register_hooks([hooks.CallbackHook(**notes)])
+    if stop_at is not None:
+        point, iter = stop_at
+        stop = hooks.CallbackHook(**{point: lambda trainer: trainer.iter == iter and trainer.request_stop("enough")})
+        trainer.register_hooks([stop])
+    if state is not None:
+        trainer.load_state_dict(state)
+    trainer.train(trainer.last_done_iter + 1, max_iter)
     return trainer
-
-
-def seed(value):
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
-
-
-def resume(trainer, state, max_iter):
-    trainer.load_state_dict(state)
-    trainer.train(state["iteration"] + 1, max_iter)
-    return trainer
-
-
-def test_a_save_is_written_where_its_stage_ends():
-    calls, above, below = [], SaveAt("before_step", 1), SaveAt("after_step", 1, BELOW)
-    trainer = job(calls, above)
-    trainer.register_hooks([below])
-    below.calls = calls
-    trainer.train(0, 2)
-    assert [call[:3] for call in calls][above.calls_before - 1 :][:3] == [
-        ("above", "after_step", 1),
-        ("below", "after_step", 1),
-        ("above", "after_epoch", 1),
-    ]
-    assert calls[below.calls_before][1] == "after_train"
-    assert (above.state["iteration"], above.state["position"]["stage"]) == (1, 2)
-    assert (below.state["iteration"], below.state["position"]["stage"]) == (1, 1)
 
 
 def test_two_hooks_that_ask_for_one_file_get_it_once_and_outside_of_iterations_it_is_written_at_once():
@@ -140,67 +84,35 @@ def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with
 # ---------------------------------------------------------------------- late hooks
 
 
-@pytest.mark.parametrize("name", ["batch", "losses", "trained_losses"])
+@pytest.mark.parametrize("name", ["batch", "losses"])
 def test_below_the_save_point_what_belongs_to_the_step_is_gone_in_every_run(name):
     model = Regression()
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     read = []
     trainer.register_hooks([AfterStep(lambda trainer: read.append(getattr(trainer, name)))])
-    trainer.register_hooks([AfterStep(lambda trainer: getattr(trainer, name))], priority=BELOW)
+    trainer.register_hooks([AfterStep(lambda trainer: getattr(trainer, name))], priority="LOW")
     with pytest.raises(RuntimeError, match=rf"trainer.{name} is there in after_backward.*register the hook with a"):
         trainer.train(0, 2)
     assert len(read) == 1
 
 
-# ---------------------------------------------------------------------- how a run ends
-
-
-def finish_at(iter):
-    return AfterStep(lambda trainer: trainer.iter == iter and trainer.request_stop("good enough", finished=True))
-
-
-@pytest.mark.parametrize(("point", "iter", "priority"), [("after_step", 2, 50), ("after_step", 2, BELOW)])
-def test_a_run_that_has_finished_early_is_finished_by_the_resumed_one(point, iter, priority):
-    def finishing(calls, save=None):
-        trainer = Epochs(step=lambda iter: calls.append(iter))
-        trainer.register_hooks([finish_at(2), save or HookBase(), Recorder("last", calls, BELOW)])
-        return trainer
-
-    save = SaveAt(point, iter, priority)
-    whole = save.calls = []
-    finishing(whole, save).train(0, 9)
-    resumed = []
-    trainer = resume(finishing(resumed), save.state, 9)
-
-    assert [call[:3] for call in resumed[1:]] == [call[:3] for call in whole[save.calls_before :]]
-    assert resumed[-1][1:3] == ("after_train", 3)
-    assert (trainer.status, trainer.iter, trainer.max_iter) == ("finished", 3, 3)
+# ---------------------------------------------------------------------- after a stop
 
 
 @pytest.mark.parametrize("stop_at", [2, 3])  # inside an epoch and at its end
 def test_a_run_that_is_stopped_before_it_has_done_anything_stands_where_it_stood(stop_at):
-    whole = []
-    trainer = job(whole)
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == stop_at and trainer.request_stop("enough"))])
-    trainer.train(0, 6)
-    state = trainer.state_dict()
+    whole, calls = [], []
+    job(whole, 6)
+    state = job([], 6, stop_at=("after_step", stop_at)).state_dict()
     for _ in range(2):
-        resumed = []
-        trainer = job(resumed)
-        trainer.register_hooks([hooks.CallbackHook(before_train=lambda trainer: trainer.request_stop("at once"))])
-        trainer.load_state_dict(state)
-        trainer.train(stop_at + 1, 6)
-        assert {point for _, point, _, _ in resumed} == {"before_train", "after_train"}
+        trainer = job(calls, 6, state, stop_at=("before_train", stop_at + 1))
         assert (trainer.status, trainer.iter) == ("stopped", stop_at + 1)
         state = trainer.state_dict()
+    assert calls == 2 * [("before_train", stop_at + 1), ("after_train", stop_at + 1)]
     resumed = []
-    trainer = job(resumed)
-    trainer.load_state_dict(state)
-    trainer.train(stop_at + 1, 6)
-    assert [call[1:3] for call in resumed if call[0] == "above"][1:3] == [
-        ("before_step" if stop_at == 2 else "before_epoch", stop_at + 1),
-        ("after_step" if stop_at == 2 else "before_step", stop_at + 1),
-    ]
+    job(resumed, 6, state)
+    assert [call[:2] for call in resumed[1:]] == [call[:2] for call in whole[1 - len(resumed) :]]
+    assert resumed[1][0] == ("before_step" if stop_at == 2 else "before_epoch")
 
 
 # ---------------------------------------------------------------------- with a model
@@ -227,16 +139,13 @@ def test_what_a_loader_cannot_give_back_is_named_at_the_start_of_a_run_that_save
 
 def test_the_random_state_of_another_number_of_processes_is_derived_from_the_checkpoint(caplog):
     caplog.set_level("INFO")
-    save = SaveAt("after_step", 2)
-    job([], save).train(0, 4)
+    state = job([], 3).state_dict()
 
     def drawn(world_size):
         calls = []
-        trainer = job(calls)
-        trainer.load_state_dict({**save.state, "world_size": world_size})
-        trainer.train(3, 4)
-        return [call[3] for call in calls if call[0] == "step"]
+        job(calls, 5, {**state, "world_size": world_size})
+        return [call[2] for call in calls if call[0] == "run_step"]
 
     as_saved, derived = drawn(1), drawn(2)
-    assert derived == drawn(2) != as_saved
+    assert derived == drawn(2) != as_saved == drawn(1)
     assert "The checkpoint is of 2 ranks, now there are 1" in caplog.text

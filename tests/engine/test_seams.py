@@ -42,20 +42,14 @@ def project(monkeypatch, tmp_path):
 
 
 def test_an_option_changes_the_config_and_acts_again_when_the_folder_is_ready(project, tmp_path):
+    default_setup(tiny_cfg(tmp_path), default_argument_parser().parse_args([]))
+    assert project.calls == []  # it is not given
     (tmp_path / "model_0000001.pth").touch()
-    args = default_argument_parser().parse_args(["--warm-start", "here"])
-    cfg = tiny_cfg(tmp_path)
 
-    default_setup(cfg, args)
+    default_setup(tiny_cfg(tmp_path), default_argument_parser().parse_args(["--warm-start", "here"]))
 
     assert project.calls == ["here", []]
     assert "SEED: 7" in (tmp_path / "config.yaml").read_text()
-
-
-def test_an_option_that_is_not_given_does_nothing(project, tmp_path):
-    default_setup(tiny_cfg(tmp_path), default_argument_parser().parse_args([]))
-
-    assert project.calls == []
 
 
 def test_every_default_trainer_has_the_hooks_of_installed_projects(project, tmp_path):

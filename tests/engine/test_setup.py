@@ -46,24 +46,18 @@ def names_in(folder):
 # ---------------------------------------------------------------------- arguments
 
 
-def test_options_may_stand_before_and_after_the_key_value_pairs():
+def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
     args = default_argument_parser().parse_args(["--num-gpus", "2", "SOLVER.MAX_ITER", "-1", "--resume", "SEED", "5"])
     assert (args.num_gpus, args.resume, args.opts) == (2, True, ["SOLVER.MAX_ITER", "-1", "SEED", "5"])
+    with pytest.raises(SystemExit, match="^2$"):
+        default_argument_parser().parse_args(["SEED", "1", "--res"])
+    assert "unrecognized arguments: --res" in capsys.readouterr().err
 
-
-def test_the_defaults_of_the_arguments():
     args = vars(default_argument_parser().parse_args([]))
     of_the_core = {"config_file": "", "resume": False, "eval_only": False, "print_config": False, "quiet": False}
     of_the_core |= {"num_gpus": 1, "num_machines": 1, "machine_rank": 0, "dist_url": "auto", "opts": []}
     assert {name: args[name] for name in of_the_core} == of_the_core
     assert not any(args[name] for name in args.keys() - of_the_core.keys())  # options of projects
-
-
-@pytest.mark.parametrize("option", ["--resum-from", "--res"])
-def test_an_unknown_option_ends_with_code_2(option, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        default_argument_parser().parse_args(["SEED", "1", option])
-    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,6 +117,9 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     assert (tmp_path / "previous_1/metrics.json").read_text() == "first"
     assert (tmp_path / "previous_2/metrics.json").read_text() == "second"
     assert {*RUN_FILES, "model_final.shards-0a1b2c3d"} <= {*names_in(tmp_path / "previous_2")}
+    default_setup(cfg_for(tmp_path), RESUME)
+    text = f"There is no checkpoint in {tmp_path} to resume, but in {tmp_path / 'previous_2'}"
+    assert text in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("args", [NEW, RESUME, EVAL])
@@ -148,64 +145,20 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
 
 
 @pytest.mark.parametrize(
-    ("args", "restarts", "is_kept"), [(RESUME, "0", True), (EVAL, "0", True), (NEW, "0", False), (NEW, "1", True)]
+    ("args", "restarts", "is_kept"),
+    [(RESUME, "0", True), (EVAL, "0", True), (NEW, "0", False), (NEW, "1", True), (RESUME, "no checkpoint", False)],
 )
 def test_resuming_evaluating_and_restarting_move_nothing(tmp_path, monkeypatch, args, restarts, is_kept):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-    for name in ("metrics.json", "config.yaml", "last_checkpoint"):  # the checkpoint that this names may be damaged
+    names = ["metrics.json", "config.yaml", "last_checkpoint"]  # the checkpoint that this names may be damaged
+    if restarts != "no checkpoint":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    for name in names if restarts != "no checkpoint" else [*names[:2], "pretrained.pth"]:
         (tmp_path / name).write_text("old")
     default_setup(cfg_for(tmp_path), args)
     assert (tmp_path / "metrics.json").exists() is is_kept
+    assert (tmp_path / "previous_1/metrics.json").exists() is not is_kept
     assert ((tmp_path / "config.yaml").read_text() == "old") is (args is EVAL)
     assert ("The run was restarted" in (tmp_path / "log.txt").read_text()) is (restarts == "1")
-
-
-@pytest.mark.parametrize("weights_of_others", [False, True])
-def test_resuming_where_no_checkpoint_was_ever_written_is_a_new_run(tmp_path, weights_of_others):
-    (tmp_path / "metrics.json").write_text("of a run that died early")
-    if weights_of_others:
-        torch.save({"weight": torch.ones(1)}, tmp_path / "pretrained.pth")
-    default_setup(cfg_for(tmp_path), RESUME)
-    assert not (tmp_path / "metrics.json").exists()
-    assert (tmp_path / "previous_1/metrics.json").exists()
-
-
-def test_resuming_where_a_run_was_moved_aside_names_the_newest_checkpoint(tmp_path):
-    for _ in range(2):  # somebody forgets --resume twice
-        (tmp_path / "last_checkpoint").write_text("model_0000004.pth")
-        (tmp_path / "model_0000004.pth").write_text("old")
-        default_setup(cfg_for(tmp_path), NEW)
-    default_setup(cfg_for(tmp_path), RESUME)
-    text = f"There is no checkpoint in {tmp_path} to resume, but in {tmp_path / 'previous_2'}"
-    assert text in (tmp_path / "log.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "args", "error"),
-    [
-        ("last_checkpoint", "../model.pth", RESUME, CheckpointError),
-        ("model_final.pth", "precious", NEW, ConfigError),  # MODEL.WEIGHTS lies in the folder that is emptied
-    ],
-)
-def test_a_tag_that_leads_away_and_weights_that_would_be_moved_are_errors_and_nothing_is_moved(
-    tmp_path, name, content, args, error
-):
-    for file in ("metrics.json", name):
-        (tmp_path / file).write_text(content)
-    with pytest.raises(error, match=rf"last_checkpoint|MODEL.WEIGHTS '.*{name}' lies in OUTPUT_DIR"):
-        default_setup(cfg_for(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "model_final.pth")), args)
-    assert names_in(tmp_path) == sorted(["metrics.json", name])
-
-
-@pytest.mark.parametrize(
-    ("key", "folder"), [("OUTPUT_DIR", "file/run"), ("CHECKPOINT.DIR", "file/checkpoints"), ("CHECKPOINT.DIR", "/proc")]
-)
-def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_moved(tmp_path, key, folder):
-    for name in ("file", "metrics.json"):
-        (tmp_path / name).write_text("old")
-    with pytest.raises(ConfigError, match=f"{key} '.*{folder}' cannot be written, choose another: "):
-        default_setup(cfg_for(tmp_path, key, str(tmp_path / folder)), NEW)
-    assert names_in(tmp_path) == ["file", "metrics.json"]
 
 
 @pytest.mark.parametrize("start", [lambda cfg: default_setup(cfg, NEW), DefaultTrainer])
@@ -227,30 +180,39 @@ def test_the_config_is_printed_before_anything_is_made(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "args", "message"),
     [
-        ["IMPORTS", ["no_such_module_of_mine"]],
-        ["SOLVER.MAX_ITER", 0],
+        (["IMPORTS", ["no_such_module_of_mine"]], NEW, "no_such_module_of_mine"),
+        (["SOLVER.MAX_ITER", 0], NEW, "SOLVER.MAX_ITER"),
+        (["OUTPUT_DIR", "{}/config.yaml/run"], NEW, "OUTPUT_DIR '.*/run' cannot be written, choose another: "),
+        (["CHECKPOINT.DIR", "/proc"], NEW, "CHECKPOINT.DIR '/proc' cannot be written, choose another: "),
+        (["MODEL.WEIGHTS", "{}/model_final.pth"], NEW, "MODEL.WEIGHTS '.*model_final.pth' lies in OUTPUT_DIR"),
+        ([], RESUME, "last_checkpoint"),  # it leads out of the folder
     ],
 )
-def test_a_config_that_cannot_be_run_leaves_the_files_of_an_older_run_where_they_are(tmp_path, options):
-    names = ["config.yaml", "last_checkpoint", "model_0000004.pth"]
+def test_a_config_that_cannot_be_run_leaves_the_files_of_an_older_run_where_they_are(tmp_path, options, args, message):
+    names = ["config.yaml", "last_checkpoint", "model_final.pth"]
     for name in names:
-        (tmp_path / name).write_text("old")
-    with pytest.raises(ConfigError):
-        default_setup(cfg_for(tmp_path, *options), NEW)
+        (tmp_path / name).write_text("../model.pth")
+    options = [word.replace("{}", str(tmp_path)) if isinstance(word, str) else word for word in options]
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        default_setup(cfg_for(tmp_path, *options), args)
     assert names_in(tmp_path) == names
-    assert (tmp_path / "config.yaml").read_text() == "old"
+    assert (tmp_path / "config.yaml").read_text() == "../model.pth"
 
 
 # ---------------------------------------------------------------------- writers
 
 
-def test_the_default_writers(tmp_path):
+def test_the_default_writers(tmp_path, monkeypatch, caplog):
     kinds = [type(writer) for writer in default_writers(tmp_path, 10)]
     assert kinds == [CommonMetricPrinter, JSONWriter, TensorboardXWriter]
     with pytest.raises(ConfigError, match="LOG.WRITERS: unknown 'jsn'; did you mean 'json'"):
         default_writers(tmp_path, names=["jsn"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    caplog.set_level(logging.INFO)
+    assert [type(writer) for writer in default_writers(tmp_path, 10)] == kinds[:2]
+    assert "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'" in caplog.messages
 
 
 def test_a_registered_writer_gets_the_folder_and_the_window_and_the_config_if_it_takes_it(tmp_path, monkeypatch):
@@ -268,10 +230,3 @@ def test_a_registered_writer_gets_the_folder_and_the_window_and_the_config_if_it
 
     first, second = default_writers(tmp_path, names=["Mine", "OfAConfig"], window_size=7, cfg=get_cfg())
     assert (first.given, second.given) == ((tmp_path, 7), get_cfg())
-
-
-def test_without_tensorboard_its_writer_is_left_out_with_one_line(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    caplog.set_level(logging.INFO)
-    assert [type(writer) for writer in default_writers(tmp_path, 10)] == [CommonMetricPrinter, JSONWriter]
-    assert "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'" in caplog.messages

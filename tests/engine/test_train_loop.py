@@ -381,6 +381,8 @@ def test_what_is_no_hook_and_the_same_hook_twice_are_refused_and_nothing_is_regi
             trainer.register_hooks(hooks)
     with pytest.raises(ValueError, match="this B is registered already"):
         trainer.register_hooks([b, b])
+    with pytest.raises(TypeError, match="got 'after_epok'; accepted: before_train, before_epoch"):
+        CallbackHook(after_epok=print)
     assert order(trainer) == []
 
 
