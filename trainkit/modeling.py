@@ -36,8 +36,6 @@ def device_of_config(cfg: CfgNode) -> torch.device:
     """The device ``cfg.MODEL.DEVICE``; one with a number becomes the current one."""
     try:
         device = resolve_device(cfg.MODEL.DEVICE)
-        if device.type == "cpu" and device.index:
-            raise ValueError(f"there is one cpu, got {cfg.MODEL.DEVICE!r}")
     except ValueError as error:
         raise ConfigError(f"MODEL.DEVICE: {error}") from error
     if device.index is not None and device.type not in ("cpu", "meta"):

@@ -1,7 +1,6 @@
 import pickle
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
@@ -30,29 +29,20 @@ def test_the_sample_in_the_place_of_a_rejected_one_is_a_function_of_the_index():
         samples = {index: dataset[index] for index in order}
         return [samples[index] for index in range(20)]
 
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    states = random.getstate(), torch.get_rng_state()
     forward = draw(range(20))
 
     assert forward == draw(reversed(range(20)))  # neither earlier samples nor earlier rejections matter
     assert forward[::2] == [index * 10 for index in range(0, 20, 2)]
     assert len({*forward[1::2]}) > 3  # not one and the same sample in all places
     assert random.getstate() == states[0]
-    assert np.random.get_state()[1].tolist() == states[1]
-    assert torch.equal(torch.get_rng_state(), states[2])
+    assert torch.equal(torch.get_rng_state(), states[1])
 
-
-@pytest.mark.parametrize("size", [1, 2, 5, 6, 12, 30])
-def test_every_index_is_tried_once_before_all_are_found_bad(size):
     tried = []
-    dataset = MapDataset(list(range(size)), tried.append)  # append gives None
-    assert len(dataset) == size
-
-    for index in range(size):
-        tried.clear()
-        with pytest.raises(RuntimeError, match=f"None for each of the {size} samples"):
-            dataset[index]
-        assert tried[0] == index
-        assert sorted(tried) == list(range(size))
+    dataset = MapDataset(list(range(5)), tried.append)  # append gives None
+    with pytest.raises(RuntimeError, match="None for 1000 samples"):
+        dataset[3]
+    assert (len(dataset), len(tried), tried[0], {*tried}) == (5, 1000, 3, {*range(5)})
 
 
 @pytest.mark.parametrize("dataset_class", [MapDataset, type("Mapped", (MapDataset,), {})])
@@ -65,11 +55,9 @@ def test_a_mapped_stream_is_a_stream_without_the_rejected_samples(dataset_class)
         len(dataset)
 
 
-@pytest.mark.parametrize("dataset", [[2, 4], Stream([2, 4])])
-def test_mapped_datasets_survive_pickling_into_a_spawned_worker(dataset):
-    copied = pickle.loads(pickle.dumps(MapDataset(dataset, times_ten_if_even)))
-    samples = copied if isinstance(copied, IterableDataset) else [copied[0], copied[1]]
-    assert list(samples) == [20, 40]
+def test_mapped_datasets_survive_pickling_into_a_spawned_worker():
+    listed, stream = pickle.loads(pickle.dumps([MapDataset(of, times_ten_if_even) for of in ([2, 4], Stream([2, 4]))]))
+    assert [listed[0], listed[1]] == [*stream] == [20, 40]
 
 
 # ---------------------------------------------------------------------------- DatasetFromList
@@ -89,6 +77,8 @@ def test_a_list_dataset_gives_its_samples_and_keeps_them_unchanged(serialize):
     with pytest.raises(IndexError):
         dataset[-6]
     assert len(DatasetFromList([], serialize=serialize)) == 0
+    without_copies = DatasetFromList(samples, copy=False, serialize=False)
+    assert without_copies[0] is samples[0]
 
 
 def test_a_list_dataset_keeps_tensors_as_they_are():
@@ -111,12 +101,6 @@ def test_a_list_dataset_keeps_tensors_as_they_are():
 
     rows = [*torch.zeros(1000, 100)]
     assert len(pickle.dumps(DatasetFromList(rows))) < 1000 * (400 + 250)  # 400 MB with the storage in each row
-
-
-def test_a_list_dataset_without_copies_hands_out_the_samples_themselves():
-    sample = {"a": 1}
-    assert DatasetFromList([sample], copy=False, serialize=False)[0] is sample
-    assert DatasetFromList([sample], copy=True, serialize=False)[0] is not sample
 
 
 # ---------------------------------------------------------------------------- ToIterableDataset

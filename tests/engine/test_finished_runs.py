@@ -87,7 +87,7 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_touched(tmp_path,
         assert owner.stdout.readline() == "owned\n"
         for start in (lambda: default_setup(cfg, Namespace()), DefaultTrainer(cfg).train):
             with pytest.raises(
-                ConfigError, match=f"{key} .* cannot be written, choose another: .* process {owner.pid} on"
+                ConfigError, match=f"{key} .* cannot be written, choose another: .* belongs to another run"
             ):
                 start()
         owner.kill()

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from fvcore.common.param_scheduler import (
-    ConstantParamScheduler,
     CosineParamScheduler,
     LinearParamScheduler,
     MultiStepParamScheduler,
-    StepParamScheduler,
 )
 from torch import nn
 from torch.optim import lr_scheduler
@@ -58,21 +56,10 @@ def test_a_schedule_with_a_warm_up_has_these_values(schedule, arguments, expecte
     assert [found(where) for where in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"warmup_method": "exp"}, "warmup_method .*got 'exp'"),
-        ({"warmup_length": -0.1}, "warmup_length .*got -0.1"),
-        ({"warmup_length": 1.0, "rescale_interval": True}, "warmup_length .*below 1 with rescale_interval"),
-    ],
-    ids=str,
-)
-def test_a_wrong_warm_up_is_an_error(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        WarmupParamScheduler(CosineParamScheduler(1, 0), **{"warmup_factor": 0.1, "warmup_length": 0.5, **arguments})
-
-
-# ---------------------------------------------------------------------- a multiplier
+def test_a_wrong_warm_up_is_an_error():
+    for arguments in ((0.1, 0.5, "exp"), (0.1, -0.1), (0.1, 1.0, "linear", True)):
+        with pytest.raises(ValueError, match="warmup_(method|length) must be "):
+            WarmupParamScheduler(CosineParamScheduler(1, 0), *arguments)
 
 
 def test_a_multiplier_equals_torchs_schedule():
@@ -85,8 +72,6 @@ def test_a_multiplier_equals_torchs_schedule():
 @pytest.mark.parametrize(
     ("schedule", "last"),
     [
-        (ConstantParamScheduler(0.5), 0.5),
-        (StepParamScheduler(10, [1.0, 0.1]), 0.1),
         (MultiStepParamScheduler([1, 0.1], milestones=[5], num_updates=10), 0.1),
         (CosineParamScheduler(1.0, 0.1), 0.1),
     ],

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import math
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -43,19 +42,13 @@ class MapDataset(data.Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """The mapped sample of this index, or of another index. Raises RuntimeError if all samples are rejected."""
-        index = int(index)
-        if (sample := self._map_func(self._dataset[index])) is not None:
-            return sample
-        # every other index once, in steps that are coprime to the size
-        rng, size = random.Random(index), len(self)
-        step = size
-        while size > 1 and math.gcd(step, size) != 1:
-            step = rng.randrange(1, size)
-        for k in range(1, size):
-            if (sample := self._map_func(self._dataset[(index + k * step) % size])) is not None:
+        """The mapped sample of this index, or of another index. Raises RuntimeError if 1,000 samples are rejected."""
+        others = random.Random(int(index))
+        for _ in range(1000):
+            if (sample := self._map_func(self._dataset[int(index)])) is not None:
                 return sample
-        raise RuntimeError(f"map_func gave None for each of the {size} samples of the dataset")
+            index = others.randrange(len(self))
+        raise RuntimeError("map_func gave None for 1000 samples, one after the other")
 
 
 class _MapIterableDataset(MapDataset, IterableDataset[Any]):

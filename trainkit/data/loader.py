@@ -4,7 +4,6 @@ import copy
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import weakref
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, new_generator
-from trainkit.data.seeding import draws_from_torch_alone, seed_globals, splitmix64, undisturbed_globals
+from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
 from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng, stop_signals
 
@@ -46,9 +45,10 @@ class ResumableLoader(DataLoader[Any]):
     there: at once with an `InfiniteSampler`; by drawing the indices of the pass again with another sampler or batch
     sampler that has ``state_dict`` and ``load_state_dict``. ``resume_obstacle`` says why there is no position.
 
-    Before ``dataset[index]`` torch's global generator is seeded from the seed and the sample's position, and those of
-    Python and NumPy too unless `draws_from_torch_alone`. There are no seeds if nothing is random (lists and tensors,
-    collated by torch or this package). Without workers, the generators are restored after each batch.
+    Before ``dataset[index]`` the global generators of torch, Python and NumPy are seeded from the seed and the sample's
+    position; torch's alone if the dataset, its transforms and the collate function have an attribute
+    ``draws_from_torch_alone = True``; none for lists and tensors, collated by torch or this package. Without workers,
+    the generators are restored after each batch.
 
     Args:
         seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
@@ -78,11 +78,9 @@ class ResumableLoader(DataLoader[Any]):
             kwargs["generator"] = self.generator = new_generator(seed, LOADER_KEY, comm.get_data_rank())
         self._inside: DataLoader[Any] | None = None
         if order.source is not None and not isinstance(dataset, data.IterableDataset):
-            if type(dataset) not in _NOT_RANDOM or self.collate_fn not in (default_collate, trivial_batch_collator):
-                order.seeds_samples = not self.resume_obstacle
-                # an evaluation without workers may use the random numbers of the loop
-                order.seeds_batches = order.is_test and self.num_workers > 0
-            only_torch = order.seeds_samples and draws_from_torch_alone(dataset, self.collate_fn)
+            parts = _random_parts(dataset, self.collate_fn)
+            order.seeds_samples = bool(parts) and (order.is_test or not self.resume_obstacle)
+            only_torch = all(getattr(part, "draws_from_torch_alone", False) for part in parts)
             for name in ("shuffle", "batch_sampler", "drop_last"):
                 kwargs.pop(name, None)
             kwargs |= {"sampler": order, "batch_size": None, "collate_fn": trivial_batch_collator}
@@ -151,11 +149,10 @@ class _Progress:
 class _Order(data.Sampler[Any]):
     """The batches of a loader as (random bits, (position and number of batches after it, its indices)).
 
-    There are bits for each sample, for the first one alone, or for none. ``source`` decides the order of samples, so it
-    has the state.
+    There are bits for each sample, or for none. ``source`` decides the order of samples, so it has the state.
     """
 
-    seeds_samples = seeds_batches = False
+    seeds_samples = False
 
     def __init__(self, batches: Any, seed: int) -> None:
         sampler: Any = getattr(batches, "sampler", None)
@@ -201,8 +198,8 @@ class _Order(data.Sampler[Any]):
         of_ranks, key = self._endless or self, splitmix64(self.seed, 0)
         for number, drawn in enumerate(islice(self._batches, num_batches, None), num_batches + 1):
             indices = [*drawn]
-            num_seeds = len(indices) if self.seeds_samples else int(self.seeds_batches)  # each evaluation has the same
-            bits = [splitmix64(key, position + of_ranks.rank + i * of_ranks.world_size) for i in range(num_seeds)]
+            places = [position + of_ranks.rank + i * of_ranks.world_size for i in range(len(indices))]
+            bits = [splitmix64(key, place) for place in places if self.seeds_samples]
             position += len(indices) * of_ranks.world_size
             yield bits, (position, number, indices)
 
@@ -216,28 +213,25 @@ class _Batches(data.Dataset[Any]):
     def __getitem__(self, drawn: Any) -> tuple[Any, Any]:
         bits, (*_, indices) = drawn
         samples: list[Any] = []
-        is_worker, only_torch = get_worker_info() is not None, self._only_torch
-        with nullcontext() if is_worker or not bits else undisturbed_globals(only_torch):
+        with undisturbed_globals(self._only_torch) if bits and get_worker_info() is None else nullcontext():
             try:
                 for number, index in zip_longest(bits, indices):
-                    if number is not None:  # all generators of a worker are seeded at least once per batch
-                        seed_globals(number, only_torch and (bool(samples) or not is_worker))
+                    if number is not None:
+                        seed_globals(number, self._only_torch)
                     samples.append(self.dataset[index])
                 return drawn[1], self._collate_fn(samples)
-            except Exception as error:
-                where = f"while loading {_name(self.dataset, index)}"
-                if isinstance(error, StopIteration) or not _can_be_pickled(type(error)):
-                    # the data would end, or the loader would wait for the worker
-                    raise RuntimeError(f"{type(error).__qualname__} {where}: {error}") from error
-                getattr(error, "add_note", logger.error)(where)  # Python 3.10 has no notes
-                raise
+            except Exception as error:  # a StopIteration would end the data; torch waits for what cannot be pickled
+                name = _name(self.dataset, index)
+                raise RuntimeError(f"{type(error).__qualname__} while loading {name}: {error}") from error
 
 
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        return bool(pickle.dumps(value))
-    except Exception:
-        return False
+def _random_parts(dataset: Any, collate_fn: Any) -> list[Any]:
+    """The dataset, its transforms and the collate function, as far as they may draw random numbers."""
+    parts = [] if collate_fn in (default_collate, trivial_batch_collator) else [collate_fn]
+    while type(dataset) is MapDataset:
+        parts.append(dataset._map_func)
+        dataset = dataset._dataset
+    return parts if type(dataset) in _NOT_RANDOM else [*parts, dataset]
 
 
 def _name(dataset: Any, index: Any) -> str:

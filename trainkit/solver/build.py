@@ -121,24 +121,19 @@ def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
             raise not_accepted(f"SOLVER.{key}", solver[key], f"{defaults[key]!r}; {node.NAME} does not take it")
     given = {key.lower(): value for key, value in node.items() if key != "NAME" and value is not None}
     arguments |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    for name in arguments.keys() & {"lr", "weight_decay"}:
-        if not isinstance(arguments[name], int | float):
-            raise not_accepted(f"SOLVER.OPTIMIZER.{name.upper()}", arguments[name], "a number")
     return arguments
 
 
 def _can_be_fused(factory: Any, arguments: Mapping[str, Any], params: list[Tensor], model: nn.Module) -> bool:
-    """Whether torch 2.13 has a fused implementation for all this."""
-    optim, implemented = torch.optim, [torch.optim.Adam, torch.optim.AdamW]
-    if not any(hasattr(param, "device_mesh") for param in params):  # ranks hold parts of them
-        implemented += [optim.SGD, optim.Adagrad] if all(param.is_cpu for param in params) else [optim.SGD]
-    small = any(param.is_cpu and param.dtype in (torch.float16, torch.bfloat16) for param in params)
+    """Whether torch 2.13 has a fused implementation for all this; on a CPU, that of SGD is for float32 and float64."""
+    of_sgd = factory is torch.optim.SGD and not any(  # with float16 it leaves out most values (pytorch#191763)
+        hasattr(param, "device_mesh") or (param.is_cpu and param.itemsize < 4) for param in params
+    )
     return (
-        factory in implemented
+        (of_sgd or factory in (torch.optim.Adam, torch.optim.AdamW))
         and not {"fused", "foreach", "differentiable"} & arguments.keys()
         and all(param.is_floating_point() for param in params)
         and not any(getattr(module, "sparse", False) for module in model.modules())
-        and not (factory is optim.SGD and small)  # there it leaves out most values (pytorch#191763)
     )
 
 

@@ -3,34 +3,27 @@
 import contextlib
 import fcntl
 import os
-import socket
 import time
 from pathlib import Path
 
 LOCK_FILE = "run.lock"
 _PATIENCE_SEC = 2.0  # a killed process releases its locks only at its very end
 
-_owned: dict[str, int] = {}  # real path -> descriptor of the lock file
+_owned: dict[str, int] = {}  # real path -> descriptor of the locked file
 
 
 def own_folder(folder: str | os.PathLike[str]) -> None:
     """Make the folder, and lock it until `release_folder` or the end of this process.
 
     Raises:
-        OSError: another run owns it, which the message names, or it cannot be written.
+        OSError: another run owns it, or it cannot be written.
     """
-    if is_owned(folder):
-        return
     os.makedirs(folder, exist_ok=True)
     deadline = time.monotonic() + _PATIENCE_SEC
-    while (descriptor := _lock(folder)) is None:
+    while not is_owned(folder) and not _lock(folder):
         if time.monotonic() > deadline:
-            owner = Path(folder, LOCK_FILE).read_text(errors="replace")
-            raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run, {owner}; wait for it or stop it")
+            raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run; wait for it or stop it")
         time.sleep(0.05)
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}".encode(), 0)
-    _owned[os.path.realpath(folder)] = descriptor
 
 
 def release_folder(folder: str | os.PathLike[str]) -> None:
@@ -49,19 +42,18 @@ def is_owned_by_another(folder: str | os.PathLike[str]) -> bool:
     """Whether another process owns the folder."""
     if is_owned(folder) or not Path(folder, LOCK_FILE).exists():
         return False
-    descriptor = _lock(folder)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is None
+    is_free = _lock(folder)
+    release_folder(folder)
+    return not is_free
 
 
-def _lock(folder: str | os.PathLike[str]) -> int | None:
-    """The descriptor of the lock file; None if another process has locked it."""
-    descriptor = os.open(Path(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+def _lock(folder: str | os.PathLike[str]) -> bool:
+    descriptor = os.open(Path(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o666)
     with contextlib.suppress(BlockingIOError, PermissionError):
         # not `flock`: loader workers would inherit the lock, and may outlive a killed run by seconds
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink > 0:  # its former owner has not deleted it meanwhile
-            return descriptor
+        if os.fstat(descriptor).st_nlink:  # its former owner has not deleted it meanwhile
+            _owned[os.path.realpath(folder)] = descriptor
+            return True
     os.close(descriptor)
-    return None
+    return False
