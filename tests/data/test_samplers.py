@@ -17,7 +17,7 @@ def take(sampler, num_samples):
 
 
 @pytest.mark.parametrize("name", INFINITE)
-def test_the_stream_is_the_epochs_one_after_the_other_and_each_a_function_of_seed_and_epoch_alone(name):
+def test_an_epoch_is_a_function_of_seed_and_epoch_alone_and_the_stream_is_all_of_them(name):
     before = torch.get_rng_state()
     sampler = INFINITE[name](5)
     epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(5)]

@@ -54,12 +54,12 @@ def known_to_the_tests_of_the_core(monkeypatch):
 
 @pytest.mark.parametrize("name", INFINITE)
 def test_a_stream_is_a_function_of_seed_and_epoch_that_can_be_entered_anywhere(name, as_rank):  # noqa: F811
-    test_samplers.test_the_stream_is_the_epochs_one_behind_the_other(name)
-    test_samplers.test_an_epoch_is_a_function_of_seed_and_epoch_alone(name)
-    test_samplers.test_the_ranks_together_draw_the_stream_of_a_single_rank(name, 3, as_rank)
+    test_samplers.test_an_epoch_is_a_function_of_seed_and_epoch_alone_and_the_stream_is_all_of_them(name)
     for position in (0, 1, 12, 37):
         as_rank(0, 1)
-        test_samplers.test_starting_at_a_position_equals_walking_there(name, 1, 3, position, as_rank)
+        test_samplers.test_from_any_position_the_ranks_together_draw_the_stream_of_a_single_rank(
+            name, position, 3, as_rank
+        )
 
 
 @pytest.mark.parametrize("order", ORDERS)
