@@ -1,6 +1,7 @@
 """Files that are written completely or not at all."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,8 +59,12 @@ def remove_leftovers(folder: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the renames in a folder durable."""
+    """Make the renames in a folder durable. Raises CheckpointError."""
     descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some network file systems cannot do this
+    try:
         os.fsync(descriptor)
-    os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do this
+            raise CheckpointError(f"cannot write '{folder}': {error.strerror}") from error
+    finally:
+        os.close(descriptor)
