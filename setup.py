@@ -45,6 +45,7 @@ setup(
         "onnx": ["onnx", "onnxscript", "onnxruntime"],
         "s3": ["s3fs"],  # addresses of fsspec, which torch brings
         "gs": ["gcsfs"],
+        "mlflow": ["mlflow-skinny>=3", "pillow"],
         "test": [*TEST, *TENSORBOARD, *LAZY],
         "dev": [*TEST, *TENSORBOARD, *LAZY, "ruff", "mypy"],
     },

@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Words of a name, or two words that follow each other.
 NAMES = {"fsdp", "shard", "shards", "sharded", "sharding", "logical", "replay", "capsule", "fork", "forked", "remote"}
-NAMES |= {"elastic", "requeue", "requeued", "wandb", "lars", "layer decay", "graph", "graphs", "lazy", "s3"}
+NAMES |= {"elastic", "requeue", "requeued", "wandb", "mlflow", "lars", "layer decay", "graph", "graphs", "lazy", "s3"}
 NAMES |= {"tensor parallel"}
 # of DDP, of detectron2's ToIterableDataset, of torch.compile
 OTHER_MEANING = {"static_graph", "STATIC_GRAPH", "shard_sampler", "shard_chunk_size", "explain_graph_break"}

@@ -49,6 +49,8 @@ LATE_IMPORTS = {
     "trainkit.projects.hooks.visualization": "Pillow, which nobody needs before the first picture",
     "trainkit.projects.lazy.nodes": "omegaconf, an optional package",
     "trainkit.projects.lazy.python_files": "what the import statements of a config file call",
+    "trainkit.projects.loggers.mlflow_writer": "mlflow, an optional package",
+    "trainkit.projects.loggers.service": "pandas, an optional package",
     "trainkit.projects.loggers.wandb_writer": "wandb, an optional package",
     "trainkit.projects.remote.addresses": "fsspec, which only addresses need",
     "trainkit.projects.loggers.tensorboard_writer": "tensorboard, an optional package",

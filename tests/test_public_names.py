@@ -189,6 +189,7 @@ PUBLIC = {
         "JSONWriter",
         "ProgressBar",
         "TensorboardXWriter",
+        "MLflowWriter",
         "WRITER_REGISTRY",
         "WandbWriter",
         "estimate_eta_sec",
@@ -247,5 +248,5 @@ def test_importing_takes_no_optional_or_slow_package_and_warns_of_nothing():
 
     assert (run.returncode, run.stderr) == (0, "")
     unwanted = {"tensorboard", "matplotlib", "omegaconf", "hydra", "sklearn", "scipy", "PIL", "pandas"}
-    unwanted |= {"wandb"}
+    unwanted |= {"wandb", "mlflow"}
     assert unwanted & set(run.stdout.split()) == set()

@@ -1,22 +1,19 @@
 """Scalars, images, histograms and config of a run for Weights & Biases."""
 
-import contextlib
 import importlib
-import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from trainkit.projects.loggers.service import ServiceWriter, default_environment, to_uint8_array
 
 from trainkit.config import CfgNode
 from trainkit.config.yaml_files import load_yaml
 from trainkit.utils.events.storage import EventStorage
-from trainkit.utils.events.writers import WRITER_REGISTRY, Row, ScalarWriter
+from trainkit.utils.events.writers import WRITER_REGISTRY, Row
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +24,7 @@ _SETTINGS = {
 }
 
 
-class WandbWriter(ScalarWriter):
+class WandbWriter(ServiceWriter):
     """Smoothed scalars, images and histograms for Weights & Biases.
 
     All files are in ``<output_dir>/wandb``; with ``WANDB_MODE=offline`` nothing is sent, and ``wandb sync`` sends it
@@ -35,23 +32,16 @@ class WandbWriter(ScalarWriter):
     last one. Each row has its ``iteration`` for the x-axis.
 
     A resumed run continues the same W&B run and writes the steps after the checkpoint again, with the same values.
-    Online, W&B keeps the first values. Offline, each start has its own folder, and nothing is cut. An error is logged,
-    and this training writes nothing more for W&B.
+    Online, W&B keeps the first values. Offline, each start has its own folder, and nothing is cut.
 
     Args:
         kwargs: for ``wandb.init``; they win over the values set here. ``settings`` is a dict.
-
-    Raises:
-        ImportError: the package wandb is missing.
     """
 
-    _has_failed = False
-    _run: Any = None  # wandb's run, while it is open
+    _service = "Weights & Biases"
 
     def __init__(self, output_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any) -> None:
-        super().__init__(window_size)
-        if importlib.util.find_spec("wandb") is None:
-            raise ImportError("WandbWriter needs the package wandb: pip install 'trainkit[wandb]'")
+        super().__init__(window_size, "wandb")
         self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
         # set here, so that every checkpoint has it; a sweep sets the variable
         self._run_id: str = kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
@@ -64,88 +54,40 @@ class WandbWriter(ScalarWriter):
         super().load_state_dict(state)
         self._run_id, self._next_step = state["run_id"], state["next_step"]
 
-    def begin(self, trainer: Any) -> None:
-        # import before loader workers are forked: a fork during an import in another thread could wait for ever
-        importlib.import_module("PIL.Image").preinit()
-        with contextlib.suppress(ImportError):
-            importlib.import_module("pandas")  # wandb checks whether a value is a table of pandas
-        with self._surviving():
-            self._open()
+    def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
+        for iter, row in rows:
+            self._log({**row, "iteration": iter})
+        pictures: dict[int, dict[str, Any]] = {}
+        wandb = importlib.import_module("wandb")
+        for name, tensor, iter in storage.images():
+            pictures.setdefault(iter, {"iteration": iter})[name] = wandb.Image(to_uint8_array(tensor))
+        for name, iter, raw in storage.histograms():
+            pictures.setdefault(iter, {"iteration": iter})[name] = wandb.Histogram(np_histogram=_bins(raw))
+        for _, row in sorted(pictures.items()):
+            self._log(row)
 
-    def write(self) -> None:
-        with self._surviving():
-            if not self._has_failed:
-                super().write()
+    def _log(self, row: dict[str, Any]) -> None:
+        step = max(row["iteration"], self._next_step)
+        self._writer.log(row, step=step, commit=True)  # without commit a row waits for a later step
+        self._next_step = step + 1
 
-    def close(self) -> None:
-        super().close()
-        run, self._run = self._run, None
-        with self._surviving():
-            if run is not None:
-                run.finish()
-        self._has_failed = False
-
-    @contextlib.contextmanager
-    def _surviving(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # wandb's errors have no common base class
-            self._has_failed = True
-            logger.error("Nothing more is written for Weights & Biases, training continues: %s", error)
-
-    def _open(self) -> None:
-        if self._run is not None:
-            return
-        folder = self._dir / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
-        # by default wandb's process logs into the cache, reports errors to its makers, and asks a terminal for a key
-        defaults = {"WANDB_CACHE_DIR": str(folder / "cache"), "WANDB_ERROR_REPORTING": "false"}
-        with _default_environment({**defaults, "WANDB_LOGIN_TIMEOUT": "1"}):
+    def _open(self) -> tuple[Any, Callable[[], None]]:
+        wandb_dir = self._dir / "wandb"
+        wandb_dir.mkdir(parents=True, exist_ok=True)
+        # by default wandb's process logs into the cache and reports errors to its makers, and asks for a key at a
+        # terminal
+        defaults = {"WANDB_CACHE_DIR": str(wandb_dir / "cache"), "WANDB_ERROR_REPORTING": "false"}
+        defaults["WANDB_LOGIN_TIMEOUT"] = "1"
+        with default_environment(defaults):
             wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
             # without create_new it could be a run that other code has started
             options = {"dir": str(self._dir), "resume": "allow", "reinit": "create_new", **self._kwargs}
             options["settings"] = _SETTINGS | options.get("settings", {})
-            self._run = wandb.init(**{**options, "id": self._run_id})
-        if self._run.disabled:
+            run = wandb.init(**{**options, "id": self._run_id})
+        if run.disabled:
             logger.warning("Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login")
-        self._run.define_metric("*", step_metric="iteration")
-
-    def _show(self, rows: list[Row], storage: EventStorage) -> None:
-        images, histograms = storage.images(), storage.histograms()
-        if not rows and not images and not histograms:
-            return
-        self._open()
-        wandb, pictures = importlib.import_module("wandb"), dict[int, dict[str, Any]]()
-        for name, tensor, iter in images:
-            pictures.setdefault(iter, {})[name] = wandb.Image(_to_uint8_array(tensor))
-        for name, iter, raw in histograms:
-            pictures.setdefault(iter, {})[name] = wandb.Histogram(np_histogram=_bins(raw))
-        for iter, row in [*rows, *sorted(pictures.items())]:
-            step = max(iter, self._next_step)
-            self._run.log({**row, "iteration": iter}, step=step, commit=True)  # otherwise it waits for a later step
-            self._next_step = step + 1
-        storage.clear_images()
-        storage.clear_histograms()
-
-
-@contextlib.contextmanager
-def _default_environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Context in which environment variables that are not set have these values."""
-    added = defaults.keys() - os.environ.keys()
-    os.environ.update({name: defaults[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-def _to_uint8_array(image: Any) -> np.ndarray:
-    """The image as uint8 ``[height, width, channel]``, or ``[height, width]`` for one channel; floats are in [0, 1]."""
-    tensor = torch.as_tensor(image).detach().cpu()
-    if tensor.is_floating_point():
-        tensor = tensor.mul(255).clamp(0, 255).to(torch.uint8)
-    return tensor.permute(1, 2, 0).squeeze(-1).numpy()
+        run.define_metric("*", step_metric="iteration")
+        return run, run.finish
 
 
 def _bins(raw: Mapping[str, Any]) -> tuple[list[float], list[float]]:

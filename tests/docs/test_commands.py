@@ -95,7 +95,7 @@ def understand(words):
             read = get_args_parser().parse_args(args)
             understand(["python", *["-m"] * read.module, read.training_script, *read.training_script_args])
         case ["pip", "install", *_, target]:
-            assert re.fullmatch(rf"(\.|trainkit)(\[({'|'.join(extras())})\])?|s3fs", target)
+            assert re.fullmatch(rf"(\.|trainkit)(\[({'|'.join(extras())})\])?|mlflow|s3fs", target)
         case ["python", "-c", code]:
             compile(code, "page", "exec")
         case ["python", "-m", module, *_]:

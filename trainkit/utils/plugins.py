@@ -87,7 +87,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "testing: reload_lazy_config"
         ),
         "loggers": (
-            "csv_writer: CSVWriter csv; progress_bar: ProgressBar progress_bar; "
+            "csv_writer: CSVWriter csv; mlflow_writer: MLflowWriter mlflow; progress_bar: ProgressBar progress_bar; "
             "tensorboard_writer: TensorboardXWriter tensorboard; wandb_writer: WandbWriter wandb"
         ),
         "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",

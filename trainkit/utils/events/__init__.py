@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trainkit.utils.events.writers import WRITER_REGISTRY, CommonMetricPrinter, EventWriter, JSONWriter
     from trainkit.utils.events.writers import estimate_eta_sec as estimate_eta_sec
 
-_OF_PROJECTS = ["CSVWriter", "ProgressBar", "TensorboardXWriter", "WandbWriter"]
+_OF_PROJECTS = ["CSVWriter", "MLflowWriter", "ProgressBar", "TensorboardXWriter", "WandbWriter"]
 
 __all__ = ["EventStorage", "get_event_storage", "has_event_storage", "HistoryBuffer", "EventWriter", "JSONWriter"]
 __all__ += ["CommonMetricPrinter", "WRITER_REGISTRY", "estimate_eta_sec", *_OF_PROJECTS]
