@@ -1,4 +1,4 @@
-"""A shorter timeout of the process group after the first step, which may take long."""
+"""Shorter timeouts of the process group: one for the first step, which may take long, and one for all others."""
 
 import logging
 import os
@@ -11,23 +11,33 @@ from trainkit.engine.hooks import HOOK_REGISTRY
 
 logger = logging.getLogger(__name__)
 
+_LONGEST = 1800.0  # that of torch, for Gloo
+
 
 @HOOK_REGISTRY.register()
 class StepTimeout(HookBase):
-    """From the second step on, a rank waits at most ``seconds`` for the others in an exchange of the process group."""
+    """Ranks wait at most ``first`` seconds for each other in the first step, then ``seconds``. 0: 30 minutes."""
 
-    def __init__(self, seconds: float) -> None:
-        self._timeout = timedelta(seconds=seconds)
+    def __init__(self, seconds: float, first: float = 0.0) -> None:
+        self._seconds, self._first = seconds or _LONGEST, first or _LONGEST
 
     def before_train(self) -> None:
-        self._is_set = False
+        self._is_first = True
+        text = (
+            "Ranks wait %g s for each other in the first step, then %g s; after that GPUs write their exchanges to %s*"
+        )
+        logger.info(text, self._first, self._seconds, trace_files())
+        _set_timeout(self._first)
 
     def after_step(self) -> None:
-        if not self._is_set and dist.is_initialized():
-            dist.group.WORLD.set_timeout(self._timeout)  # type: ignore[union-attr]
-            text = "Ranks wait %g s for each other from now on; after that, those on GPUs write their exchanges to %s*"
-            logger.info(text, self._timeout.total_seconds(), trace_files())
-        self._is_set = True
+        if self._is_first:
+            _set_timeout(self._seconds)
+        self._is_first = False
+
+
+def _set_timeout(seconds: float) -> None:
+    if dist.is_initialized():
+        dist.group.WORLD.set_timeout(timedelta(seconds=seconds))  # type: ignore[union-attr]
 
 
 def trace_files() -> str:

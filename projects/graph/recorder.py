@@ -1,9 +1,11 @@
 """Record work of a GPU and repeat it; and the signature of a batch."""
 
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from trainkit.config import ConfigError
 from trainkit.utils import comm
 
+_TORCH = torch.__path__[0]
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 ADVICE = "or train without a graph (SOLVER.GRAPH.ENABLED False)"
@@ -43,13 +46,23 @@ class CudaRecorder:
     @contextmanager
     def watching(self, found: list[str]) -> Iterator[None]:
         """Context that adds to ``found`` the lines in which the host waits for the device, as a recording cannot."""
-        mode = torch.cuda.get_sync_debug_mode()
+        mode, profile = torch.cuda.get_sync_debug_mode(), sys.getprofile()
+
+        def note(frame: FrameType | None, event: str, call: Any) -> None:
+            if event == "c_call" and "synchronize" in call.__name__:  # of a device or an event: torch does not warn
+                while frame and frame.f_code.co_filename.startswith(_TORCH):
+                    frame = frame.f_back
+                if frame:
+                    found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
+                sys.setprofile(note)
                 yield
         finally:
+            sys.setprofile(profile)
             torch.cuda.set_sync_debug_mode(mode)
         waits = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
         found += [f"{warning.filename}:{warning.lineno}" for warning in waits]

@@ -37,7 +37,7 @@ UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.
 THREADS = "threads of torch"
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
 _NO_MATTER = re.compile(
-    r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|STEP_TIMEOUT|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
+    r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|(FIRST_)?STEP_TIMEOUT|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
     r"|LOG\..*|FORK\..*|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
 )
 # a resumed run takes these from the saved states of random numbers, optimizer and gradient scaler

@@ -165,7 +165,7 @@ _stand_ins = {
     "device_count": lambda: NUM_DEVICES,
     "current_device": torch.accelerator.current_device_index,
     "set_device": lambda device: torch.accelerator.set_device_index(_device(device)),
-    "synchronize": lambda device=None: torch.accelerator.synchronize(_device(device)),
+    "synchronize": torch.accelerator.synchronize,
     "Stream": Stream,
     "Event": _event,
     "current_stream": _current_stream,

@@ -19,7 +19,7 @@ def _by_name(projects: Mapping[str, str]) -> dict[str, str]:
 
 CONFIG_KEYS: dict[str, str] = _by_name(
     {
-        "cluster": "REQUEUE_SIGNAL STEP_TIMEOUT",
+        "cluster": "FIRST_STEP_TIMEOUT REQUEUE_SIGNAL STEP_TIMEOUT",
         "async_save": "CHECKPOINT.ASYNC",
         "hooks": (
             "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.PUBLISH CHECKPOINT.PUBLISH_FORMAT MAX_TIME SOLVER.ACCUMULATION_FACTORS "

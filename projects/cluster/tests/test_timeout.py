@@ -16,11 +16,11 @@ from trainkit.engine.hooks import CallbackHook
 FILES = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.path.expanduser("~/.cache/torch/comm_lib_trace_rank_"))
 
 
-def hang(rank, folder):
-    """How long rank 0 waits for rank 1, which hangs in its first step and longer in its third."""
-    trainer = DefaultTrainer(tiny_cfg(folder, "STEP_TIMEOUT", 1.0, "LOG.PERIOD", 10))
+def hang(rank, folder, naps, *options):
+    """In which step, and how long, rank 0 waits for rank 1, which sleeps before some steps."""
+    trainer = DefaultTrainer(tiny_cfg(folder, "STEP_TIMEOUT", 1.0, "LOG.PERIOD", 10, *options))
     assert isinstance(trainer.model, DistributedDataParallel)
-    naps, began = {0: 1.5, 2: 4.0}, []
+    began = []
 
     def nap(trainer):
         began.append(time.monotonic())
@@ -35,14 +35,22 @@ def hang(rank, folder):
     try:
         trainer.train()
     except RuntimeError:
-        return trainer.iter, time.monotonic() - began[-1], said
+        return trainer.iter, time.monotonic() - began[-1], *said
+
+
+def in_the_third_step(rank, folder):
+    return hang(rank, folder, {0: 1.5, 2: 4.0})
+
+
+def in_the_first_step(rank, folder):
+    return hang(rank, folder, {0: 4.0}, "FIRST_STEP_TIMEOUT", 1.0)
 
 
 @pytest.mark.slow
-def test_the_first_step_may_take_longer_than_the_others(tmp_path):
-    (iter, sec, said), _ = on_two_ranks([hang], tmp_path)["hang"]
-    assert iter == 2
+@pytest.mark.parametrize(("check", "expected"), [(in_the_third_step, (2, 1800)), (in_the_first_step, (0, 1))])
+def test_the_first_step_and_the_others_have_timeouts_of_their_own(check, expected, tmp_path):
+    (iter, sec, line), _ = on_two_ranks([check], tmp_path)[check.__name__]
     assert 0.9 < sec < 3.5
-    (line,) = said
-    assert line.startswith("Ranks wait 1 s for each other from now on;")
+    assert line.startswith(f"Ranks wait {expected[1]} s for each other in the first step, then 1 s;")
     assert line.endswith(f"write their exchanges to {FILES}*")
+    assert iter == expected[0]

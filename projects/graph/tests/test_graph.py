@@ -504,6 +504,8 @@ def test_on_cuda_a_replayed_step_never_waits_for_the_device():
         lambda x: x.clone().index_put_((x > 0,), torch.ones(1, device=x.device)),
         lambda x: torch.linalg.inv(torch.eye(2, device=x.device)),
         lambda x: torch.cuda.current_stream().synchronize(),
+        lambda x: torch.cuda.current_stream().record_event().synchronize(),
+        lambda x: torch.cuda.synchronize(),
     ],
 )
 def test_on_cuda_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones(read, caplog):
