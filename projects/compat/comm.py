@@ -1,7 +1,7 @@
 """detectron2's functions for the processes of one machine, and for tensors of all ranks."""
 
 import os
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,31 +9,30 @@ from torch import Tensor
 
 from trainkit.utils import comm
 
-_GROUPS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # default group -> the group of this machine
+_groups: dict[Any, dist.ProcessGroup] = {}  # default group -> the group of this machine
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
     """Declare which processes share a machine: ranks 0 to n-1, n to 2n-1, and so on; all ranks must call it, once."""
-    _GROUPS.clear()
-    _GROUPS[cast(dist.ProcessGroup, dist.group.WORLD)], _ = dist.new_subgroups(num_workers_per_machine)
+    _groups.clear()
+    _groups[dist.group.WORLD], _ = dist.new_subgroups(num_workers_per_machine)
 
 
 def get_local_process_group() -> dist.ProcessGroup:
     """The group of the processes on this machine. Raises KeyError before `create_local_process_group`."""
-    return _GROUPS[cast(dist.ProcessGroup, dist.group.WORLD)]
+    return _groups[dist.group.WORLD]
 
 
 def get_local_rank() -> int:
     """Number of this process on its machine, from 0; without a local group by torchrun's LOCAL_RANK."""
-    group = _GROUPS.get(cast(dist.ProcessGroup, dist.group.WORLD))
-    return int(os.environ.get("LOCAL_RANK", comm.get_rank())) if group is None else dist.get_rank(group)
+    rank = int(os.environ.get("LOCAL_RANK", comm.get_rank()))
+    return dist.get_rank(get_local_process_group()) if dist.group.WORLD in _groups else rank
 
 
 def get_local_size() -> int:
     """Number of processes on this machine; without a local group by torchrun's LOCAL_WORLD_SIZE."""
-    group = _GROUPS.get(cast(dist.ProcessGroup, dist.group.WORLD))
-    size = os.environ.get("LOCAL_WORLD_SIZE", comm.get_world_size())
-    return int(size) if group is None else dist.get_world_size(group)
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", comm.get_world_size()))
+    return dist.get_world_size(get_local_process_group()) if dist.group.WORLD in _groups else size
 
 
 def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:

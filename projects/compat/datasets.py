@@ -20,14 +20,12 @@ def set_default_dataset_from_list_serialize_method(new: Callable[[Sequence[Any]]
 
 
 class ToIterableDataset(IterableDataset[Any]):
-    """A map-style dataset as a stream, in the order of a sampler.
+    """A map-style dataset as a stream, in the order of a sampler of this rank.
 
     The loaders of trainkit read it by its indices, if ``shard_sampler`` is true: batches are consecutive parts of the
     order, with any number of workers.
 
     Args:
-        dataset: map-style.
-        sampler: indices of this rank.
         shard_sampler: divide the indices between loader workers. Switch it off only if the sampler differs in each
             worker.
         shard_chunk_size: number of consecutive indices for the same worker. If it equals the batch size, batches are
@@ -37,11 +35,8 @@ class ToIterableDataset(IterableDataset[Any]):
     def __init__(
         self, dataset: Any, sampler: Sampler[int], shard_sampler: bool = True, shard_chunk_size: int = 1
     ) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise TypeError(f"dataset must be map-style, got the iterable {type(dataset).__name__}; use it as it is")
-        self.dataset, self.sampler = dataset, sampler
+        self.dataset, self.sampler, self._chunk_size = dataset, sampler, shard_chunk_size
         self.indexed = (dataset, sampler) if shard_sampler else None
-        self._chunk_size = shard_chunk_size
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info() if self.indexed else None

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -16,18 +16,13 @@ _last_times: dict[Hashable, float] = {}
 
 
 def log_first_n(
-    lvl: int,
-    msg: str,
-    n: int = 1,
-    *,
-    name: str | None = None,
-    key: Literal["caller", "message"] | Collection[Literal["caller", "message"]] = "caller",
+    lvl: int, msg: str, n: int = 1, *, name: str | None = None, key: str | Collection[str] = "caller"
 ) -> None:
     """Log only the first ``n`` times.
 
     Args:
         name: the name of the logger; default is the calling module.
-        key: calls are counted together if they have the same calling line ("caller"), the same message, or both.
+        key: calls are counted together if they have the same calling line ("caller"), the same "message", or both.
     """
     module, line = _caller()
     parts = {"caller": line, "message": msg}

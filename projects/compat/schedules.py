@@ -1,5 +1,6 @@
 """Schedules that older code of detectron2's users builds by hand."""
 
+import contextlib
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from trainkit.solver.lr_scheduler import ScheduledLR
 
 
 class WarmupMultiStepLR(ScheduledLR):
-    """The base rate times ``gamma`` for each milestone passed, times the warm-up; for detectron2 users' code."""
+    """The base rate times ``gamma`` for each milestone passed, times the warm-up."""
 
     def __init__(
         self,
@@ -23,18 +24,15 @@ class WarmupMultiStepLR(ScheduledLR):
         warmup_method: str = "linear",
         last_epoch: int = -1,
     ) -> None:
-        if list(milestones) != sorted(milestones):
-            raise ValueError(f"milestones must be in ascending order, got {milestones}")
-
         def schedule(iter: int, base: float) -> float:
             warmup = _get_warmup_factor_at_iter(warmup_method, iter, warmup_iters, warmup_factor)
-            return base * warmup * gamma ** bisect_right(milestones, iter)
+            return base * warmup * gamma ** bisect_right(sorted(milestones), iter)
 
         super().__init__(optimizer, schedule, last_epoch)
 
 
 class WarmupCosineLR(ScheduledLR):
-    """Half a cosine, down to 0 after ``max_iters`` iterations, times the warm-up; for detectron2 users' code."""
+    """Half a cosine, down to 0 after ``max_iters`` iterations, times the warm-up."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class WarmupCosineLR(ScheduledLR):
 
 
 def _get_warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_factor: float) -> float:
-    """The factor of the warm-up in an iteration; detectron2 users' schedules call it."""
+    """The factor of the warm-up in an iteration."""
     if method not in ("linear", "constant"):
         raise ValueError(f"the method of a warm-up must be linear or constant, got {method!r}")
     if iter >= warmup_iters:
@@ -66,11 +64,10 @@ class KeepLastValue(ParamScheduler):
     """A schedule that keeps its last value from the end on; `LRMultiplier` does so itself."""
 
     def __init__(self, scheduler: ParamScheduler) -> None:
-        self._scheduler, self._last = scheduler, 1.0
-        try:
+        self._scheduler, self._last = scheduler, 1.0 - 2 * ParamScheduler.WHERE_EPSILON
+        with contextlib.suppress(Exception):  # fvcore's step-like schedules raise an error at 1
             scheduler(1.0)
-        except Exception:  # fvcore's step-like schedules raise an error there; others may raise anything
-            self._last -= 2 * ParamScheduler.WHERE_EPSILON
+            self._last = 1.0
 
     def __call__(self, where: float) -> float:
         return self._scheduler(min(where, self._last))

@@ -19,24 +19,19 @@ from trainkit.utils.run_folder import is_owned
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOGGED, _MOST_WRITTEN = 10, 200  # the largest number of classes of a confusion matrix
-
 
 @EVALUATOR_REGISTRY.register()
 class ClassificationEvaluator(CountingEvaluator):
     """Accuracy of one label per sample, in percent; see `CountingEvaluator` for batches and outputs.
 
-    The results are ``top<k>`` and ``mean_class_accuracy``, the mean over the classes with samples.
-
-    Args:
-        topk: each k gives a metric ``top<k>``: the label is among the k highest scores.
-        task: the key of the results.
+    The results, under ``task``, are ``mean_class_accuracy``, the mean over the classes with samples, and for each k of
+    ``topk`` a ``top<k>``: the label is among the k highest scores.
     """
 
     @configurable
     def __init__(self, topk: Sequence[int] = (1,), *, label_key: str = "label", task: str = "classification") -> None:
         self._topk = sorted(set(topk))
-        super().__init__("NC", label_key, task)
+        super().__init__(label_key, task)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
@@ -49,8 +44,7 @@ class ClassificationEvaluator(CountingEvaluator):
     def process(self, inputs: Any, outputs: Any) -> None:
         """Count one batch; raises as `compare`."""
         scores, labels, valid = self.compare(inputs, outputs)
-        ranked = scores.topk(self._topk[-1], dim=1).indices
-        self.count(labels, ranked, valid)
+        self.count(labels, scores.topk(self._topk[-1], dim=1).indices, valid)
 
     def count(self, labels: Tensor, ranked: Tensor, valid: Tensor) -> None:
         """``ranked``: the classes with the highest scores, the best first."""
@@ -92,11 +86,9 @@ class ConfusionMatrixEvaluator(ClassificationEvaluator):
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
-        arguments = {"class_names": MetadataCatalog.get(dataset_name).get("class_names")}
-        if is_owned(cfg.OUTPUT_DIR) and not cfg.TEST.MAX_BATCHES:
-            name = f"confusion_{dataset_name.replace('/', '_')}.json"
-            arguments["confusion_file"] = os.path.join(cfg.OUTPUT_DIR, name)
-        return arguments
+        is_written = is_owned(cfg.OUTPUT_DIR) and not cfg.TEST.MAX_BATCHES
+        file = os.path.join(cfg.OUTPUT_DIR, f"confusion_{dataset_name.replace('/', '_')}.json") if is_written else ""
+        return {"class_names": MetadataCatalog.get(dataset_name).get("class_names"), "confusion_file": file}
 
     def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         return {**super().count_shapes(num_classes), "confusion": (num_classes, num_classes)}
@@ -110,14 +102,13 @@ class ConfusionMatrixEvaluator(ClassificationEvaluator):
         accuracy = 100.0 * counts["right"].double() / counts["samples"]  # 0 / 0 is NaN
         self.log_classes("Accuracy of each class in percent", "samples", confusion, {"accuracy": accuracy})
         names, matrix = [*self.names(len(confusion))], confusion.tolist()
-        if len(names) <= _MOST_LOGGED:
+        if len(names) <= 10:
             rows = [(name, *row) for name, row in zip(names, matrix, strict=True)]
             self.log_table("Samples of each label by their prediction", ["label", *names], rows)
-        if self._confusion_file and len(names) <= _MOST_WRITTEN:
+        if self._confusion_file and len(names) <= 200:
             iteration = get_event_storage().iter if has_event_storage() else None
             content = {"task": self._task, "iteration": iteration, "class_names": names, "confusion": matrix}
             try:
-                os.makedirs(os.path.dirname(os.path.abspath(self._confusion_file)), exist_ok=True)
                 write_text(json.dumps(content), self._confusion_file)
             except OSError as error:
                 logger.warning("The confusion matrix is not written: %s", error)

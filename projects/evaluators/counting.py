@@ -24,21 +24,14 @@ class CountingEvaluator(DatasetEvaluator):
     or under ``"logits"`` or ``"scores"``.
 
     Args:
-        dims: one letter per dimension of the scores, such as ``NC``; labels have the same dimensions except C.
         class_names: C names for tables; None: their numbers.
-        ignore_label: labels to leave out; None: count all.
     """
 
-    def __init__(
-        self,
-        dims: str,
-        label_key: str,
-        task: str,
-        class_names: Sequence[str] | None = None,
-        ignore_label: int | None = None,
-    ) -> None:
-        self._dims, self._label_key, self._task = dims, label_key, task
-        self._class_names, self._ignore_label = class_names, ignore_label
+    dims = "NC"  # one letter per dimension of the scores; labels have the same dimensions except C
+    ignore_label: int | None = None  # labels to leave out; None: count all
+
+    def __init__(self, label_key: str, task: str, class_names: Sequence[str] | None = None) -> None:
+        self._label_key, self._task, self._class_names = label_key, task, class_names
         self.reset()
 
     def reset(self) -> None:
@@ -58,21 +51,18 @@ class CountingEvaluator(DatasetEvaluator):
         Raises:
             KeyError, TypeError, ValueError: the batch has another form, or C differs from that of earlier batches.
         """
-        scores = scores_of(outputs, self._dims)
+        scores = scores_of(outputs, self.dims)
         labels = labels_of(inputs, self._label_key).to(scores.device, non_blocking=True)
         num_classes, shape = scores.shape[1], [len(scores), *scores.shape[2:]]
         if list(labels.shape) != shape or labels.is_floating_point():
             raise ValueError(f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}")
-        shapes = {**self.count_shapes(num_classes), "bad labels": ()}
-        if not self._counts:
-            zeros = {
-                name: torch.zeros(shape, dtype=torch.int64, device=scores.device) for name, shape in shapes.items()
-            }
-            self._counts = zeros
-        if any(count.shape != shapes[name] for name, count in self._counts.items()):
-            raise ValueError(f"scores have {num_classes} classes, those of the batches before had another number")
+        for name, size in {**self.count_shapes(num_classes), "bad labels": ()}.items():
+            if name not in self._counts:
+                self._counts[name] = torch.zeros(size, dtype=torch.int64, device=scores.device)
+            elif self._counts[name].shape != size:
+                raise ValueError(f"scores have {num_classes} classes, those of the batches before had another number")
         is_class = (labels >= 0) & (labels < num_classes)
-        counted = torch.ones_like(is_class) if self._ignore_label is None else labels != self._ignore_label
+        counted = torch.ones_like(is_class) if self.ignore_label is None else labels != self.ignore_label
         self._counts["bad labels"] += (counted & ~is_class).sum()
         valid = is_class & counted
         return scores, labels.long().where(valid, 0), valid
@@ -84,14 +74,7 @@ class CountingEvaluator(DatasetEvaluator):
         confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().long())
 
     def evaluate(self) -> dict[str, Any]:
-        """Add the counts of all ranks, and compute the metrics.
-
-        Returns:
-            On rank 0 ``{task: metrics}``, on other ranks ``{}``.
-
-        Raises:
-            ValueError: nothing was counted, or a label was out of range; on every rank.
-        """
+        """``{task: metrics}`` of all ranks, on rank 0; ValueError, on every rank, if a label was out of range."""
         parts = [part for part in comm.all_gather({k: count.cpu() for k, count in self._counts.items()}) if part]
         if not parts:
             raise ValueError("no batch was processed on any rank; call process() before evaluate()")
@@ -108,10 +91,8 @@ class CountingEvaluator(DatasetEvaluator):
 
     def log_classes(self, title: str, unit: str, confusion: Tensor, percentages: Mapping[str, Tensor]) -> None:
         """Log a row for each class: its name, its number of ``unit``, and percentages ``[C]`` by name of the column."""
-        columns = [
-            [f"{value:.2f}" if math.isfinite(value) else "-" for value in values.tolist()]
-            for values in percentages.values()
-        ]
+        numbers = [values.tolist() for values in percentages.values()]
+        columns = [[f"{value:.2f}" if math.isfinite(value) else "-" for value in values] for values in numbers]
         rows = zip(self.names(len(confusion)), confusion.sum(dim=1).tolist(), *columns, strict=True)
         self.log_table(title, ["class", unit, *percentages], rows)
 

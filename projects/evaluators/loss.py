@@ -31,14 +31,12 @@ class LossEvaluator(DatasetEvaluator):
     If ``model`` has a method ``losses(batch)``, it is called in eval mode. Otherwise ``model(batch)`` is called in
     train mode, but modules with running statistics or dropout stay in eval mode (batch and instance norm,
     dropout, recurrent and attention layers, ``freeze``). Modes and buffers are restored after every batch. As in
-    training, ``total_loss`` is the sum of the entries that require grad. Each batch is weighted by its number of
-    samples.
+    training, ``total_loss`` is the sum of the entries that require grad. Each batch counts by its samples.
 
     Args:
         model: default is the evaluated model; a data-parallel wrapper is removed.
         freeze: further module classes to keep in eval mode, such as your own stochastic depth.
         num_samples: a function that gives the number of samples of a batch.
-        task: the key of the results.
     """
 
     @configurable
@@ -81,15 +79,7 @@ class LossEvaluator(DatasetEvaluator):
         self._losses(inputs)
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute the means over all ranks.
-
-        Returns:
-            On rank 0 ``{task: {"total_loss": mean, <name>: mean, ...}}``, with the names of a dict of losses; on other
-            ranks ``{}``.
-
-        Raises:
-            ValueError: no sample was processed.
-        """
+        """``{task: {"total_loss": mean, <name>: mean, ...}}`` over all ranks, with the names of a dict; on rank 0."""
         mine = {name: (torch.stack(sums).tolist(), self._counts[name]) for name, sums in self._sums.items()}
         by_rank = comm.all_gather(mine)
         means = {}
@@ -121,11 +111,8 @@ class LossEvaluator(DatasetEvaluator):
 @contextmanager
 def _preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Context that at its end restores the buffers, even if the model has replaced them."""
-    saved = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    owned = [(module, *entry) for module in model.modules() for entry in module.named_buffers(recurse=False)]
+    saved = [(module, name, buffer, buffer.clone()) for module, name, buffer in owned]
     try:
         yield
     finally:

@@ -28,6 +28,8 @@ class SemSegEvaluator(CountingEvaluator):
         task: the key of the results.
     """
 
+    dims = "NCHW"
+
     @configurable
     def __init__(
         self,
@@ -37,7 +39,8 @@ class SemSegEvaluator(CountingEvaluator):
         label_key: str = "label",
         task: str = "sem_seg",
     ) -> None:
-        super().__init__("NCHW", label_key, task, class_names, ignore_label)
+        self.ignore_label = ignore_label
+        super().__init__(label_key, task, class_names)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
@@ -58,10 +61,6 @@ class SemSegEvaluator(CountingEvaluator):
         iou = 100.0 * right / (labelled + predicted - right)  # 0 / 0 is NaN
         accuracy = 100.0 * right / labelled
         self.log_classes("Each class in percent", "pixels", counts["confusion"], {"IoU": iou, "accuracy": accuracy})
-        metrics = {
-            "mIoU": iou.nanmean().item(),
-            "aAcc": (100.0 * right.sum() / labelled.sum()).item(),
-            "mAcc": accuracy.nanmean().item(),
-        }
-        by_class = zip(self.names(len(confusion)), iou.tolist(), strict=True)
-        return metrics | {f"IoU-{name}": value for name, value in by_class}
+        means = {"mIoU": iou.nanmean(), "aAcc": 100.0 * right.sum() / labelled.sum(), "mAcc": accuracy.nanmean()}
+        by_class = {f"IoU-{name}": value for name, value in zip(self.names(len(iou)), iou, strict=True)}
+        return {name: value.item() for name, value in (means | by_class).items()}

@@ -13,7 +13,18 @@ from trainkit.utils.periods import is_whole
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
-_GAMMA = {"annealing": 100.0, "warmup": 2000.0, "mmcv": 100.0}
+AVERAGED_PATH = "trainer.hooks.EMAHook.model"  # of the average in the state of a file
+# Entries of a file that was chosen by a score: which weights were scored, "ema" (its entry "model" is then the
+# average) or "model"; and the weights for resuming, if they are others.
+EVALUATED, TRAINED = "evaluated", "trained_model"
+
+
+def averaged_weights(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The average of the (first) `EMAHook` in the state of a file; None if there is none."""
+    found: Any = state
+    for key in AVERAGED_PATH.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
 
 
 def averaging_rule(
@@ -36,11 +47,10 @@ def averaging_rule(
 
     Returns:
         A function from ``steps`` to the weight: 1 copies the new values, 0 keeps the average.
-
-    Raises:
-        ValueError: an argument is not accepted.
     """
-    m, scale = 1 - (0.999 if decay is None else decay), _GAMMA.get(kind, 1.0) if gamma is None else gamma
+    m, scale = 1 - (0.999 if decay is None else decay), gamma
+    if scale is None:
+        scale = 2000.0 if kind == "warmup" else 100.0
     later: dict[str, Callable[[int], float]] = {
         "exponential": lambda steps: m,
         "annealing": lambda steps: max(m, scale / (scale + steps)),
@@ -49,10 +59,10 @@ def averaging_rule(
         "mmcv": lambda steps: min(m**interval, (1 + steps) / (scale + steps)),
     }
     if kind not in later or not is_whole(interval, 1) or not 0 < m <= 1 or not 0 < scale < math.inf:
-        raise ValueError(
-            f"kind must be one of {', '.join(later)}, decay from 0 to below 1, gamma above 0 and interval a whole "
-            f"number >= 1; got {kind!r}, {decay!r}, {gamma!r} and {interval!r}"
+        accepted = (
+            f"kind must be one of {', '.join(later)}, decay in [0, 1), gamma > 0 and interval a whole number >= 1"
         )
+        raise ValueError(f"{accepted}; got {kind!r}, {decay!r}, {gamma!r} and {interval!r}")
     return lambda steps: 1.0 if steps == 0 else 0.0 if steps % interval else later[kind](steps)
 
 
@@ -60,15 +70,13 @@ class ModelAverage:
     """A running average of the weights of ``model``; of a sharded model each rank averages its shards.
 
     Parameters are averaged; buffers are averaged if ``average_buffers``, else copied, unless they are not persistent.
-    Tensors that are not floating-point are copied. Nothing waits for the device.
-
-    Attributes:
-        steps: number of updates so far.
-        is_held: whether the model holds the average now.
+    Tensors that are not floating-point are copied. ``steps`` counts the updates. Nothing waits for the device.
     """
 
+    is_held = False  # whether the model holds the average now
+
     def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
-        self.steps, self.is_held, self._model, self._rule = 0, False, model, rule
+        self.steps, self._model, self._rule = 0, model, rule
         self._is_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
         own = self._tensors()
         once = {id(tensor): tensor.detach().clone() for tensor in own.values()}  # modules may share a tensor
@@ -86,9 +94,8 @@ class ModelAverage:
 
     def update(self) -> None:
         """Update the average with the model's current weights."""
-        weight = self._rule(self.steps)
+        self._move(self._rule(self.steps))
         self.steps += 1
-        self._move(weight)
 
     def copy(self) -> None:
         """Copy the tensors that are not averaged again."""
@@ -108,9 +115,9 @@ class ModelAverage:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
             saved = state_dict[name]
-            _local_part(average).copy_(
-                _local_part(_sharding().shard_like(saved, average)) if self._is_sharded else saved
-            )
+            if self._is_sharded:
+                saved = _local_part(_sharding().shard_like(saved, average))
+            _local_part(average).copy_(saved)
 
     @contextmanager
     def held(self) -> Iterator[nn.Module]:

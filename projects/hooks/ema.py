@@ -6,8 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch import nn
-from trainkit.projects.hooks.averaged import EVALUATED, TRAINED
-from trainkit.projects.hooks.averaging import AveragingKind, ModelAverage, averaging_rule
+from trainkit.projects.hooks.averaging import EVALUATED, TRAINED, AveragingKind, ModelAverage, averaging_rule
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
@@ -21,9 +20,9 @@ logger = logging.getLogger(__name__)
 class EMAHook(HookBase):
     """Average the weights over the iterations, and evaluate the average.
 
-    A checkpoint holds the weights and the average; `trainkit.projects.hooks.averaged` says which is ``model`` in the
-    file. Every rank averages its own model: parameters are equal on all ranks, buffers may differ. In an evaluation the
-    model itself holds the average, and saving is refused. Of several hooks, the first that is not raw is evaluated.
+    A checkpoint holds the weights and the average; a best one has as ``model`` those that were scored. Every rank
+    averages its own model: parameters are equal on all ranks, buffers may differ. In an evaluation the model itself
+    holds the average, and saving is refused. Of several hooks, the first that is not raw is evaluated.
 
     Args:
         decay: weight of the old average in an update, default 0.999; ``1 - momentum`` in OpenMMLab. See
@@ -49,10 +48,8 @@ class EMAHook(HookBase):
         evaluate: Literal["ema", "raw", "both"] = "ema",
     ) -> None:
         if buffers not in ("copy", "average") or evaluate not in ("ema", "raw", "both"):
-            raise ValueError(
-                'buffers must be "copy" or "average", and evaluate "ema", "raw" or "both"; got '
-                f"{buffers!r} and {evaluate!r}"
-            )
+            accepted = 'buffers must be "copy" or "average", and evaluate "ema", "raw" or "both"'
+            raise ValueError(f"{accepted}; got {buffers!r} and {evaluate!r}")
         self._rule, self._begin = averaging_rule(kind, decay, gamma, interval), check_period("begin", begin)
         self._average_buffers, self.evaluate = buffers == "average", evaluate
         if evaluate == "raw":  # then this hook offers no other model
@@ -86,11 +83,8 @@ class EMAHook(HookBase):
             self._average.copy()
 
     def evaluated_models(self, model: nn.Module) -> dict[str, AbstractContextManager[nn.Module]]:
-        """The average, and for "both" the model with the prefix "raw".
-
-        Without training, the average comes from the loaded checkpoint; if it has none, only ``model`` is returned.
-        """
-        if self._waiting_state:
+        """The average, and for "both" the model with the prefix "raw"; without an average only ``model``."""
+        if self._waiting_state:  # without training, the average comes from the loaded checkpoint
             self._make_average(model, self._waiting_state)
         if self._average is None:
             logger.warning("EMAHook has no averaged weights, so those of the model are evaluated")
@@ -101,11 +95,7 @@ class EMAHook(HookBase):
         return {"": self._average.held(), **({"raw": nullcontext(model)} if self.evaluate == "both" else {})}
 
     def before_save(self, state: dict[str, Any]) -> None:
-        """Make the average the ``model`` of a best checkpoint that it was chosen for.
-
-        Raises:
-            RuntimeError: the model holds averaged weights.
-        """
+        """Make the average the ``model`` of a best checkpoint that it was chosen for."""
         if self._average is not None and self._average.is_held:
             raise RuntimeError("a model cannot be saved in the evaluation of its average; save in after_step")
         if "best_of" not in state or not self._was_evaluated:
@@ -118,11 +108,8 @@ class EMAHook(HookBase):
             state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state is of another model."""
         average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
         if state:
-            if other := state["model"].keys() ^ average.state_dict().keys():
-                raise ValueError(f"the saved average of EMAHook is of another model: it differs in {sorted(other)}")
             average.load_state_dict(state["model"])
             average.steps = state["steps"]
         self._average, self._waiting_state = average, {}

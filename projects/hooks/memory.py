@@ -14,8 +14,6 @@ from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
 
-_MIB = 2**20
-
 
 @HOOK_REGISTRY.register()
 class TorchMemoryStats(HookBase):
@@ -35,12 +33,10 @@ class TorchMemoryStats(HookBase):
         is_wanted = self._runs < self._max_runs and is_due(self.trainer, self._period, or_last=True)
         if is_wanted and accelerator_runs_ahead():
             self._runs += 1
-            memory = torch.accelerator.memory
-            logger.info(
-                "Device memory after iteration %d: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f",
-                *(self.trainer.iter, memory.memory_allocated() / _MIB, memory.max_memory_allocated() / _MIB),
-                *(memory.memory_reserved() / _MIB, memory.max_memory_reserved() / _MIB),
-            )
+            names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+            used = [getattr(torch.accelerator.memory, name)() / 2**20 for name in names]
+            text = "Device memory after iteration %d: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f"
+            logger.info(text, self.trainer.iter, *used)
             if self._runs == self._max_runs and torch.cuda.is_available():
                 logger.info("\n%s", torch.cuda.memory_summary())
 
@@ -66,9 +62,9 @@ class MemorySnapshot(HookBase):
 
     def after_failure(self, error: BaseException) -> None:
         if torch.cuda.is_available() and isinstance(error, torch.OutOfMemoryError):
-            folder = self._output_dir or getattr(getattr(self.trainer, "checkpointer", None), "save_dir", "") or "."
-            file = Path(folder, f"memory_{self.trainer.iter}_rank{comm.get_rank()}.pickle")
-            file.parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(self._output_dir or getattr(getattr(self.trainer, "checkpointer", None), "save_dir", ""))
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"memory_{self.trainer.iter}_rank{comm.get_rank()}.pickle"
             torch.cuda.memory._dump_snapshot(str(file))
             logger.error("The history of the memory is in %s, for https://docs.pytorch.org/memory_viz", file)
 
@@ -90,8 +86,7 @@ class EmptyCache(HookBase):
     def __init__(self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True) -> None:
         points = ["before_epoch", "before_eval"] * before_epoch + ["after_step", "after_eval_step"] * after_step
         for point in points + ["after_epoch", "after_eval"] * after_epoch:
-            # set on the object, not in the class: the epoch points need a trainer with epochs
-            setattr(self, point, _empty_cache)
+            setattr(self, point, _empty_cache)  # not in the class: the epoch points need a trainer with epochs
 
 
 def _empty_cache(*_: Any) -> None:

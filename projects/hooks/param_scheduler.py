@@ -20,16 +20,14 @@ class ParamScheduler(HookBase):
     """Set a field of the optimizer's parameter groups to a function of the iteration, and store the value in use.
 
     The base values stay in the groups as ``initial_<param>``, and so in the optimizer's state. Groups without the field
-    are not changed. The stored value is that of the group with the most elements.
+    are not changed; if no group has it, this is an error before training. The stored value is that of the group with
+    the most elements.
 
     Args:
         param: the key of a number in the groups, such as ``weight_decay``; ``betas.0`` and ``betas.1`` for items;
             ``momentum`` means ``betas.0`` in a group with betas. ``lr`` works only without an `LRScheduler` hook.
         schedules: a list as for `trainkit.solver.build_schedule`, or one function of the iteration and the base value.
         max_iter: the END of entries that give none; default is the ``max_iter`` of each ``train()`` call.
-
-    Raises:
-        ConfigError: before training, if no group has the field.
     """
 
     priority = 46  # after the learning rate
@@ -42,31 +40,25 @@ class ParamScheduler(HookBase):
         self._build(_ANY_LENGTH)  # raises its errors now
 
     def _build(self, max_iter: int) -> Schedule:
-        return (
-            self._given
-            if callable(self._given)
-            else build_schedule(self._given, max_iter, f"ParamScheduler of {self.param}")
-        )
+        if callable(self._given):
+            return self._given
+        return build_schedule(self._given, max_iter, f"ParamScheduler of {self.param}")
 
     def before_train(self) -> None:
         if self.param == "lr" and any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
             raise ConfigError("ParamScheduler of lr and LRScheduler both set the rate; use SOLVER.SCHEDULES")
         self._schedule = self._build(self._max_iter or self.trainer.max_iter)
-        fields = [(group, _fields(group)) for group in self.trainer.optimizer.param_groups]
-        self._targets = [
-            (group, *found[self.param])
-            for group, found in fields
-            if self.param in found and not (self.param == "lr" and group.get("fixed_lr"))
-        ]
+        groups = self.trainer.optimizer.param_groups
+        used = [group for group in groups if not (self.param == "lr" and group.get("fixed_lr"))]
+        self._targets = [(group, *_fields(group)[self.param]) for group in used if self.param in _fields(group)]
         if not self._targets:
-            accepted = sorted({name for _, found in fields for name in found})
+            accepted = sorted({name for group in groups for name in _fields(group)})
             raise ConfigError(f"ParamScheduler: no parameter group has {self.param!r}; accepted: {accepted}")
-        # read from the device once, not in each step
-        self._bases = [
-            float(group.setdefault(f"initial_{self.param}", float(_get(group, key, index))))
-            for group, key, index in self._targets
-        ]
-        sizes = [sum(parameter.numel() for parameter in group["params"]) for group, _, _ in self._targets]
+        name, self._bases, sizes = f"initial_{self.param}", list[float](), list[int]()
+        for group, key, index in self._targets:
+            # read from the device once, not in each step
+            self._bases.append(float(group.setdefault(name, float(_get(group, key, index)))))
+            sizes.append(sum(parameter.numel() for parameter in group["params"]))
         self._shown = sizes.index(max(sizes))
         self._set(self.trainer.next_iter_of(self))
 

@@ -29,8 +29,7 @@ class PreciseBN(HookBase):
     The statistics are taken over ``num_iter`` batches of ``data_loader`` (and over all ranks) in train mode, each batch
     with the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see Wu
     and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader starts again each time, so the result is a
-    function of the weights. Random state is restored. If no batch norm is in train mode, the hook warns and does
-    nothing.
+    function of the weights. Random state is restored. Without batch norm in train mode, the hook does nothing.
 
     Args:
         period: in iterations; 0: only after the last one.
@@ -46,8 +45,8 @@ class PreciseBN(HookBase):
         self._data_loader = data_loader
         # the state holds the seed: with SEED -1, a resumed run would draw another seed
         self._data_state = {} if resume_obstacle(data_loader) else self._data_loader.state_dict()
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        self._layers = [module for module in norms if module.training and module.track_running_stats]
+        layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._layers = [layer for layer in layers if layer.training and layer.track_running_stats]
         if not self._layers:
             logger.warning("PreciseBN is off: the model has no batch norm in train mode")
 
@@ -56,9 +55,9 @@ class PreciseBN(HookBase):
         cfg = trainer.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
-        data_loader = trainer.build_train_loader(cfg)  # a separate one does not disturb the order of the training data
-        given = {"period": cfg.TEST.EVAL_PERIOD, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER}
-        return {**given, "model": trainer.model, "data_loader": data_loader}
+        arguments = {"period": cfg.TEST.EVAL_PERIOD, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER, "model": trainer.model}
+        # a separate loader does not disturb the order of the training data
+        return {**arguments, "data_loader": trainer.build_train_loader(cfg)}
 
     def after_step(self) -> None:
         if self._layers and is_due(self.trainer, self._period, or_last=True):
@@ -76,9 +75,8 @@ class PreciseBN(HookBase):
     @torch.no_grad()
     def update_stats(self) -> None:
         """Compute the statistics now; the model must be in train mode. Raises ValueError if there is no batch."""
-        device = next(self._model.parameters()).device
+        device, count = next(self._model.parameters()).device, 0
         mean = var = between = torch.zeros_like(_pack(self._layers, "running_mean"))
-        count = 0
         with EventStorage(), preserve_rng_state(), _batch_statistics(self._layers):
             for batch in itertools.islice(self._data_loader, self._num_iter):
                 self._model(move_to_device(batch, device))
@@ -88,9 +86,7 @@ class PreciseBN(HookBase):
                 mean = mean + delta / count
                 between = between + (delta * (_pack(self._layers, "running_mean") - mean) - between) / count
                 var = var + (_pack(self._layers, "running_var") - var) / count
-        var = var + between
-        if comm.get_world_size() > 1:
-            mean, var, count = _over_ranks(mean, var, count)
+        mean, var, count = _over_ranks(mean, var + between, count)
         if count == 0:
             raise ValueError("the data loader of PreciseBN yields no batch")
         sizes = [layer.num_features for layer in self._layers]
@@ -106,6 +102,8 @@ def _pack(layers: list[_BatchNorm], buffer: str) -> torch.Tensor:
 
 def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Mean, variance and count over the batches of all ranks, equal on every rank; the argument ``count`` is local."""
+    if comm.get_world_size() == 1:
+        return mean, var, count
     sums = torch.cat([mean * count, mean.new_tensor([count])])
     dist.all_reduce(sums)
     total_mean, total = sums[:-1] / sums[-1], sums[-1]

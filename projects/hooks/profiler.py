@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import profiler
 
-from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
 
@@ -16,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class TorchProfiler(HookBase):
-    """Profile the iterations for which ``enable_predicate`` is true, each into its own trace.
+    """Profile the iterations that ``enable_predicate`` picks, each into its own trace.
 
     Shapes, memory, stacks and FLOPs are recorded, which slows these steps down.
 
@@ -24,8 +23,7 @@ class TorchProfiler(HookBase):
         enable_predicate: a function of the trainer, or ``[begin, end]``, where ``end`` is not included.
         output_dir: default is the folder ``profile`` in the config's OUTPUT_DIR.
         activities: default is all that the machine has, see ``torch.profiler.profile``.
-        save_tensorboard: True: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for
-            ``chrome://tracing``.
+        save_tensorboard: True: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for a browser.
     """
 
     def __init__(
@@ -36,21 +34,16 @@ class TorchProfiler(HookBase):
         activities: Sequence[profiler.ProfilerActivity] | None = None,
         save_tensorboard: bool = True,
     ) -> None:
-        self._enable_predicate = enable_predicate
-        if not callable(enable_predicate):
-            begin, end = enable_predicate
-            self._enable_predicate = lambda trainer: begin <= trainer.iter < end
-        self._output_dir, self._activities, self._save_tensorboard = output_dir, activities, save_tensorboard
+        self._picks, self._output_dir = enable_predicate, output_dir
+        self._activities, self._save_tensorboard = activities, save_tensorboard
         self._profile: profiler.profile | None = None
 
     def before_train(self) -> None:
-        if self._output_dir is None:
-            if not hasattr(self.trainer, "cfg"):
-                raise ConfigError("this trainer has no config with an OUTPUT_DIR; give TorchProfiler an output_dir")
-            self._output_dir = Path(self.trainer.cfg.OUTPUT_DIR, "profile")
+        self._folder = Path(self._output_dir or Path(self.trainer.cfg.OUTPUT_DIR, "profile"))
 
     def before_step(self) -> None:
-        if self._enable_predicate(self.trainer):  # type: ignore[operator]
+        picks, iter = self._picks, self.trainer.iter
+        if picks(self.trainer) if callable(picks) else picks[0] <= iter < picks[1]:
             options: Any = dict.fromkeys(("record_shapes", "profile_memory", "with_stack", "with_flops"), True)
             self._profile = profiler.profile(activities=self._activities, on_trace_ready=self._save, **options)
             self._profile.start()
@@ -58,12 +51,11 @@ class TorchProfiler(HookBase):
     def _save(self, profile: profiler.profile) -> None:
         name = f"trace_iter{self.trainer.iter:07d}" + (f"_rank{comm.get_rank()}" if comm.get_rank() else "")
         if self._save_tensorboard:
-            profiler.tensorboard_trace_handler(str(self._output_dir), worker_name=name)(profile)
+            profiler.tensorboard_trace_handler(str(self._folder), worker_name=name)(profile)
         else:
-            file = Path(str(self._output_dir), f"{name}.json")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(file))
-        logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._output_dir)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(self._folder / f"{name}.json"))
+        logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._folder)
 
     def after_step(self) -> None:
         if self._profile is not None:
@@ -84,5 +76,5 @@ class AutogradProfiler(TorchProfiler):
         *,
         use_cuda: bool = True,
     ) -> None:
-        activities = None if use_cuda else [profiler.ProfilerActivity.CPU]
-        super().__init__(enable_predicate, output_dir, activities=activities, save_tensorboard=False)
+        cpu = [profiler.ProfilerActivity.CPU]
+        super().__init__(enable_predicate, output_dir, activities=None if use_cuda else cpu, save_tensorboard=False)

@@ -4,12 +4,12 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from trainkit.projects.hooks.averaged import AVERAGED_PATH, averaged_weights
+from trainkit.projects.hooks.averaging import AVERAGED_PATH, averaged_weights
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing, sync_folder
 from trainkit.checkpoint.file import plain_state, read_file
@@ -41,9 +41,8 @@ class PublishWeights(HookBase):
         self, weights: Literal["", "model", "ema"] = "model", format: Literal["pth", "safetensors"] = "pth"
     ) -> None:
         if weights not in ("", "model", "ema") or format not in ("pth", "safetensors"):
-            raise ValueError(
-                f'accepted are weights "model" or "ema", format "pth" or "safetensors"; got {weights}, {format}'
-            )
+            accepted = 'accepted are weights "model" or "ema", format "pth" or "safetensors"'
+            raise ValueError(f"{accepted}; got {weights}, {format}")
         self._weights: Literal["model", "ema"] = weights or "model"
         self._format: Literal["pth", "safetensors"] = format
 
@@ -60,20 +59,13 @@ class PublishWeights(HookBase):
                 raise CheckpointError(f"weights could not be published: {error}") from error
 
     def _publish(self) -> None:
-        for checkpointer, name in self._checkpoints():
-            if checkpointer.save_to_disk and checkpointer.save_dir:
-                path = os.path.join(checkpointer.save_dir, f"{name}.pth")
-                if os.path.exists(path):
-                    logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
-                else:
-                    logger.warning("There is no '%s' to publish: no value of its metric was finite", path)
-
-    def _checkpoints(self) -> Iterator[tuple[Any, str]]:
-        for hook in self.trainer.hooks:
-            if isinstance(hook, PeriodicCheckpointer) and hook.save_last:
-                yield hook.checkpointer, f"{hook.file_prefix}_final"
-            elif isinstance(hook, BestCheckpointer):
-                yield hook.checkpointer, hook.file_prefix
+        hooks: list[Any] = [hook for hook in self.trainer.hooks if isinstance(hook, BestCheckpointer)]
+        hooks += [hook for hook in self.trainer.hooks if isinstance(hook, PeriodicCheckpointer) and hook.save_last]
+        for hook in hooks:
+            folder, suffix = hook.checkpointer.save_dir, "" if isinstance(hook, BestCheckpointer) else "_final"
+            path = os.path.join(folder, f"{hook.file_prefix}{suffix}.pth")
+            if hook.checkpointer.save_to_disk and folder and os.path.exists(path):  # no best file: no finite value
+                logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
 
 
 def publish_weights(
@@ -91,7 +83,7 @@ def publish_weights(
         format: "safetensors" writes only the tensors, by their names, to a file that ends in ``.safetensors``.
 
     Returns:
-        Its path.
+        The path of the file.
 
     Raises:
         CheckpointError: the checkpoint cannot be read or lacks these weights, or the file cannot be written.
@@ -102,9 +94,7 @@ def publish_weights(
     state = format_of(state).fill(state, os.fspath(path), wanted=("model.", AVERAGED_PATH))
     averaged = averaged_weights(state) if weights == "ema" else {}
     if not isinstance(state.get("model"), Mapping) or averaged is None:
-        raise CheckpointError(
-            f"'{path}' has no weights {weights!r} to publish; for averaged ones train with an EMAHook"
-        )
+        raise CheckpointError(f"'{path}' has no weights {weights!r} to publish; averages come from an EMAHook")
     try:
         chosen = plain_state({**state["model"], **averaged})
         if format == "safetensors":

@@ -26,9 +26,6 @@ class ReduceOnPlateau(MetricHook):
             difference ("abs").
         cooldown: number of evaluations after a reduction that are not counted.
         min_factor: the product of all reductions stays at or above it.
-
-    Raises:
-        ConfigError: before training, if ``trainer.scheduler`` cannot be reduced, or no `EvalHook` has the same period.
     """
 
     priority = SAVE_POINT + 2  # after the evaluation, before the best checkpoint
@@ -48,10 +45,8 @@ class ReduceOnPlateau(MetricHook):
     ) -> None:
         super().__init__(eval_period, val_metric, mode, threshold)
         if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
-            raise ValueError(
-                'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1; got '
-                f"{threshold_mode!r}, {factor!r} and {min_factor!r}"
-            )
+            accepted = 'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1'
+            raise ValueError(f"{accepted}; got {threshold_mode!r}, {factor!r} and {min_factor!r}")
         self._factor, self._min_factor, self._is_relative = factor, min_factor, threshold_mode == "rel"
         self._patience, self._cooldown = patience, cooldown
 
@@ -60,6 +55,7 @@ class ReduceOnPlateau(MetricHook):
         self._cooling = 0
 
     def before_train(self) -> None:
+        """Raises ConfigError if ``trainer.scheduler`` cannot be reduced, or no `EvalHook` has the same period."""
         super().before_train()
         scheduler = getattr(self.trainer, "scheduler", None)
         if not isinstance(scheduler, ScheduledLR):
@@ -85,12 +81,12 @@ class ReduceOnPlateau(MetricHook):
     def act(self, decision: bool) -> None:
         factors = [*self.trainer.scheduler.factors, self._factor]
         self._set_factors(factors if math.prod(factors) > self._min_factor else [self._min_factor])
-        text = "%s has not been better in %d evaluations; the learning rate is multiplied by %g from now on"
-        factor = math.prod(self.trainer.scheduler.factors)
-        logger.info(text, self.monitored_metric, self._patience + 1, factor)
 
     def _set_factors(self, factors: list[float]) -> None:
         scheduler = self.trainer.scheduler
+        if factors:
+            text = "%s is no longer better; the learning rate is multiplied by %g from now on"
+            logger.info(text, self.monitored_metric, math.prod(factors))
         scheduler.factors = factors
         scheduler.seek(scheduler.last_epoch)
 

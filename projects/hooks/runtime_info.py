@@ -18,13 +18,10 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class RuntimeInfo(HookBase):
-    """Store ``epoch``, momentum and learning rates; at the start log the length, hardware and size of the run.
+    """Store ``epoch``, momentum and learning rates; at the start log the length and size of the run.
 
     If there are several parameter groups, ``lr/<name>`` is stored for each, under its name in the table at the start.
-    The momentum is that of the first group; that of Adam is its first beta.
-
-    Args:
-        period: in iterations; use the period of the writers.
+    The momentum is that of the first group; that of Adam is its first beta. Use the ``period`` of the writers.
     """
 
     priority = 42  # early: the values of all later hooks belong to the epoch that it stores
@@ -32,38 +29,37 @@ class RuntimeInfo(HookBase):
 
     def __init__(self, period: int = 1) -> None:
         self._period = check_period("period", period, minimum=1)
-        self._used: list[Any] = []
 
     def before_train(self) -> None:
-        model, optimizer = getattr(self.trainer, "model", None), getattr(self.trainer, "optimizer", None)
-        self._names: list[str] = []
-        if isinstance(model, nn.Module) and optimizer is not None:
-            self._names = group_names(optimizer.param_groups, unwrap_model(model))
+        model, groups = getattr(self.trainer, "model", None), self._groups()
+        self._names = group_names(groups, unwrap_model(model)) if groups and isinstance(model, nn.Module) else []
         logger.info("This run: %s", "; ".join(self._describe(model)))
 
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = getattr(self.trainer, "optimizer", None)
+        return [] if optimizer is None else optimizer.param_groups
+
     def before_step(self) -> None:
-        if is_due(self.trainer, self._period, or_last=True) and hasattr(self.trainer, "optimizer"):
-            groups = self.trainer.optimizer.param_groups  # the schedule changes their rates after the step
-            self._used = [rate.clone() if isinstance(rate := group["lr"], Tensor) else rate for group in groups]
+        if is_due(self.trainer, self._period, or_last=True):  # the schedule changes the rates after the step
+            rates = [group["lr"] for group in self._groups()]
+            self._used = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._period, or_last=True):
-            if self.trainer.has_epochs:
-                self.trainer.storage.put_scalar("epoch", self.trainer.epoch, smoothing_hint=False)
-            if hasattr(self.trainer, "optimizer"):
-                for name, value in self._of_optimizer().items():
-                    self.trainer.storage.put_scalar(name, value, smoothing_hint=False)
-
-    def _of_optimizer(self) -> dict[str, Any]:
+        if not is_due(self.trainer, self._period, or_last=True):
+            return
         names = [*self._names, *map(str, range(len(self._names), len(self._used)))]  # a hook may add groups
         found = {f"lr/{name}": lr for name, lr in zip(names, self._used, strict=True) if len(names) > 1}
-        group = self.trainer.optimizer.param_groups[0]
-        momentum = group.get("momentum", group.get("betas", (None,))[0])
-        is_stored = any(getattr(hook, "param", None) == "momentum" for hook in self.trainer.hooks)
-        return found if momentum is None or is_stored else {**found, "momentum": momentum}
+        if self.trainer.has_epochs:
+            found = {"epoch": self.trainer.epoch, **found}
+        for group in self._groups()[:1]:
+            momentum = group.get("momentum", group.get("betas", (None,))[0])
+            if momentum is not None and all(getattr(hook, "param", "") != "momentum" for hook in self.trainer.hooks):
+                found["momentum"] = momentum
+        for name, value in found.items():
+            self.trainer.storage.put_scalar(name, value, smoothing_hint=False)
 
     def _describe(self, model: Any) -> Iterator[str]:
-        trainer = self.trainer
+        trainer, cfg = self.trainer, getattr(self.trainer, "cfg", None)
         length = f"{trainer.max_iter} iterations"
         if trainer.has_epochs:
             per_epoch = exact(trainer.iters_per_epoch)
@@ -73,7 +69,6 @@ class RuntimeInfo(HookBase):
         if len(self._names) > 1:
             shown = LRScheduler.get_best_param_group_id(trainer.optimizer)
             yield f"lr is that of the parameter group {self._names[shown]!r}"
-        cfg = getattr(trainer, "cfg", None)
         if cfg is not None:
             yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration"
             yield "seed " + (str(cfg.SEED) if cfg.SEED >= 0 else "drawn at random")

@@ -24,8 +24,8 @@ PEAK_TFLOPS = {
 
 def peak_tflops_of(device_name: str) -> float | None:
     """The entry of `PEAK_TFLOPS` for a device such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
-    words = f" {device_name.replace('-', ' ')} "
-    return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
+    name = f" {device_name.replace('-', ' ')} "
+    return next((peak for part, peak in PEAK_TFLOPS.items() if f" {part} " in name), None)
 
 
 @HOOK_REGISTRY.register()
@@ -40,7 +40,6 @@ class Throughput(HookBase):
     appendix B. If the model has ``tokens_per_sample`` (in the same form), ``tokens_per_sec`` is stored.
 
     Args:
-        period: in iterations.
         peak_tflops: of one device in the precision of the job, in 10^12 operations per second. None: in 16 bits, if
             the device is in `PEAK_TFLOPS`.
     """
@@ -51,17 +50,11 @@ class Throughput(HookBase):
         self._period, self._peak_tflops = check_period("period", period, minimum=1), peak_tflops
         if peak_tflops is not None and not peak_tflops > 0:
             raise ValueError(f"peak_tflops must be a number > 0, or None, got {peak_tflops!r}")
-        self._forget()
-
-    def _forget(self) -> None:
-        self._samples, self._sec = 0, 0.0
-        self._step_begin = time.perf_counter()
 
     def before_train(self) -> None:
-        self._forget()
-        model = unwrap_model(self.trainer.model)
+        self._samples, self._sec = 0, 0.0
+        model, peak = unwrap_model(self.trainer.model), self._peak_tflops
         flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
-        peak = self._peak_tflops
         if peak is not None and flops is None:
             raise ConfigError(f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample")
         if peak is None and any(parameter.is_cuda for parameter in model.parameters()):
@@ -79,7 +72,7 @@ class Throughput(HookBase):
         if is_due(self.trainer, self._period, or_last=True):
             # after the metrics of this step, which use the same process group
             self.trainer.storage.publish(partial(self._store, self.trainer.iter, self._samples, self._sec))
-            self._forget()
+            self._samples, self._sec = 0, 0.0
 
     def _store(self, iter: int, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(iter, sec, {"samples": float(samples)})], 1)

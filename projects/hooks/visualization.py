@@ -3,15 +3,14 @@
 import importlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
@@ -23,10 +22,6 @@ from trainkit.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-Image: TypeAlias = np.ndarray | torch.Tensor
-Draw: TypeAlias = Callable[..., Image | Sequence[Image]]
-_IMAGE_SUFFIX = re.compile(r"\.(png|jpe?g|bmp|tiff?|webp)$", re.IGNORECASE)
-
 VISUALIZER_REGISTRY = Registry("VISUALIZER")
 """Functions that DRAW of a `VisualizationHook` can name: ``(inputs, outputs)`` -> images."""
 
@@ -37,8 +32,7 @@ class VisualizationHook(HookBase):
 
     The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``. If ``draw`` returns several images for a
     batch, the names also have ``_0``, ``_1``, ... or the ``names`` of the images. Ranks other than 0 draw their own
-    batches and add ``_rank1`` and so on. A second evaluation of a dataset in one iteration replaces the files. If a
-    file cannot be written, an error is logged and the evaluation continues.
+    batches and add ``_rank1`` and so on. If a file cannot be written, an error is logged and the evaluation continues.
 
     Args:
         draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and the model's outputs for it, both on
@@ -54,7 +48,7 @@ class VisualizationHook(HookBase):
 
     def __init__(
         self,
-        draw: Draw | str,
+        draw: Callable[..., Any] | str,
         period: int = 50,
         output_dir: str | Path | None = None,
         *,
@@ -69,8 +63,12 @@ class VisualizationHook(HookBase):
         self._phases, self._names, self._output_dir = phases, names, output_dir
         self._period = check_period("period", period, minimum=1)
 
+    @property
+    def _folder(self) -> Path:
+        return Path(self._output_dir or Path(self.trainer.cfg.OUTPUT_DIR, "visualization"))
+
     def before_train(self) -> None:
-        self._folder()  # raise its error now, not at the first evaluation
+        assert self._folder  # without a config and output_dir the error comes now, not at the first evaluation
 
     def before_eval(self, phase: Phase, name: str) -> None:
         self._dataset = re.sub(r"[^\w.-]", "_", name or "unnamed")
@@ -84,7 +82,7 @@ class VisualizationHook(HookBase):
         rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
         for image, name in zip(images, self._names_of(inputs, len(images)), strict=True):
             batch = f"batch{index:04d}{name}"
-            _write(self._folder() / phase / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png", image)
+            _write(self._folder / phase / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png", image)
             if has_event_storage():
                 tensor = torch.from_numpy(image).permute(2, 0, 1)
                 get_event_storage().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
@@ -94,17 +92,9 @@ class VisualizationHook(HookBase):
         if self._names is None:
             return [f"_{i}" for i in range(count)] if count > 1 else [""] * count
         of_samples = isinstance(inputs, list | tuple)
-        names = [sample[self._names] for sample in inputs] if of_samples else [*inputs[self._names]]
-        plain = [_IMAGE_SUFFIX.sub("", Path(str(name)).name) for name in names[:count]]
+        names = [sample[self._names] for sample in inputs] if of_samples else inputs[self._names]
+        plain = [re.sub(r"\.(png|jpe?g|bmp|tiff?|webp)$", "", Path(str(name)).name) for name in names[:count]]
         return ["_" + re.sub(r"[^\w.-]", "_", name) for name in plain]
-
-    def _folder(self) -> Path:
-        if self._output_dir is not None:
-            return Path(self._output_dir)
-        cfg = getattr(self.trainer, "cfg", None)
-        if cfg is None:
-            raise ConfigError("VisualizationHook needs an output_dir, since this trainer has no config")
-        return Path(cfg.OUTPUT_DIR) / "visualization"
 
 
 def _as_array(image: Any) -> np.ndarray:

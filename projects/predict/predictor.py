@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import default_collate
-from trainkit.projects.hooks.averaged import AVERAGED_PATH, EVALUATED, averaged_weights
+from trainkit.projects.hooks.averaging import AVERAGED_PATH, EVALUATED, averaged_weights
 
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules
@@ -20,17 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class DefaultPredictor:
-    """The model of a config with the weights MODEL.WEIGHTS, for one sample or a list of samples.
+    """The model of a config, made by ``build``, with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
     It gives the same outputs as an evaluation. From a best checkpoint it takes the weights that were scored. From
     another file it takes the average if an `EMAHook` of the config evaluates it, else the model's own weights.
-
-    Args:
-        build: makes the model from the config.
-
-    Raises:
-        ConfigError: MODEL.WEIGHTS is empty.
-        trainkit.checkpoint.CheckpointError: the file is missing, broken, or of another model.
     """
 
     def __init__(self, cfg: CfgNode, build: Callable[[CfgNode], nn.Module] = build_model) -> None:
@@ -53,22 +46,18 @@ class DefaultPredictor:
 
         Samples are as in the test dataset, before its transform; parts that only losses use may be missing.
         """
-        single = not isinstance(inputs, list)
-        samples = [inputs] if single else inputs
+        if not isinstance(inputs, list):
+            return self([inputs])[0]
+        samples = inputs if self._transform is None else [self._transform(sample) for sample in inputs]
         if not samples:
             return []
-        if self._transform is not None:
-            samples = [self._transform(sample) for sample in samples]
         batch = default_collate(samples) if self.cfg.DATALOADER.COLLATE == "default" else samples
-        predictions = self.predict_batch(batch, len(samples))
-        return predictions[0] if single else predictions
+        return self.predict_batch(batch, len(samples))
 
     @torch.no_grad()
     def predict_batch(self, batch: Any, num_samples: int) -> list[Any]:
         """The model's outputs for the samples of a batch, as a test loader gives it."""
-        if self._device is not None:
-            batch = move_to_device(batch, self._device)
-        outputs = self.model(batch)
+        outputs = self.model(batch if self._device is None else move_to_device(batch, self._device))
         return [_take(outputs, i) for i in range(num_samples)]
 
 

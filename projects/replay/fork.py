@@ -94,11 +94,11 @@ def _find(run: str, iteration: int) -> tuple[Saved, int, str]:
 
 
 def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
-    """Put the parent's checkpoint, and the record of its batch, into a folder without checkpoints; tag it."""
+    """Put the parent's checkpoint into a folder without checkpoints; tag it."""
     if tagged_file(folder):
         return
     saved = _find(run, iteration)[0]
-    for file in [os.path.join(run, "batch.json"), *format_of(saved.state).files(saved.path)]:
+    for file in format_of(saved.state).files(saved.path):
         copy = os.path.join(folder, os.path.relpath(file, run))
         if os.path.isfile(file):
             os.makedirs(os.path.dirname(copy), exist_ok=True)

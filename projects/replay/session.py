@@ -109,8 +109,6 @@ class Session:
 
         def init(trainer: Any, cfg: CfgNode) -> None:
             self.set_up(cfg)
-            with contextlib.suppress(OSError):  # the number of ranks at the start of the run, see the project scaling
-                shutil.copy(os.path.join(self._run, "batch.json"), self._folder)
             build(trainer, cfg)
 
         def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:

@@ -1,6 +1,5 @@
 """Several training loaders as one."""
 
-import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
@@ -22,9 +21,6 @@ class CombinedLoader:
         mode: "round_robin": one batch of each loader in turn. "each": a batch is a dict, name -> batch of that loader.
         epoch: an epoch is one pass over the data of the loader with the most batches ("max_cycle"), or with the fewest
             ("min").
-
-    Raises:
-        ValueError: there is no loader; ``mode`` or ``epoch`` is unknown.
     """
 
     def __init__(
@@ -34,10 +30,8 @@ class CombinedLoader:
         epoch: Literal["max_cycle", "min"] = "max_cycle",
     ) -> None:
         if not loaders or mode not in ("round_robin", "each") or epoch not in ("max_cycle", "min"):
-            raise ValueError(
-                f"CombinedLoader got the loaders {[*loaders]}, mode={mode!r} and epoch={epoch!r}; give at least one "
-                'loader, mode="round_robin" or "each", and epoch="max_cycle" or "min"'
-            )
+            accepted = 'at least one loader, mode "round_robin" or "each", and epoch "max_cycle" or "min"'
+            raise ValueError(f"CombinedLoader needs {accepted}; got {[*loaders]}, {mode!r} and {epoch!r}")
         self.loaders, self._mode, self._epoch = dict(loaders), mode, epoch
         self._turn = 0  # "round_robin": the index of the next loader
 
@@ -70,20 +64,25 @@ class CombinedLoader:
             loader.load_state_dict(state["loaders"][name])  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._draw({name: iter(loader) for name, loader in self.loaders.items()})  # starts workers now
+        iterators = {name: _endless(name, iter(loader), loader) for name, loader in self.loaders.items()}
+        return self._draw(iterators)  # the workers of all loaders have started
 
     def _draw(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
         while True:
             if self._mode == "each":
-                yield {name: self._next(name, iterators) for name in iterators}
+                yield {name: next(iterator) for name, iterator in iterators.items()}
             else:
-                batch = self._next([*iterators][self._turn], iterators)
+                batch = next([*iterators.values()][self._turn])
                 self._turn = (self._turn + 1) % len(iterators)
                 yield batch
 
-    def _next(self, name: str, iterators: dict[str, Iterator[Any]]) -> Any:
-        for _ in range(2):
-            with contextlib.suppress(StopIteration):
-                return next(iterators[name])
-            iterators[name] = iter(self.loaders[name])
-        raise ValueError(f"the loader {name!r} of a CombinedLoader yields no batch; is it an iterator that has ended?")
+
+def _endless(name: str, batches: Iterator[Any], loader: Iterable[Any]) -> Iterator[Any]:
+    """``batches``, then those of new iterators of ``loader``."""
+    while True:
+        yield from batches
+        batches = iter(loader)
+        try:
+            yield next(batches)
+        except StopIteration:
+            raise ValueError(f"the loader {name!r} of a CombinedLoader yields no batch; has it ended?") from None

@@ -3,11 +3,8 @@
 from trainkit.config import CfgNode
 from trainkit.config.checks import check_accepted, check_conflicts
 
-_RANGES = {
-    "(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO",
-    "[0, inf)": "DATALOADER.REPEAT_THRESHOLD DATALOADER.OVERFIT_BATCHES SOLVER.MAX_BATCHES_PER_EPOCH",
-}
-_CONFLICTS = (("DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH", "both say how many batches an epoch has"),)
+_OVERFIT, _LIMIT = "DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH"
+_RANGES = {"(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO", "[0, inf)": f"DATALOADER.REPEAT_THRESHOLD {_OVERFIT} {_LIMIT}"}
 
 
 def add_config(cfg: CfgNode) -> None:
@@ -22,7 +19,7 @@ def add_config(cfg: CfgNode) -> None:
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a number is out of range, or two keys exclude each other."""
     check_accepted(cfg, _RANGES)
-    check_conflicts(cfg, _CONFLICTS)
+    check_conflicts(cfg, [(_OVERFIT, _LIMIT, "both say how many batches an epoch has")])
 
 
 def prepare(cfg: CfgNode) -> None:

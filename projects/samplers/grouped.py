@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
     def __init__(
         self, sampler: Sampler[int], group_ids: Sequence[int] | np.ndarray | torch.Tensor, batch_size: int
     ) -> None:
-        self.sampler: Any = sampler
-        self.batch_size = batch_size
+        self.sampler, self.batch_size = cast(Any, sampler), batch_size
         self._open: dict[int, list[int]] = {}  # batches that are not full before the next iter()
         self._group_ids: list[int] = np.asarray(group_ids).tolist()
 

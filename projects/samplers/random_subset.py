@@ -10,8 +10,6 @@ from trainkit.data.build import SAMPLER_REGISTRY
 from trainkit.data.samplers import TrainingSampler, new_generator, seed_of
 from trainkit.utils import comm
 
-_SUBSET_KEY = 1  # epochs have the key 0, so the subset is independent of all orders
-
 
 @SAMPLER_REGISTRY.register()
 class RandomSubsetTrainingSampler(TrainingSampler):
@@ -36,28 +34,25 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         if not 1 <= subset_size <= size:
             raise ValueError(f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 to {size}")
         super().__init__(subset_size, shuffle, seed_shuffle)
-        self.seed_subset = comm.shared_random_seed() if seed_subset is None else int(seed_subset)
         self._dataset_size = size
-        self.subset_indices = self._choose_subset()
+        self._choose(comm.shared_random_seed() if seed_subset is None else int(seed_subset))
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset: Any) -> dict[str, Any]:
         seed, ratio = seed_of(cfg), cfg.DATALOADER.RANDOM_SUBSET_RATIO
         return {"size": len(dataset), "subset_ratio": ratio, "seed_shuffle": seed, "seed_subset": seed}
 
-    def _choose_subset(self) -> torch.Tensor:
-        permutation = torch.randperm(
-            self._dataset_size, generator=new_generator(self.seed_subset, _SUBSET_KEY), device="cpu"
-        )
-        return permutation[: self.samples_per_epoch].sort().values
+    def _choose(self, seed: int) -> None:
+        generator = new_generator(seed, 1)  # epochs have the key 0, so the subset is independent of all orders
+        chosen = torch.randperm(self._dataset_size, generator=generator, device="cpu")[: self.samples_per_epoch]
+        self.seed_subset, self.subset_indices = seed, chosen.sort().values
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
         return {**super().state_dict(position), "seed_subset": self.seed_subset}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         super().load_state_dict(state)
-        self.seed_subset = state["seed_subset"]
-        self.subset_indices = self._choose_subset()
+        self._choose(state["seed_subset"])
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         return self.subset_indices[super().epoch_indices(epoch)]

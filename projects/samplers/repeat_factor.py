@@ -26,7 +26,6 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
     Args:
         repeat_factors: one factor per sample, >= 0, shape ``[N]``.
         shuffle: False: in the order of the dataset, with the repetitions of a sample in a row.
-        seed: as for ``InfiniteSampler``.
     """
 
     @configurable
@@ -37,9 +36,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         factors = torch.as_tensor(repeat_factors, dtype=torch.float64, device="cpu")
         if not factors.isfinite().all() or (factors < 0).any() or not factors.any():
             raise ValueError(f"repeat_factors must be finite, >= 0 and not all 0, got {factors.tolist()!s:.99}")
-        self._whole = factors.floor().long()
-        self._fraction = factors.frac()
-        self._shuffle = shuffle
+        self._whole, self._fraction, self._shuffle = factors.floor().long(), factors.frac(), shuffle
         self._located = _BEFORE_ALL
 
     @classmethod
@@ -58,22 +55,22 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
         A category in a fraction f of the samples has the factor ``max(1, t / f)``, or ``max(1, sqrt(t / f))`` if
         ``sqrt``. A sample has the largest factor of its categories, and 1 without a category. Source: Gupta, Dollar and
-        Girshick, "LVIS" (CVPR 2019), section on repeat factor sampling.
+        Girshick, "LVIS" (CVPR 2019).
 
         Args:
             dataset_dicts: the categories of each sample, each counted once; or detectron2's dict of a sample:
                 ``{"annotations": [{"category_id": 0}, ...]}``.
             repeat_thresh: t, the frequency below which a category is repeated; 0 repeats none.
         """
-        samples = [_categories(sample, i) for i, sample in enumerate(dataset_dicts)]
+        samples = [
+            {entry["category_id"] for entry in sample["annotations"]} if isinstance(sample, Mapping) else {*sample}
+            for sample in dataset_dicts
+        ]
         counts = Counter(category for categories in samples for category in categories)
         ratios = {category: repeat_thresh * len(samples) / count for category, count in counts.items()}
         factors = {category: max(1.0, math.sqrt(ratio) if sqrt else ratio) for category, ratio in ratios.items()}
-        return torch.tensor(
-            [max((factors[category] for category in categories), default=1.0) for categories in samples],
-            dtype=torch.float32,
-            device="cpu",
-        )
+        largest = [max((factors[category] for category in categories), default=1.0) for categories in samples]
+        return torch.tensor(largest, dtype=torch.float32, device="cpu")
 
     @property
     def samples_per_epoch(self) -> int:
@@ -110,31 +107,16 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         return epoch, position - start
 
 
-def _categories(sample: Any, i: int) -> set[Hashable]:
-    try:
-        if isinstance(sample, Mapping):
-            return {annotation["category_id"] for annotation in sample["annotations"]}
-        if not isinstance(sample, str | bytes | torch.Tensor):  # elements of a tensor are never equal in a set
-            return set(sample)
-    except (LookupError, TypeError):
-        pass
-    raise TypeError(
-        f"sample {i} of dataset_dicts must be its categories, such as [0, 2], or a dict "
-        f"{{'annotations': [{{'category_id': 0}}, ...]}}, got {sample!r:.200}"
-    )
-
-
 def _categories_of(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
     """The category or categories of a sample, before its transform: its entry "category", or else "label".
 
     A sample in detectron2's form is returned as it is.
     """
-    if isinstance(sample, Mapping) and "annotations" in sample:
+    keys = [key for key in ("annotations", "category", "label") if isinstance(sample, Mapping) and key in sample]
+    if not keys:
+        accepted = "a dict with 'category', 'label' or 'annotations'"
+        raise ConfigError(f"RepeatFactorTrainingSampler needs categories: {accepted}, got {sample!r:.99}")
+    if keys[0] == "annotations":
         return sample
-    for key in ("category", "label"):
-        if isinstance(sample, Mapping) and key in sample:
-            value = sample[key].tolist() if hasattr(sample[key], "tolist") else sample[key]
-            return value if isinstance(value, list | tuple | set | frozenset) else [value]
-    found = [*sample] if isinstance(sample, Mapping) else type(sample).__name__
-    accepted = "a dict with 'category', 'label' or 'annotations'"
-    raise ConfigError(f"RepeatFactorTrainingSampler needs the categories of a sample: {accepted}, got {found}")
+    value = sample[keys[0]].tolist() if hasattr(sample[keys[0]], "tolist") else sample[keys[0]]
+    return value if isinstance(value, list | tuple | set | frozenset) else [value]

@@ -1,6 +1,5 @@
 """The config keys of this project."""
 
-from trainkit.projects.scaling.batch import keep_batch
 from trainkit.projects.scaling.scaling import scale_lr_to_batch
 
 from trainkit.config import CfgNode
@@ -22,8 +21,5 @@ def check(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Scale the learning rates, and let a run keep its batch when the number of ranks changes."""
+    """Scale the learning rates to the batch."""
     cfg.update(scale_lr_to_batch(cfg))
-    hooks = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
-    if cfg.SOLVER.REFERENCE_WORLD_SIZE and "KeepBatch" not in hooks:
-        keep_batch(cfg)

@@ -13,9 +13,6 @@ def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a pickle, or any file of ``torch.save``. **This runs code from the file**, with all your rights.
 
     Use it in your own `Checkpointer._load_file`, and only for files that you trust.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, needs a class that cannot be imported, or holds no dict.
     """
     try:
         with open(path, "rb") as file:

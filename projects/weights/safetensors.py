@@ -10,17 +10,14 @@ from torch import nn
 from trainkit.checkpoint.atomic import CheckpointError, replacing
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
 
-SUFFIX = ".safetensors"
-
 
 class SafetensorsFormat(CheckpointFormat):
     """A file of tensors by name: the model's weights. `MODEL.WEIGHTS` finds it by the suffix of the file."""
 
     def write(self, state: Mapping[str, Any], path: str) -> None:
         """Write ``state["model"]``; tied weights are stored under each of their names. Raises TypeError too."""
-        for name, weight in state["model"].items():
-            if not isinstance(weight, torch.Tensor):
-                raise TypeError(f"{name!r} is a {type(weight).__name__}; safetensors takes tensors alone")
+        if others := [name for name, weight in state["model"].items() if not isinstance(weight, torch.Tensor)]:
+            raise TypeError(f"safetensors takes tensors alone, not {others}")
         content = import_safetensors().save({name: x.clone().contiguous() for name, x in state["model"].items()})
         with replacing(path) as output:
             output.write(content)
@@ -36,7 +33,7 @@ class SafetensorsFormat(CheckpointFormat):
 
 
 def import_safetensors() -> Any:
-    """Import the module of safetensors for torch. Raises CheckpointError if the package is missing."""
+    """The module of safetensors for torch. Raises CheckpointError if the package is missing."""
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError:

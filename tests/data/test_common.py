@@ -121,5 +121,3 @@ def test_a_sampled_stream_is_divided_among_workers_in_chunks(shard, chunk, expec
     loader = DataLoader(dataset, batch_size=None, num_workers=2, generator=torch.Generator())
 
     assert [*loader] == expected  # the loader takes one sample from each worker in turn
-    with pytest.raises(TypeError, match="must be map-style, got the iterable Stream"):
-        ToIterableDataset(Stream([1]), SequentialSampler([1]))

@@ -100,7 +100,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "combined: CombinedLoader; grouped: GroupedBatchSampler; limited: limited_sampler; "
             "random_subset: RandomSubsetTrainingSampler; repeat_factor: RepeatFactorTrainingSampler"
         ),
-        "scaling": "batch: KeepBatch; scaling: scale_lr_to_batch scale_workers",
+        "scaling": "scaling: scale_lr_to_batch scale_workers",
         "sharding": "format: shards; fsdp: fsdp",
         "solver_extras": (
             "combined: CombinedOptimizer combined_optimizer; composed: listed_schedules build_schedule; "

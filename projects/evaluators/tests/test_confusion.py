@@ -44,7 +44,7 @@ def test_the_table_has_samples_and_accuracy_of_each_class(caplog):
 
 
 def test_the_confusion_matrix_is_logged_and_written_with_what_it_belongs_to(tmp_path, caplog):
-    file = tmp_path / "new/confusion.json"
+    file = tmp_path / "confusion.json"
     with caplog.at_level(logging.INFO, logger="trainkit.projects"):
         evaluate(({"label": LABELS}, SCORES), class_names=["cat", "dog", "1"], confusion_file=str(file))
     assert caplog.messages[1:] == [

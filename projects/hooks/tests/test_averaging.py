@@ -21,9 +21,8 @@ class Net(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_the_weight_of_an_update_is_that_of_its_rule():
+    for arguments, expected in [
         ({"decay": 0.9}, {0: 1, 1: 0.1, 9: 0.1}),
         ({"decay": 0.9, "interval": 2}, {0: 1, 1: 0, 2: 0.1}),
         ({"kind": "annealing", "decay": 0.9998}, {1: 0.990099, 3: 0.970874, 499_900: 0.0002, 10_000_000: 0.0002}),
@@ -31,12 +30,9 @@ class Net(nn.Module):
         ({"kind": "warmup", "decay": 0.9998}, {1: 0.9990007, 2000: 0.3678220, 10000: 0.0069332}),
         ({"kind": "warmup", "decay": 0.9998, "gamma": 1000}, {999: 0.3680059}),
         ({"kind": "mean"}, {1: 1 / 2, 2: 1 / 3}),
-    ],
-    ids=str,
-)
-def test_the_weight_of_an_update_is_that_of_its_rule(arguments, expected):
-    rule = averaging_rule(**arguments)
-    assert {steps: rule(steps) for steps in expected} == pytest.approx(expected, abs=1e-6)
+    ]:
+        rule = averaging_rule(**arguments)
+        assert {steps: rule(steps) for steps in expected} == pytest.approx(expected, abs=1e-6), arguments
 
 
 def test_the_rule_of_mmcv_rises_to_the_power_of_the_interval():

@@ -35,20 +35,17 @@ def test_the_first_update_uses_the_first_value_and_each_value_is_stored_with_its
 
 FIELDS = {
     "momentum": (lambda: sgd(Weight(), momentum=0.5), lambda group: group["momentum"], [0.5, 0.25, 0.125]),
-    "dampening": (lambda: sgd(Weight(), dampening=0.5), lambda group: group["dampening"], [0.5, 0.25, 0.125]),
     "betas.0": (adam, lambda group: group["betas"], [(0.5, 0.75), (0.25, 0.75), (0.125, 0.75)]),
     "betas.1": (adam, lambda group: group["betas"], [(0.5, 0.75), (0.5, 0.375), (0.5, 0.1875)]),
-    "eps": (lambda: adam(eps=0.5), lambda group: group["eps"], [0.5, 0.25, 0.125]),
     "lr": (lambda: adam(lr=0.5), lambda group: group["lr"], [0.5, 0.25, 0.125]),
 }
 
 
-@pytest.mark.parametrize("param", FIELDS)
-def test_any_number_of_the_groups_can_be_scheduled(param):
-    make_optimizer, read, expected = FIELDS[param]
-    trainer, used = make(ParamScheduler(param, HALVE), make_optimizer(), read)
-    trainer.train(0, 3)
-    assert used == expected
+def test_any_number_of_the_groups_can_be_scheduled():
+    for param, (make_optimizer, read, expected) in FIELDS.items():
+        trainer, used = make(ParamScheduler(param, HALVE), make_optimizer(), read)
+        trainer.train(0, 3)
+        assert used == expected, param
 
 
 def test_groups_start_from_their_own_values_and_the_largest_is_stored():
@@ -71,19 +68,9 @@ def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
     assert run((0, 2), (2, 4)) == [0.125, 0.5, 0.375, 0.5]
 
 
-# ---------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("param", "message"),
-    [
-        ("weight_decy", r"no parameter group has 'weight_decy'; accepted: .*'weight_decay'"),
-        ("nesterov", "no parameter group has 'nesterov'"),
-        ("betas.0", "no parameter group has 'betas.0'"),
-    ],
-)
-def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param, message):
-    trainer, used = make(ParamScheduler(param, HALVE))
-    with pytest.raises(ValueError, match=message):
-        trainer.train(0, 1)
-    assert used == []
+def test_a_field_that_no_group_has_is_an_error_before_the_first_step():
+    for param in ("weight_decy", "nesterov", "betas.0"):
+        trainer, used = make(ParamScheduler(param, HALVE))
+        with pytest.raises(ValueError, match=rf"no parameter group has '{param}'; accepted: .*'weight_decay'"):
+            trainer.train(0, 1)
+        assert used == []

@@ -142,15 +142,6 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
     assert not torch.equal(*(state["rng"]["torch"] for state in states))  # of dropout
 
 
-def test_the_samples_of_an_iteration_are_divided_as_the_parent_was_meant_to(tmp_path):
-    train(tmp_path / "a", "SOLVER.REFERENCE_WORLD_SIZE", 4)
-    (tmp_path / "a/batch.json").write_text('{"world_size": 2, "asked": [8, 1, 4]}')
-
-    trainer = fork(f"{tmp_path}/a@20", tmp_path / "b", "SOLVER.MAX_ITER", 40)
-
-    assert (trainer.cfg.SOLVER.IMS_PER_BATCH, trainer.cfg.SOLVER.ACCUMULATION_STEPS) == (2, 2)
-
-
 # ---------------------------------------------------------------------- where a run comes from
 
 

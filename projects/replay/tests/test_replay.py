@@ -1,7 +1,6 @@
 """Any step of a past run is performed again, from its checkpoints, and equals the run to the last bit."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -195,19 +194,6 @@ def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
 
     assert found.proof == proof("model_0000006.pth")
     assert found.differences == ["setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"]
-
-
-def test_a_run_that_keeps_the_batch_of_more_processes_is_proven(tmp_path):
-    """It was started by two; one makes two micro-batches of half the samples."""
-    options = ("SOLVER.REFERENCE_WORLD_SIZE", 2)
-    Job(tmp_path, *options, make_hooks=lambda: [StopAt(6)])()
-    (tmp_path / "batch.json").write_text(json.dumps({"world_size": 2, "asked": [8, 1, 2]}))
-    Job(tmp_path, *options)(True)
-
-    found = replay(tmp_path, 8, Job(tmp_path, *options), prove=True)
-
-    assert [batch["x"].shape for batch in found.batch] == [(4, 4), (4, 4)]
-    assert found.proof == proof("model_final.pth")
 
 
 class EarlyDraws(Job):

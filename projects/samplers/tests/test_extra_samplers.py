@@ -116,23 +116,15 @@ def test_epochs_have_the_size_of_the_subset_or_the_dataset(sampler, expected):
     assert exact(iters_per_epoch(DataLoader([*range(100)], batch_sampler=batches))) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"SAMPLER_TRAIN": "RepeatFactorTrainingSampler"},
-            "needs the categories of a sample: .* got .'index', 'square'.",
-        ),
-        (
-            {"SAMPLER_TRAIN": "RandomSubsetTrainingSampler", "RANDOM_SUBSET_RATIO": 0.01},
-            "0.01 of 10 samples is 0; it must be 1 to 10",
-        ),
-    ],
-)
-def test_a_config_that_makes_no_sampler_says_why(cfg, options, message):  # noqa: F811
-    cfg.merge_from_other_cfg({"DATALOADER": options})
-    with pytest.raises(ValueError, match=message):
-        build_train_loader(cfg)
+def test_a_config_that_makes_no_sampler_says_why(cfg):  # noqa: F811
+    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.01
+    for name, message in [
+        ("RepeatFactorTrainingSampler", "needs categories: .* got .*index"),
+        ("RandomSubsetTrainingSampler", "0.01 of 10 samples is 0; it must be 1 to 10"),
+    ]:
+        cfg.DATALOADER.SAMPLER_TRAIN = name
+        with pytest.raises(ValueError, match=message):
+            build_train_loader(cfg)
 
 
 def test_a_subset_is_the_same_in_all_epochs_and_depends_on_its_own_seed():
@@ -175,8 +167,6 @@ def test_repeat_factors_follow_the_rarest_category_of_a_sample():
     assert factors(samples, 0.5, sqrt=False).tolist() == [1, 1, 4, 2, 2, 1, 1, 1]
     assert factors(samples, 0.0).tolist() == [1] * 8
     assert torch.equal(factors(dicts, 0.5), factors(samples, 0.5))
-    with pytest.raises(TypeError, match="sample 1 of dataset_dicts must be its categories, .*got 7"):
-        factors([[0], 7], 0.5)
 
 
 def test_grouped_batches_hold_one_group_and_come_as_they_fill():
