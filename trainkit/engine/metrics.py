@@ -78,9 +78,7 @@ class MetricPath:
         self._is_direct = False  # whether the numbers can be read at once, and are those of all ranks
         self._has_failed = False
 
-    def add(
-        self, iter: int, data_time: float, losses: Losses, extra: Mapping[str, Tensor], is_last: bool, is_stored: bool
-    ) -> None:
+    def add(self, iter: int, data_time: float, losses: Losses, extra: Mapping[str, Tensor], is_stored: bool) -> None:
         """Take the losses of an iteration, and ``extra`` values; if not ``is_stored`` they are only looked at.
 
         Raises:
@@ -105,11 +103,10 @@ class MetricPath:
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
-            self._keep(
-                Row(iter, data_time, {**losses.scalars, **extra}, is_stored), storage, losses.total.device, is_last
-            )
+            row = Row(iter, data_time, {**losses.scalars, **extra}, is_stored)
+            self._keep(row, storage, losses.total.device)
 
-    def _keep(self, row: Row, storage: EventStorage, device: torch.device, is_last: bool) -> None:
+    def _keep(self, row: Row, storage: EventStorage, device: torch.device) -> None:
         self._rows.append(row)
         if runs_ahead(device):
             self._recent.append(new_event(device))
@@ -119,7 +116,7 @@ class MetricPath:
             storage.before_read = self._pass_on
             due = len(self._rows) >= _HAND_OVER_ITERS * (1 if self._asynchronous else 2)
         else:
-            due = is_last or is_nth(row.iter + 1, self.exchange_period)
+            due = row.iter + 1 == self._trainer.max_iter or is_nth(row.iter + 1, self.exchange_period)
             due = (due and any(row.is_stored for row in self._rows)) or len(self._rows) >= _MOST_RECORDS
         if due:
             self._pass_on(storage)

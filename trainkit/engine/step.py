@@ -168,38 +168,40 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     def compute_gradients(self) -> Losses:
         """Fetch, zero_grad, forward and backward for each micro-batch; the gradients are those of the mean loss."""
-        steps = self.accumulation_steps
-        if steps == 1:
-            return self._add_gradients(self.draw(), 1)
+        if self.accumulation_steps == 1:
+            return self._add_gradients(self.draw())
         found: list[Losses] = []
         for batch, is_last in self.micro_batches():
             # ranks average gradients once, in the backward pass of the last micro-batch
             with nullcontext() if is_last else without_gradient_sync(self.model):
-                found.append(self._add_gradients(batch, steps, is_first=not found).detach())  # frees the graph
+                found.append(self._add_gradients(batch, is_first=not found).detach())  # frees the graph
             del batch  # the next one may be drawn
         return mean_losses(found)
 
-    def _add_gradients(self, batch: Any, steps: int, *, is_first: bool = True) -> Losses:
+    def _add_gradients(self, batch: Any, *, is_first: bool = True) -> Losses:
         """Zero_grad, if this is the first micro-batch, forward and backward."""
         if is_first and self.zero_grad_before_forward:
             self.optimizer.zero_grad()
         losses = self.compute_losses(batch)
         if is_first and not self.zero_grad_before_forward:
             self.optimizer.zero_grad()
-        self.backward(losses.total if steps == 1 else losses.total / steps)
+        self.backward(losses.total if self.accumulation_steps == 1 else losses.total / self.accumulation_steps)
         return losses
 
     def compute_losses(self, batch: Any) -> Losses:
         """The losses of the forward pass. Raises ValueError if one has a name that the trainer stores itself."""
         losses = parse_losses(self.call_model(batch))
         if self._is_first_step:
-            self._is_first_step = False
-            stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if self.clip_gradients else set())
-            if taken := sorted(losses.values.keys() & stored):
-                raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
-            logged = [name for name in losses.values if name not in losses.trained]
-            logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
+            self._check_names(losses)
         return losses
+
+    def _check_names(self, losses: Losses) -> None:
+        self._is_first_step = False
+        stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if self.clip_gradients else set())
+        if taken := sorted(losses.values.keys() & stored):
+            raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+        logged = [name for name in losses.values if name not in losses.trained]
+        logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
 
     def call_model(self, batch: Any) -> Any:
         return self.model(batch)
@@ -223,8 +225,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         """Give the losses and ``extra`` to the storage. Raises FloatingPointError, see ``non_finite``."""
         if self.writes_itself:
             self.let_write(losses, data_time)
-        is_last = self.iter + 1 == self.max_iter
-        self.metrics.add(self.iter, data_time, losses, self.extra, is_last, not self.writes_itself)
+        self.metrics.add(self.iter, data_time, losses, self.extra, not self.writes_itself)
 
     def update(self) -> None:
         self.optimizer.step()
