@@ -7,7 +7,6 @@ import fvcore.common.config
 import pytest
 import torch
 import yacs.config
-import yaml
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, sgd
@@ -24,23 +23,13 @@ class Detectron2CfgNode(fvcore.common.config.CfgNode):
 
 
 @pytest.mark.parametrize("node", [yacs.config.CfgNode, fvcore.common.config.CfgNode, Detectron2CfgNode])
-@pytest.mark.parametrize(
-    "take",
-    [
-        DefaultTrainer,
-        DefaultPredictor,
-        lambda cfg: default_setup(cfg, default_argument_parser().parse_args([])),
-    ],
-)
-def test_a_config_of_another_program_is_refused_with_what_to_use(node, take):
-    with pytest.raises(ConfigError, match=rf"cfg is a \S*{node.__module__}\S*CfgNode.*use trainkit's get_cfg"):
-        take(node({"SOLVER": {"MAX_ITER": 10}, "OUTPUT_DIR": "x"}))
-
-
-@pytest.mark.parametrize("node", [yacs.config.CfgNode, fvcore.common.config.CfgNode])
-def test_settings_of_such_a_config_can_be_merged(node):
+def test_a_config_of_another_program_is_refused_with_what_to_use_and_its_settings_can_be_merged(node):
+    settings = node({"SOLVER": {"MAX_ITER": 10}})
+    for take in (DefaultTrainer, DefaultPredictor, lambda cfg: default_setup(cfg, None)):
+        with pytest.raises(ConfigError, match=rf"cfg is a \S*{node.__module__}\S*CfgNode.*use trainkit's get_cfg"):
+            take(settings)
     cfg = get_cfg()
-    cfg.merge_from_other_cfg(node({"SOLVER": {"MAX_ITER": 10}}))
+    cfg.merge_from_other_cfg(settings)
     assert cfg.SOLVER.MAX_ITER == 10
     assert isinstance(cfg.SOLVER, CfgNode)
 
@@ -48,12 +37,10 @@ def test_settings_of_such_a_config_can_be_merged(node):
 # ---------------------------------------------------------------------- defaults that nobody has chosen
 
 
-@pytest.mark.parametrize("rescale", [False, True])
 @pytest.mark.parametrize("name", ["WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR"])
-def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, rescale, caplog):
+def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, caplog):
     cfg = get_cfg()
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.LR_SCHEDULER_NAME, cfg.SOLVER.BASE_LR = 100, name, 1.0
-    cfg.SOLVER.RESCALE_INTERVAL = rescale
     optimizer = sgd(Regression(), lr=1.0)
     with caplog.at_level(logging.WARNING):
         scheduler = build_lr_scheduler(cfg, optimizer)
@@ -97,46 +84,29 @@ def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_pa
         optimizer("ADAM")
 
 
-def test_a_config_of_detectron2s_version_is_read(tmp_path):
+def test_a_config_of_detectron2s_version_is_read_and_an_unknown_key_is_a_key_error(tmp_path):
     (tmp_path / "c.yaml").write_text("SOLVER: {MAX_ITER: 7}\nVERSION: 2\n")
     cfg = get_cfg()
     cfg.merge_from_file(tmp_path / "c.yaml")
     assert cfg.SOLVER.MAX_ITER == 7
     check_values(cfg)
-
-
-# ---------------------------------------------------------------------- unknown keys
-
-
-@pytest.mark.parametrize("key", ["SOLVER.BASE_LRR", "SOLVR", "NEW.KEY"])
-def test_an_unknown_key_is_a_key_error_that_reads_like_any_error(key, tmp_path):
-    cfg, nested = get_cfg(), 1
-    for name in reversed(key.split(".")):
-        nested = {name: nested}
-    (tmp_path / "c.yaml").write_text(yaml.dump(nested))
-    with pytest.raises(KeyError) as caught:
+    (tmp_path / "c.yaml").write_text("SOLVER: {BASE_LRR: 7}\n")
+    with pytest.raises(KeyError, match="c.yaml: unknown key SOLVER.BASE_LRR;"):
         cfg.merge_from_file(tmp_path / "c.yaml")
-    assert str(caught.value).startswith(f"{tmp_path / 'c.yaml'}: unknown key {key};")
-    with pytest.raises(KeyError, match=f"unknown key {key}"):
-        cfg.merge_from_other_cfg(CfgNode(nested))
 
 
 # ---------------------------------------------------------------------- the CPU
 
 
-def device_of_the_run(args):
-    cfg = tiny_cfg(args.folder, "MODEL.DEVICE", args.device)
-    cfg.freeze()
-    default_setup(cfg, args)
-    close_logger()
-    return cfg.MODEL.DEVICE, (args.folder / "config.yaml").read_text()
+def test_no_gpus_is_one_process_on_the_cpu(tmp_path, monkeypatch):
+    def device_of_the_run(args):
+        cfg = tiny_cfg(tmp_path, "MODEL.DEVICE", "auto")
+        cfg.freeze()
+        default_setup(cfg, args)
+        close_logger()
+        return cfg.MODEL.DEVICE
 
-
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_no_gpus_is_one_process_on_the_cpu(tmp_path, device, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     args = default_argument_parser().parse_args(["--num-gpus", "0"])
-    args.folder, args.device = tmp_path, device
-    found, saved = launch(device_of_the_run, args.num_gpus, args=(args,))
-    assert found == "cpu"
-    assert "DEVICE: cpu" in saved
+    assert launch(device_of_the_run, args.num_gpus, args=(args,)) == "cpu"
+    assert "DEVICE: cpu" in (tmp_path / "config.yaml").read_text()
