@@ -7,37 +7,24 @@ import torch
 
 from projects.digits import DigitsCNN, DigitsTrainTransform, DigitsTransform, load_split
 from tests.docs.pages import blocks, run
-from trainkit.config import get_cfg
-from trainkit.data import build_test_loader
-from trainkit.evaluation import build_evaluator, inference_on_dataset
-from trainkit.modeling import build_model
+from tools import train_net
+from trainkit.engine import default_argument_parser
+from trainkit.utils.logger import close_logger
 
 FOLDER = Path(__file__).parents[2] / "projects" / "digits"
 (RULE,) = blocks("projects/digits/README.md", "python")
 
 
-@pytest.fixture(scope="module")
-def cfg():
-    cfg = get_cfg()
-    cfg.merge_from_file(str(FOLDER / "config.yaml"))
-    cfg.MODEL.DEVICE = "cpu"
-    return cfg
-
-
-@pytest.fixture(scope="module")
-def arrays():
-    with np.load(FOLDER / "digits.npz") as arrays:
-        return dict(arrays)
-
-
-def test_the_split_is_complete_disjoint_and_stratified(arrays):
+def test_the_split_is_complete_disjoint_and_stratified_and_the_script_of_the_readme_makes_the_file(
+    tmp_path, monkeypatch
+):
+    with np.load(FOLDER / "digits.npz") as file:
+        arrays = dict(file)
     counts = [np.bincount(arrays["labels"][arrays["split"] == part], minlength=10).tolist() for part in range(3)]
     assert counts[1:] == [[20] * 10, [40] * 10]
     assert [sum(count) for count in counts] == [1197, 200, 400]
     assert len(np.unique(arrays["images"].reshape(1797, 64), axis=0)) == 1797  # no scan is in two parts
 
-
-def test_the_script_of_the_readme_makes_the_file(arrays, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     digits = SimpleNamespace(images=arrays["images"].astype(float), target=arrays["labels"].astype(int))  # as there
     run(RULE.replace("from sklearn.datasets import load_digits\n", ""), "README.md", load_digits=lambda: digits)
@@ -72,10 +59,12 @@ def test_the_model_gives_losses_in_train_mode_and_logits_in_eval_mode():
     assert model.losses(batch)["loss_cls"].item() == pytest.approx(expected.item())
 
 
-def test_the_config_builds_a_model_and_evaluates_it(cfg):
-    torch.manual_seed(0)
-    model = build_model(cfg)
-    results = inference_on_dataset(model, build_test_loader(cfg, "digits_val"), build_evaluator(cfg, "digits_val"))
-    assert list(results) == ["classification", "loss"]
-    assert results["classification"]["top1"] < 50  # it is untrained
-    assert results["loss"]["total_loss"] == results["loss"]["loss_cls"] == pytest.approx(2.3, abs=0.3)
+@pytest.mark.slow
+def test_the_last_checkpoint_of_the_job_without_arguments_reads_99_percent_of_the_test_digits(tmp_path):
+    options = ["OUTPUT_DIR", str(tmp_path), "LOG.WRITERS", "['json']"]
+    trained = train_net.main(default_argument_parser().parse_args(options))
+    weights = ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
+    evaluated = train_net.main(default_argument_parser().parse_args(["--eval-only", *options, *weights]))
+    close_logger()
+    assert evaluated == trained
+    assert trained["classification"]["top1"] >= 99.0

@@ -10,30 +10,25 @@ from tests.projects import test_charlm as charlm
 from tests.projects import test_segmentation as segmentation
 from tests.projects import test_selfsup as selfsup
 from tests.projects import test_selfsup_clusters as clusters
-from tests.projects import test_selfsup_hooks as foreign
 from tests.two_ranks import on_two_ranks
 from trainkit.engine import HookBase
 
-# name of a method -> the job of a project, and for a model that is not the project's
-FOREIGN = {
-    name: Configured(make_cfg=lambda folder, name=name: foreign.config(folder, name)) for name in foreign.ENTRIES
-}
-CLUSTERS = {
-    name: Configured(make_cfg=lambda folder, name=name: clusters.config(name, folder)) for name in clusters.SHORT
-}
-SELFSUP = {name: Configured(make_cfg=lambda folder, name=name: selfsup.config(name, folder)) for name in selfsup.SMALL}
-OTHERS = {
-    name: Configured(make_cfg=lambda folder, name=name: segmentation.short(name, folder))
-    for name in segmentation.CONFIGS
-}
-OTHERS["charlm"] = Configured(make_cfg=charlm.short)
-JOBS = {**FOREIGN, **CLUSTERS}
-SLOW = {**SELFSUP, **OTHERS}
+
+def jobs(make_cfg, names):
+    return {name: Configured(make_cfg=lambda folder, name=name: make_cfg(name, folder)) for name in names}
 
 
-@pytest.mark.parametrize("name", [*JOBS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+CLUSTERS = {**jobs(clusters.config, clusters.SHORT), "foreign": Configured(make_cfg=clusters.foreign)}
+SELFSUP = jobs(selfsup.config, selfsup.SMALL)
+JOBS = {**CLUSTERS, **SELFSUP, **jobs(segmentation.short, segmentation.CONFIGS)}
+JOBS["charlm"] = Configured(make_cfg=charlm.short)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in CLUSTERS else pytest.mark.slow) for name in JOBS]
+)
 def test_a_run_that_is_killed_at_any_event_and_resumed_ends_as_the_whole_one(tmp_path, name):
-    check({**JOBS, **SLOW}[name], tmp_path)
+    check(JOBS[name], tmp_path)
 
 
 class WithoutHooks(HookBase):
@@ -43,7 +38,7 @@ class WithoutHooks(HookBase):
         state["trainer"] = {**state["trainer"], "hooks": {}}
 
 
-@pytest.mark.parametrize("name", ["SwAV", "DeepCluster", "ODC", *CLUSTERS])
+@pytest.mark.parametrize("name", [pytest.param("swav", marks=pytest.mark.slow), *CLUSTERS])
 def test_without_the_states_of_the_hooks_a_resumed_run_differs(tmp_path, name):
     job = Configured(make_cfg=JOBS[name].make_cfg, hooks=[WithoutHooks])
     with pytest.raises(AssertionError, match="killed at event"):

@@ -10,7 +10,6 @@ from tests.utils.png import decode_png
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultTrainer
-from trainkit.utils.env import seed_all_rng
 
 FOLDER = Path(__file__).parents[2] / "projects" / "segmentation"
 
@@ -25,14 +24,10 @@ def config(name, *options):
     return cfg
 
 
-# ---------------------------------------------------------------------- the canvases
-
-
-def same(left, right):
-    return all(torch.equal(left[key], right[key]) for key in ("image", "label"))
-
-
 def test_a_canvas_is_a_function_of_split_seed_and_index_alone():
+    def same(left, right):
+        return all(torch.equal(left[key], right[key]) for key in ("image", "label"))
+
     canvas = DigitCanvases("train", 10)[7]
     np.random.seed(1)
     torch.manual_seed(1)
@@ -45,24 +40,15 @@ def test_a_canvas_is_a_function_of_split_seed_and_index_alone():
     assert not same(DigitCanvases("val", 10)[7], canvas)
 
 
-# ---------------------------------------------------------------------- the networks and how they are optimized
+NETWORKS = [UNet(width=2), FCN(width=2), ViTSegmenter(dim=8, depth=1, num_heads=2)]
 
 
-CONFIGS = ["config.yaml", "fcn.yaml", "vit.yaml"]
-NETWORKS = {
-    "UNet": UNet(width=2),
-    "FCN": FCN(width=2),
-    "ViT": ViTSegmenter(dim=8, depth=1, num_heads=2),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_gives_losses_in_train_mode_and_logits_in_eval_mode(name):
-    model = NETWORKS[name].train()
+@pytest.mark.parametrize("model", NETWORKS, ids=["UNet", "FCN", "ViT"])
+def test_a_network_gives_losses_in_train_mode_and_logits_in_eval_mode(model):
     generator = torch.Generator().manual_seed(0)
     batch = {"image": torch.rand(2, 1, 48, 48, generator=generator)}
     batch["label"] = torch.randint(11, (2, 48, 48), generator=generator)
-    losses = model(batch)
+    losses = model.train()(batch)
     losses["loss_seg"].backward()
     assert [*losses] == ["loss_seg"]
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
@@ -72,9 +58,6 @@ def test_a_network_gives_losses_in_train_mode_and_logits_in_eval_mode(name):
     assert list(logits.shape) == [2, 11, 48, 48]
     expected = torch.nn.functional.cross_entropy(logits, batch["label"]).item()
     assert model.losses(batch)["loss_seg"].item() == pytest.approx(expected)
-
-
-# ---------------------------------------------------------------------- the drawing
 
 
 def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_palette():
@@ -94,9 +77,7 @@ def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_pal
     assert len(set(map(tuple, colours))) == len(CLASS_NAMES)
 
 
-# ---------------------------------------------------------------------- short runs of the configs
-
-
+CONFIGS = ["config.yaml", "fcn.yaml", "vit.yaml"]
 OPTIONS = ["DATASETS.TRAIN", ["few_canvases"], "DATASETS.VAL", ["few_canvases"], "DATASETS.TEST", ["few_canvases"]]
 OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 2, "SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 4]
 OPTIONS += ["SOLVER.SCHEDULES", [{"NAME": "Polynomial", "POWER": 0.9}], "TEST.IMS_PER_BATCH", 2, "MODEL.WIDTH", 2]
@@ -108,29 +89,15 @@ def short(name, folder, *options):
     return config(name, *OPTIONS, *vit, "OUTPUT_DIR", str(folder), *options)
 
 
-def run(name, folder, *options):
-    cfg = short(name, folder, *options)
-    seed_all_rng(cfg.SEED)
-    trainer = DefaultTrainer(cfg)
-    trainer.resume_or_load()
-    return trainer.train()
-
-
-def pictures(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.png")}
-
-
-EVALUATIONS = ["test/few_canvases_iter0000008", "val/few_canvases_iter0000003", "val/few_canvases_iter0000008"]
-
-
 def test_every_second_batch_of_an_evaluation_is_drawn_into_files_and_for_tensorboard(tmp_path):
-    results = run("fcn.yaml", tmp_path, "LOG.WRITERS", ["tensorboard"])
+    results = DefaultTrainer(short("fcn.yaml", tmp_path, "LOG.WRITERS", ["tensorboard"])).train()
 
     assert [*results["sem_seg"]][:4] == ["mIoU", "aAcc", "mAcc", "IoU-paper"]
     # five canvases in batches of two, the second of which is drawn
-    drawn = [f"visualization/{evaluation}_batch0001.png" for evaluation in EVALUATIONS]
-    assert sorted(pictures(tmp_path)) == drawn
-    shapes = {decode_png(content).shape for content in pictures(tmp_path).values()}
+    evaluations = ["test/few_canvases_iter0000008", "val/few_canvases_iter0000003", "val/few_canvases_iter0000008"]
+    pictures = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.png")}
+    assert sorted(pictures) == [f"visualization/{evaluation}_batch0001.png" for evaluation in evaluations]
+    shapes = {decode_png(path.read_bytes()).shape for path in pictures.values()}
     assert shapes == {(2 * 48 * 3, 3 * 48 * 3, 3)}
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
     events.Reload()

@@ -1,6 +1,8 @@
-"""What the methods share, SimSiam, SwAV and DenseCL; the other two are in test_selfsup_clusters.py."""
+"""What the methods share, SimSiam, SwAV and DenseCL with their hooks; others are in test_selfsup_clusters.py."""
 
 import copy
+import itertools
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,11 +16,13 @@ from projects.selfsup.densecl import DenseCL
 from projects.selfsup.queues import new_queue, push
 from projects.selfsup.simsiam import SimSiam, negative_cosine
 from projects.selfsup.swav import SwAV, sinkhorn
-from tests.two_ranks import SLOW, on_two_ranks
-from trainkit.config import get_cfg
+from tests.two_ranks import on_two_ranks
+from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
-from trainkit.modeling import build_model
+from trainkit.engine import SimpleTrainer
+from trainkit.engine.hooks import CallbackHook, LRScheduler
 from trainkit.utils.logger import close_logger
+from trainkit_selfsup import DeepClusterHook, DenseCLHook, ODCHook, SimSiamHook, SwAVHook
 
 FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
 
@@ -68,19 +72,15 @@ def views(num=4, seed=0):
     return {name: torch.rand(num, 1, 8, 8, generator=generator) for name in ("view1", "view2")}
 
 
-# ---------------------------------------------------------------------- data
-
-
-# ---------------------------------------------------------------------- models
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_every_parameter_that_is_trained_gets_a_gradient(name):
-    model = build_model(config(name))
-    losses = model(views())
-    sum(loss for loss in losses.values() if loss.requires_grad).backward()
-    trained = {name for name, param in model.named_parameters() if param.grad is not None}
-    assert trained == {name for name, param in model.named_parameters() if not name.startswith("key_encoder")}
+def train(model, hooks, num_iters, look, optimizer=None):
+    """What ``look()`` gives after the backward pass of each iteration; an epoch has six."""
+    found = []
+    loader = [views(seed=i) for i in range(6)]
+    trainer = SimpleTrainer(model, loader, optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+    spy = CallbackHook(after_backward=lambda trainer: found.append(look()))
+    trainer.register_hooks([*hooks, spy])
+    trainer.train(0, num_iters)
+    return found
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -104,15 +104,11 @@ def test_the_probe_sees_few_labels_and_the_neighbours_all():
     # among the twenty nearest, at most one says 0
     assert evaluator.evaluate() == {"frozen": {"probe": 100.0, "knn": 50.0, "nmi": pytest.approx(100)}}
 
-    evaluator.reset()
-    process(evaluator, [(part, 1 - label if part == LABELLED else label, x) for part, label, x in SAMPLES])
-    assert evaluator.evaluate()["frozen"]["probe"] == 0.0
-
 
 # ---------------------------------------------------------------------- SimSiam
 
 
-def test_the_target_of_simsiam_gets_no_gradient():
+def test_simsiam_compares_each_prediction_with_the_other_projection_which_gets_no_gradient():
     prediction = torch.tensor([[1.0, 0.0], [3.0, 4.0]], requires_grad=True)
     target = torch.tensor([[2.0, 0.0], [0.0, 1.0]], requires_grad=True)
     loss = negative_cosine(prediction, target)
@@ -121,8 +117,6 @@ def test_the_target_of_simsiam_gets_no_gradient():
     assert target.grad is None
     assert prediction.grad[1].abs().sum() > 0
 
-
-def test_the_loss_of_simsiam_compares_each_prediction_with_the_other_projection():
     model, batch = SimSiam(width=2, dim=8, hidden_dim=4), views()
     z = [model.projector(model.backbone(batch[name]).mean(dim=(2, 3))) for name in batch]
     p = [model.predictor(projection) for projection in z]
@@ -130,6 +124,19 @@ def test_the_loss_of_simsiam_compares_each_prediction_with_the_other_projection(
     losses = model.losses(batch)
     assert losses["loss_sim"].item() == pytest.approx(sum(expected) / 2)
     assert not losses["output_std"].requires_grad
+
+
+@pytest.mark.parametrize(("flag", "fix"), [("fix_lr", True), ("fixed_lr", True), ("fix_lr", False)])
+def test_the_rate_of_flagged_groups_stays_while_a_schedule_halves_the_others(flag, fix):
+    model = SimSiam(width=2, dim=8, hidden_dim=4)
+    groups = [{"params": [*model.backbone.parameters()]}, {"params": [*model.predictor.parameters()], flag: True}]
+    optimizer = torch.optim.SGD(groups, lr=0.4)
+    halves = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
+    hooks = [SimSiamHook(fix, 0.05), LRScheduler(optimizer, halves)]
+    found = train(model, hooks, 4, lambda: [group["lr"] for group in optimizer.param_groups], optimizer)
+
+    falling = [0.4, 0.2, 0.1, 0.05]
+    assert [list(of_group) for of_group in zip(*found, strict=True)] == [falling, [0.05] * 4 if fix else falling]
 
 
 # ---------------------------------------------------------------------- queues
@@ -181,10 +188,37 @@ def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(que
         assert torch.equal(model.head.loss.queue[:, 5:], before[:, :7])
 
 
+def test_the_hook_makes_the_queue_in_its_epoch_and_it_is_used_when_it_is_full():
+    model = SwAV(width=2, dim=4, num_prototypes=6)
+    loss = model.head.loss
+    # 11 rows are rounded down to two batches of 4
+    hook = SwAVHook(batch_size=4, epoch_queue_starts=1, crops_for_assign=[0, 1], feat_dim=4, queue_length=11)
+    found = train(model, [hook], 12, lambda: (loss.queue is not None and loss.queue.clone(), loss.use_queue))
+
+    assert [used for _, used in found] == [False] * 8 + [True] * 4
+    assert [queue is not False for queue, _ in found] == [False] * 6 + [True] * 6
+    assert not found[6][0][:, 4:].any()
+    for (before, _), (after, _) in itertools.pairwise(found[6:]):
+        assert torch.equal(after[:, 4:], before[:, :4])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_frozen_layer_starts_at_its_own_iteration_and_neither_decay_nor_momentum_moves_it(fused):
+    model = SwAV(width=2, dim=4, num_prototypes=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused)
+    layers = [model.head.loss.prototypes.weight, next(model.projector.parameters())]
+    hook = SwAVHook(4, frozen_layers_cfg={"prototypes": 3, "projector": 5})
+    found = train(model, [hook], 8, lambda: [layer.clone() for layer in layers], optimizer)
+
+    for layer, first in ((0, 3), (1, 5)):
+        changed = [not torch.equal(old[layer], new[layer]) for old, new in itertools.pairwise(found)]
+        assert changed == [iter >= first for iter in range(7)]
+
+
 # ---------------------------------------------------------------------- DenseCL
 
 
-def test_densecl_weighs_its_two_losses_and_remembers_the_keys():
+def test_densecl_weighs_its_two_losses_from_an_iteration_on_and_remembers_the_keys():
     torch.manual_seed(0)
     model = DenseCL(width=2, dim=4, queue_length=12, loss_lambda=0.3)
     begin = copy.deepcopy(model.state_dict())
@@ -204,8 +238,28 @@ def test_densecl_weighs_its_two_losses_and_remembers_the_keys():
     assert torch.allclose(state["dense_queue"][:5], F.normalize(dense.mean(dim=2)))
     assert torch.equal(state["queue"][5:], begin["queue"][:7])
 
+    model.loss_lambda = 0.3
+    assert train(model, [DenseCLHook(start_iters=3)], 5, lambda: model.loss_lambda) == [0.0] * 3 + [0.3] * 2
+    assert model.loss_lambda == 0.3
+
 
 # ---------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DenseCLHook(), "DenseCLHook needs a number loss_lambda of the model, but Linear has none"),
+        (lambda: SimSiamHook(True, 0.1), "SimSiamHook needs a parameter group with fix_lr or fixed_lr"),
+        (lambda: SwAVHook(4, queue_length=8), "SwAVHook needs an attribute head.loss.queue of the model"),
+        (lambda: SwAVHook(4, frozen_layers_cfg={"x_": 3}), "no parameter of Linear has 'x_' in its name"),
+        (lambda: DeepClusterHook({"k": 2}), "DeepClusterHook needs a method extract_feat of the model"),
+        (lambda: ODCHook(2, 3, 4), "ODCHook needs a tensor memory_bank.label_bank of the model"),
+    ],
+)
+def test_a_model_that_lacks_a_name_is_refused_before_training(make, message):
+    with pytest.raises(ConfigError, match=message):
+        train(torch.nn.Linear(1, 1), [make()], 1, lambda: None)
 
 
 def test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed(tmp_path, capsys):
@@ -220,10 +274,9 @@ def test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed(tm
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables[0]]
     assert cells[0] == ["", "probe, %", "knn, %", "nmi, %"]
     assert [row[0] for row in cells[2:]] == ["random backbone", "the same, precise batch norm", "simsiam"]
-    for row in cells[2:]:
-        for cell in row[1:]:
-            mean, *by_seed = (float(value) for value in cell.replace("(", "").replace(")", "").split())
-            assert mean == pytest.approx(sum(by_seed) / 2, abs=0.11)
+    for cell in (cell for row in cells[2:] for cell in row[1:]):
+        mean, *by_seed = map(float, re.findall(r"[\d.]+", cell))
+        assert mean == pytest.approx(sum(by_seed) / 2, abs=0.11)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simsiam_0", "simsiam_1"]
     assert list(tmp_path.glob("*/previous_*")) == []
 
@@ -242,18 +295,12 @@ def evaluated_in_parts(rank, folder):
     return evaluator.evaluate()
 
 
-@pytest.fixture(scope="module", params=SLOW)
-def found(tmp_path_factory):
-    return on_two_ranks([assigned_in_parts, evaluated_in_parts], tmp_path_factory.mktemp("ranks"))
-
-
-def test_two_ranks_assign_their_samples_together(found):
+@pytest.mark.slow
+def test_two_ranks_assign_their_samples_together_and_evaluate_as_one(tmp_path):
+    found = on_two_ranks([assigned_in_parts, evaluated_in_parts], tmp_path)
     scores = torch.rand(6, 3, generator=torch.Generator().manual_seed(0))
     by_rank = found["assigned_in_parts"]
     assert torch.allclose(torch.tensor(by_rank[0] + by_rank[1]), sinkhorn(scores))
     assert not torch.allclose(torch.tensor(by_rank[0]), sinkhorn(scores[:4]))
-
-
-def test_two_ranks_evaluate_as_one(found):
     assert found["evaluated_in_parts"][0] == {"frozen": {"probe": 100.0, "knn": 50.0, "nmi": pytest.approx(100)}}
     assert found["evaluated_in_parts"][1] == {}

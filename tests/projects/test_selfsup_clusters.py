@@ -1,15 +1,21 @@
+"""DeepCluster and ODC, of the project and written as MMSelfSup's."""
+
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from projects.digits import load_split
 from projects.selfsup import normalized_mutual_info
-from tests.two_ranks import SLOW, on_two_ranks
+from tests.engine.job import tiny_cfg
+from tests.two_ranks import on_two_ranks
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase
+from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.env import seed_all_rng
 from trainkit_selfsup import ODCMemory
@@ -42,29 +48,30 @@ def config(name, folder, *options):
     return cfg
 
 
-def start(name, folder, *options):
-    cfg = config(name, folder, *options)
+def run(cfg, *hooks):
     seed_all_rng(cfg.SEED)
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load()
+    trainer.register_hooks(hooks)
+    trainer.train()
     return trainer
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+def look(function, point="after_backward"):
+    """A hook whose ``found`` lists what ``function(trainer)`` gives in each iteration."""
+    spy = type("Look", (HookBase,), {point: lambda self: self.found.append(function(self.trainer))})()
+    spy.found = []
+    return spy
 
 
-# ---------------------------------------------------------------------- k-means and its measure
-
-SIX_POINTS = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0], [20.0, 8.0], [20.0, 10.0]])
+# ---------------------------------------------------------------------- k-means, its measure, its features
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members(seed):
-    labels, centroids = kmeans(SIX_POINTS, 3, generator(seed), num_trials=5)
-
-    assert centroids[labels].tolist() == [[0, 1], [0, 1], [10, 1], [10, 1], [20, 9], [20, 9]]
-    assert labels.dtype == torch.int64
+def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members():
+    points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0], [20.0, 8.0], [20.0, 10.0]])
+    for seed in range(5):
+        labels, centroids = kmeans(points, 3, torch.Generator().manual_seed(seed), num_trials=5)
+        assert centroids[labels].tolist() == [[0, 1], [0, 1], [10, 1], [10, 1], [20, 9], [20, 9]]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +79,6 @@ def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members(se
     [
         ([0, 0, 1, 1, 2, 2], [2, 2, 0, 0, 1, 1], 1.0),
         ([0, 0, 1, 1], [0, 1, 0, 1], 0.0),
-        ([0, 0, 0, 0], [3, 3, 3, 3], 1.0),
-        ([0, 0, 1, 1], [0, 0, 0, 0], 0.0),
         # entropies log 2 and 1.5 log 2, of which log 2 is shared
         ([0, 0, 1, 1], [0, 0, 1, 2], 0.8),
     ],
@@ -84,22 +89,14 @@ def test_mutual_information_is_normalized_by_the_mean_of_the_entropies(a, b, exp
     assert normalized_mutual_info(b, a) == pytest.approx(expected, abs=1e-12)
 
 
-# ---------------------------------------------------------------------- features of the whole set
-
-
-def test_whitened_features_have_as_many_components_of_equal_weight_in_rows_of_length_1():
-    features = torch.randn(400, 3, generator=generator()) * torch.tensor([100.0, 1.0, 0.0]) + 7
+def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_of_its_size():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(400, 3, generator=generator) * torch.tensor([100.0, 1.0, 0.0]) + 7
     white = whiten(features, 2)
-
-    assert list(white.shape) == [400, 2]
     assert white.square().sum(1).tolist() == pytest.approx([1.0] * 400)
     torch.testing.assert_close(white.T @ white / 400, torch.eye(2).double() / 2, atol=0.05, rtol=0)
-    assert whiten(features, 3)[:, 0].abs().max() < 0.01
 
-
-def test_a_cluster_counts_by_the_power_of_its_size():
     assert loss_weights(torch.tensor([1, 4, 16]), 0.5).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
-    assert loss_weights(torch.tensor([1, 4, 16]), 1.0).tolist() == pytest.approx([16 / 21, 4 / 21, 1 / 21])
     # one without samples: 1e-10 ** -0.5 = 1e5 beside 1 and 1/2
     assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx([1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4)
 
@@ -107,69 +104,130 @@ def test_a_cluster_counts_by_the_power_of_its_size():
 # ---------------------------------------------------------------------- DeepCluster
 
 
-class BatchRecorder(HookBase):
-    """What each iteration trains on."""
+class Recorder(HookBase):
+    """What each iteration trains on, and what it leaves."""
 
     def __init__(self):
-        self.batches = []
+        self.batches, self.states, self.momenta = [], [], []
 
     def after_backward(self):
         self.batches.append(self.trainer.batch)
+
+    def after_step(self):
+        model, state = unwrap_model(self.trainer.model), self.trainer.optimizer.state
+        self.states.append(self.trainer.state_dict()["hooks"]["DeepClusterHook"])
+        self.momenta.append(
+            [any(value.any() for value in state[p].values()) for p in (model.head.weight, *model.backbone.parameters())]
+        )
 
     def column(self, key):
         return torch.stack([batch[key] for batch in self.batches])
 
 
-class Recorder(BatchRecorder):
-    """And what it leaves."""
-
-    def __init__(self):
-        super().__init__()
-        self.states, self.heads, self.momenta = [], [], []
-
-    def after_step(self):
-        model, state = self.trainer.model, self.trainer.optimizer.state
-        self.states.append(self.trainer.state_dict()["hooks"]["DeepClusterHook"])
-        self.heads.append(model.head.weight.detach().clone())
-        self.momenta.append(
-            [any(value.any() for value in state[p].values()) for p in (model.head.weight, *model.backbone.parameters())]
-        )
-
-
-def record(folder, *options):
-    trainer, recorder = start("deepcluster.yaml", folder, *options), Recorder()
-    trainer.register_hooks([recorder])
-    trainer.train()
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    recorder = Recorder()
+    run(config("deepcluster.yaml", tmp_path_factory.mktemp("recorded")), recorder)
     return recorder
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    return record(tmp_path_factory.mktemp("recorded"))
-
-
-def test_the_data_are_clustered_before_the_first_iteration_and_after_every_third(recorded):
+def test_the_data_are_clustered_every_third_iteration_and_batches_have_the_labels_of_the_last_clustering(recorded):
     assert [state["num_clusterings"] for state in recorded.states] == [1, 1, 2, 2, 2, 3, 3, 3]
     labels = [state["labels"] for state in recorded.states]
     changed = [not torch.equal(before, after) for before, after in itertools.pairwise(labels)]
     assert changed == [False, True, False, False, True, False, False]
     assert [sorted(of_one.unique().tolist()) for of_one in labels] == [[*range(6)]] * 8
 
-
-def test_each_batch_has_the_labels_of_the_last_clustering(recorded):
-    known = torch.stack([recorded.states[0]["labels"], *(state["labels"] for state in recorded.states[:-1])])
+    known = torch.stack([labels[0], *labels[:-1]])
     assert torch.equal(recorded.column("label"), known.gather(1, recorded.column("index")))
     first = known[:1].expand_as(known)
     assert not torch.equal(recorded.column("label"), first.gather(1, recorded.column("index")))
 
-
-def test_the_optimizer_forgets_the_old_head_and_nothing_else(recorded):
+    # the optimizer forgets the old head and nothing else
     for iter, (head, *backbone) in enumerate(recorded.momenta):
         assert head == (iter not in (2, 5))
         assert all(backbone)
 
 
-# ---------------------------------------------------------------------- the memory of ODC
+class ClsHead(nn.Module):
+    """As a module of MMEngine: it initializes itself once, unless ``_is_init`` is set back."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc_cls, self.loss = nn.Linear(3, 4), nn.CrossEntropyLoss()
+        self.loss.class_weight = None
+        self._is_init, self.num_inits = True, 0
+
+    def init_weights(self):
+        if not self._is_init:
+            self.num_inits += 1
+            nn.init.normal_(self.fc_cls.weight, std=0.5)
+            self._is_init = True
+
+    def forward(self, feats, labels):
+        return F.cross_entropy(self.fc_cls(feats[-1]), labels, weight=self.loss.class_weight)
+
+
+@MODEL_REGISTRY.register()
+class ForeignDeepCluster(nn.Module):
+    """Written as MMSelfSup's, with its names: a backbone that gives a tuple of maps, a neck, a head with a loss."""
+
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.backbone, self.head = nn.Linear(5, 3 * 4), ClsHead()
+        self.register_buffer("loss_weight", torch.ones(4) / 4)
+
+    def neck(self, maps):
+        return [maps[-1].mean((2, 3))]
+
+    def extract_feat(self, batch):
+        first = self.backbone(batch["x"]).reshape(-1, 3, 2, 2)
+        return first - 1, first.tanh()
+
+    def forward(self, batch):
+        return {"loss": self.head(self.neck(self.extract_feat(batch)), batch["clustering_label"])}
+
+
+VECTORS = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
+DatasetCatalog.register("foreign_train", lambda: [{"x": x, "sample_idx": i} for i, x in enumerate(VECTORS)])
+DEEP = {"NAME": "DeepClusterHook", "CLUSTERING": {"type": "Kmeans", "k": 4, "pca_dim": 2}, "REWEIGHT": True}
+DEEP |= {"LABEL_KEY": "clustering_label"}
+UNIFORM = {"UNIF_SAMPLING": True, "INITIAL": True, "PERIOD": 4}
+
+
+def foreign(folder, hook=UNIFORM):
+    """12 iterations of 4 samples, six per epoch, saved after every third."""
+    return tiny_cfg(
+        folder,
+        *("MODEL.NAME", "ForeignDeepCluster", "DATASETS.TRAIN", ("foreign_train",), "DATASETS.TEST", ()),
+        *("INPUT.TRAIN_TRANSFORM", "", "INPUT.TEST_TRANSFORM", "", "TEST.EVAL_PERIOD", 0, "SOLVER.STEPS", (4,)),
+        *("SOLVER.MAX_ITER", 12, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 3, "SOLVER.MOMENTUM", 0.9),
+        *("HOOKS", [{**DEEP, **hook}]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"INTERVAL": 1}, [1] * 5 + [2] * 6 + [3]),  # six iterations per epoch
+        ({"PERIOD": "1ep"}, [1] * 5 + [2] * 6 + [3]),
+        (UNIFORM, [1] * 3 + [2] * 4 + [3] * 4 + [4]),
+    ],
+)
+def test_a_foreign_model_is_clustered_at_first_and_at_each_interval_and_its_head_starts_again(
+    tmp_path, options, expected
+):
+    def counts(trainer):
+        state = trainer.state_dict()["hooks"]["DeepClusterHook"]
+        return state["num_clusterings"], trainer.model.head.num_inits
+
+    spy = look(counts, "after_step")
+    trainer = run(foreign(tmp_path, options), spy)
+    assert spy.found == [(count, count) for count in expected]
+    assert torch.equal(trainer.model.head.loss.class_weight, trainer.model.loss_weight)
+
+
+# ---------------------------------------------------------------------- ODC
 
 
 def unit(*degrees):
@@ -211,47 +269,59 @@ def test_small_clusters_join_the_others_and_become_halves_of_the_largest():
     assert torch.equal(filled.centroids[1], before[1])  # until all are updated
 
 
-# ---------------------------------------------------------------------- ODC
+def test_odc_follows_the_formulas_step_by_step(tmp_path):
+    """Each iteration again by hand: mix, normalize, largest inner product, centroids every second iteration."""
+    steps = []
+
+    def before(trainer):
+        bank = trainer.model.memory_bank
+        steps.append([bank.feature_bank.clone(), bank.label_bank.clone(), bank.centroids.clone()])
+
+    def after(trainer):
+        model, index = trainer.model, trainer.batch["index"]
+        with torch.no_grad():
+            feature = model.neck(model.features(trainer.batch["view1"]))
+        old, labels, centroids = steps[-1]
+        mixed = F.normalize(0.5 * old[index] + 0.5 * F.normalize(feature))
+        expected = (mixed @ centroids.T).argmax(1)
+        torch.testing.assert_close(model.memory_bank.feature_bank[index], mixed)
+        assert torch.equal(model.memory_bank.label_bank[index], expected)
+        return bool((expected != labels[index]).any())
+
+    spies = [look(before, "before_step"), look(after)]
+    keep = {**ODC, "DEAL_WITH_SMALL_CLUSTERS_INTERVAL": 100}
+    run(config("odc.yaml", tmp_path, "HOOKS", [INIT, keep]), *spies)
+
+    assert any(spies[1].found)
+    assert [not torch.equal(old[2], new[2]) for old, new in itertools.pairwise(steps)] == [False, True] * 3 + [False]
 
 
-# ---------------------------------------------------------------------- killed and resumed
-
-
-# ---------------------------------------------------------------------- several ranks
+# ---------------------------------------------------------------------- two ranks
 
 
 def check_deep_cluster(rank, folder):
-    trainer, recorder = start("deepcluster.yaml", f"{folder}/deepcluster"), BatchRecorder()
-    trainer.register_hooks([recorder])
-    trainer.train()
-    labels = trainer.state_dict()["hooks"]["DeepClusterHook"]["labels"]
-    return labels, trainer.model.module.head.weight.detach(), recorder.column("index"), recorder.column("label")
+    recorder = Recorder()
+    trainer = run(config("deepcluster.yaml", f"{folder}/deepcluster"), recorder)
+    head = trainer.model.module.head.weight.detach()
+    return recorder.states[-1]["labels"], head, recorder.column("index"), recorder.column("label")
 
 
 def check_odc(rank, folder):
-    trainer, recorder = start("odc.yaml", f"{folder}/odc"), BatchRecorder()
-    trainer.register_hooks([recorder])
-    trainer.train()
-    return *unwrap_model(trainer.model).memory_bank.buffers(), recorder.column("index")
+    index = look(lambda trainer: trainer.batch["index"])
+    trainer = run(config("odc.yaml", f"{folder}/odc"), index)
+    return *unwrap_model(trainer.model).memory_bank.buffers(), torch.stack(index.found)
 
 
-@pytest.fixture(scope="module", params=SLOW)
-def on_ranks(tmp_path_factory):
-    return on_two_ranks([check_deep_cluster, check_odc], tmp_path_factory.mktemp("ranks"))
+@pytest.mark.slow
+def test_two_ranks_have_the_same_labels_head_and_memory_and_share_the_batches_of_one(recorded, tmp_path):
+    found = on_two_ranks([check_deep_cluster, check_odc], tmp_path)
+    (*ours, index, label), (*theirs, other_index, other_label) = found["check_deep_cluster"]
+    assert all(map(torch.equal, ours, theirs))
+    assert torch.equal(torch.stack([index, other_index], 2).flatten(1), recorded.column("index"))
+    labels = torch.stack([label, other_label], 2).flatten(1)
+    assert torch.equal(labels[:3], recorded.column("label")[:3])  # later the weights differ, by batch norm
 
-
-def test_two_ranks_have_the_same_labels_and_head_and_share_the_batches_of_one(on_ranks, recorded):
-    (labels, head, *batches), (other_labels, other_head, *other_batches) = on_ranks["check_deep_cluster"]
-    assert torch.equal(labels, other_labels)
-    assert torch.equal(head, other_head)
-    index, label = (torch.stack(parts, 2).flatten(1) for parts in zip(batches, other_batches, strict=True))
-    assert torch.equal(index, recorded.column("index"))
-    assert torch.equal(label[:3], recorded.column("label")[:3])  # later the weights differ, by batch norm
-
-
-def test_two_ranks_have_the_same_memory_of_the_samples_of_both(on_ranks, tmp_path):
-    *_, index_of_one = check_odc(0, tmp_path)
-    (*memories, index), (*other_memories, other_index) = on_ranks["check_odc"]
-    for memory, other in zip(memories, other_memories, strict=True):
-        assert torch.equal(memory, other)
+    *_, index_of_one = check_odc(0, tmp_path / "one")
+    (*ours, index), (*theirs, other_index) = found["check_odc"]
+    assert all(map(torch.equal, ours, theirs))
     assert torch.equal(torch.stack([index, other_index], 2).flatten(1), index_of_one)

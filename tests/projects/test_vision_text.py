@@ -59,26 +59,16 @@ def model_of(job):
     return build_model(cfg)
 
 
-# ---------------------------------------------------------------------- data
-
-
-# ---------------------------------------------------------------------- training
-
-
 @pytest.mark.slow
 @JOBS
-def test_a_config_trains_it(job, capsys):
+def test_a_config_trains_it_and_so_does_a_subclass(job, capsys):
     need(*NEEDS[job])
     args = default_argument_parser().parse_args(["--config-file", str(FOLDER / f"{job}.yaml"), *SHORT])
     results = train_net.main(args)
     assert "The run has finished after 3 of 3 iterations" in capsys.readouterr().out
     assert set(results) == ({"loss"} if job == "lm" else {"classification", "loss"})
 
-
-@pytest.mark.slow
-@JOBS
-def test_a_subclass_trains_it_too(job, capsys):
-    need(*NEEDS[job])
+    close_logger()
     module = importlib.import_module(f"projects.vision_text.{job}")
     options = re.search(r"\n    start\(Trainer, (.*)\)\n$", (FOLDER / f"{job}.py").read_text())[1]
     results = start(module.Trainer, eval(options, vars(module)), SHORT)
@@ -86,23 +76,14 @@ def test_a_subclass_trains_it_too(job, capsys):
     assert "The run has finished after 3 of 3 iterations" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------- models
-
-
-def original(job):
-    """The model as its library makes it, with the same weights, and a batch."""
-    model = model_of(job)
-    plain = model_of(job)
-    plain.__class__ = type(plain).__mro__[1]
-    dataset = DatasetCatalog.get(config(job).DATASETS.TRAIN[0])
-    samples = [dataset[i] if "image" not in dataset[i] else ToImage()(dataset[i]) for i in range(4)]
-    return model, plain, torch.utils.data.default_collate(samples)
-
-
 @pytest.mark.slow
 @JOBS
 def test_it_gives_the_loss_and_the_logits_of_the_library_and_keeps_all_names(job):
-    model, plain, batch = original(job)
+    model, plain = model_of(job), model_of(job)
+    plain.__class__ = type(plain).__mro__[1]  # as its library makes it, with the same weights
+    dataset = DatasetCatalog.get(config(job).DATASETS.TRAIN[0])
+    samples = [dataset[i] if "image" not in dataset[i] else ToImage()(dataset[i]) for i in range(4)]
+    batch = torch.utils.data.default_collate(samples)
     assert model.state_dict().keys() == plain.state_dict().keys()
     inputs = {name: value for name, value in batch.items() if not name.startswith("label")}
     for mode in (True, False):
@@ -125,23 +106,14 @@ def test_it_gives_the_loss_and_the_logits_of_the_library_and_keeps_all_names(job
 @pytest.mark.slow
 def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypatch, capsys):
     need("torchvision", "torchmetrics")
-    (tmp_path / "mymodels.py").write_text(
-        f"import projects.vision_text.data\n{REGISTERED}\n{METRIC}\n{LAYERS}".replace(
-            "def Resnet18", "def PageResnet18"
-        )
-    )
-    layers = RESNET_LAYERS.strip()
-    (tmp_path / "my.yaml").write_text(f"{BY_CONFIG.replace('Resnet18', 'PageResnet18')}{layers}\n")
+    code = f"import projects.vision_text.data\n{REGISTERED}\n{METRIC}\n{LAYERS}"
+    (tmp_path / "mymodels.py").write_text(code.replace("def Resnet18", "def PageResnet18"))
+    config_of_page = BY_CONFIG.replace("Resnet18", "PageResnet18")
+    (tmp_path / "my.yaml").write_text(f"{config_of_page}{RESNET_LAYERS.strip()}\n")
     monkeypatch.syspath_prepend(tmp_path)
     options = ["INPUT.TRAIN_TRANSFORM", "ToImage", "INPUT.TEST_TRANSFORM", "ToImage", "OUTPUT_DIR", "out"]
-    options += [
-        "TEST.EVALUATORS",
-        "[ClassificationEvaluator, F1]",
-        "CHECKPOINT.BEST_METRIC",
-        "torchmetrics/f1",
-        "CHECKPOINT.BEST_MODE",
-        "max",
-    ]
+    options += ["TEST.EVALUATORS", "[ClassificationEvaluator, F1]"]
+    options += ["CHECKPOINT.BEST_METRIC", "torchmetrics/f1", "CHECKPOINT.BEST_MODE", "max"]
     options += ["TEST.EVAL_PERIOD", "2", "DATALOADER.NUM_WORKERS", "0", "TEST.IMS_PER_BATCH", "120"]
     options += ["SOLVER.STEPS", "[]", "SOLVER.IMS_PER_BATCH", "16"]
     results = train_net.main(default_argument_parser().parse_args(["--config-file", "my.yaml", *SHORT, *options]))
@@ -151,9 +123,8 @@ def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypat
     assert "LAYER_DECAY: {RATE: 0.8, SCHEME: vit, NUM_LAYERS: 2}" in VIT_LAYERS  # as in vit.yaml and encoder.yaml
     assert "{NAME: Muon, LR: 0.02, MOMENTUM: 0.95" in OPTIMIZERS  # as in vit.yaml
     names = [name for name, _ in model_of("resnet18").named_parameters()]
-    assert [*map(LAYER_DEPTH_REGISTRY.get("resnet_layers"), names)] == [
-        *map(LAYER_DEPTH_REGISTRY.get("resnet_depth"), names)
-    ]
+    ours, of_page = (map(LAYER_DEPTH_REGISTRY.get(name), names) for name in ("resnet_layers", "resnet_depth"))
+    assert [*ours] == [*of_page]
 
 
 @pytest.mark.slow
@@ -166,9 +137,8 @@ def test_the_script_of_the_page_is_trained_counted_and_predicts_from_a_picture(t
     run(SCRIPT, "train.py", __name__="__main__")
     assert "The run has finished after 8 of 8 iterations" in capsys.readouterr().out
 
-    analyze_model.main(
-        analyze_model.parse_args(["--config-file", "output/mine/config.yaml", "--script", "train.py", "--depth", "0"])
-    )
+    command = ["--config-file", "output/mine/config.yaml", "--script", "train.py", "--depth", "0"]
+    analyze_model.main(analyze_model.parse_args(command))
     assert re.search(r"^\(model\) +ResNet +11,178,051 ", capsys.readouterr().out, re.MULTILINE)
 
     close_logger()
