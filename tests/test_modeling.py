@@ -28,14 +28,11 @@ def test_a_model_is_made_from_the_config_on_its_device():
     assert (model.in_features, model.weight.device.type) == (3, "meta")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_what_makes_no_model_is_an_error():
+    for name, message in (
         ("gives_nothing", "MODEL.NAME: gives_nothing must return an nn.Module, got NoneType"),
         ("", "MODEL.NAME is empty; set it.*IMPORTS"),
         ("gives_laeyr", "MODEL.NAME: .*gives_laeyr"),
-    ],
-)
-def test_what_makes_no_model_is_an_error(name, message):
-    with pytest.raises(ConfigError, match=message):
-        build(name)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(name)

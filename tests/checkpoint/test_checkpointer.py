@@ -1,6 +1,5 @@
 import logging
 import os
-import sys
 
 import fvcore.common.checkpoint
 import numpy as np
@@ -39,8 +38,6 @@ def test_wrong_values_and_names_are_named_and_nothing_is_written(tmp_path):
         checkpointer.save("model")
     with pytest.raises(ValueError, match="name must be .* got 'a/b'"):
         checkpointer.save("a/b")
-    with pytest.raises(TypeError, match=r"state_dict\(\)"):
-        checkpointer.add_checkpointable("lr", 0.1)
     assert os.listdir(tmp_path) == []
 
 
@@ -68,12 +65,9 @@ def test_a_folder_of_fvcore_can_be_resumed_but_not_weights_alone(tmp_path):
     Checkpointer(linear(1), tmp_path / "weights").save("model")
     with pytest.raises(CheckpointError, match=r"no state for \['trainer'\].* --resume"):
         resume(tmp_path / "weights", trainer=Counter())
-
-
-def test_resume_needs_exactly_the_model_of_the_checkpoint(run_folder):
-    trainer = Counter()
+    trainer = Counter()  # and the model has to be the same
     with pytest.raises(CheckpointError, match=r"entry 'model' does not fit(.|\n)*Missing.*0.weight(.|\n)*Unexpected"):
-        Checkpointer(nn.Sequential(linear(0)), run_folder, trainer=trainer).resume_or_load("")
+        Checkpointer(nn.Sequential(linear(0)), tmp_path, trainer=trainer).resume_or_load("")
     assert trainer.value == 0
 
 
@@ -89,50 +83,43 @@ def test_what_does_not_fit_is_named_and_the_rest_is_loaded(tmp_path, caplog):
     assert model.bias.tolist() == [0, 0]
     shapes, missing, unexpected = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "'bias'" in shapes
-    assert "(3,) in the checkpoint but (2,) in the model" in shapes
     assert "steps" in missing
     assert "extra" in unexpected
 
 
 @pytest.mark.parametrize(
-    ("weights", "strict", "message"),
+    ("model", "weights", "strict", "message"),
     [
-        ({"weight": torch.ones(7, 7), "head": torch.ones(1)}, False, "size mismatch for weight"),
-        ({1: torch.ones(1)}, False, "AttributeError"),
-        ({"weight": torch.ones(2, 2)}, True, "Missing.*bias"),
+        (linear(0), {"weight": torch.ones(7, 7), "head": torch.ones(1)}, False, "size mismatch for weight"),
+        (linear(0), {1: torch.ones(1)}, False, "AttributeError"),
+        (linear(0), {"weight": torch.ones(2, 2)}, True, "Missing.*bias"),
+        (nn.BatchNorm1d(2), {"other": torch.ones(1)}, False, "Unexpected"),
     ],
 )
-def test_a_file_that_does_not_fit_is_an_error(tmp_path, weights, strict, message):
+def test_a_file_that_does_not_fit_is_an_error(tmp_path, model, weights, strict, message):
     torch.save({"model": weights}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=rf"entry 'model' does not fit(.|\n)*{message}"):
-        Checkpointer(linear(0)).load(tmp_path / "other.pth", strict=strict)
+        Checkpointer(model).load(tmp_path / "other.pth", strict=strict)
 
 
-def test_a_file_of_which_nothing_fits_is_an_error(tmp_path):
-    torch.save({"model": {"other": torch.ones(1)}}, tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match="entry 'model' does not fit"):
-        Checkpointer(nn.BatchNorm1d(2)).load(tmp_path / "other.pth")
+class Counting(nn.Module):
+    seen: object = None
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
 
 
 def test_lazy_parameters_and_extra_state_are_loaded(tmp_path):
-    class Counting(nn.Module):
-        seen: object = None
-
-        def get_extra_state(self):
-            return {"seen": self.seen}
-
-        def set_extra_state(self, state):
-            self.seen = state["seen"]
-
-    trained = nn.Sequential(nn.LazyLinear(2), Counting())
+    trained, model = nn.Sequential(nn.LazyLinear(2), Counting()), nn.Sequential(nn.LazyLinear(2), Counting())
     trained[0](torch.ones(1, 3))
     trained[1].seen = 7
     Checkpointer(trained, tmp_path).save("model")
-    for strict in (False, True):
-        model = nn.Sequential(nn.LazyLinear(2), Counting())
-        Checkpointer(model).load(tmp_path / "model.pth", strict=strict)
-        assert torch.equal(model[0].weight, trained[0].weight)
-        assert model[1].seen == 7
+    Checkpointer(model).load(tmp_path / "model.pth")
+    assert torch.equal(model[0].weight, trained[0].weight)
+    assert model[1].seen == 7
 
 
 def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_loaded(tmp_path, caplog):
@@ -221,34 +208,3 @@ def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume):
     assert observer.calls == [("after_load", ["iteration", "model", "trainer"], 0)]
     assert (weight_of(model), observer.value) == ((129, 229) if resume else (119, 0))
     assert rest["note"] == "read"  # what nobody takes is returned
-
-
-# ---------------------------------------------------------------------------------------- the price of a save
-def calls_of(action):
-    """The number of calls of Python functions."""
-    num = 0
-
-    def count(frame, event, argument):
-        nonlocal num
-        num += event == "call"
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return num
-
-
-def test_a_save_makes_one_call_per_tensor_more_than_torch(tmp_path):
-    """For the state dicts, beside a fixed number."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    checkpointer = Checkpointer(model, tmp_path, optimizer=optimizer)
-    checkpointer.save("model")
-    state = torch.load(tmp_path / "model.pth", weights_only=True)
-    num_tensors = 4 * 100
-    more = calls_of(lambda: checkpointer.save("model")) - calls_of(lambda: torch.save(state, tmp_path / "plain.pth"))
-    assert more <= num_tensors + 150

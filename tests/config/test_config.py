@@ -25,25 +25,20 @@ def leaves(cfg, prefix=""):
         ("SOLVER.BASE_LR", 1, 1.0),
         ("SOLVER.BASE_LR", "1e-3", 0.001),
         ("SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", float("inf")),
-        ("SOLVER.MAX_ITER", 500, 500),
         ("SOLVER.MAX_ITER", "3ep", "3ep"),
         ("SOLVER.STEPS", ["0.5ep", 9], ("0.5ep", 9)),
-        ("SOLVER.STEPS", "('1ep', 9)", ("1ep", 9)),
         ("TEST.EVALUATORS", "('a',)", ["a"]),
         ("DATASETS.TRAIN", "[a, b]", ("a", "b")),
         ("HOOKS", "[{NAME: EMAHook, DECAY: 1e-3, A: True}]", [{"NAME": "EMAHook", "DECAY": 0.001, "A": True}]),
         ("TEST.EXPECTED_RESULTS", (("t", "m", 1.0, 0.1),), [["t", "m", 1.0, 0.1]]),
         ("SOLVER.AMP.ENABLED", "true", True),
         ("OUTPUT_DIR", "2024", "2024"),
-        ("OUTPUT_DIR", "None", "None"),
         ("OUTPUT_DIR", "[a", "[a"),
         ("OUTPUT_DIR", "'a b'", "a b"),
         ("MAX_TIME", "3600", "3600"),
-        ("LOG.ASYNC", "false", False),
         ("LOG.ASYNC", "null", None),
         ("CHECKPOINT.MAX_TO_KEEP", "3", 3),
         ("SOLVER.AMP.LOSS_SCALE", "512", 512),
-        ("MODEL.WIDTH", "8", 8),
         ("MODEL.BACKBONE.NAME", "resnet", "resnet"),
         ("SOLVER.OPTIMIZER.EPS", "1e-8", 1e-8),
     ],
@@ -60,13 +55,9 @@ def test_a_value_is_taken_as_the_type_of_its_key(key, value, expected):
     ("key", "value", "type_name", "accepted"),
     [
         ("SEED", True, "bool", "a number"),
-        ("SOLVER.BASE_LR", "a", "str", "a number"),
         ("DATASETS.TRAIN", None, "NoneType", "a list or a tuple"),
-        ("DATASETS.TRAIN", "a", "str", "a list or a tuple"),
         ("SOLVER.AMP.ENABLED", 1, "int", "True or False"),
         ("OUTPUT_DIR", 3, "int", "text"),
-        ("SOLVER.STEPS", 3, "int", "a list or a tuple"),
-        ("SOLVER.MAX_ITER", 3.0, "float", "epochs"),
         ("SOLVER.MAX_ITER", "-3ep", "str", "epochs"),
         ("SOLVER.AMP", True, "bool", "a node"),
     ],
@@ -83,12 +74,9 @@ def test_a_wrong_type_names_key_value_type_and_what_is_accepted(key, value, type
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("SOLVER.BASE_LRR", "did you mean 'SOLVER.BASE_LR'?"),
         ("SOLVR.BASE_LR", "did you mean 'SOLVER.BASE_LR'?"),
         ("solver.base_lr", "did you mean 'SOLVER.BASE_LR'?"),
-        ("MAX_ITER", "did you mean 'SOLVER.MAX_ITER'?"),
         ("TEST.PATIENCE", "did you mean 'EARLY_STOPPING.PATIENCE'?"),
-        ("SOLVER..BASE_LR", "did you mean 'SOLVER.BASE_LR'?"),
         ("QQQ", "no key has a similar name"),
     ],
 )
@@ -97,9 +85,6 @@ def test_an_unknown_key_names_its_nearest_neighbour(key, hint):
         get_cfg().merge_from_list([key, "1"])
     assert isinstance(error.value, ConfigError)
     assert str(error.value) == f"unknown key {key}; {hint}"
-
-
-def test_options_come_in_pairs():
     with pytest.raises(ConfigError, match=r"options: got \['SEED=1'\] \(list\); accepted: KEY VALUE KEY VALUE"):
         get_cfg().merge_from_list(["SEED=1"])
 
@@ -109,7 +94,9 @@ def test_none_takes_anything_and_two_keys_take_several_types():
     for value in ("a", ["a", "b"], None, "c"):
         cfg.merge_from_list(["CHECKPOINT.BEST_METRIC", value])
         assert value == cfg.CHECKPOINT.BEST_METRIC
-    cfg.merge_from_list(["LOG.ASYNC", "True", "SOLVER.WEIGHT_DECAY_BIAS", 0])
+    cfg.SOLVER.MAX_ITER = "3ep"
+    cfg.merge_from_list(["SOLVER.MAX_ITER", "20", "LOG.ASYNC", "True", "SOLVER.WEIGHT_DECAY_BIAS", 0])
+    assert cfg.SOLVER.MAX_ITER == 20
     cfg.merge_from_list(["LOG.ASYNC", "None", "SOLVER.WEIGHT_DECAY_BIAS", 0.1])
     assert (cfg.LOG.ASYNC, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (None, 0.1)
 
@@ -207,10 +194,3 @@ def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch
         cfg.merge_from_list(["SOLVER.WIDTH", "wide"])
     assert cfg.SOLVER.WIDTH == 2.0
     assert projects_of(cfg) == [project]
-
-
-def test_epochs_in_a_config_are_replaced_by_iterations_of_the_command_line():
-    cfg = get_cfg()
-    cfg.SOLVER.MAX_ITER = "3ep"
-    cfg.merge_from_list(["SOLVER.MAX_ITER", "20"])
-    assert cfg.SOLVER.MAX_ITER == 20

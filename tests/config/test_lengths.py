@@ -10,20 +10,15 @@ from trainkit.solver import build_schedule
 from trainkit.utils.periods import is_nth
 
 
-@pytest.mark.parametrize(("value", "length"), [(500, 500), ("3ep", Epochs(3.0)), ("0.5ep", Epochs(0.5))])
-def test_a_length_is_iterations_or_epochs(value, length):
-    assert parse_length(value) == length
-
-
-@pytest.mark.parametrize("value", [True, 1.5, "3", "ep", "-1ep", "3 ep", "3epochs", ".ep", "1e1ep", None, [3]])
-def test_anything_else_is_no_length(value):
-    with pytest.raises(ConfigError, match="accepted: iterations"):
-        parse_length(value)
+def test_a_length_is_iterations_or_epochs():
+    assert [parse_length(value) for value in (500, "3ep", "0.5ep")] == [500, Epochs(3.0), Epochs(0.5)]
+    for value in (True, 1.5, "3", "ep", "-1ep", "3 ep", "3epochs", ".ep", "1e1ep", None, [3]):
+        with pytest.raises(ConfigError, match="accepted: iterations"):
+            parse_length(value)
 
 
 @pytest.mark.parametrize(
-    ("epochs", "iters_per_epoch", "iters"),
-    [("3ep", 7, 21), ("0.5ep", 7, 4), ("0.01ep", 7, 1), ("0ep", 7, 0), ("0.35ep", 20, 7), ("1ep", 1, 1)],
+    ("epochs", "iters_per_epoch", "iters"), [("3ep", 7, 21), ("0.01ep", 7, 1), ("0ep", 7, 0), ("0.35ep", 20, 7)]
 )
 def test_epochs_are_rounded_to_iterations_and_at_least_one(epochs, iters_per_epoch, iters):
     cfg = get_cfg()
@@ -66,9 +61,8 @@ def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key(setting
         resolve_lengths(cfg, None)
 
 
-@pytest.mark.parametrize(("samples", "batch", "accumulation"), [(32, 8, 3), (1197, 64, 16), (10, 64, 2)])
-def test_every_boundary_of_epochs_is_rounded_by_itself_so_that_no_error_adds_up(samples, batch, accumulation):
-    per_iter = batch * accumulation
+@pytest.mark.parametrize(("samples", "per_iter"), [(32, 24), (10, 128)])
+def test_every_boundary_of_epochs_is_rounded_by_itself_so_that_no_error_adds_up(samples, per_iter):
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.STEPS", [f"{n}ep" for n in range(1, 300)]])
     resolved = resolve_lengths(cfg, Fraction(samples, per_iter))

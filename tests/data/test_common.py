@@ -3,9 +3,9 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 
-from trainkit.data.common import DatasetFromList, MapDataset, ToIterableDataset
+from trainkit.data.common import DatasetFromList, MapDataset
 
 
 class Stream(IterableDataset):
@@ -101,23 +101,3 @@ def test_a_list_dataset_keeps_tensors_as_they_are():
 
     rows = [*torch.zeros(1000, 100)]
     assert len(pickle.dumps(DatasetFromList(rows))) < 1000 * (400 + 250)  # 400 MB with the storage in each row
-
-
-# ---------------------------------------------------------------------------- ToIterableDataset
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with one core
-@pytest.mark.parametrize(
-    ("shard", "chunk", "expected"),
-    [
-        (True, 1, [0, 10, 20, 30, 40]),
-        (True, 2, [0, 20, 10, 30, 40]),
-        (False, 1, [0, 0, 10, 10, 20, 20, 30, 30, 40, 40]),
-    ],
-)
-def test_a_sampled_stream_is_divided_among_workers_in_chunks(shard, chunk, expected):
-    samples = [0, 10, 20, 30, 40]
-    dataset = ToIterableDataset(samples, SequentialSampler(samples), shard_sampler=shard, shard_chunk_size=chunk)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, generator=torch.Generator())
-
-    assert [*loader] == expected  # the loader takes one sample from each worker in turn

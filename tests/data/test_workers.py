@@ -64,17 +64,6 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_th
 
 
 @pytest.mark.slow
-def test_a_plain_worker_dies_of_the_same_signal(start):  # so that the test above can fail
-    job = start("unprotected")
-    assert job.ask("batch") == "0"
-
-    os.killpg(job.process.pid, signal.SIGTERM)
-
-    job.process.communicate("batch\n" * 6, timeout=60)
-    assert job.process.returncode != 0
-
-
-@pytest.mark.slow
 def test_a_worker_in_an_endless_fetch_ends_by_the_sigterm_of_its_parent(start):
     job = start("of this package")
     for _ in range(7):

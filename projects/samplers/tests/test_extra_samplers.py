@@ -68,7 +68,6 @@ def test_a_loader_resumes_exactly_with_any_number_of_workers(order):
         order, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 0}
     )
     test_loader.test_a_position_can_be_asked_for_and_loaded_at_any_time(order)
-    test_loader.test_random_augmentation_does_not_depend_on_the_workers(order)
 
 
 @pytest.mark.parametrize("order", ["subset", "repeat"])
