@@ -1,4 +1,4 @@
-"""The way of a loss: of one process, and everything of the trainers and hooks that two ranks must agree on."""
+"""The way of a loss in one process; of two ranks, everything of the trainers and hooks that they must agree on."""
 
 import logging
 import math
@@ -6,7 +6,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
+from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.cuda import needs_cuda
 from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
@@ -23,6 +27,7 @@ from trainkit.engine.hooks import (
 )
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
+from trainkit.solver import GradientClipper
 from trainkit.utils.losses import parse_losses
 
 
@@ -229,7 +234,77 @@ def precise_bn(rank, folder):
     }
 
 
+def accumulation(rank, folder):
+    """Exchanges so far after each iteration of three micro-batches, of epochs of four; the weights."""
+    exchanged, counts = [], []
+
+    def count(state, bucket):
+        exchanged.append(bucket.is_last())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model = create_ddp_model(Regression())
+    model.register_comm_hook(None, count)
+    trainer = SimpleTrainer(model, batches(8)[rank::2], sgd(model), accumulation_steps=3)
+    trainer.register_hooks([AfterStep(lambda trainer: counts.append(sum(exchanged)))])
+    trainer.train(0, 4)
+    return {"exchanges": counts, "weight": model.module.linear.weight.detach()}
+
+
+def sharded(rank, folder):
+    """The largest difference that sharding makes to norms and clipped gradients, by kind of clipping."""
+    found = {}
+    for kind, norm_type in (("value", 2.0), ("norm", 2.0), ("full_model", 2.0), ("full_model", math.inf)):
+        whole, parts = nn.Linear(3, 4), nn.Linear(3, 4)
+        for parameter in whole.parameters():
+            dist.broadcast(parameter.data, 0)
+        parts.load_state_dict(whole.state_dict())
+        fully_shard(parts)
+        x = 3 * batches(1)[0][0]
+        norms = []
+        for model in (whole, parts):
+            model(x).square().sum().backward()
+            norms.append(GradientClipper(kind, 0.5, norm_type)(model.parameters()))
+        assert type(norms[1]) is torch.Tensor  # and no part of one
+        pairs = zip(whole.parameters(), parts.parameters(), strict=True)
+        differences = [(a.grad - b.grad.full_tensor()).abs().max().item() for a, b in pairs]
+        found[kind, norm_type] = max(*differences, abs(norms[0] - norms[1]).item() / norms[0].item())
+    return found
+
+
+def rank_1_alone(rank, values, at=(), trainer_class=SimpleTrainer, **kwargs):
+    """Not wrapped in DDP; rank 1 gets ``values`` and rank 0 ones; ``check_finite`` behind the iterations ``at``."""
+    model = Weight()
+    data = [torch.tensor(value if rank else 1.0) for value in values]
+    trainer = trainer_class(model, data, sgd(model, lr=0.25), **kwargs)
+    reached = []
+    trainer.register_hooks(
+        [
+            AfterStep(lambda trainer: trainer.check_finite() if trainer.iter in at else None),
+            AfterStep(lambda trainer: reached.append(trainer.iter)),
+        ]
+    )
+    try:
+        trainer.train(0, len(values))
+    except FloatingPointError as error:
+        return {"error": str(error).partition(". Lower")[0], "on": str(error).rpartition(" (")[2], "reached": reached}
+    return {"weight": model.weight.item(), "skipped": [value for value, _ in scalars(trainer)["skipped_updates"]]}
+
+
+def nan_between_exchanges_before_a_check(rank, folder):
+    kwargs = {"gather_metric_period": 4, "async_write_metrics": True}
+    with metrics_by_worker():
+        return rank_1_alone(rank, [1.0, math.nan, 1.0, 1.0, 1.0], at=[2], **kwargs)
+
+
+def skipped_on_one_rank(rank, folder):
+    return rank_1_alone(rank, [1.0, math.nan, 1.0, math.inf], at=[3], trainer_class=SkipNonFinite)
+
+
 CHECKS = (
+    accumulation,
+    sharded,
+    nan_between_exchanges_before_a_check,
+    skipped_on_one_rank,
     names,
     losses,
     seen_by_one_rank,
@@ -321,3 +396,31 @@ def test_precise_bn_gives_every_rank_the_statistics_over_all_batches(ranks):
             assert found[name]["mean"] == pytest.approx(expected["mean"], rel=1e-5)
             assert found[name]["var"] == pytest.approx(expected["var"], rel=1e-5)
     assert ranks["precise_bn"][0] == ranks["precise_bn"][1]
+
+
+def test_gradients_are_exchanged_once_per_iteration(ranks):
+    for found in ranks["accumulation"]:
+        assert found["exchanges"] == [1, 2, 3, 4]
+    both = [found["weight"] for found in ranks["accumulation"]]
+    assert torch.equal(*both)
+
+    model = Regression()
+    data = batches(8)
+    windows = [(data * 3)[at : at + 6] for at in range(0, 24, 6)]
+    joined = [tuple(torch.cat(tensors) for tensors in zip(*window, strict=True)) for window in windows]
+    SimpleTrainer(model, joined, sgd(model)).train(0, 4)
+    torch.testing.assert_close(both[0], model.linear.weight.detach(), atol=1e-6, rtol=0)
+
+
+def test_a_rank_that_alone_has_a_failure_raises_it_with_the_others_at_the_next_check(ranks):
+    failure = {"error": "the loss is not finite in iteration 1: {'total_loss': nan}", "on": "on rank 1)"}
+    assert ranks["nan_between_exchanges_before_a_check"] == [{**failure, "reached": [0, 1]}] * 2
+
+
+def test_all_ranks_skip_the_update_that_one_of_them_cannot_make(ranks):
+    assert ranks["skipped_on_one_rank"] == [{"weight": 0.5, "skipped": [0, 1, 1, 2]}] * 2
+
+
+def test_sharded_gradients_are_clipped_as_whole_ones(ranks):
+    for found in ranks["sharded"]:
+        assert max(found.values()) < 1e-6
