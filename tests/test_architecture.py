@@ -235,7 +235,6 @@ def test_nothing_happens_at_import(sources):
         for module, tree in sources.trees.items()
         if module.split(".")[0] in ("trainkit", "trainkit_selfsup") and module != "trainkit.projects"  # see there
     }
-
     assert [effect for module, tree in trees.items() for effect in effects_at_import(module, tree)] == []
 
 

@@ -19,7 +19,6 @@ def test_each_of_the_46_defects_names_tests_that_exist_or_the_issue_that_will_br
     known = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)} | ISSUES
     rows = re.findall(r"^\| (\d+) \| .+? \| (.+) \|$", (ROOT / "tests/defects.md").read_text(), re.MULTILINE)
     named = {int(number): set(re.findall(r"[`*](.+?)[`*]", caught_by)) for number, caught_by in rows}
-
     assert [*named] == [*range(1, 47)]
     assert all(named.values())
     assert {number: names - known for number, names in named.items() if names - known} == {}

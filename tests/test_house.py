@@ -73,14 +73,12 @@ def num_lines(files):
 
 def test_nothing_in_the_core_imports_a_project():
     found = {file: set(imported_projects(tree)) for file, tree in parsed(sources("trainkit")).items()}
-
     assert {file: names for file, names in found.items() if names} == {}
 
 
 def test_nothing_in_the_core_is_named_after_a_capability():
     trees = parsed(sources("trainkit"))
     found = {file: names_of_capabilities(file, tree) for file, tree in trees.items() if file != TABLE}
-
     assert {file: names for file, names in found.items() if names} == {}
 
 
@@ -142,7 +140,6 @@ def loaded(code, folder):
 @pytest.mark.slow
 def test_a_simple_trainer_loads_few_modules(tmp_path):
     files = loaded("from trainkit.engine import SimpleTrainer", tmp_path)
-
     assert (len(files) <= 30, num_lines(files) <= 3500) == (True, True), (len(files), num_lines(files))
 
 
@@ -175,7 +172,6 @@ def test_a_part_of_the_core_is_small(part, limit):
     """It may exceed its row by a fifth if the core as a whole is not too large."""
     files = sources("trainkit")
     size = num_lines(file for file in files if part_of(file) == part)
-
     assert 0 < size <= (limit * 6 // 5 if num_lines(files) <= 6800 else limit)
 
 
@@ -203,5 +199,4 @@ def test_no_file_has_more_than_400_lines_and_no_class_more_than_300(folders):
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         sizes_of_classes = {node.name: node.end_lineno - node.lineno + 1 for node in classes}
         long += [f"{file}: {name} {size}" for name, size in sizes_of_classes.items() if size > 300]
-
     assert long == []

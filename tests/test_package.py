@@ -92,7 +92,6 @@ def test_the_version_stands_in_one_place():
     files = [path for folder in ("docs", "tools", "trainkit") for path in (ROOT / folder).rglob("*.py")]
     files += [path for path in ROOT.iterdir() if path.suffix in (".py", ".toml", ".cfg", ".md")]
     literal = re.compile(rf"""["']{re.escape(trainkit.__version__)}["']""")
-
     assert [path.relative_to(ROOT).as_posix() for path in files if literal.search(path.read_text())] == [
         "trainkit/__init__.py"
     ]

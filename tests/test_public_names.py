@@ -73,7 +73,6 @@ PUBLIC = {
 @pytest.mark.parametrize("package", PUBLIC)
 def test_the_public_names_of_a_package_are_these_and_exist(package):
     module = importlib.import_module(package)
-
     assert len(module.__all__) == len(set(module.__all__))
     assert set(module.__all__) == PUBLIC[package]
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
@@ -114,7 +113,6 @@ def test_importing_takes_no_optional_or_slow_package_and_warns_of_nothing():
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-
     assert (run.returncode, run.stderr) == (0, "")
     unwanted = {"tensorboard", "matplotlib", "omegaconf", "hydra", "sklearn", "scipy", "PIL", "pandas"}
     unwanted |= {"wandb", "mlflow"}

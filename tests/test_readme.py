@@ -39,7 +39,6 @@ def test_the_hook_stores_the_size_of_each_batch(tmp_path):
     trainer = run(HOOK, "README.md", HookBase=HookBase, DefaultTrainer=DefaultTrainer, cfg=tiny_cfg(tmp_path))[
         "trainer"
     ]
-
     assert trainer.storage.history("batch_size").values() == [(8, iter) for iter in range(10)]
 
 
@@ -48,7 +47,6 @@ def test_the_entries_of_the_config_change_the_hooks(tmp_path):
     cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep")
     cfg.merge_from_file(str(tmp_path / "config.yaml"))
     HOOK_REGISTRY.register(run(HOOK.partition("\n\n\n")[0], "README.md", HookBase=HookBase)["ShowBatchSize"])
-
     default, changed = (set(DefaultTrainer(c).describe_hooks().split()) for c in (tiny_cfg(tmp_path), cfg))
     assert {name.strip(",") for name in changed - default} >= {"EMAHook", "ParamScheduler", "ShowBatchSize"}
     assert default - changed == {"IterationTimer,", "IterationTimer", "before_step"}
@@ -58,6 +56,5 @@ def test_the_model_and_the_loader_are_found_where_the_text_says():
     registry, mine = Registry("MODEL"), [{"x": 1}]
     model = run(MODEL, "README.md", nn=nn, MODEL_REGISTRY=registry)["MyModel"]
     trainer = run(LOADER, "README.md", DefaultTrainer=DefaultTrainer, my_loader=lambda cfg: mine)["Trainer"]
-
     assert registry.get("MyModel") is model
     assert trainer.build_train_loader(None) is mine

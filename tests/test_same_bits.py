@@ -45,7 +45,6 @@ def test_equal_runs_have_the_same_digests_and_another_seed_or_one_bit_changes_th
 def test_a_line_of_metrics_counts_without_clock_readings():
     clocks = ["time", "data_time", "rank_data_time", "eta_seconds", "tokens_per_sec", "mfu_pct"]
     line = {**dict.fromkeys(clocks, 1.0), "max_memory_mib": 2.0, "iteration": 3}
-
     assert without_clock(json.dumps(line)) == ""
     assert without_clock(json.dumps({**line, "times": 4, "lr": 0.1})) == '{"iteration": 3, "lr": 0.1, "times": 4}'
 
@@ -61,7 +60,6 @@ def test_the_script_names_the_part_that_differs_from_its_record(tmp_path):
     recorded = run("record")
     same = run("compare")
     file.write_text(json.dumps({"gan": {**json.loads(file.read_text())["gan"], "optimizer": "0"}}))
-
     assert (recorded[0], recorded[2]) == (0, "")
     assert same == (0, ["gan", "same", "same", "same"], "")
     assert run("compare") == (1, ["gan", "same", "DIFFERENT", "same"], "")

@@ -28,14 +28,12 @@ def cuda():
 @needs_cuda
 def test_100_steps_with_everything_on_never_synchronize(cuda, tmp_path):
     row = cuda.synchronizations(tmp_path)
-
     assert (row.value, row.note, row.holds) == (0, "", True)
 
 
 @needs_cuda
 def test_a_hook_that_reads_the_loss_is_seen(cuda, tmp_path):
     row = cuda.synchronizations(tmp_path, [ReadLoss()])
-
     assert (row.value, row.holds) == (1, False)
     assert row.note.startswith("iteration 40: called a synchronizing CUDA operation")
 

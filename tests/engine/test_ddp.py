@@ -118,14 +118,6 @@ def settings(rank, folder):
     return found
 
 
-def accumulation(rank, folder):
-    data = part(rank, 2, 2)
-    return {
-        option: train(SimpleTrainer, create_ddp_model(Net(seed=rank), **options(*values)), data, accumulation_steps=2)
-        for option, values in OPTIONS.items()
-    }
-
-
 def compression(rank, folder):
     """What one update leaves of a weight of 1 whose gradients are 1 and 2**-12."""
     found = {}
@@ -161,7 +153,7 @@ def from_config(rank, folder):
     return found
 
 
-CHECKS = (settings, accumulation, compression, from_config)
+CHECKS = (settings, compression, from_config)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -200,14 +192,6 @@ def test_a_setting_makes_a_difference_and_a_rank_that_overflows_alone_makes_all_
         assert not torch.allclose(run["average"][0], run["weights"][0], atol=1e-4)
     assert run["stored"]["skipped_updates"] == [0] * 3 + [1] * 7
     assert run["stored"]["[metric]grad_scaler"] == [1024] * 4 + [512] * 6
-
-
-def test_two_ranks_that_accumulate_are_one_process_whatever_the_options(ranks):
-    expected = train(SimpleTrainer, Net(seed=0), part(0, 1, 4), accumulation_steps=4)
-    for found in ranks["accumulation"]:
-        for run in found.values():
-            torch.testing.assert_close(run["weights"], expected["weights"], atol=1e-6, rtol=0)
-            torch.testing.assert_close(run["average"], expected["average"], atol=1e-6, rtol=0)
 
 
 def test_gradients_are_exchanged_in_the_type_that_is_asked_for(ranks):

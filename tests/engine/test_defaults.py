@@ -66,9 +66,7 @@ def test_the_model_of_a_subclass_is_moved_to_the_device_of_the_config(tmp_path):
     trainer = Trainer(tiny_cfg(tmp_path))
     trainer.checkpointer.save("weights")
     elsewhere = tiny_cfg(tmp_path, "MODEL.DEVICE", "meta", "MODEL.WEIGHTS", str(tmp_path / "weights.pth"))
-
     models = [Trainer(elsewhere), EvaluationRun(elsewhere, Trainer)]
-
     assert [owner.model.weight.device.type for owner in models] == ["meta"] * 2
     assert trainer.model.weight.device.type == "cpu"
 

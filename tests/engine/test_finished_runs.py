@@ -30,7 +30,6 @@ def files(folder):
 def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplog):
     results = DefaultTrainer(tiny_cfg(tmp_path)).train()
     before = files(tmp_path)
-
     trainer = resumed(tmp_path)
     assert trainer.train() == results
     assert (trainer.status, trainer.iter) == ("finished", 10)

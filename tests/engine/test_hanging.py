@@ -70,7 +70,6 @@ def run(case, tmp_path):
 )
 def test_a_run_that_hangs_ends_as_by_the_signal_and_says_why(case, reason, tmp_path):
     done, files = run(case, tmp_path)
-
     assert (done.returncode, files) == (143, [])
     assert f"The run ends without a new checkpoint, {reason}; --resume continues from the last one" in done.stderr
 
@@ -78,6 +77,5 @@ def test_a_run_that_hangs_ends_as_by_the_signal_and_says_why(case, reason, tmp_p
 @pytest.mark.slow
 def test_a_run_that_has_reached_a_step_boundary_has_all_the_time_to_save(tmp_path):
     done, files = run("slow save", tmp_path)
-
     assert (done.returncode, files) == (143, ["model_0000003.pth"])
     assert "without a new checkpoint" not in done.stderr

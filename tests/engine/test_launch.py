@@ -168,7 +168,6 @@ def test_under_torchrun_its_process_is_one_of_the_run_and_each_start_has_names_o
     store.set("address", "of the first start")
     be_rank(TORCHELASTIC_RESTART_COUNT=1)
     *second, store = launch(work, 1)
-
     assert (first, second) == ([True, "gloo", False], [True, "gloo", True])
     assert not store.check(["address"])
     assert not dist.is_initialized()

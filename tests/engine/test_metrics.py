@@ -109,33 +109,6 @@ def seen_by_one_rank_asynchronously(rank, folder):
         return seen_by_one_rank(rank, folder, asynchronous=True)
 
 
-def nan_before_the_exchange(rank, folder):
-    """Rank 1 alone has it, in iteration 2 of 4 that are exchanged together."""
-    model = Weight()
-    data = [torch.tensor(math.nan if rank and i == 2 else 1.0) for i in range(8)]
-    trainer = SimpleTrainer(model, data, sgd(model, lr=0.0), exchange_period=4)
-    try:
-        trainer.train(0, 8)
-    except FloatingPointError as error:
-        stored = [iter for _, iter in trainer.storage.history("total_loss").values()]
-        return {"error": str(error)[:37], "iter": trainer.iter, "stored": stored}
-
-
-def nan_on_one_rank(rank, folder, asynchronous=False):
-    model = Weight()
-    data = [torch.tensor(1.0), torch.tensor(math.nan if rank else 1.0), torch.tensor(1.0)]
-    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), async_write_metrics=asynchronous)
-    try:
-        trainer.train(0, 3)
-    except FloatingPointError as error:
-        return {"error": str(error)[:37], "status": trainer.status, "iter": trainer.iter, "weight": model.weight.item()}
-
-
-def nan_on_one_rank_asynchronously(rank, folder):
-    with metrics_by_worker():
-        return {"error": nan_on_one_rank(rank, folder, asynchronous=True)["error"]}
-
-
 def failure_on_each_rank(rank, folder):
     """Asynchronously: both ranks fail, at the same time and each by itself, and nobody waits for the timeout."""
     model = create_ddp_model(Weight())
@@ -271,47 +244,46 @@ def sharded(rank, folder):
     return found
 
 
-def rank_1_alone(rank, values, at=(), trainer_class=SimpleTrainer, **kwargs):
-    """Not wrapped in DDP; rank 1 gets ``values`` and rank 0 ones; ``check_finite`` behind the iterations ``at``."""
+def rank_1_alone(rank, values, check_after=None, trainer_class=SimpleTrainer, **kwargs):
+    """Not wrapped in DDP; rank 1 gets ``values`` and rank 0 ones: what happened, and the failure if there was one."""
     model = Weight()
     data = [torch.tensor(value if rank else 1.0) for value in values]
     trainer = trainer_class(model, data, sgd(model, lr=0.25), **kwargs)
-    reached = []
-    trainer.register_hooks(
-        [
-            AfterStep(lambda trainer: trainer.check_finite() if trainer.iter in at else None),
-            AfterStep(lambda trainer: reached.append(trainer.iter)),
-        ]
-    )
+    trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == check_after and trainer.check_finite())])
+    error = ""
     try:
-        trainer.train(0, len(values))
-    except FloatingPointError as error:
-        return {"error": str(error).partition(". Lower")[0], "on": str(error).rpartition(" (")[2], "reached": reached}
-    return {"weight": model.weight.item(), "skipped": [value for value, _ in scalars(trainer)["skipped_updates"]]}
+        with metrics_by_worker():
+            trainer.train(0, len(values))
+    except FloatingPointError as raised:
+        error = str(raised)
+    stored = scalars(trainer)
+    return {
+        "error": (error.partition(". Lower")[0], error.rpartition(" (")[2]),
+        "run": (trainer.status, trainer.iter, model.weight.item()),
+        "stored": [iter for _, iter in stored.get("total_loss", [])],
+        "skipped": [value for value, _ in stored.get("skipped_updates", [])],
+    }
 
 
-def nan_between_exchanges_before_a_check(rank, folder):
-    kwargs = {"gather_metric_period": 4, "async_write_metrics": True}
-    with metrics_by_worker():
-        return rank_1_alone(rank, [1.0, math.nan, 1.0, 1.0, 1.0], at=[2], **kwargs)
-
-
-def skipped_on_one_rank(rank, folder):
-    return rank_1_alone(rank, [1.0, math.nan, 1.0, math.inf], at=[3], trainer_class=SkipNonFinite)
+def alone(rank, folder):
+    ones, nan = [1.0] * 5, [1.0, math.nan, 1.0, 1.0, 1.0]
+    return {
+        "at once": rank_1_alone(rank, nan),
+        "asynchronously": rank_1_alone(rank, nan, async_write_metrics=True),
+        "before the exchange": rank_1_alone(rank, [*ones[:2], math.nan, *ones], exchange_period=4),
+        "before a check": rank_1_alone(rank, nan, 2, gather_metric_period=4, async_write_metrics=True),
+        "skipped": rank_1_alone(rank, [*nan[:3], math.inf], 3, SkipNonFinite),
+    }
 
 
 CHECKS = (
     accumulation,
     sharded,
-    nan_between_exchanges_before_a_check,
-    skipped_on_one_rank,
     names,
     losses,
     seen_by_one_rank,
     seen_by_one_rank_asynchronously,
-    nan_before_the_exchange,
-    nan_on_one_rank,
-    nan_on_one_rank_asynchronously,
+    alone,
     failure_on_each_rank,
     hooks_of_one_rank,
     decisions,
@@ -351,11 +323,6 @@ def test_metrics_are_exchanged_in_the_same_iterations_on_every_rank_and_reading_
         assert first["scalars"] == second["scalars"] == stored
 
 
-def test_a_failure_of_one_rank_is_raised_on_all_in_the_iteration_of_the_exchange_after_the_rest_is_stored(ranks):
-    expected = {"error": "the loss is not finite in iteration 2", "iter": 3, "stored": [0, 1]}
-    assert ranks["nan_before_the_exchange"] == [expected, expected]
-
-
 def test_a_rank_that_fails_has_its_metrics_without_waiting_for_others(ranks):
     assert ranks["failure_on_each_rank"] == [
         {"error": f"rank {rank} has a problem", "status": "failed", "last stored": [2]} for rank in range(2)
@@ -375,10 +342,19 @@ def test_ranks_store_the_same_mean_losses_and_their_own_data_time(ranks):
     assert first["slowest"] == second["slowest"] == slowest
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all_before_the_update(ranks):
-    expected = {"error": "the loss is not finite in iteration 1", "status": "failed", "iter": 1, "weight": 0.75}
-    assert ranks["nan_on_one_rank"] == [expected, expected]
-    assert ranks["nan_on_one_rank_asynchronously"] == [{"error": expected["error"]}] * 2
+def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all_at_the_next_exchange_or_check(ranks):
+    first, second = ranks["alone"]
+    for case in first:
+        iter = 2 if case == "before the exchange" else 1
+        failure = (f"the loss is not finite in iteration {iter}: {{'total_loss': nan}}", "on rank 1)")
+        assert first[case]["error"] == second[case]["error"] == (("", "") if case == "skipped" else failure)
+    for found in (first, second):
+        assert found["at once"]["run"] == ("failed", 1, 0.75)  # before the update
+        assert found["before the exchange"]["run"][:2] == ("failed", 3)
+        assert found["before the exchange"]["stored"] == [0, 1]
+        assert found["before a check"]["run"][:2] == ("failed", 2)
+        assert found["skipped"]["run"] == ("finished", 4, 0.5)
+        assert found["skipped"]["skipped"] == [0, 1, 1, 2]
 
 
 def test_all_ranks_follow_rank_0_in_what_is_best_and_when_to_stop_and_rank_0_writes(ranks):
@@ -403,22 +379,12 @@ def test_gradients_are_exchanged_once_per_iteration(ranks):
         assert found["exchanges"] == [1, 2, 3, 4]
     both = [found["weight"] for found in ranks["accumulation"]]
     assert torch.equal(*both)
-
     model = Regression()
     data = batches(8)
     windows = [(data * 3)[at : at + 6] for at in range(0, 24, 6)]
     joined = [tuple(torch.cat(tensors) for tensors in zip(*window, strict=True)) for window in windows]
     SimpleTrainer(model, joined, sgd(model)).train(0, 4)
     torch.testing.assert_close(both[0], model.linear.weight.detach(), atol=1e-6, rtol=0)
-
-
-def test_a_rank_that_alone_has_a_failure_raises_it_with_the_others_at_the_next_check(ranks):
-    failure = {"error": "the loss is not finite in iteration 1: {'total_loss': nan}", "on": "on rank 1)"}
-    assert ranks["nan_between_exchanges_before_a_check"] == [{**failure, "reached": [0, 1]}] * 2
-
-
-def test_all_ranks_skip_the_update_that_one_of_them_cannot_make(ranks):
-    assert ranks["skipped_on_one_rank"] == [{"weight": 0.5, "skipped": [0, 1, 1, 2]}] * 2
 
 
 def test_sharded_gradients_are_clipped_as_whole_ones(ranks):

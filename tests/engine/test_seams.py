@@ -45,16 +45,13 @@ def test_an_option_changes_the_config_and_acts_again_when_the_folder_is_ready(pr
     default_setup(tiny_cfg(tmp_path), default_argument_parser().parse_args([]))
     assert project.calls == []  # it is not given
     (tmp_path / "model_0000001.pth").touch()
-
     default_setup(tiny_cfg(tmp_path), default_argument_parser().parse_args(["--warm-start", "here"]))
-
     assert project.calls == ["here", []]
     assert "SEED: 7" in (tmp_path / "config.yaml").read_text()
 
 
 def test_every_default_trainer_has_the_hooks_of_installed_projects(project, tmp_path):
     names = [type(hook).__name__ for hook in DefaultTrainer(tiny_cfg(tmp_path)).hooks]
-
     assert names.count("Recorder") == 1
     assert names.index("Recorder") < names.index("LRScheduler")
 
@@ -105,6 +102,5 @@ def test_a_project_whose_key_is_used_wraps_the_model_and_the_loaders(monkeypatch
 def test_a_broken_project_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
     (tmp_path / "broken_project.py").write_text("import not_there_either")
     monkeypatch.syspath_prepend(tmp_path)
-
     with pytest.raises(ModuleNotFoundError, match="not_there_either"):
         list(installed({"Hook": "broken_project"}))

@@ -52,7 +52,6 @@ def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
     with pytest.raises(SystemExit, match="^2$"):
         default_argument_parser().parse_args(["SEED", "1", "--res"])
     assert "unrecognized arguments: --res" in capsys.readouterr().err
-
     args = vars(default_argument_parser().parse_args([]))
     of_the_core = {"config_file": "", "resume": False, "eval_only": False, "print_config": False, "quiet": False}
     of_the_core |= {"num_gpus": 1, "num_machines": 1, "machine_rank": 0, "dist_url": "auto", "opts": []}

@@ -64,7 +64,6 @@ def test_twenty_steps_equal_a_bare_loop_bit_for_bit(asynchronous):
     assert torch.equal(found, expected)
     assert trainer.storage.history("total_loss").values() == losses
     assert (trainer.iter, trainer.status) == (20, "finished")
-
     other, other_losses = bare_loop(data, 20, momentum=0.9001)
     assert not torch.equal(found, other)
     assert other_losses != losses
@@ -274,16 +273,6 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     assert (trainer.iters_per_epoch, trainer.iters_per_epoch.exact) == (3, Fraction(10, 3))
 
 
-def test_a_stream_has_no_epochs():
-    model = Regression()
-    trainer = SimpleTrainer(model, (batch for batch in batches(2)), sgd(model))
-    with pytest.raises(ValueError, match="has no length"):
-        trainer.iters_per_epoch  # noqa: B018
-    with pytest.raises(ValueError, match="use iterations"):
-        trainer.epoch  # noqa: B018
-    trainer.train(0, 2)
-
-
 # ---------------------------------------------------------------------- accumulation
 
 
@@ -419,15 +408,17 @@ def test_asynchronously_a_loss_that_is_not_finite_ends_the_run_within_one_log_pe
 
 
 @pytest.mark.usefixtures("worker")
-def test_asynchronously_a_last_loss_that_is_not_finite_fails_the_run():
-    evaluations = []
-    model = Regression()
+@pytest.mark.parametrize("period", [0, 1])
+def test_asynchronously_a_last_loss_that_is_not_finite_is_found_before_it_is_saved_or_evaluated(period):
+    done, model = [], Regression()
     trainer = SimpleTrainer(model, nan_at(4, 5), sgd(model), async_write_metrics=True)
-    trainer.register_hooks([EvalHook(0, lambda: evaluations.append(1)), PeriodicWriter([], period=20)])
+    save = AfterStep(lambda t: period and t.request_save("model", lambda: done.append(("save", t.iter))))
+    evaluate = EvalHook(period, lambda: done.append(("eval", trainer.iter)))
+    trainer.register_hooks([save, evaluate, PeriodicWriter([], period=20)])
     with pytest.raises(FloatingPointError, match="not finite in iteration 4"):
         trainer.train(0, 5)
     assert trainer.status == "failed"
-    assert evaluations == []
+    assert done == [(what, iter) for iter in range(4 * period) for what in ("save", "eval")]
 
 
 def amp_bf16(*args, **kwargs):
@@ -471,14 +462,6 @@ def test_a_value_that_the_model_changes_in_place_is_stored_as_it_was_in_its_step
         stored.append(scalars(trainer))
     assert stored[0] == stored[1]
     assert stored[1]["count"] == [(i + 1.0, i) for i in range(25)]
-
-
-def test_a_second_run_stores_its_metrics_as_well(asynchronous):
-    model = Regression()
-    trainer = SimpleTrainer(model, batches(3), sgd(model), async_write_metrics=asynchronous)
-    for start, end in ((0, 3), (3, 5), (0, 2)):
-        trainer.train(start, end)
-        assert [iter for _, iter in trainer.storage.history("total_loss").values()] == list(range(start, end))
 
 
 def test_write_metrics_puts_the_prefix_before_every_entry():
@@ -527,16 +510,3 @@ def test_outputs_of_the_model_are_for_hooks_until_the_save_point_and_no_metric(a
     trainer.register_hooks([below], priority=100)
     with pytest.raises(RuntimeError, match=r"trainer\.outputs is there in after_backward"):
         trainer.train(0, 1)
-
-
-# ---------------------------------------------------------------------- other objects during a run
-
-
-def test_a_loader_that_a_hook_sets_gives_the_next_batch_and_no_batch_of_the_old_one_comes_any_more():
-    seen = []
-    model = Weight(lambda weight, batch: seen.append(batch.item()) or weight * batch)
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)] * 10, sgd(model))
-    other = [torch.tensor(2.0)] * 10
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == 1 and setattr(trainer, "data_loader", other))])
-    trainer.train(0, 4)
-    assert seen == [1.0, 1.0, 2.0, 2.0]

@@ -26,7 +26,6 @@ def shown(tmp_path, capsys):
 
 def test_an_evaluation_during_training_is_one_line_and_the_final_one_a_table(shown):
     terminal, log = shown()
-
     assert terminal.count("Evaluated after 5 of 10 iterations: classification/top1 ") == 1
     assert terminal.count("Total inference time") == terminal.count("Evaluation results") == 1
     assert log.count("Total inference time") == log.count("Evaluation results") == 2
@@ -38,6 +37,5 @@ def test_an_evaluation_during_training_is_one_line_and_the_final_one_a_table(sho
 @pytest.mark.parametrize("command", [["--quiet"], ["LOG.LEVEL", "WARNING"]], ids=" ".join)
 def test_a_quiet_run_shows_nothing_but_warnings_and_errors(command, shown):
     terminal, log = shown(*command)
-
     assert terminal == ""
     assert "after 10 of 10 iterations" in log

@@ -98,7 +98,6 @@ def test_iter_status_storage_and_what_would_be_saved_at_each_point():
 def test_a_start_behind_the_end_is_refused_before_anything_happens():
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status)])
-
     for start_iter, max_iter in ((5, 4), (-1, 4)):
         message = f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
         with pytest.raises(ValueError, match=message):
@@ -114,7 +113,6 @@ def test_a_hook_registered_during_training_runs_from_the_next_point_on():
             trainer.register_hooks([Spy(calls, lambda t: [t.iter])])
 
     Trainer([CallbackHook(after_backward=register)]).train(0, 3)
-
     assert calls == [("after_step", 1), *((point, 2) for point in POINTS[1:4]), ("after_train", 3)]
 
 
@@ -132,10 +130,8 @@ def test_a_hook_registered_during_training_runs_from_the_next_point_on():
 def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_train(fail_at, error, message, caplog):
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status)], fail_at, error)
-
     with pytest.raises(type(error)) as caught:
         trainer.train(0, 3)
-
     assert caught.value is error
     assert calls[-2:] == [("before_step", fail_at, "running"), ("after_train", fail_at, "failed")]
     assert (trainer.iter, trainer.status) == (fail_at, "failed")
@@ -251,7 +247,6 @@ def test_an_error_of_the_worker_ends_the_run_at_most_20_iterations_later_and_hid
         trainer.train(0, 60)
     assert 1 <= trainer.iter <= 21
     assert trainer.status == "failed"
-
     caplog.clear()
     with pytest.raises(RuntimeError, match="step failed"):
         asynchronous(PeriodicWriter([Failing()], period=20), fail_at=3).train(0, 60)
@@ -303,11 +298,9 @@ def test_hooks_are_ordered_by_priority_and_then_by_registration_and_one_in_the_c
     names = ["HIGHEST", "VERY_HIGH", "HIGH", "ABOVE_NORMAL", "NORMAL", "BELOW_NORMAL", "LOW", "VERY_LOW", "LOWEST"]
     of_mmengine = dict(zip(names, [0, 10, 30, 40, 50, 60, 70, 90, 100], strict=True))
     assert {priority.name: priority.value for priority in Priority} == of_mmengine
-
     trainer = Trainer([A(), Late(), Early(), B()])
     trainer.register_hooks([C(), Early(), Late()])
     assert order(trainer) == ["Early", "Early", "A", "B", "C", "Late", "Late"]
-
     trainer = Trainer([Early(), A()])
     trainer.register_hooks([Late()], priority=40)
     trainer.register_hooks([Early()], priority=Priority.ABOVE_NORMAL)
@@ -322,7 +315,6 @@ def test_the_timer_runs_first_and_the_writer_last_whenever_they_and_others_are_r
     trainer.register_hooks([Early()], priority="HIGHEST")
     trainer.register_hooks([C()], priority="LOWEST")
     trainer.register_hooks([Late()])
-
     assert order(trainer) == ["IterationTimer", "B", "Early", "A", "Late", "C", "PeriodicWriter"]
 
 
@@ -332,7 +324,6 @@ def test_an_anchor_gives_the_place_next_to_it(anchor):
     trainer = Trainer([A(), b, Late()])
     trainer.register_hooks([Early(), C()], before=anchor(b))
     trainer.register_hooks([type("Timer", (IterationTimer,), {})()], after=anchor(b))
-
     assert order(trainer) == ["A", "Early", "C", "B", "Timer", "Late"]
 
 
@@ -352,7 +343,6 @@ def test_an_anchor_gives_the_place_next_to_it(anchor):
 )
 def test_a_place_that_is_absent_ambiguous_or_out_of_range_is_refused(arguments, message):
     trainer = Trainer([B(), B(), Late()])
-
     with pytest.raises(ValueError, match=message):
         trainer.register_hooks([C()], **arguments)
     assert order(trainer) == ["B", "B", "Late"]
@@ -415,7 +405,6 @@ class Counting(HookBase):
 def test_hooks_of_one_class_keep_a_state_each_also_if_they_are_registered_after_loading(caplog):
     state = Trainer([A(), Counting(10), Counting(20), Counting(30)]).state_dict()
     assert state["hooks"] == {"Counting": {"count": 10}, "Counting#2": {"count": 20}, "Counting#3": {"count": 30}}
-
     hooks = [Counting(), Counting(), Counting()]
     trainer = Trainer(hooks[:2])
     trainer.load_state_dict(state)
@@ -430,7 +419,6 @@ def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cann
     trainer.load_state_dict({"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}})
     trainer.train(4, 4)
     assert "The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']" in caplog.messages
-
     forgetful = CallbackHook()
     forgetful.state_dict = lambda: {"best": 1.0}
     trainer = Trainer([forgetful])
@@ -456,7 +444,6 @@ def test_a_hook_with_next_due_is_called_where_it_or_another_one_is_due_and_other
     each, threes, fives = [], Every(3), Every(5)
     fives.priority = "LOW"  # below the save point
     Trainer([CallbackHook(after_step=lambda t: each.append(t.iter + 1)), threes, fives]).train(0, 11)
-
     assert each == [*range(1, 12)]
     assert threes.called == fives.called == [1, 3, 5, 6, 9, 10]  # the first iteration looks at every hook
 
@@ -471,6 +458,5 @@ def test_the_hooks_of_a_failure_are_told_the_error_and_one_that_fails_hides_noth
 
     with pytest.raises(OSError, match="of the step"):
         Trainer([Tell(), Tell()], fail_at=3, error=OSError("of the step")).train(3, 5)
-
     assert told == [(3, "failed", True, "of the step")] * 2
     assert caplog.text.count("Tell failed in after_failure: KeyError: 'of the hook'") == 2

@@ -14,14 +14,12 @@ def filled(values, **kwargs):
 
 def test_median_and_average_are_over_the_last_values_and_the_global_average_over_all():
     history = filled([100.0, 7.0, 1.0, 3.0])
-
     assert [history.median(window) for window in (1, 3, 4, 1000)] == [3.0, 3.0, 5.0, 5.0]
     assert (history.avg(2), history.avg(1000), history.global_avg(), history.latest()) == (2.0, 27.75, 27.75, 3.0)
 
 
 def test_a_full_history_holds_the_newest_values_and_its_global_average_counts_all():
     history = filled(range(1000), max_length=10)
-
     assert history.values() == [(value, value) for value in range(990, 1000)]
     assert (history.median(1000), history.global_avg()) == (994.5, 499.5)
     history.update(0.5, iteration=4000)

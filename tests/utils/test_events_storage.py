@@ -40,7 +40,6 @@ def test_scalars_are_kept_with_the_iteration_in_which_they_were_put():
     storage.put_scalars(loss=4, lr=0.5)
     storage.step()
     storage.put_scalar("late", 1.0, cur_iter=5)
-
     assert storage.history("loss").values() == [(2.0, 3), (4.0, 7)]
     assert storage.latest() == {"loss": (4.0, 7), "lr": (0.5, 7), "late": (1.0, 5)}
     assert (storage.iter, storage.iteration, type(storage.history("loss").values()[0][0])) == (8, 8, float)
@@ -57,7 +56,6 @@ def test_smoothing_is_the_median_over_the_last_iterations_and_not_over_the_last_
         storage.put_scalar("lr", storage.iter, smoothing_hint=False)
     storage.iter = 1000
     storage.put_scalar("new", 5.0)  # a window ends at the newest value of its own name
-
     smoothed = storage.latest_with_smoothing_hint(20)
     assert smoothed == {"each": (49.5, 59), "tenth": (54.0, 59), "lr": (59.0, 59), "new": (5.0, 1000)}
     assert [storage.count_samples(*of) for of in (("each", 20), ("tenth", 20), ("tenth", 21))] == [20, 2, 3]
@@ -68,7 +66,6 @@ def test_histories_and_what_waits_are_bounded_and_the_global_average_is_of_all()
     storage = EventStorage(history_length=100)
     for storage.iter in range(3000):
         storage.put_scalar("loss", storage.iter)
-
     assert len(storage.rows) < 1000
     assert storage.history("loss").values() == [(float(i), i) for i in range(2900, 3000)]
     assert storage.history("loss").global_avg() == 1499.5
@@ -113,7 +110,6 @@ def test_images_and_histograms_that_no_writer_takes_are_bounded():
     for storage.iter in range(150):
         storage.put_image("image", picture)
         storage.put_histogram("histogram", torch.zeros(1), bins=1)
-
     assert [image.iter for image in storage.images()] == list(range(50, 150))
     assert (storage.images()[0].name, storage.images()[0].tensor is picture) == ("image", True)
     assert [histogram.iter for histogram in storage.histograms()] == list(range(50, 150))
@@ -125,9 +121,7 @@ def test_images_and_histograms_that_no_writer_takes_are_bounded():
 def test_a_histogram_of_a_tensor_of_any_shape_counts_every_element():
     storage = EventStorage(start_iter=9)
     storage.put_histogram("weight", torch.arange(6.0, requires_grad=True).reshape(3, 2), bins=5)
-
     [histogram] = storage.histograms()
-
     assert (histogram.name, histogram.iter) == ("weight", 9)
     numbers = {"min": 0.0, "max": 5.0, "num": 6, "sum": 15.0, "sum_squares": 55.0}
     buckets = {"bucket_limits": [1.0, 2.0, 3.0, 4.0, 5.0], "bucket_counts": [1.0, 1.0, 1.0, 1.0, 2.0]}
@@ -143,7 +137,6 @@ def test_name_scope_applies_to_scalars_images_and_histograms_and_is_left_by_an_e
         storage.put_image("image", torch.zeros(1, 1, 1))
         storage.put_histogram("histogram", torch.zeros(1))
     storage.put_scalar("loss", 2.0)
-
     assert storage.latest() == {"head/loss": (1.0, 0), "loss": (2.0, 0)}
     assert [storage.images()[0].name, storage.histograms()[0].name] == ["head/image", "head/histogram"]
 
@@ -308,7 +301,6 @@ def test_a_loaded_storage_keeps_its_own_length_and_the_smoothing_hints_that_were
     put(first, range(10))
     second = EventStorage(history_length=2)
     second.load_state_dict(first.state_dict())
-
     assert second.history("lr").values() == first.history("lr").values()[-2:]
     with pytest.raises(ValueError, match="'lr' was put with smoothing_hint=False"):
         second.put_scalar("lr", 1.0)

@@ -17,7 +17,6 @@ def every_n(done, n, start=0):
 
 def test_the_rule_is_that_of_openmmlab_for_every_period_and_offset():
     cases = [(done, n, start) for done in range(1, 30) for n in range(-1, 8) for start in range(12)]
-
     assert [is_nth(*case) for case in cases] == [every_n(*case) for case in cases]
     assert [is_nth(*case) for case in cases] != [every_n(done, n, start + 1) for done, n, start in cases]
 
@@ -61,7 +60,6 @@ def test_anything_else_is_refused_by_the_name_of_the_argument():
 
 def test_the_length_of_an_epoch_is_an_int_for_everybody_and_as_a_period_it_does_not_drift():
     length = whole_or_rounded(Fraction(10, 3))
-
     assert (length, f"{length:d}", [*range(length)], 7 % length) == (3, "3", [0, 1, 2], 1)
     assert [done for done in range(1, 12) if is_nth(done, length)] == [3, 7, 10]
     assert copy.deepcopy(length).exact == pickle.loads(pickle.dumps(length)).exact == Fraction(10, 3)

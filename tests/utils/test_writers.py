@@ -65,7 +65,6 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
             storage.put_scalars(**values)
             writer.write()
             writer.close()
-
     first, second = path.read_text().splitlines()
     assert first == json.dumps({"iteration": 0, **row}, sort_keys=True)
     assert second == '{"bad": null, "iteration": 0, "worse": null}'  # a second run goes on in the same file
@@ -116,7 +115,6 @@ def expected(tmp_path):
 @pytest.mark.parametrize(("state_at", "extra"), [(0, 5), (7, 1), (7, 5)])
 def test_the_file_of_a_resumed_run_is_byte_for_byte_that_of_an_uninterrupted_one(path, expected, state_at, extra):
     kill_and_resume(path, state_at, state_at + extra)
-
     assert path.read_bytes() == expected
     cut = 0 if state_at // 3 == (state_at + extra) // 3 else 1
     assert len([*path.parent.iterdir()]) == 1 + cut
@@ -160,7 +158,6 @@ def test_a_file_that_is_deleted_during_the_run_is_an_error_of_the_next_write(pat
     with pytest.raises(FileNotFoundError, match=r"metrics\.json was deleted"):
         train(storage, writer, range(10, 20))
     writer.close()
-
     assert not path.parent.exists()
 
 
@@ -270,5 +267,4 @@ def test_console_logs_at_most_one_line_per_interval_and_the_last_one(lines, monk
             clock.now = 1000 + now
             storage.put_scalar("a", 1.0)
             printer.write()
-
     assert [int(re.search(r"after (\d+) of", line)[1]) for line in lines()] == [20, 60, 100]

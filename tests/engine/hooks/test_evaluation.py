@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from tests.engine.tiny import AfterStep, Steps, Weight, fail_at, sgd
+from tests.engine.tiny import AfterStep, Steps, fail_at
 from trainkit.engine.hooks import EvalHook
-from trainkit.engine.step import SimpleTrainer
 
 
 def make(period, step=lambda iter: None, **kwargs):
@@ -63,14 +62,3 @@ def test_results_are_stored_flat_and_not_smoothed_and_must_be_numbers():
     for leaf in ("good", None, torch.ones(2)):
         with pytest.raises(ValueError, match="result 'cls/top1' must be a number"):
             Steps([EvalHook(0, lambda leaf=leaf: {"cls": {"top1": leaf}})]).train(0, 1)
-
-
-@pytest.mark.usefixtures("worker")
-def test_a_loss_that_is_not_finite_is_found_before_the_evaluation_also_asynchronously():
-    evaluated, model = [], Weight()
-    data = [torch.tensor(1.0), torch.tensor(float("nan"))]
-    trainer = SimpleTrainer(model, data, sgd(model), async_write_metrics=True)
-    trainer.register_hooks([EvalHook(2, lambda: evaluated.append(1))])
-    with pytest.raises(FloatingPointError, match="in iteration 1"):
-        trainer.train(0, 4)
-    assert evaluated == []

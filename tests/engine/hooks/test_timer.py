@@ -37,7 +37,6 @@ def test_the_time_of_a_step_is_stored_without_hooks_and_the_warm_up_of_each_run(
     assert caplog.messages[-1] == "4 iterations in 0:00:54 (13.5000 s each); with hooks 0:14:14"
     trainer.train(6, 9)
     assert trainer.storage.history("time").values() == [(18.0, 8)]
-
     trainer = timed(clock, warmup_iter=0)
     trainer.train(0, 2)
     assert trainer.storage.history("time").values() == [(10.0, 0), (11.0, 1)]

@@ -135,7 +135,6 @@ def test_a_run_that_is_made_longer_has_no_line_of_the_shorter_one_twice(tmp_path
     second, _ = writing_run(path)
     second.load_state_dict(through_a_file(first.state_dict()))
     second.train(5, 9)
-
     assert path.read_text().startswith(shorter)
     assert [row["iteration"] for row in rows(path)] == [2, 4, 5, 8]
 
@@ -244,7 +243,6 @@ def test_every_writer_sees_the_images_and_then_they_are_let_go(asynchronous):
     if asynchronous:
         trainer.register_hooks([CallbackHook(before_train=lambda trainer: defer(trainer.storage))])
     trainer.train(0, 4)
-
     assert galleries[0].seen == galleries[1].seen == [[0, 1], [2, 3, 2], []]
 
 
