@@ -1,7 +1,6 @@
 """Policies for values that are not finite: parts of a trainer that flag each update on the device."""
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,15 +26,12 @@ class CheckGradients(SimpleTrainer):
     """
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
-        flag = self._mark(torch.zeros((), dtype=torch.float32, device=losses.total.device))
-        return {**super().judge_gradients(losses), _FLAG: flag}
-
-    def _mark(self, flag: Tensor) -> Tensor:
-        """Set ``flag``, float32 of shape ``[]``, to 1 if a gradient is not finite; the same on ranks that share it."""
-        _mark(parameters_of(self.optimizer, self.model), flag)
+        flag = torch.zeros((), dtype=torch.float32, device=losses.total.device)
+        grads = (parameter.grad for parameter in parameters_of(self.optimizer, self.model))
+        _set_if_not_finite((grad for grad in grads if grad is not None), flag)
         if comm.get_data_group_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return flag
+        return {**super().judge_gradients(losses), _FLAG: flag}
 
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
         is_bad = values.pop(_FLAG, 0.0) and not values.get(SKIP_FLAG)
@@ -60,7 +56,6 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
         """
         super().__init__(*args, **kwargs)
         self._former_buffers: dict[str, Tensor] = {}
-        self._skip_flag: Tensor | None = None
         prepare_to_skip(self.optimizer)
 
     @property
@@ -77,7 +72,7 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
         by_scaler = extra.get(SKIP_FLAG)  # it skips the update itself, if its own tensor says so
         if by_scaler is not None:
             flag = by_scaler.add_(flag).clamp_(max=1.0)
-        _set_if_not_finite([_plain(losses.total)], flag)
+        _set_if_not_finite([losses.total], flag)
         if comm.get_world_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         is_skipped = flag.bool()
@@ -114,30 +109,21 @@ def skip() -> type[SkipNonFinite]:
     return SkipNonFinite
 
 
-def _mark(parameters: Iterable[Tensor], flag: Tensor) -> None:
-    """Set ``flag`` to 1 if a gradient is not finite; one kernel checks all gradients of a device, dtype and kind."""
+def _set_if_not_finite(tensors: Iterable[Tensor], flag: Tensor) -> None:
+    """Set ``flag``, float32 of shape ``[]``, to 1 if a value is not finite; one kernel for all of a device and kind."""
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for grad in (_plain(parameter.grad) for parameter in parameters if parameter.grad is not None):
-        groups.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
-    for grads in groups.values():
-        here = flag if grads[0].device == flag.device else torch.zeros_like(flag, device=grads[0].device)
-        _set_if_not_finite(grads, here)
+    for tensor in map(_plain, tensors):
+        groups.setdefault((tensor.device, tensor.dtype, type(tensor)), []).append(tensor)
+    for (device, *_), group in groups.items():
+        here = flag if device == flag.device else torch.zeros_like(flag, device=device)
+        # the kernel of GradScaler.unscale_; a scale of 1 does not change the values
+        torch._amp_foreach_non_finite_check_and_unscale_(group, here, torch.ones_like(here))
         if here is not flag:
             flag.copy_(torch.maximum(flag, here.to(flag.device, non_blocking=True)))
 
 
-def _set_if_not_finite(tensors: Sequence[Tensor], flag: Tensor) -> None:
-    # the kernel of GradScaler.unscale_; a scale of 1 does not change the values
-    torch._amp_foreach_non_finite_check_and_unscale_([*tensors], flag, _one(flag.device))
-
-
-def _plain(grad: Tensor) -> Tensor:
-    grad = grad.detach()  # a gradient may have a graph
-    if grad.is_sparse:
-        grad = grad._values()
-    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
-
-
-@cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()  # a gradient may have a graph
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
