@@ -1,10 +1,21 @@
-"""The config keys of this project."""
+"""The config keys of this project, and what they do to a model in place; names and values of its state stay."""
 
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
 from torch import nn
-from trainkit.projects.model_options.options import checkpoint_blocks, compile_model, use_channels_last
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
 
 from trainkit.config import CfgNode
 from trainkit.config.checks import check_accepted
+from trainkit.utils.errors import not_accepted
+
+logger = logging.getLogger(__name__)
 
 _ACCEPTED = {
     (False, True, None): "MODEL.COMPILE.DYNAMIC",
@@ -31,10 +42,35 @@ def check(cfg: CfgNode) -> None:
 
 
 def wrap_model(cfg: CfgNode, model: nn.Module) -> nn.Module:
-    """Apply the options in place; names and values of the state stay."""
+    """Apply the options; raises ConfigError if a name in BLOCKS is no class of a module."""
     if cfg.MODEL.CHANNELS_LAST:
-        use_channels_last(model)
-    checkpoint_blocks(cfg, model)
-    if cfg.MODEL.COMPILE.ENABLED:
-        compile_model(cfg, model)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    names, classes = cfg.MODEL.ACTIVATION_CHECKPOINT.BLOCKS, {type(module).__name__ for module in model.modules()}
+    if not classes >= {*names}:
+        raise not_accepted("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", names, ", ".join(sorted(classes)))
+    options = cfg.MODEL.COMPILE
+    for block in [module for module in model.modules() if type(module).__name__ in names]:
+        # a compiled block has no side effects, and accepts only torch's own contexts
+        norms = [] if options.ENABLED else [m for m in block.modules() if isinstance(m, _NormBase)]
+        more: dict[str, Any] = {"context_fn": lambda norms=norms: (nullcontext(), _without_statistics(norms))}
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **(more if norms else {}))
+    if options.ENABLED:
+        model.compile(backend=options.BACKEND, mode=options.MODE, fullgraph=options.FULLGRAPH, dynamic=options.DYNAMIC)
+        if options.DYNAMIC is None:
+            logger.warning("MODEL.COMPILE.DYNAMIC None: kernels depend on earlier shapes, a resumed run may differ")
+        if "autotune" in options.MODE:
+            logger.warning("MODEL.COMPILE.MODE %s: kernels chosen by speed, a resumed run may differ", options.MODE)
     return model
+
+
+@contextmanager
+def _without_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
+    """Context in which norms do not update running statistics: they have counted the batch in the forward pass."""
+    counting = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.track_running_stats]
+    for norm, _, _ in counting:  # switching off track_running_stats would change the tensors kept for the backward pass
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, num_batches in counting:
+            norm.momentum, norm.num_batches_tracked = momentum, num_batches

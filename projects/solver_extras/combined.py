@@ -72,17 +72,32 @@ class CombinedOptimizer(Optimizer):
 def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """The optimizers of SOLVER.OPTIMIZERS as one; each entry is like SOLVER.OPTIMIZER, and has its PARAMS.
 
+    A parameter belongs to the first entry with a pattern that fits its name.
+
     Raises:
-        ConfigError: see `divide_parameters` and `build_one`.
+        ConfigError: an entry is wrong, see also `build_one`; a pattern fits no parameter that is left; a parameter fits
+            no pattern.
     """
     _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
-    entries, parts = cfg.SOLVER.OPTIMIZERS, []
-    for entry, params in zip(entries, divide_parameters(model, entries), strict=True):
-        node = {key: value for key, value in entry.items() if key != "PARAMS"}
+    left, parts = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
+    for entry in cfg.SOLVER.OPTIMIZERS:
+        node = dict(entry) if isinstance(entry, Mapping) else {}
+        patterns, name = node.pop("PARAMS", ["*"]), node.get("NAME")
+        if not isinstance(patterns, list | tuple) or not patterns or not isinstance(name, str):
+            accepted = 'nodes with NAME, arguments, and PARAMS, a list such as ["*.weight"] (without it: all others)'
+            raise not_accepted("SOLVER.OPTIMIZERS", entry, accepted)
+        params: set[Tensor] = set()
+        for pattern in patterns:
+            if not (fitting := fnmatch.filter(left, pattern)):
+                reason = f"{pattern!r} (PARAMS of {name}) fits no trainable parameter that is left"
+                raise ConfigError(f"SOLVER.OPTIMIZERS: {did_you_mean(pattern, left)}{reason}")
+            params.update(left.pop(fit) for fit in fitting)
         try:
             parts.append(build_one(with_optimizer(cfg, node), model, params))
         except ConfigError as error:
-            raise ConfigError(f"SOLVER.OPTIMIZERS, entry of {entry['NAME']}: {error}") from error
+            raise ConfigError(f"SOLVER.OPTIMIZERS, entry of {name}: {error}") from error
+    if left:
+        raise ConfigError(f"SOLVER.OPTIMIZERS: no PARAMS fit {', '.join([*left][:5])} ({len(left)} in all)")
     if len(parts) == 1:
         return parts[0]
     optimizer = CombinedOptimizer(parts)
@@ -90,26 +105,3 @@ def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
         optimizer.register_step_pre_hook(partial(start_late_buffers, num_params))
     return optimizer
-
-
-def divide_parameters(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[set[Tensor]]:
-    """The trainable parameters of each entry of SOLVER.OPTIMIZERS: the first pattern that fits a name counts.
-
-    Raises:
-        ConfigError: an entry is wrong; a pattern fits no parameter that is left; a parameter fits no pattern.
-    """
-    left, found = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
-    for entry in entries:
-        patterns = entry.get("PARAMS", ["*"]) if isinstance(entry, Mapping) else None
-        if not isinstance(patterns, list | tuple) or not patterns or not isinstance(entry.get("NAME"), str):
-            accepted = 'nodes with NAME, arguments, and PARAMS, a list such as ["*.weight"] (without it: all others)'
-            raise not_accepted("SOLVER.OPTIMIZERS", entry, accepted)
-        found.append(set[Tensor]())
-        for pattern in patterns:
-            if not (fitting := fnmatch.filter(left, pattern)):
-                reason = f"{pattern!r} (PARAMS of {entry['NAME']}) fits no trainable parameter that is left"
-                raise ConfigError(f"SOLVER.OPTIMIZERS: {did_you_mean(pattern, left)}{reason}")
-            found[-1].update(left.pop(name) for name in fitting)
-    if left:
-        raise ConfigError(f"SOLVER.OPTIMIZERS: no PARAMS fit {', '.join([*left][:5])} ({len(left)} in all)")
-    return found

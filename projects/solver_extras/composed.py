@@ -23,8 +23,8 @@ _LENGTHS = ("length", "milestones", "periods", "timescale", "warmup", "decay")  
 @LR_SCHEDULER_BUILDER_REGISTRY.register()
 def listed_schedules(cfg: CfgNode, optimizer: Optimizer) -> ScheduledLR:
     """The builder for SOLVER.LR_SCHEDULER_BUILDER: the schedules of SOLVER.SCHEDULES, see `build_schedule`."""
-    max_iter = _iters("SOLVER.MAX_ITER", cfg.SOLVER.MAX_ITER, at_least=1)
     _logger.info("SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect")
+    max_iter = _iters("SOLVER.MAX_ITER", cfg.SOLVER.MAX_ITER, at_least=1)
     return ScheduledLR(optimizer, build_schedule(cfg.SOLVER.SCHEDULES, max_iter, "SOLVER.SCHEDULES"))
 
 
@@ -61,9 +61,10 @@ def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule
     factory = look_up(SCHEDULE_REGISTRY, entry["NAME"], f"{here}: NAME")
     known = inspect.signature(factory).parameters
     arguments = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "BEGIN", "END")}
-    for name in arguments:
-        if name not in known and name != "step_size":
-            raise unknown_name(here, name.upper(), "it takes", ["BEGIN", "END", "STEP_SIZE", *map(str.upper, known)])
+    if unknown := arguments.keys() - {"step_size", *known}:
+        raise unknown_name(
+            here, min(unknown).upper(), "it takes", ["BEGIN", "END", "STEP_SIZE", *map(str.upper, known)]
+        )
     if "length" in known:
         arguments.setdefault("length", length)
     step_size = None

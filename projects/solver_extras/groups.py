@@ -26,37 +26,31 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
         ConfigError: the rules are wrong, see `ParamRules` and `build_layer_decay`.
     """
     options, values, solver = cfg.SOLVER.PARAM_GROUPS, collect_arguments(cfg), cfg.SOLVER
-    decay, lr_factor_func = values.get("weight_decay"), None
-    custom_keys = {
-        entry["KEY"]: {name.lower(): value for name, value in entry.items() if name != "KEY"}
-        for entry in options.CUSTOM_KEYS
-        if isinstance(entry, Mapping) and entry.get("KEY")
-    }
+    decay, kinds = values.get("weight_decay"), get_args(ParamKind)
+    entries = [entry for entry in options.CUSTOM_KEYS if isinstance(entry, Mapping) and entry.get("KEY")]
+    custom_keys = {entry["KEY"]: {name.lower(): entry[name] for name in entry if name != "KEY"} for entry in entries}
     if len(custom_keys) < len(options.CUSTOM_KEYS):
         accepted = "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
         raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", options.CUSTOM_KEYS, accepted)
+    factors = {
+        what: {kind: factor for kind in kinds if (factor := options[f"{kind.upper()}_{what}_FACTOR"]) is not None}
+        for what in ("LR", "DECAY")
+    }
+    layers = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
     try:
-        if options.LAYER_DECAY.RATE != 1.0:
-            layer_decay = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
-            lr_factor_func = build_layer_decay(model, **layer_decay)
         rules = ParamRules(
-            weight_decay_norm=None if decay is None else solver.WEIGHT_DECAY_NORM,
-            weight_decay_bias=None if decay is None else solver.WEIGHT_DECAY_BIAS,
+            weight_decay_norm=solver.WEIGHT_DECAY_NORM,
+            weight_decay_bias=solver.WEIGHT_DECAY_BIAS,
             bias_lr_factor=solver.BIAS_LR_FACTOR,
-            lr_factors=_factors(options, "LR"),
-            decay_factors=_factors(options, "DECAY"),
+            lr_factors=factors["LR"],
+            decay_factors=factors["DECAY"],
             custom_keys=custom_keys,
             key_match=options.KEY_MATCH,
             custom_keys_only=options.CUSTOM_KEYS_ONLY,
-            lr_factor_func=lr_factor_func,
+            lr_factor_func=None if layers["rate"] == 1.0 else build_layer_decay(model, **layers),
         )
         groups = build_param_groups(model, values["lr"], decay, rules)
     except ValueError as error:
         raise ConfigError(f"{_GROUPS}: {error}") from error
     _logger.info("Parameter groups:\n%s", describe_param_groups(groups, model))
     return groups
-
-
-def _factors(options: CfgNode, what: str) -> dict[ParamKind, float]:
-    factors = {kind: options[f"{kind.upper()}_{what}_FACTOR"] for kind in get_args(ParamKind)}
-    return {kind: factor for kind, factor in factors.items() if factor is not None}

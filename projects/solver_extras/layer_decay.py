@@ -1,8 +1,8 @@
 """Learning rates that fall from the last layer of a model to the first."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -10,17 +10,6 @@ from trainkit.utils.registry import Registry
 
 LAYER_DEPTH_REGISTRY = Registry("LAYER_DEPTH")
 """Functions from a parameter's full name to ``(depth, num_layers)``: depth 0 is first, ``num_layers - 1`` last."""
-
-# names in OpenMMLab, timm and Hugging Face
-_STEM = r"(?:cls_token|mask_token|pos_embed)$|(?:patch_embed|embeddings)\."
-_STEM_OF_SWIN = r"mask_token$|(?:patch_embed|embeddings)\."
-_STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
-_STEM_OF_CONVNEXT = rf"{_STEM}|stem\."
-_BLOCK_OF_VIT = re.compile(r"(?:encoder\.)?(?:layers?|blocks)\.(\d+)\.")
-_BLOCK_OF_STAGE = re.compile(r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.blocks\.(\d+)\.")
-_DOWNSAMPLE_OF_STAGE = re.compile(r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.downsample\.")
-_BLOCK_OF_CONVNEXT = re.compile(r"(?:encoder\.)?stages\.([0-3])\.(?:(?:blocks|layers)\.)?(\d+)\.")
-_DOWNSAMPLE_OF_CONVNEXT = re.compile(r"(?:downsample_layers\.([0-3])|(?:encoder\.)?stages\.([0-3])\.downsampl\w+)\.")
 
 
 def build_layer_decay(
@@ -72,107 +61,102 @@ def build_layer_decay(
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")
     names = [name for name, _ in model.named_parameters()]
-    needed = _SCHEMES[scheme][0] if scheme in _SCHEMES else None
-    given = {"num_layers": num_layers, "depths": depths} | ({} if scheme in _SCHEMES else {"prefix": prefix})
-    if needed is not None and not given[needed]:
-        raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
-    for name, value in given.items():
-        if value and name != needed:
-            raise ValueError(f"scheme {scheme!r} does not take {name} ({name.upper()}), got {value!r}; leave it out")
-    if scheme not in _SCHEMES:
-        found = _users_depths(model, scheme, names)
-    else:
+    if scheme in _SCHEMES:
+        usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
         if prefix is None:
-            usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
             prefix = next((part for part in usual if any(name.startswith(part) for name in names)), "")
-        found = _named_depths(given[needed] if needed else 4, scheme, names, prefix)
-    factors = {name: rate ** (count - 1 - depth) for name, (depth, count) in found.items()}
-    return factors.__getitem__
+        needed = _SCHEMES[scheme].needs
+        argument = {None: 4, "num_layers": num_layers, "depths": depths}[needed]
+        if not argument:
+            raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
+        found = _named_depths(argument, scheme, names, prefix)
+    elif scheme == "model" and hasattr(model, "get_layer_depth"):
+        found = {name: model.get_layer_depth(name) for name in names}
+    elif scheme in LAYER_DEPTH_REGISTRY:
+        found = {name: LAYER_DEPTH_REGISTRY.get(scheme)(name) for name in names}
+    else:
+        accepted = [*_SCHEMES, "model (with a method get_layer_depth)", *sorted(dict(LAYER_DEPTH_REGISTRY))]
+        raise ValueError(f"unknown scheme {scheme!r}; accepted: {', '.join(accepted)}")
+    for name, (depth, count) in found.items():
+        if not 0 <= depth < count and scheme not in _SCHEMES:
+            raise ValueError(f"scheme {scheme!r}: the depth of {name} must be in [0, {count}), got {depth}")
+    return {name: rate ** (count - 1 - depth) for name, (depth, count) in found.items()}.__getitem__
+
+
+class _Scheme(NamedTuple):
+    needs: str | None  # the argument that has the number n of blocks; None: 4 stages
+    stem: str
+    depth_of: Callable[[Any, str, Sequence[str]], int | None]  # of a block; gets the argument, a name, and all names
+    rest: int = 1  # the depth of the rest is n + rest
+    num_layers: int = 2  # there are n + num_layers layers
+    deepest: int | None = None  # the depth of the last block; None: n
 
 
 def _named_depths(argument: Any, scheme: str, names: Sequence[str], prefix: str) -> dict[str, tuple[int, int]]:
-    """The function for a named scheme; ``argument``: the number of blocks, or the numbers of blocks of the stages."""
-    _, stem, depth_of, rest, num_layers, last_block = _SCHEMES[scheme]
-    num_blocks = argument if isinstance(argument, int) else sum(argument)
-    last_block = num_blocks if last_block is None else last_block
-    own_names = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    depths = {own_names[own]: 0 if re.match(stem, own) else depth_of(argument, own, [*own_names]) for own in own_names}
+    """Name -> depth and number of layers; ``argument``: the number of blocks, or the numbers of each stage."""
+    rule, num_blocks = _SCHEMES[scheme], argument if isinstance(argument, int) else sum(argument)
+    own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    depths = {own[key]: 0 if re.match(rule.stem, key) else rule.depth_of(argument, key, [*own]) for key in own}
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
-        found_names = ", ".join(names[:3])
-        raise ValueError(f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r}: {found_names}")
-    if max(known) != last_block:
+        text = f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r}"
+        raise ValueError(f"{text}: {', '.join(names[:3])}")
+    last = num_blocks if rule.deepest is None else rule.deepest
+    if max(known) != last:
         deepest = f"{known[max(known)]} at depth {max(known)}"
-        raise ValueError(f"num_layers or depths put the last layer at {last_block}, but the deepest one is {deepest}")
-    found = {name: depths.get(name) for name in names}
-    return {
-        name: (num_blocks + rest if depth is None else depth, num_blocks + num_layers) for name, depth in found.items()
-    }
+        raise ValueError(f"num_layers or depths put the last layer at {last}, but the deepest one is {deepest}")
+    of_rest, count = num_blocks + rule.rest, num_blocks + rule.num_layers
+    return {name: (of_rest if (depth := depths.get(name)) is None else depth, count) for name in names}
 
 
-def _users_depths(model: nn.Module, scheme: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    if scheme == "model":
-        if not hasattr(model, "get_layer_depth"):
-            name = type(model).__name__
-            raise ValueError(f"scheme 'model' needs a method get_layer_depth(name) of {name}; write one")
-        function: Any = model.get_layer_depth
-    elif scheme in LAYER_DEPTH_REGISTRY:
-        function = LAYER_DEPTH_REGISTRY.get(scheme)
-    else:
-        registered = sorted(name for name, _ in LAYER_DEPTH_REGISTRY)
-        accepted = ", ".join([*_SCHEMES, "model", *registered])
-        raise ValueError(f"unknown scheme {scheme!r}; accepted: {accepted}")
-    found: dict[str, tuple[int, int]] = {name: function(name) for name in names}
-    for name, (depth, num_layers) in found.items():
-        if not 0 <= depth < num_layers:
-            raise ValueError(f"scheme {scheme!r}: the depth of {name} must be in [0, {num_layers}), got {depth}")
-    return found
-
-
-def _vit_depth(_: int, name: str, __: Sequence[str]) -> int | None:
-    block = _BLOCK_OF_VIT.match(name)
+def _in_vit(_: int, name: str, __: Sequence[str]) -> int | None:
+    block = re.match(r"(?:encoder\.)?(?:layers?|blocks)\.(\d+)\.", name)
     return int(block[1]) + 1 if block else None
 
 
-def _depth_in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | None:
-    if downsample := _DOWNSAMPLE_OF_STAGE.match(name):
-        stages = {match[1] for match in map(_DOWNSAMPLE_OF_STAGE.match, names) if match}
-        # OpenMMLab downsamples at the end of a stage, timm at the start, so timm's first stage has no downsampling
-        stage = int(downsample[1])
-        return sum(depths[: stage + ("0" in stages)])
-    block = _BLOCK_OF_STAGE.match(name)
-    if not block:
+def _place(name: str) -> tuple[int, int | None] | None:
+    """The stage and the block of a parameter, None as the block of downsampling; None if it is in no stage."""
+    place = r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.(?:downsampl\w+|(?:(?:blocks|layers)\.)?(\d+))\."
+    found = re.match(place, name) or re.match(r"downsample_layers\.(\d+)()\.", name)
+    return (int(found[1]), int(found[2]) if found[2] else None) if found else None
+
+
+def _in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | None:
+    if (place := _place(name)) is None:
         return None
-    stage, index = int(block[1]), int(block[2])
-    if stage >= len(depths) or index >= depths[stage]:
+    stage, block = place
+    if block is None:
+        # OpenMMLab downsamples at the end of a stage, timm at the start, so timm's first stage has no downsampling
+        return sum(depths[: stage + ((0, None) in map(_place, names))])
+    if stage >= len(depths) or block >= depths[stage]:
         raise ValueError(f"depths={list(depths)} has no place for {name}; give the number of blocks of each stage")
-    return sum(depths[:stage]) + index + 1
+    return sum(depths[:stage]) + block + 1
 
 
-def _convnext_depth(num_layers: int, name: str, _: Sequence[str]) -> int | None:
-    if downsample := _DOWNSAMPLE_OF_CONVNEXT.match(name):
-        return (0, 2, 3, num_layers)[int(downsample[1] or downsample[2])]
-    block = _BLOCK_OF_CONVNEXT.match(name)
-    return (1, 2, 3 + int(block[2]) // 3, num_layers)[int(block[1])] if block else None
+def _in_convnext(num_layers: int, name: str, _: Sequence[str]) -> int | None:
+    if (place := _place(name)) is None:
+        return None
+    stage, block = place
+    return (0, 2, 3, num_layers)[stage] if block is None else (1, 2, 3 + block // 3, num_layers)[stage]
 
 
-def _convnext_stage_depth(_: int, name: str, __: Sequence[str]) -> int | None:
-    if _DOWNSAMPLE_OF_CONVNEXT.match(name):
-        return 0
-    block = _BLOCK_OF_CONVNEXT.match(name)
-    return int(block[1]) + 1 if block else None
+def _in_stages_of_convnext(_: int, name: str, __: Sequence[str]) -> int | None:
+    place = _place(name)
+    return None if place is None else 0 if place[1] is None else place[0] + 1
 
 
-# name -> (argument that it needs, stem, depth of a block, what is added to the number of blocks n for the depth of the
-# rest and for the number of layers, depth of the last block if it is not n)
-_SCHEMES: dict[str, tuple[str | None, str, Callable[..., int | None], int, int, int | None]] = {
-    "vit": ("num_layers", _STEM, _vit_depth, 1, 2, None),
-    "beit": ("num_layers", _STEM, _vit_depth, 1, 2, None),
-    "mae": ("num_layers", _STEM, _vit_depth, 1, 2, None),
-    "swin": ("depths", _STEM_OF_SWIN, _depth_in_stages, 1, 2, None),
-    "mixmim": ("depths", _STEM_OF_MIXMIM, _depth_in_stages, 0, 1, None),
-    "mixmim_mmselfsup": ("depths", _STEM_OF_MIXMIM, _depth_in_stages, 0, 2, None),
-    "convnext": ("num_layers", _STEM_OF_CONVNEXT, _convnext_depth, 1, 2, None),
-    "convnext_stage": (None, _STEM_OF_CONVNEXT, _convnext_stage_depth, 1, 2, 4),
-    "convnext_stage_mmseg": ("num_layers", _STEM_OF_CONVNEXT, _convnext_stage_depth, 1, 2, 4),
+# names in OpenMMLab, timm and Hugging Face
+_STEM = r"(?:cls_token|mask_token|pos_embed)$|(?:patch_embed|embeddings)\."
+_STEM_OF_SWIN = r"mask_token$|(?:patch_embed|embeddings)\."
+_STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
+_STEM_OF_CONVNEXT = rf"{_STEM}|stem\."
+
+_SCHEMES = {
+    **dict.fromkeys(("vit", "beit", "mae"), _Scheme("num_layers", _STEM, _in_vit)),
+    "swin": _Scheme("depths", _STEM_OF_SWIN, _in_stages),
+    "mixmim": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0, num_layers=1),
+    "mixmim_mmselfsup": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0),
+    "convnext": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_convnext),
+    "convnext_stage": _Scheme(None, _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
+    "convnext_stage_mmseg": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
 }

@@ -1,7 +1,6 @@
 """Factors of learning rates and weight decays by the kind and the name of a parameter."""
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -63,18 +62,15 @@ class ParamRules:
     def __post_init__(self) -> None:
         if self.key_match not in KEY_MATCHES:
             raise ValueError(f"key_match must be one of {', '.join(KEY_MATCHES)}, got {self.key_match!r}")
-        factors = {f"{kind} in lr_factors": factor for kind, factor in self.lr_factors.items()}
-        factors |= {f"{kind} in decay_factors": factor for kind, factor in self.decay_factors.items()}
+        if unknown := {*self.lr_factors, *self.decay_factors} - {*get_args(ParamKind)}:
+            raise ValueError(f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}")
+        _check_factors("lr_factors", self.lr_factors)
+        _check_factors("decay_factors", self.decay_factors)
         for key, options in self.custom_keys.items():
             if wrong := options.keys() & {"params", "lr", "lr_mult", "weight_decay", "decay_mult"}:
                 raise ValueError(f"{key!r} in custom_keys takes lr_factor and decay_factor, got {sorted(wrong)}")
-            names = options.keys() & {"lr_factor", "decay_factor"}
-            factors |= {f"{name} of {key!r} in custom_keys": options[name] for name in names}
-        for where, factor in factors.items():
-            if not is_number(factor) or not factor >= 0:
-                raise ValueError(f"{where} must be a number >= 0, got {factor!r}")
-        if unknown := {*self.lr_factors, *self.decay_factors} - {*get_args(ParamKind)}:
-            raise ValueError(f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}")
+            own = options.keys() & {"lr_factor", "decay_factor"}
+            _check_factors(f"custom_keys[{key!r}]", {name: options[name] for name in own})
 
     def key_of(self, full_name: str) -> str | None:
         """The custom key that counts for a parameter; None if no key matches."""
@@ -109,30 +105,32 @@ def build_param_groups(
     )
 
 
+def _check_factors(where: str, factors: Mapping[Any, Any]) -> None:
+    for name, factor in factors.items():
+        if not is_number(factor) or not factor >= 0:
+            raise ValueError(f"{name} in {where} must be a number >= 0, got {factor!r}")
+
+
 def _hyperparams(
     modules: Mapping[str, nn.Module], name: str, param: Tensor, lr: float, decay: float | None, rules: ParamRules
 ) -> dict[str, Any]:
     owner, _, leaf_name = name.rpartition(".")
-    module, key = modules.get(owner), rules.key_of(name)  # no module: the model renames its parameters
-    options = dict(rules.custom_keys[key]) if key is not None else {}
-    lr_factors, decay_factors = [options.pop("lr_factor", 1.0)], [options.pop("decay_factor", 1.0)]
-    if decay is not None and (key is None or not rules.custom_keys_only):
-        if isinstance(module, NORM_LAYERS) and rules.weight_decay_norm is not None:
-            decay = rules.weight_decay_norm
-        if leaf_name == "bias" and rules.weight_decay_bias is not None:
-            decay = rules.weight_decay_bias
+    key = rules.key_of(name)
+    options = {} if key is None else dict(rules.custom_keys[key])
+    lr, decay_factor = lr * options.pop("lr_factor", 1.0), options.pop("decay_factor", 1.0)
+    kind_factor = 1.0
     if key is None or not rules.custom_keys_only:
-        if leaf_name == "bias":
-            lr_factors.append(rules.bias_lr_factor)
-        kinds = list(_kinds(module, leaf_name, param))
-        decay_factors.extend([rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors][:1])
+        kinds = [*_kinds(modules.get(owner), leaf_name, param)]  # no module: the model renames its parameters
+        for kind, base in (("norm", rules.weight_decay_norm), ("bias", rules.weight_decay_bias)):
+            if kind in kinds and base is not None and decay is not None:
+                decay = base
+        kind_factor = next((rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors), 1.0)
+        lr *= rules.bias_lr_factor if "bias" in kinds else 1.0
         if kinds[:2] == ["norm", "bias"]:
             kinds.remove("bias")
-        lr_factors.extend([rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors][:1])
-        if rules.lr_factor_func is not None:
-            lr_factors.append(rules.lr_factor_func(name))
-    options["lr"] = math.prod(lr_factors, start=lr)
-    return options if decay is None else {**options, "weight_decay": math.prod(decay_factors, start=decay)}
+        lr *= next((rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors), 1.0)
+        lr *= 1.0 if rules.lr_factor_func is None else rules.lr_factor_func(name)
+    return {**options, "lr": lr} | ({} if decay is None else {"weight_decay": decay * decay_factor * kind_factor})
 
 
 def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:

@@ -32,23 +32,14 @@ def Constant(length: int, factor: float = 1 / 3) -> Schedule:
 @SCHEDULE_REGISTRY.register()
 def Linear(length: int, start_factor: float = 1 / 3, end_factor: float = 1.0) -> Schedule:
     """A straight line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
-
-    def schedule(t: int, base: float) -> float:
-        done, steps = _steps(t, length)
-        return base * (start_factor + (end_factor - start_factor) * done / steps)
-
-    return schedule
+    rise, steps = end_factor - start_factor, max(length - 1, 1)
+    return lambda t, base: base * (start_factor + rise * _done(t, length) / steps)
 
 
 @SCHEDULE_REGISTRY.register()
 def ExponentialWarmup(length: int, factor: float = 1 / 3) -> Schedule:
     """From ``factor`` times the base to the base; each iteration multiplies the value by the same number."""
-
-    def schedule(t: int, base: float) -> float:
-        done, steps = _steps(t, length)
-        return base * factor ** (1 - done / steps)
-
-    return schedule
+    return lambda t, base: base * factor ** (1 - _done(t, length) / max(length - 1, 1))
 
 
 @SCHEDULE_REGISTRY.register()
@@ -112,13 +103,8 @@ def Polynomial(
     length: int, power: float = 1.0, *, end_value: float | None = None, end_ratio: float | None = None
 ) -> Schedule:
     """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
-    end_of = _end(end_value, end_ratio)
-
-    def schedule(t: int, base: float) -> float:
-        done, steps = _steps(t, length)
-        return (base - end_of(base)) * (1.0 - done / steps) ** power + end_of(base)
-
-    return schedule
+    end_of, steps = _end(end_value, end_ratio), max(length - 1, 1)
+    return lambda t, base: (base - end_of(base)) * (1.0 - _done(t, length) / steps) ** power + end_of(base)
 
 
 @SCHEDULE_REGISTRY.register()
@@ -207,9 +193,9 @@ def Chain(segments: Sequence[Schedule]) -> Schedule:
     return schedule
 
 
-def _steps(t: int, length: int) -> tuple[int, int]:
-    """The steps done from the first iteration to the last one, and their number; in one iteration all are done."""
-    return (min(t, length - 1), length - 1) if length > 1 else (1, 1)
+def _done(t: int, length: int) -> int:
+    """The steps done from the first iteration to the last one; if there is only one iteration, it is the last one."""
+    return min(t, length - 1) if length > 1 else 1
 
 
 def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:

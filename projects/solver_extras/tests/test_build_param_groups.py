@@ -1,76 +1,188 @@
-"""SOLVER.PARAM_GROUPS, from the config to the optimizer."""
+"""Factors by the kind and the name of a parameter: `ParamRules`, and SOLVER.PARAM_GROUPS of a config."""
 
 import pytest
+import torch
 from torch import nn
 
 from trainkit.config import ConfigError, check_values, get_cfg
-from trainkit.solver import LARS, LAYER_DEPTH_REGISTRY, PARAM_GROUP_REGISTRY, build_optimizer
+from trainkit.solver import (
+    LARS,
+    LAYER_DEPTH_REGISTRY,
+    PARAM_GROUP_REGISTRY,
+    ParamRules,
+    build_optimizer,
+    build_param_groups,
+    get_default_optimizer_params,
+)
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Conv2d(2, 2, 1, groups=2)
+        self.conv = nn.Conv2d(1, 2, 1)
         self.norm = nn.BatchNorm2d(2)
-        self.words = nn.Embedding(2, 2)
         self.head = nn.Linear(2, 2)
 
 
-def make_cfg(groups=None, **solver):
-    cfg = get_cfg()
-    solver = {"BASE_LR": 1.0, "WEIGHT_DECAY": 1.0, "WEIGHT_DECAY_NORM": 1.0, **solver}
-    cfg.merge_from_other_cfg({"SOLVER": {**solver, "PARAM_GROUPS": groups or {}}})
-    check_values(cfg)
-    return cfg
+class EveryKind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.dwconv = nn.Conv2d(2, 4, 1, groups=2)
+        self.conv = nn.Conv2d(1, 1, 1)  # as many groups as input channels, as in OpenMMLab
+        self.norm = nn.LayerNorm(2)
+        self.gain = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(()))
 
 
-def rates(cfg, model):
-    """name -> (lr, weight decay)"""
+def named_groups(model, groups):
     names = {param: name for name, param in model.named_parameters()}
-    groups = build_optimizer(cfg, model).param_groups
-    return {names[param]: (group["lr"], group["weight_decay"]) for group in groups for param in group["params"]}
+    return [{**group, "params": [names[param] for param in group["params"]]} for group in groups]
 
 
-PLAIN = dict.fromkeys(
-    ["stem.weight", "stem.bias", "norm.weight", "norm.bias", "words.weight", "head.weight", "head.bias"], (1.0, 1.0)
-)
+def values_by_name(model, groups, key):
+    return {name: group[key] for group in named_groups(model, groups) for name in group["params"]}
+
+
+# ---------------------------------------------------------------------- rules
 
 
 @pytest.mark.parametrize(
-    ("groups", "changed"),
+    ("factors", "changed"),
     [
-        ({}, {}),
-        ({"NORM_LR_FACTOR": 0.5}, {"norm.weight": (0.5, 1.0), "norm.bias": (0.5, 1.0)}),
-        ({"NORM_DECAY_FACTOR": 0}, {"norm.weight": (1.0, 0.0), "norm.bias": (1.0, 0.0)}),
-        ({"DWCONV_LR_FACTOR": 0.5}, dict.fromkeys(["stem.weight", "stem.bias"], (0.5, 1.0))),
-        ({"EMBEDDING_DECAY_FACTOR": 0.0}, {"words.weight": (1.0, 0.0)}),
-        ({"FLAT_LR_FACTOR": 0.5, "NORM_LR_FACTOR": 1.0}, dict.fromkeys(["stem.bias", "head.bias"], (0.5, 1.0))),
+        ({"norm": 2.0}, {"norm.weight": 2.0, "norm.bias": 2.0}),
+        ({"bias": 2.0}, {"dwconv.bias": 2.0, "conv.bias": 2.0}),
+        ({"flat": 2.0}, dict.fromkeys(["gain", "dwconv.bias", "conv.bias", "norm.weight", "norm.bias"], 2.0)),
         (
-            {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "BIAS_LR_FACTOR": 3.0, "BIAS_DECAY_FACTOR": 0.5},
-            {
-                "stem.bias": (3.0, 0.5),
-                "norm.bias": (1.0, 0.5),
-                "head.weight": (0.5, 1.0),
-                "head.bias": (1.5, 0.5),
-            },
-        ),
-        (
-            {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "CUSTOM_KEYS_ONLY": True, "BIAS_LR_FACTOR": 3.0},
-            {"stem.bias": (3.0, 1.0), "head.weight": (0.5, 1.0), "head.bias": (0.5, 1.0)},
-        ),
-        (
-            {"CUSTOM_KEYS": [{"KEY": key, "LR_FACTOR": 0.5} for key in ("head", "head.b")], "KEY_MATCH": "exact"},
-            {},
-        ),
-        (
-            {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "solver_test_net_depth"}},
-            {**dict.fromkeys(PLAIN, (0.5, 1.0)), "head.weight": (1.0, 1.0), "head.bias": (1.0, 1.0)},
+            {"flat": 0.0, "embedding": 5.0, "dwconv": 4.0, "bias": 3.0, "norm": 1.0},
+            {"gain": 0.0, "embedding.weight": 5.0}
+            | dict.fromkeys(["conv.weight", "dwconv.weight"], 4.0)
+            | dict.fromkeys(["dwconv.bias", "conv.bias"], 3.0),
         ),
     ],
     ids=str,
 )
-def test_each_setting_reaches_the_rates(groups, changed):
-    assert rates(make_cfg(groups), Net()) == {**PLAIN, **changed}
+def test_a_kind_has_its_factors_and_the_first_one_given_counts(factors, changed):
+    model = EveryKind()
+    plain = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
+    groups = build_param_groups(model, 1.0, 0.5, ParamRules(lr_factors=factors))
+    assert values_by_name(model, groups, "lr") == {**plain, **changed}
+    assert {*values_by_name(model, groups, "weight_decay").values()} == {0.5}
+    if "norm" not in factors and "bias" in factors:
+        changed = {**changed, "norm.bias": factors["bias"]}  # only for the learning rate is it no bias
+    groups = build_param_groups(model, 0.5, 1.0, ParamRules(decay_factors=factors))
+    assert values_by_name(model, groups, "weight_decay") == {**plain, **changed}
+    assert {*values_by_name(model, groups, "lr").values()} == {0.5}
+
+
+def test_without_rules_the_groups_are_those_of_the_detectron2_function():
+    model = Net()
+    model.twin = nn.Linear(2, 2)
+    model.twin.weight = model.head.weight
+    model.conv.requires_grad_(False)
+    rules = ParamRules(weight_decay_norm=0.5, weight_decay_bias=0.25, bias_lr_factor=2.0)
+    expected = get_default_optimizer_params(model, 0.1, 1.0, 0.5, 2.0, 0.25)
+    assert build_param_groups(model, 0.1, 1.0, rules) == expected
+    assert build_param_groups(model, 0.1, 1.0, ParamRules()) != expected
+    assert build_param_groups(model, 0.1, None, rules) == get_default_optimizer_params(model, 0.1, bias_lr_factor=2.0)
+
+
+def test_factors_of_a_custom_key_multiply_the_other_ones_and_its_options_reach_the_group():
+    model = Net()
+    rules = ParamRules(
+        lr_factors={"bias": 2.0},
+        decay_factors={"norm": 0.5},
+        custom_keys={"norm": {"lr_factor": 0.25, "decay_factor": 0.5, "lars_exclude": True}, "head.w": {"taps": [1]}},
+    )
+    assert named_groups(model, build_param_groups(model, 1.0, 1.0, rules)) == [
+        {"params": ["conv.weight"], "lr": 1.0, "weight_decay": 1.0},
+        {"params": ["conv.bias", "head.bias"], "lr": 2.0, "weight_decay": 1.0},
+        {"params": ["norm.weight", "norm.bias"], "lr": 0.25, "weight_decay": 0.25, "lars_exclude": True},
+        {"params": ["head.weight"], "lr": 1.0, "weight_decay": 1.0, "taps": [1]},
+    ]
+
+
+def test_as_in_openmmlab_a_custom_key_may_switch_all_other_rules_off():
+    model = Net()
+    rules = ParamRules(
+        weight_decay_norm=0.0,
+        bias_lr_factor=2.0,
+        lr_factors={"flat": 3.0},
+        decay_factors={"flat": 0.0},
+        lr_factor_func=lambda name: 0.5,
+        custom_keys={"norm": {"decay_factor": 0.5}},
+        custom_keys_only=True,
+    )
+    assert named_groups(model, build_param_groups(model, 1.0, 1.0, rules)) == [
+        {"params": ["conv.weight", "head.weight"], "lr": 0.5, "weight_decay": 1.0},
+        {"params": ["conv.bias", "head.bias"], "lr": 3.0, "weight_decay": 0.0},
+        {"params": ["norm.weight", "norm.bias"], "lr": 1.0, "weight_decay": 0.5},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key_match", "expected"),
+    [
+        ("longest", {"conv.weight": 0.1, "conv.bias": 0.3, "norm.weight": 0.4, "head.weight": 0.4}),
+        ("shortest", {"conv.weight": 0.4, "conv.bias": 0.2, "norm.weight": 0.4, "head.weight": 0.4}),
+        ("exact", {"conv.bias": 0.3}),
+    ],
+)
+def test_of_several_custom_keys_one_counts_and_the_alphabet_decides_among_equals(key_match, expected):
+    model = Net()
+    factors = {"t": 0.4, "onv.": 0.2, "conv": 0.1, "conv.bias": 0.3}
+    keys = {key: {"lr_factor": factor} for key, factor in factors.items()}
+    groups = build_param_groups(model, 1.0, None, ParamRules(custom_keys=keys, key_match=key_match))
+    plain = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
+    assert values_by_name(model, groups, "lr") == {**plain, **expected}
+
+
+def test_custom_keys_that_count_for_nothing_draw_a_warning(caplog):
+    model = Net()
+    model.conv.requires_grad_(False)
+    keys = {"conv": {}, "hed": {"lr_factor": 2.0}, "hea": {"lr_factor": 2.0}, "head": {"lr_factor": 2.0}}
+    build_param_groups(model, 1.0, None, ParamRules(custom_keys=keys))
+    assert caplog.messages == ["Custom keys that match no parameter and have no effect: hea, hed"]
+
+
+def test_wrong_rules_are_an_error():
+    with pytest.raises(ValueError, match=r"\['nrom'\] are no kinds; accepted: norm, bias"):
+        ParamRules(lr_factors={"nrom": 1.0})
+    with pytest.raises(ValueError, match="norm in decay_factors must be a number >= 0, got -1.0"):
+        ParamRules(decay_factors={"norm": -1.0})
+
+
+# ---------------------------------------------------------------------- the config
+
+
+def optimizer_of(model, groups=None, **solver):
+    cfg = get_cfg()
+    solver = {"BASE_LR": 1.0, "WEIGHT_DECAY": 1.0, "WEIGHT_DECAY_NORM": 1.0, **solver}
+    cfg.merge_from_other_cfg({"SOLVER": {**solver, "PARAM_GROUPS": groups or {}}})
+    check_values(cfg)
+    return build_optimizer(cfg, model)
+
+
+def rates(model, groups=None, **solver):
+    """name -> (lr, weight decay)"""
+    found = named_groups(model, optimizer_of(model, groups, **solver).param_groups)
+    return {name: (group["lr"], group["weight_decay"]) for group in found for name in group["params"]}
+
+
+def test_each_key_reaches_the_rates_and_multiplies_the_keys_that_detectron2_has():
+    groups = {f"{kind}_DECAY_FACTOR": 0.5 for kind in ("NORM", "BIAS", "DWCONV", "EMBEDDING", "FLAT")}
+    groups |= {"NORM_LR_FACTOR": 2.0, "BIAS_LR_FACTOR": 3.0, "DWCONV_LR_FACTOR": 4.0}
+    groups |= {"EMBEDDING_LR_FACTOR": 5.0, "FLAT_LR_FACTOR": 6.0}
+    solver = {"BIAS_LR_FACTOR": 10.0, "WEIGHT_DECAY_NORM": 0.5, "WEIGHT_DECAY_BIAS": 2.0}
+    assert rates(EveryKind(), groups, **solver) == {
+        "embedding.weight": (5.0, 0.5),
+        "gain": (6.0, 0.5),
+        "scale": (1.0, 1.0),
+        "norm.weight": (2.0, 0.25),
+        "norm.bias": (20.0, 1.0),
+        **dict.fromkeys(["conv.weight", "dwconv.weight"], (4.0, 0.5)),
+        **dict.fromkeys(["conv.bias", "dwconv.bias"], (30.0, 1.0)),
+    }
 
 
 @LAYER_DEPTH_REGISTRY.register()
@@ -78,76 +190,67 @@ def solver_test_net_depth(name):
     return int(name.startswith("head")), 2
 
 
-def test_factors_multiply_the_keys_that_detectron2_has():
-    cfg = make_cfg(
-        {"BIAS_LR_FACTOR": 3.0, "NORM_DECAY_FACTOR": 0.5, "BIAS_DECAY_FACTOR": 0.25},
-        BIAS_LR_FACTOR=2.0,
-        WEIGHT_DECAY_NORM=0.5,
-        WEIGHT_DECAY_BIAS=2.0,
-    )
-    assert rates(cfg, Net()) == {
-        **PLAIN,
-        "stem.bias": (6.0, 0.5),
-        "norm.weight": (1.0, 0.25),
-        "norm.bias": (2.0, 1.0),
-        "head.bias": (6.0, 0.5),
-    }
-
-
-def test_layer_decay_by_a_named_scheme_takes_its_numbers_from_the_config():
-    model = nn.Module()
-    model.encoder = nn.Module()
-    model.encoder.patch_embed = nn.Linear(1, 1, bias=False)
-    model.encoder.blocks = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
-    decay = {"RATE": 0.5, "SCHEME": "vit", "NUM_LAYERS": 2, "PREFIX": "encoder."}
-    lrs = [lr for lr, _ in rates(make_cfg({"LAYER_DECAY": decay}), model).values()]
-    assert lrs == [0.125, 0.25, 0.5]
-    assert [lr for lr, _ in rates(make_cfg({"LAYER_DECAY": {**decay, "RATE": 1.0}}), model).values()] == [1.0] * 3
-
-
-@PARAM_GROUP_REGISTRY.register()
-def solver_test_groups(cfg, model):
-    return [
-        {"params": model.head.parameters(), "lr": cfg.SOLVER.BASE_LR * 10},
-        {"params": [model.stem.weight], "tag": "stem"},
-    ]
+@pytest.mark.parametrize(
+    ("groups", "changed"),
+    [
+        ({"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}]}, {"head.weight": 0.5, "head.bias": 0.5}),
+        (
+            {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "CUSTOM_KEYS_ONLY": True, "BIAS_LR_FACTOR": 3.0},
+            {"conv.bias": 3.0, "head.weight": 0.5, "head.bias": 0.5},
+        ),
+        ({"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "KEY_MATCH": "exact"}, {}),
+        (
+            {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "solver_test_net_depth"}},
+            dict.fromkeys(["conv.weight", "conv.bias", "norm.weight", "norm.bias"], 0.5),
+        ),
+    ],
+    ids=str,
+)
+def test_each_option_reaches_the_rates(groups, changed):
+    plain = dict.fromkeys((name for name, _ in Net().named_parameters()), 1.0)
+    assert {name: lr for name, (lr, _) in rates(Net(), groups).items()} == {**plain, **changed}
 
 
 def test_custom_keys_give_the_options_of_lars():
     node = {"NAME": "LARS", "ETA": 0.002, "MOMENTUM": 0.9, "NESTEROV": True}
-    cfg = make_cfg({"CUSTOM_KEYS": [{"KEY": "bias", "DECAY_FACTOR": 0.0, "LARS_EXCLUDE": True}]}, OPTIMIZER=node)
-    optimizer = build_optimizer(cfg, Net())
+    keys = [{"KEY": "bias", "DECAY_FACTOR": 0.0, "LARS_EXCLUDE": True}]
+    optimizer = optimizer_of(Net(), {"CUSTOM_KEYS": keys}, OPTIMIZER=node)
     assert type(optimizer) is LARS
-    keys = ("lr", "weight_decay", "eta", "momentum", "nesterov", "lars_exclude")
-    assert [[group.get(key) for key in keys] for group in optimizer.param_groups] == [
+    names = ("lr", "weight_decay", "eta", "momentum", "nesterov", "lars_exclude")
+    assert [[group.get(name) for name in names] for group in optimizer.param_groups] == [
         [1.0, 1.0, 0.002, 0.9, True, False],
         [1.0, 0.0, 0.002, 0.9, True, True],
     ]
 
 
+@PARAM_GROUP_REGISTRY.register()
+def solver_test_groups(cfg, model):
+    return [{"params": model.head.parameters(), "lr": cfg.SOLVER.BASE_LR * 10}, {"params": [model.conv.weight]}]
+
+
 def test_a_users_function_makes_the_groups_as_it_likes():
     model = Net()
-    groups = build_optimizer(make_cfg({"BUILDER": "solver_test_groups"}), model).param_groups
-    assert [group["params"] for group in groups] == [list(model.head.parameters()), [model.stem.weight]]
-    assert [(group["lr"], group.get("tag")) for group in groups] == [(10.0, None), (1.0, "stem")]
+    groups = optimizer_of(model, {"BUILDER": "solver_test_groups"}).param_groups
+    assert [group["params"] for group in groups] == [list(model.head.parameters()), [model.conv.weight]]
+    assert [group["lr"] for group in groups] == [10.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
         ({"BUILDER": "solver_test_group"}, r"SOLVER.PARAM_GROUP_BUILDER: no .* did you mean 'solver_test_groups'\?"),
-        ({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vitt"}}, "PARAM_GROUPS: unknown scheme 'vitt'; accepted: vit"),
-        ({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vit"}}, r"PARAM_GROUPS: scheme 'vit' needs num_layers"),
         ({"LAYER_DECAY": {"RATE": 1.5}}, "LAYER_DECAY.RATE: got 1.5"),
+        ({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "vit"}}, r"PARAM_GROUPS: scheme 'vit' needs num_layers"),
+        ({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "swin", "DEPTHS": [2], "PREFIX": "net."}}, "after the prefix 'net.'"),
         ({"FLAT_DECAY_FACTOR": -1}, "FLAT_DECAY_FACTOR: got -1"),
-        ({"BIAS_LR_FACTOR": "2"}, "BIAS_LR_FACTOR: got '2'"),
         ({"CUSTOM_KEYS": ["norm"]}, "CUSTOM_KEYS: got .*accepted: nodes with a KEY"),
         ({"CUSTOM_KEYS": [{"KEY": "a"}, {"KEY": "a"}]}, "CUSTOM_KEYS: got"),
         ({"CUSTOM_KEYS": [{"KEY": "a", "LR_MULT": 2.0}]}, r"SOLVER.PARAM_GROUPS: 'a' in .*got .'lr_mult'"),
+        ({"CUSTOM_KEYS": [{"KEY": "a", "LR_FACTOR": "big"}]}, r"lr_factor in custom_keys\['a'\] must .*got 'big'"),
         ({"KEY_MATCH": "best"}, "PARAM_GROUPS: key_match must be .*got 'best'"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_an_error_that_names_its_key(groups, message):
     with pytest.raises(ConfigError, match=message):
-        build_optimizer(make_cfg(groups), Net())
+        optimizer_of(Net(), groups)
