@@ -66,14 +66,13 @@ def build_layer_decay(
         if prefix is None:
             prefix = next((part for part in usual if any(name.startswith(part) for name in names)), "")
         needed = _SCHEMES[scheme].needs
-        argument = {None: 4, "num_layers": num_layers, "depths": depths}[needed]
+        argument = {"": 4, "num_layers": num_layers, "depths": depths}[needed]
         if not argument:
             raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
         found = _named_depths(argument, scheme, names, prefix)
-    elif scheme == "model" and hasattr(model, "get_layer_depth"):
-        found = {name: model.get_layer_depth(name) for name in names}
-    elif scheme in LAYER_DEPTH_REGISTRY:
-        found = {name: LAYER_DEPTH_REGISTRY.get(scheme)(name) for name in names}
+    elif scheme in LAYER_DEPTH_REGISTRY or (scheme == "model" and hasattr(model, "get_layer_depth")):
+        function: Any = model.get_layer_depth if scheme == "model" else LAYER_DEPTH_REGISTRY.get(scheme)
+        found = {name: function(name) for name in names}
     else:
         accepted = [*_SCHEMES, "model (with a method get_layer_depth)", *sorted(dict(LAYER_DEPTH_REGISTRY))]
         raise ValueError(f"unknown scheme {scheme!r}; accepted: {', '.join(accepted)}")
@@ -84,7 +83,7 @@ def build_layer_decay(
 
 
 class _Scheme(NamedTuple):
-    needs: str | None  # the argument that has the number n of blocks; None: 4 stages
+    needs: str  # the argument that has the number n of blocks; "": 4 stages
     stem: str
     depth_of: Callable[[Any, str, Sequence[str]], int | None]  # of a block; gets the argument, a name, and all names
     rest: int = 1  # the depth of the rest is n + rest
@@ -151,12 +150,13 @@ _STEM_OF_SWIN = r"mask_token$|(?:patch_embed|embeddings)\."
 _STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
 _STEM_OF_CONVNEXT = rf"{_STEM}|stem\."
 
+_VIT = _Scheme("num_layers", _STEM, _in_vit)
 _SCHEMES = {
-    **dict.fromkeys(("vit", "beit", "mae"), _Scheme("num_layers", _STEM, _in_vit)),
+    **{"vit": _VIT, "beit": _VIT, "mae": _VIT},
     "swin": _Scheme("depths", _STEM_OF_SWIN, _in_stages),
     "mixmim": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0, num_layers=1),
     "mixmim_mmselfsup": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0),
     "convnext": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_convnext),
-    "convnext_stage": _Scheme(None, _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
+    "convnext_stage": _Scheme("", _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
     "convnext_stage_mmseg": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
 }
