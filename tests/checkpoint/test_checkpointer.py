@@ -102,26 +102,6 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path, model, weights, strict, 
         Checkpointer(model).load(tmp_path / "other.pth", strict=strict)
 
 
-class Counting(nn.Module):
-    seen: object = None
-
-    def get_extra_state(self):
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state):
-        self.seen = state["seen"]
-
-
-def test_lazy_parameters_and_extra_state_are_loaded(tmp_path):
-    trained, model = nn.Sequential(nn.LazyLinear(2), Counting()), nn.Sequential(nn.LazyLinear(2), Counting())
-    trained[0](torch.ones(1, 3))
-    trained[1].seen = 7
-    Checkpointer(trained, tmp_path).save("model")
-    Checkpointer(model).load(tmp_path / "model.pth")
-    assert torch.equal(model[0].weight, trained[0].weight)
-    assert model[1].seen == 7
-
-
 def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_loaded(tmp_path, caplog):
     Checkpointer(linear(1), tmp_path, a=Counter(1), b=Counter(2)).save("model", iteration=3)
     a, b = Counter(), Counter()

@@ -78,12 +78,6 @@ def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_p
         assert len(hidden_files(run)) == 1 - is_tagged  # which the next save removes
 
 
-def test_a_file_where_the_folder_should_be_is_named_at_once(tmp_path, save_format):
-    (tmp_path / "run").touch()
-    with pytest.raises(OSError, match=str(tmp_path / "run")):
-        Checkpointer(linear(1), tmp_path / "run", format=save_format).save("model")
-
-
 @pytest.fixture
 def file_size_limit():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

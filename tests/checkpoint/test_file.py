@@ -74,41 +74,20 @@ def test_other_than_plain_values_are_named_by_their_path(path, state, message):
 
 
 # ---------------------------------------------------------------------------------------- damage
-def test_no_flipped_byte_loads_as_something_else(path):
+def test_no_flipped_byte_and_no_truncated_file_loads_as_something_else(path):
     """Some flips are harmless: a zip archive has padding, and fields that nobody reads."""
-    state = {"weight": torch.randn(500, generator=torch.Generator().manual_seed(0))}
-    write_file(state, path)
-    intact, rng = path.read_bytes(), random.Random(0)
-    found = collections.Counter()
-
+    weight = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    write_file({"weight": weight}, path)
+    intact, rng, refused = path.read_bytes(), random.Random(0), 0
     for position in [*rng.sample(range(len(intact)), 200), *range(len(intact) - 60, len(intact))]:
         damaged = bytearray(intact)
         damaged[position] ^= rng.randrange(1, 256)
         path.write_bytes(damaged)
         try:
-            loaded = read_file(path)
+            assert torch.equal(read_file(path)["weight"], weight)
         except CheckpointError:
-            found["refused"] += 1
-        else:
-            assert loaded.keys() == state.keys()
-            assert all(torch.equal(value, state[key]) for key, value in loaded.items())
-            found["harmless"] += 1
-        found["wrong in torch.load"] += is_changed_by_torch_load(path, state)
-
-    assert found["refused"] > 170
-    assert found["wrong in torch.load"] > 60, "the negative control"
-
-
-def is_changed_by_torch_load(path, state):
-    try:
-        return not torch.equal(torch.load(path, weights_only=True)["weight"], state["weight"])
-    except Exception:
-        return False
-
-
-def test_every_truncation_is_detected(path):
-    write_file(NEW, path)
-    intact = path.read_bytes()
+            refused += 1
+    assert refused > 170
     for length in [*range(0, len(intact), 40), *range(len(intact) - 30, len(intact))]:
         path.write_bytes(intact[:length])
         with pytest.raises(CheckpointError, match=r"model\.pth"):

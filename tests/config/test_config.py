@@ -143,17 +143,13 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
 
 
 def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog):
-    cfg = CfgNode({"A": 1})
-    cfg.register_deprecated_key("OLD")
+    cfg = get_cfg()
     cfg.register_renamed_key("B", "A")
-    cfg.merge_from_list(["OLD", "1"])
-    assert "OLD" in caplog.text
-    assert cfg == {"A": 1}
+    cfg.merge_from_list(["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"])  # of an earlier version
+    assert "LOG.EVAL_AXIS" in caplog.text
+    assert "KEEP" not in cfg.MODEL.ACTIVATION_CHECKPOINT
     with pytest.raises(KeyError, match="A"):
         cfg.merge_from_list(["B", "1"])
-    before = get_cfg()
-    before.merge_from_list(["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"])  # of an earlier version
-    assert "KEEP" not in before.MODEL.ACTIVATION_CHECKPOINT
 
 
 def test_a_config_survives_a_dump_and_a_load(tmp_path):

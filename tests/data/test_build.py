@@ -46,16 +46,6 @@ class SizedStream(Stream):
         return len(self.samples)
 
 
-class RandomNumbers(Dataset):
-    """Samples of finite data, of which nobody knows the position."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.rand(()).item()
-
-
 @TRANSFORM_REGISTRY.register()
 def data_test_add(cfg):
     return lambda sample: {**sample, "index": sample["index"] + cfg.INPUT.ADDEND}
@@ -94,19 +84,6 @@ def indices(loader, num_batches=None):
 
 
 # ---------------------------------------------------------------------------- build_batch_data_loader
-
-
-def test_workers_draw_random_numbers_by_seed_and_rank(as_rank):
-    def drawn(rank, seed):
-        as_rank(rank, 2)
-        sampler = SequentialSampler(range(4))
-        return next(iter(build_batch_data_loader(RandomNumbers(), sampler, 8, num_workers=1, seed=seed)))
-
-    first = drawn(rank=0, seed=1)
-
-    assert drawn(rank=0, seed=1) == first
-    assert not {*first} & {*drawn(rank=0, seed=2)}
-    assert not {*first} & {*drawn(rank=1, seed=1)}
 
 
 def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(cfg):

@@ -9,7 +9,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from trainkit.data import (
     InferenceSampler,
@@ -306,29 +306,6 @@ def test_it_looks_like_the_data_loader_that_was_asked_for():
     assert loader.dataset is dataset
     assert loader.sampler is loader.batch_sampler.sampler is sampler
     assert (loader.batch_size, loader.drop_last, loader.collate_fn) == (4, True, list)
-
-
-class Opened(Dataset):
-    file = None
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return self.file
-
-
-def open_file(worker_id):
-    dataset = get_worker_info().dataset
-    assert isinstance(dataset, Opened)
-    dataset.file = f"{type(dataset.file).__name__} {len(dataset)} in {worker_id}"
-
-
-@pytest.mark.slow
-def test_a_worker_init_function_of_the_user_configures_the_dataset_also_in_a_spawned_worker():
-    options = {"num_workers": 1, "worker_init_fn": open_file, "multiprocessing_context": "spawn"}
-    loader = build_batch_data_loader(Opened(), TrainingSampler(8, seed=0), 2, **options)
-    assert next(iter(loader)) == ["NoneType 8 in 0"] * 2
 
 
 # ---------------------------------------------------------------------------- errors

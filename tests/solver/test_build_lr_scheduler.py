@@ -98,10 +98,3 @@ def test_a_wrong_setting_is_an_error_that_names_its_key(solver, message):
     optimizer = build_optimizer(make_cfg(), nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=message):
         build_lr_scheduler(make_cfg(**solver), optimizer)
-
-
-def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
-    cfg = make_cfg(MAX_ITER=100, WARMUP_ITERS=10, WARMUP_FACTOR=0.1)
-    with caplog.at_level(logging.INFO, logger="trainkit"):
-        build_lr_scheduler(cfg, build_optimizer(cfg, nn.Linear(1, 1)))
-    assert "The learning rate is 0.1 at the start, and 1 after 10 iterations of warm-up" in caplog.messages

@@ -76,17 +76,6 @@ def test_the_lr_factor_of_a_name_and_the_factor_of_biases_multiply():
             get_default_optimizer_params(model, **arguments)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_scripted_model_and_one_that_renames_its_parameters_have_groups():
-    class Renaming(nn.Linear):
-        def named_parameters(self, *args, **kwargs):
-            return ((f"layer.{name}", param) for name, param in super().named_parameters(*args, **kwargs))
-
-    for model in (torch.jit.script(nn.Linear(2, 2)), Renaming(2, 2)):
-        [weight, bias] = get_default_optimizer_params(model, weight_decay=0.1, weight_decay_bias=0.2)
-        assert (weight["weight_decay"], bias["weight_decay"]) == (0.1, 0.2)
-
-
 def test_reducing_merges_equal_groups_and_the_last_mention_of_a_parameter_wins():
     a, b, c, d, e = (nn.Parameter(torch.zeros(1)) for _ in range(5))
     assert reduce_param_groups(

@@ -5,7 +5,6 @@ import pytest
 from tests.checkpoint.conftest import run_folder
 from tests.checkpoint.test_disk import (
     file_size_limit,
-    test_a_file_where_the_folder_should_be_is_named_at_once,
     test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_before,
     test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on,
     test_wherever_a_disk_is_full_all_earlier_files_are_intact,
@@ -16,7 +15,6 @@ from tests.checkpoint.test_periodic import test_a_folder_that_cannot_be_listed_g
 __all__ = [
     "file_size_limit",
     "run_folder",
-    "test_a_file_where_the_folder_should_be_is_named_at_once",
     "test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning",
     "test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_before",
     "test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on",
