@@ -85,7 +85,7 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
 def _find(run: str, iteration: int) -> tuple[Saved, int, str]:
     """The checkpoint after this iteration (-1: the one that `--resume` takes), its iteration, and its settings."""
     paths = checkpoint_files(run) if iteration >= 0 else filter(None, [choose(candidates(run))[0]])
-    found = {saved.iteration - (saved.stage == 1): saved for saved in checkpoints_with_origin(paths)}
+    found = {saved.done: saved for saved in checkpoints_with_origin(paths)}
     if not found or iteration not in (-1, *found):
         there = f"; there are those after {', '.join(str(done + 1) for done in sorted(found))}" if found else ""
         raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer after {iteration + 1} iterations{there}")

@@ -2,10 +2,9 @@
 
 import contextlib
 import hashlib
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,33 +24,34 @@ class Inspection(HookBase):
     A step that a subclass makes by itself (``run_step``) is inspected too: all modules and optimizers that are
     attributes of the trainer, and the batches that it draws from a `ResumableLoader`.
 
+    Args:
+        samples: the names of the samples of each micro-batch, if the loader does not know them.
+
     Attributes:
         parts: the name and the digest of each part of the step, in the order of computation.
         outputs: (module, largest absolute value of its output) of each call, in the order in which the calls end.
+        batches: the batch of each micro-batch as the model gets it, or the last one that a loader gave.
         drawn: gets the batches that loaders give in this step.
-        samples: the names of the samples of each micro-batch; empty if the loader does not know them.
+        is_own_step: whether the trainer makes the step by itself.
         losses, gradients: copies of the losses, and of the gradients before clipping. If the trainer does not know its
             losses, the values that are logged in this iteration; with several optimizers, the gradients that each uses.
     """
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    def __init__(self, at: int, samples: Sequence[list[str]] = ()) -> None:
+        self.at, self.samples = at, [*samples]
         self.parts, self.outputs = list[Part](), list[tuple[str, float]]()
+        self.batches, self.drawn, self.is_own_step = list[Any](), list[Any](), False
+        self.losses, self.gradients = dict[str, Tensor](), dict[str, Tensor]()
+        self.not_finite_before: list[str] = []
+        self._first_bad: tuple[int, list[Tensor]] = 0, []  # number of its micro-batch, and the output itself
         self._handles: list[Any] = []
         self._depth = 0  # of calls of modules
         self._start = 0, 0  # numbers of parts and outputs when the present forward pass began
-        self._first_bad: tuple[int, list[Tensor]] = 0, []  # number of its micro-batch; where the output is finite
-        self._batches: list[Any] = []
-        self.drawn: list[Any] = []
-        self.samples: list[list[str]] = []
-        self.losses: dict[str, Tensor] = {}
-        self.gradients: dict[str, Tensor] = {}
-        self.not_finite_before: list[str] = []
 
     @property
     def batch(self) -> Any:
-        """The batch as the model gets it, or the batch that was drawn; a list of several micro-batches."""
-        return self._batches if len(self._batches) > 1 else next(iter(self._batches), None)
+        """The batch of the step; a list of several micro-batches."""
+        return self.batches if len(self.batches) > 1 else next(iter(self.batches), None)
 
     def before_step(self) -> None:
         if self.trainer.iter != self.at:
@@ -84,19 +84,19 @@ class Inspection(HookBase):
         self.parts.append((text, digest((args, kwargs))))
 
     def _see_batch(self, is_pass: bool) -> None:
-        trainer = self.trainer
+        loader: Any = self.trainer.data_loader
         try:
-            batch, drawn = trainer.batch, trainer.feed.drawn
-        except RuntimeError:  # the trainer makes its steps itself
-            batch, drawn, is_pass = self.drawn[-1] if self.drawn else None, 1, False
-        if batch is not None and (not self._batches or self._batches[-1] is not batch):
-            self._batches.append(batch)
+            batch, num_drawn = self.trainer.batch, self.trainer.feed.drawn
+        except RuntimeError:
+            self.is_own_step, batch, num_drawn = True, next(reversed(self.drawn), None), 1
+        if batch is not None and (not self.batches or self.batches[-1] is not batch):
+            self.batches.append(batch)
             self.parts.append(("batch", digest(batch)))
             self._start = len(self.parts), len(self.outputs)
-        elif is_pass:  # the last one was to order the buckets of DDP
+        elif is_pass and not self.is_own_step:  # the last one was to order the buckets of DDP
             del self.parts[self._start[0] :], self.outputs[self._start[1] :]
-        if hasattr(trainer.data_loader, "names_of_last") and self._batches:  # it may be ahead of the micro-batches
-            self.samples = trainer.data_loader.names_of_last(drawn)[: len(self._batches)]
+        if hasattr(loader, "names_of_last") and self.batches:  # it may be ahead of the micro-batches
+            self.samples = loader.names_of_last(num_drawn)[: len(self.batches)] or self.samples
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -104,8 +104,8 @@ class Inspection(HookBase):
         if values := [*floating_tensors(output)]:
             largest = torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64).max()  # or NaN
             self.outputs.append((name, largest.item()))
-            if not self._first_bad[1] and not math.isfinite(self.outputs[-1][1]):
-                self._first_bad = len(self._batches) - 1, [value.isfinite() for value in values]
+            if not self._first_bad[1] and not largest.isfinite():
+                self._first_bad = len(self.batches) - 1, [value.clone() for value in values]
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Those that are not kept yet: of all parameters before clipping (``after_backward``), or of an optimizer."""
@@ -147,19 +147,19 @@ class Inspection(HookBase):
     def bad_samples(self) -> list[str]:
         """The names of the samples of the batch with values that are not finite."""
         found = list[str]()
-        for number, batch in enumerate(self._batches):
-            samples = (self.samples[number:] or [[]])[0]
+        for number, batch in enumerate(self.batches):
+            names = next(iter(self.samples[number:]), [])
             for path, value in _leaves(batch):
                 if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
-                    in_list = samples[path[0] :][:1] if isinstance(batch, list) else []  # a list of samples
-                    found += in_list or _bad_names(value.isfinite(), samples) or ["one without a name"]
+                    in_list = names[path[0] :][:1] if isinstance(batch, list) else []  # a list of samples
+                    found += in_list or _bad_names(value, names) or ["one without a name"]
         return [*dict.fromkeys(found)]
 
     @property
     def samples_of_first_bad_output(self) -> list[str]:
         """The samples that are not finite in the first bad output, if its first dimension is the sample."""
-        number, finite = self._first_bad
-        return [name for value in finite for names in self.samples[number:][:1] for name in _bad_names(value, names)]
+        number, values = self._first_bad
+        return [name for value in values for names in self.samples[number:][:1] for name in _bad_names(value, names)]
 
     def fields(self) -> list[tuple[str, list[int], str, float | None, float | None]]:
         """Name, shape, dtype, minimum and maximum of each tensor of the batch."""
@@ -183,11 +183,11 @@ def _parts_of(trainer: Any) -> tuple[dict[nn.Module, str], dict[Any, str]]:
     return models, optimizers
 
 
-def _bad_names(finite: Tensor, samples: Sequence[str]) -> list[str]:
-    """The names of the samples whose rows are not all True; none if there is no row for each sample."""
-    rows = finite.flatten(1).all(1) if finite.dim() > 1 else finite
-    pairs = zip(samples, rows.tolist(), strict=True) if rows.shape == (len(samples),) else ()
-    return [sample for sample, good in pairs if not good]
+def _bad_names(value: Tensor, names: Sequence[str]) -> list[str]:
+    """The names of the samples whose rows are not finite; none if there is no row for each sample."""
+    finite = value.isfinite().flatten(1).all(1) if value.dim() > 1 else value.isfinite()
+    pairs = zip(names, finite.tolist(), strict=True) if finite.shape == (len(names),) else ()
+    return [name for name, good in pairs if not good]
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -225,7 +225,7 @@ def digest(value: Any) -> str:
 
 def find_difference(first: Sequence[Part], second: Sequence[Part]) -> str:
     """The first part in which two executions of a step differ; "" if they are equal."""
-    for left, right in itertools.zip_longest(first, second, fillvalue=("end", "")):
+    for left, right in zip_longest(first, second, fillvalue=("end", "")):
         if left[0] != right[0]:
             return f"the order of its parts, where one has the {left[0]}, the other the {right[0]}"
         if left != right:

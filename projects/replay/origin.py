@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import cache, reduce
 from itertools import product
 from pathlib import Path
@@ -28,9 +27,6 @@ from trainkit.utils import comm
 from trainkit.utils.logger import format_table
 
 logger = logging.getLogger(__name__)
-
-active_replay: ContextVar[Any] = ContextVar("active_replay", default=None)
-"""The `Session` of this process."""
 
 # errors of reading a file that is not a checkpoint of a trainer
 UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
@@ -47,7 +43,6 @@ _OF_CHECKPOINT = re.compile(
 )
 # environment variables that change numbers; the number of threads is a fact of its own
 _ENVIRONMENT = re.compile(r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO")
-
 _LATE_IMPORT = re.compile(rb"^[ \t]+(from [\w.]+ )?import ", re.MULTILINE)  # in a function
 
 
@@ -58,6 +53,11 @@ class Saved(NamedTuple):
     stage: int
     path: str
     state: Mapping[str, Any]
+
+    @property
+    def done(self) -> int:
+        """The last iteration whose update is done."""
+        return self.iteration - (self.stage == 1)
 
 
 def checkpoints_with_origin(paths: Iterable[str]) -> Iterator[Saved]:

@@ -3,7 +3,6 @@
 A capsule is a file with a step that has failed, and the command that repeats the step.
 """
 
-import contextlib
 import logging
 import os
 import re
@@ -11,19 +10,12 @@ import shlex
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
+from trainkit.projects.replay import origin as facts
 from trainkit.projects.replay.fork import adapt
-from trainkit.projects.replay.origin import (
-    active_replay,
-    command_of,
-    describe_origin,
-    other_settings,
-    settings_of,
-    sizes_and_times,
-    table_of,
-)
 
 from trainkit.checkpoint.file import ordinary, plain_state, write_file
 from trainkit.config import ConfigError
@@ -57,7 +49,15 @@ class RunRecord(HookBase):
     @cached_property
     def origin(self) -> dict[str, Any]:
         """How this run was started."""
-        return describe_origin(self.trainer.given_cfg.dump(), device_of(self.trainer.model))
+        return facts.describe_origin(self.trainer.given_cfg.dump(), device_of(self.trainer.model))
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        return facts.settings_of(self.trainer.cfg)
+
+    @property
+    def _is_in_parts(self) -> bool:
+        return bool(getattr(getattr(self.trainer.checkpointer, "format", None), "collective", False))
 
     def before_train(self) -> None:
         fork = self.trainer.cfg.get("FORK")
@@ -69,21 +69,19 @@ class RunRecord(HookBase):
         self._how_to_repeat = ""
         if comm.is_main_process():
             _ = self.origin  # read now: files may change during the run
-        if self._is_in_parts():
+        if self._is_in_parts:
             logger.info("A step of this run cannot be repeated: its checkpoints are in parts, one of each rank")
-
-    def _is_in_parts(self) -> bool:
-        return bool(getattr(getattr(self.trainer.checkpointer, "format", None), "collective", False))
 
     def before_save(self, state: dict[str, Any]) -> None:
         if isinstance(state.get("trainer"), dict):
             state["trainer"]["origin"] = self._full_origin() if comm.is_main_process() else {}
 
     def _full_origin(self) -> dict[str, Any]:
+        """The origin, with what is true only now: the files of the last samples, where their names are paths."""
         names_of_last: Any = getattr(self.trainer.data_loader, "names_of_last", lambda num: [])
         is_file = any(os.path.isfile(name) for names in names_of_last(1) for name in names[:1])
         samples = [name for names in (names_of_last(64) if is_file else ()) for name in names][-1000:]
-        now = {"samples": sizes_and_times(samples), "saved_ns": time.time_ns()}
+        now = {"samples": facts.sizes_and_times(samples), "saved_ns": time.time_ns()}
         return {**self.origin, **now, "parents": [*self._parents]}
 
     def after_load(self, state: dict[str, Any]) -> None:
@@ -99,7 +97,7 @@ class RunRecord(HookBase):
             adapt(trainer, self.trainer)
 
     def after_failure(self, error: BaseException) -> None:
-        if active_replay.get() is None and not self._is_in_parts():
+        if not self._is_in_parts:
             self._how_to_repeat = leave_capsule(self.trainer, error, self._full_origin())
 
     def after_train(self) -> None:
@@ -109,14 +107,10 @@ class RunRecord(HookBase):
     def state_dict(self) -> dict[str, Any]:
         return {"settings": self._settings, "parents": self._parents}
 
-    @cached_property
-    def _settings(self) -> dict[str, str]:
-        return settings_of(self.trainer.cfg)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parents, saved = state_dict["parents"], state_dict["settings"]
-        if saved and (rows := other_settings(saved, self.trainer.cfg)):  # older states have none
-            logger.warning("The checkpoint was written with other settings:\n%s", table_of(rows))
+        if saved and (rows := facts.other_settings(saved, self.trainer.cfg)):  # older states have none
+            logger.warning("The checkpoint was written with other settings:\n%s", facts.table_of(rows))
 
 
 def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any]) -> str:
@@ -127,16 +121,20 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     that repeats the step; "" if there is no step to repeat.
     """
     inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    named = failed_iteration(error)  # the trainer may be in a later one
     is_of_step = trainer.position.stage == 1 and bool({"run_step", "before_step"} & inside)
-    if isinstance(error, ConfigError) or not isinstance(error, Exception) or not (is_of_step or named is not None):
+    # the trainer may be in a later iteration
+    named = re.search(r"not finite in iteration (\d+)", str(error)) if isinstance(error, FloatingPointError) else None
+    if isinstance(error, ConfigError) or not isinstance(error, Exception) or not (is_of_step or named):
         return ""
-    iteration = trainer.iter if named is None else named
+    iteration, has_logical_ranks = int(named[1]) if named else trainer.iter, trainer.cfg.SOLVER.get("LOGICAL_RANKS")
     is_file = origin["module"] or os.path.isfile(origin["argv"][0])  # not python -c, nor a program from stdin
-    command = command_of(origin) if is_file else "and the command of the run"
-    commands = [f"{_replay_of_run(trainer)} --iter {iteration} -- {command}"]
+    command = facts.command_of(origin) if is_file else "and the command of the run"
+    num_ranks = 1 if has_logical_ranks else comm.get_world_size()
+    start = REPLAY.replace("python", f"torchrun --nproc-per-node {num_ranks}") if num_ranks > 1 else REPLAY
+    folder = os.path.abspath(trainer.checkpointer.save_dir)
+    commands = [f"{start} {shlex.quote(folder)} --iter {iteration} -- {command}"]
     # of several micro-batches, or with logical ranks, this process has only one batch of the step
-    is_whole = trainer.accumulation_steps == 1 and not trainer.cfg.SOLVER.get("LOGICAL_RANKS")
+    is_whole = trainer.accumulation_steps == 1 and not has_logical_ranks
     is_whole = is_whole and is_of_step and iteration == trainer.iter and "update" not in inside
     # not .pth, so that no run resumes from it
     path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
@@ -150,41 +148,25 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     return ", or from the checkpoint: ".join(commands)
 
 
-def failed_iteration(error: BaseException) -> int | None:
-    """The iteration that an error about values that are not finite names; None: another error."""
-    found = re.search(r"not finite in iteration (\d+)", str(error)) if isinstance(error, FloatingPointError) else None
-    return int(found[1]) if found else None
-
-
 def _contents(trainer: Any, error: Exception, command: str, is_whole: bool) -> dict[str, Any]:
     """A checkpoint without the optimizer's state (momentum), plus the batch and the failure."""
     batches, losses = list[Any](), dict[str, Any]()
     if is_whole:
-        with contextlib.suppress(RuntimeError, TypeError):  # there is no batch yet, or a file cannot hold it
+        with suppress(RuntimeError, TypeError):  # there is no batch yet, or a file cannot hold it
             # copies: a file would hold the whole memory of a tensor of which a sample is a part
             batches.append(plain_state(trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone()))
             losses = trainer.losses
-    state = trainer.state_dict()
-    state["_trainer"]["optimizer"] = {**state["_trainer"]["optimizer"], "state": {}}
     names_of_last: Any = getattr(trainer.data_loader, "names_of_last", lambda num: [])
-    failure = {
+    capsule = {
         "iteration": trainer.iter,
-        "rank": comm.get_rank(),
         "batches": batches,
         "samples": names_of_last(1) if batches else [],
         "losses": {name: float(loss) for name, loss in losses.items()},
         "error": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
         "notes": _NOTES,
         "command": command,
     }
-    others = {key: obj.state_dict() for key, obj in trainer.checkpointer.checkpointables.items() if key != "trainer"}
-    model = unwrap_model(trainer.model).state_dict() if batches else {}
-    return {"model": model, **others, "trainer": state, "capsule": failure}
-
-
-def _replay_of_run(trainer: Any) -> str:
-    world_size = 1 if trainer.cfg.SOLVER.get("LOGICAL_RANKS") else comm.get_world_size()
-    start = f"torchrun --nproc-per-node {world_size} -m " if world_size > 1 else "python -m "
-    folder = os.path.abspath(trainer.checkpointer.save_dir)
-    return f"{REPLAY.replace('python -m ', start)} {shlex.quote(folder)}"
+    state = {key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()}
+    step = state["trainer"]["_trainer"]
+    step["optimizer"] = {**step["optimizer"], "state": {}}
+    return {"model": unwrap_model(trainer.model).state_dict() if batches else {}, **state, "capsule": capsule}

@@ -16,20 +16,15 @@ class Replay:
 
     Attributes:
         run: the folder of the run, or the path of the capsule.
-        iteration: the iteration of the step, counted from 0; ``first_iteration``: the first one that was performed.
-        start: the name of the checkpoint from which the replay started.
-        differences: the settings, code, versions, device and processes that differ from those of the run.
+        start: the name of the checkpoint from which the replay started; ``first_iteration`` is the one after it.
+        differences: the settings, code, versions, machine and processes that differ from those of the run.
         error: the error of the step; "" if it did not fail.
-        inspection: the `Inspection` of this rank. ``batch``, ``losses``, ``gradients`` (parameter -> gradient before
-            clipping) and ``samples`` (names) are taken from it.
-        changed_files: the files of the batch on this rank that have changed since the run.
+        inspection: that of this rank; ``batch``, ``losses``, ``gradients`` and ``samples`` (names) are taken from it.
         values: the values that the replay has logged, up to the step.
+        changed_files: the files of the batch of this rank that have changed since the run.
         findings: the faults that each rank has found: name -> text.
-        failure: whether the step fails as in the capsule; "" without a capsule.
-        samples_at_fault: the samples with which the step fails, on each rank; "" if not requested.
-        on_the_way: a comparison of ``values`` with those that the run has stored.
-        proof: a comparison of the state with the next checkpoint; "" if not requested.
-        verdict: whether several executions agree; "" if not requested.
+        failure, samples_at_fault, on_the_way, proof, verdict: the texts of the report with these names; "" if there is
+            nothing to compare, or it was not requested.
     """
 
     run: str
@@ -61,14 +56,13 @@ class Replay:
     @property
     def first_bad_gradient(self) -> str:
         """The first parameter, in the order of the backward pass, whose gradient is not finite; "" if there is none."""
-        grads = reversed(self.gradients.items())
-        return next((name for name, grad in grads if not grad.isfinite().all()), "")
+        return next((name for name, grad in reversed(self.gradients.items()) if not grad.isfinite().all()), "")
 
     @property
     def is_equal(self) -> bool:
         """Whether the replay equals the run, and all executions are equal, as far as they were compared."""
-        found = self.failure, self.on_the_way, self.proof, self.verdict
-        return not any(word in text for text in found for word in ("DIFFERENT", "differs"))
+        text = f"{self.failure} {self.on_the_way} {self.proof} {self.verdict}"
+        return "DIFFERENT" not in text and "differs" not in text
 
     def find(self) -> dict[str, str]:
         """The faults on this rank: name -> text."""
@@ -84,17 +78,16 @@ class Replay:
         return {name: text for name, text in found.items() if text}
 
     def __str__(self) -> str:
-        done, seen = self.iteration - self.first_iteration, self.inspection
-        lines = [f"Iteration {self.iteration} of {self.run}, from {self.start} and {done} iterations after it", ""]
-        lines += [f"not as in the run: {text}" for text in self.differences] or [
-            "settings, code, versions and machine are as in the run"
-        ]
+        done, gradients = self.iteration - self.first_iteration, self.gradients.items()
         tables = [
-            (("batch", "shape", "dtype", "min", "max"), seen.fields()),
+            (("batch", "shape", "dtype", "min", "max"), self.inspection.fields()),
             (("loss", "value"), [(name, loss.item()) for name, loss in self.losses.items()]),
-            (("module", "largest output"), seen.outputs),
-            (("parameter", "gradient's norm"), [(n, grad.float().norm().item()) for n, grad in self.gradients.items()]),
+            (("module", "largest output"), self.inspection.outputs),
+            (("parameter", "gradient's norm"), [(name, grad.float().norm().item()) for name, grad in gradients]),
         ]
+        lines = [f"Iteration {self.iteration} of {self.run}, from {self.start} and {done} iterations after it", ""]
+        lines += [f"not as in the run: {text}" for text in self.differences]
+        lines += [] if self.differences else ["settings, code, versions and machine are as in the run"]
         lines += [f"\n{format_table(rows, names, floatfmt='.4g', missingval='-')}" for names, rows in tables]
         lines += ["", f"{len(self.samples)} samples: {_shortened(self.samples)}"]
         for rank, faults in enumerate(self.findings):
@@ -114,27 +107,23 @@ def judge(first: Inspection, again: Inspection, elsewhere: list[Part] | str, equ
     """Whether the executions of a step agree with each other, and with the values that the run has stored.
 
     Args:
-        first: the first execution.
-        again: another one in the same process, from a copy of the state before the step.
+        first, again: two executions in this process, from the same state.
         elsewhere: the parts of the step in a new process; or why there was none.
         equals_run: whether the values equal those that the run has stored; None: nothing of the data was compared.
     """
-    here, there = find_difference(first.parts, again.parts), ""
+    is_new = not isinstance(elsewhere, str)
+    here, there = find_difference(first.parts, again.parts), find_difference(first.parts, elsewhere) if is_new else ""
     same = f"in this process it differs in {here}" if here else "repeated in this process, every bit is equal"
-    if isinstance(elsewhere, str):
-        new = f"not repeated in a new process: {elsewhere}"
-    else:
-        there = find_difference(first.parts, elsewhere)
-        new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
-    if here or there:
-        start = {
-            (True, True): "transient (hardware, a race, a clock, random numbers of another source)",
-            (True, False): "with a state that no checkpoint holds (a counter, a cache, an iterator)",
-            (False, True): "other in each process (the order of a set, an address, the environment)",
-        }[bool(here), bool(there)]
-        start = "transient, or with a state that no checkpoint holds" if isinstance(elsewhere, str) else start
+    new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
+    if here and not is_new:
+        start = "transient, or with a state that no checkpoint holds"
+    elif here:
+        start = "with a state that no checkpoint holds (a counter, a cache, an iterator)"
+        start = "transient (hardware, a race, a clock, random numbers of another source)" if there else start
+    elif there:
+        start = "other in each process (the order of a set, an address, the environment)"
     elif equals_run is None:
         start = "reproducible, but not compared with the run, which has stored no value of the data (--prove compares)"
     else:
         start = "reproducible" if equals_run else "different on this machine: the run has stored other values"
-    return f"{start}: {same}; {new}"
+    return f"{start}: {same}; {new if is_new else f'not repeated in a new process: {elsewhere}'}"

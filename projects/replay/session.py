@@ -18,12 +18,12 @@ from trainkit.projects.replay.inspection import Inspection
 from trainkit.projects.replay.origin import (
     THREADS,
     Saved,
-    active_replay,
     changes_since,
     command_of,
     describe_other_origin,
     refuse_imports,
 )
+from trainkit.projects.replay.record import RunRecord
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import plain_state
@@ -55,7 +55,7 @@ class Session:
     """Runs the command of a run again, and calls ``work``, which a subclass defines, where it would train."""
 
     keeps_all_hooks = False  # True: also those that evaluate, which the next checkpoint depends on
-    inspection: Inspection | None = None  # of the present step; it gets the batches that any `ResumableLoader` gives
+    _inspection: Inspection | None = None  # of the present step; it gets the batches that any `ResumableLoader` gives
     _trainer: Any
     _result: Any = None
 
@@ -83,7 +83,7 @@ class Session:
             known = command_of(self.origin)
             raise ConfigError(f"give the command of the run after `--`; '{self._run}' says that it was: {known}")
         self._folder = tempfile.mkdtemp(prefix="replay-")
-        token, disabled, threads = active_replay.set(self), logging.root.manager.disable, torch.get_num_threads()
+        disabled, threads = logging.root.manager.disable, torch.get_num_threads()
         logging.disable(logging.ERROR)
         try:
             number = self.origin.get("machine", {}).get(THREADS, "")
@@ -94,7 +94,6 @@ class Session:
         finally:
             torch.set_num_threads(threads)
             logging.disable(disabled)
-            active_replay.reset(token)
             release_folder(self._folder)
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._result is None:
@@ -111,15 +110,14 @@ class Session:
             self.set_up(cfg)
             build(trainer, cfg)
 
-        def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
-            options = [option.strip("-").replace("-", "_") for option in OPTIONS]
-            self.set_up(cfg, compare=not any(getattr(args, option, None) for option in options))
+        def apply_options(cfg: Any, args: Any) -> list[Any]:
+            self.set_up(cfg, any(getattr(args, option.strip("-").replace("-", "_"), None) for option in OPTIONS))
             return []
 
         def iterate(loader: Any) -> Iterator[Any]:
             for batch in draw(loader):
-                if self.inspection is not None:
-                    self.inspection.drawn.append(batch)
+                if self._inspection is not None:
+                    self._inspection.drawn.append(batch)
                 yield batch
 
         replaced: list[tuple[Any, str, Any]] = [
@@ -128,6 +126,7 @@ class Session:
             (ResumableLoader, "__iter__", iterate),
             (setup, "apply_options", apply_options),
             (setup, "setup_logger", lambda *args, **kwargs: None),
+            (RunRecord, "after_failure", lambda record, error: None),
             (setup, "seed_all_rng", lambda number: seed(drawn if number is None else number)),
         ]
         with contextlib.ExitStack() as stack:
@@ -136,10 +135,10 @@ class Session:
                 setattr(owner, name, new)
             yield
 
-    def set_up(self, cfg: Any, compare: bool = True) -> None:
+    def set_up(self, cfg: Any, has_options: bool = False) -> None:
         """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already.
 
-        ``compare``: note the settings that differ; False: an option, which is not applied, would have set them.
+        The settings that differ are noted, unless an option of the command, which is not applied, would have set them.
         """
         if not isinstance(cfg, CfgNode):
             raise ConfigError(f"the command sets up a {type(cfg).__name__}; only jobs of a DefaultTrainer are replayed")
@@ -149,7 +148,7 @@ class Session:
         cfg.defrost()
         cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self._run))
         refuse_imports(cfg.IMPORTS, given.IMPORTS)
-        for key, now, value in changes_since(cfg, given) if compare else ():
+        for key, now, value in () if has_options else changes_since(cfg, given):
             self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.IMPORTS = self._folder, "", given.IMPORTS
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
@@ -171,13 +170,15 @@ class Session:
                 f"torchrun --nproc-per-node {self._processes} -m trainkit.projects.replay with the same arguments"
             )
         self._trainer = trainer
-        names = {hook: {base.__name__ for base in type(hook).__mro__} for hook in trainer.hooks}
-        needs_results = any("ReduceOnPlateau" in found for found in names.values())
-        others = set() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS
-        left_out = {"PeriodicWriter", *others}
+        classes = {hook: {base.__name__ for base in type(hook).__mro__} for hook in trainer.hooks}
+        needs_results = any("ReduceOnPlateau" in names for names in classes.values())
+        left_out = {
+            "PeriodicWriter",
+            *(() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS),
+        }
         try:
             self._notes += describe_other_origin(self.origin, device_of(trainer.model))
-            trainer._hooks = [hook for hook in trainer.hooks if not left_out & names[hook]]
+            trainer._hooks = [hook for hook in trainer.hooks if not left_out & classes[hook]]
             self._load_start()
             self._result = self.work(trainer)
         finally:
@@ -190,7 +191,7 @@ class Session:
         trainer = self._trainer
         if trainer.last_done_iter >= last:
             return ""
-        kept = trainer.hooks
+        kept = [*trainer.hooks]
 
         def stop(_: Any) -> None:
             if trainer.iter == last:
@@ -207,7 +208,7 @@ class Session:
                 raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
             return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         finally:
-            trainer._hooks = [*kept]
+            trainer._hooks = kept
         return ""
 
     def _load_start(self) -> None:

@@ -67,63 +67,55 @@ def replay(
     return found
 
 
-class _Looked(Exception):
-    """Raised to end a step whose samples were tried."""
-
-
 class _Step(Session):
     """A step that is reached from a checkpoint or from iteration 0."""
 
     verdict, bisect = True, False
     command: Start = None
-    _equals_run: bool | None = True  # of a capsule: the failure says it
+    _samples: Sequence[list[str]] = ()  # their names, if the loader does not know them
 
     def work(self, trainer: Any) -> Replay:
         first, reached = trainer.start_iter, list[dict[str, Any]]()
-        if self.keeps_all_hooks and self._next is not None:
-            self._collect_at(self._next, reached)
+        if self.keeps_all_hooks:
+            self._collect_at_next(reached)
         self._go_on(self._at - 1)
         before = self._collect()
         seen, error = self._look()
-        name = os.path.basename(self._start.path) if self._start else "the beginning"
+        start = os.path.basename(self._start.path) if self._start else "the beginning"
         values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
-        result = Replay(self._run, self._at, name, first, self._notes, error, seen, values)
-        self._compare(result, reached)
+        result = Replay(self._run, self._at, start, first, self._notes, error, seen, values)
+        equals_run = self._compare(result)
+        if self.keeps_all_hooks:
+            assert self._next is not None
+            self._go_on(self._next.done)
+            result.proof = comm.broadcast(prove(reached, self._next) if comm.is_main_process() else "")
         if self.bisect:
             self._load(before)
-            found = comm.all_gather(self._find_samples(seen.samples))
-            found = found if len(found) == 1 else [f"rank {i}: {text}" for i, text in enumerate(found)]
-            result.samples_at_fault = "; ".join(found)
+            result.samples_at_fault = _of_ranks(self._find_samples(seen))
         if self.verdict:
             self._load(before)
-            found = comm.all_gather(judge(seen, self._look()[0], self._perform_elsewhere(), self._equals_run))
-            others = [f"{text} (on rank {rank})" for rank, text in enumerate(found) if text != found[0]]
-            result.verdict = "; ".join([found[0], *others])
+            result.verdict = _of_ranks(judge(seen, self._look()[0], self._perform_elsewhere(), equals_run))
         result.findings = comm.all_gather(result.find())
         return result
 
-    def _compare(self, result: Replay, reached: list[dict[str, Any]]) -> None:
-        """Compare with what the run has stored."""
+    def _compare(self, result: Replay) -> bool | None:
+        """Compare with what the run has stored; returns whether the values are equal, None if that is not known."""
+        recorded, now = self.origin.get("samples", {}), sizes_and_times(result.samples)
+        newest = self.origin.get("saved_ns", math.inf) if self._next else math.inf
+        result.changed_files = [
+            name for name, facts in now.items() if (recorded[name] != facts if name in recorded else facts[1] > newest)
+        ]
         # only rank 0 has all values
-        result.changed_files = self._changed_files(result.samples)
         way = compare_way(result.values, self._next, self._at) if comm.is_main_process() else ("", None)
-        result.on_the_way, self._equals_run = comm.broadcast(way)
-        if self.keeps_all_hooks and self._next is not None:
-            self._go_on(self._next.iteration - (self._next.stage == 1))
-            result.proof = comm.broadcast(prove(reached, self._next) if comm.is_main_process() else "")
+        result.on_the_way, is_equal = comm.broadcast(way)
+        return is_equal
 
-    def _changed_files(self, names: Sequence[str]) -> list[str]:
-        """The files of the batch that are not as the run has recorded them, or newer than its next checkpoint."""
-        recorded = self.origin.get("samples", {})
-        saved_ns = self.origin.get("saved_ns", math.inf) if self._next else math.inf
-        now = sizes_and_times(names).items()
-        return [name for name, facts in now if (recorded[name] != facts if name in recorded else facts[1] > saved_ns)]
-
-    def _collect_at(self, saved: Saved, reached: list[dict[str, Any]]) -> None:
-        """Append the state at the place of this checkpoint to ``reached``."""
+    def _collect_at_next(self, reached: list[dict[str, Any]]) -> None:
+        """Append the state at the place of the next checkpoint to ``reached``."""
+        saved = self._next
 
         def ask(trainer: Any) -> None:
-            if trainer.iter == saved.iteration - (saved.stage == 1):
+            if trainer.iter == saved.done:
                 trainer.request_save("(replay)", lambda: reached.append(self._collect()))
 
         hook = hooks.CallbackHook(after_step=ask)
@@ -132,27 +124,22 @@ class _Step(Session):
 
     def _look(self) -> tuple[Inspection, str]:
         """Perform the step now; return its inspection, and its error ("" if none)."""
-        inspection = self.inspection = Inspection(self._at)
-        error = self._go_on(self._at, inspection)
-        inspection.close()
-        self.inspection = None
-        return inspection, error
+        self._inspection = seen = Inspection(self._at, self._samples)
+        error = self._go_on(self._at, seen)
+        seen.close()
+        self._inspection = None
+        return seen, error
 
-    def _find_samples(self, names: list[list[str]]) -> str:
-        """Try the samples in the step, after it has fetched its batches and before it computes anything."""
-        step, found = self._trainer._trainer, list[str]()
-
-        def look() -> Any:
-            for number, (batch, _) in enumerate([*step.micro_batches()]):
-                found.append(find_samples(step, batch, names[number] if number < len(names) else []))
-            raise _Looked
-
-        step.compute_gradients = look
+    def _find_samples(self, seen: Inspection) -> str:
+        """Try each sample of the step alone, from the state before the step, which was just loaded."""
+        self._trainer._restore_rng()
+        reason, names = "the step has not called the model, or the trainer makes its steps itself", [*seen.samples]
         try:
-            error = self._go_on(self._at)
-        finally:
-            del step.compute_gradients
-        reason = error or "this trainer makes its steps itself"
+            names += [[]] * len(seen.batches)
+            pairs = [] if seen.is_own_step else zip(seen.batches, names, strict=False)
+            found = [find_samples(self._trainer._trainer, *pair) for pair in pairs]
+        except TypeError as error:
+            found, reason = [], str(error)
         return "; ".join(found) or f"they cannot be looked at one by one: {reason}"
 
     def _perform_elsewhere(self) -> list[Part] | str:
@@ -166,6 +153,12 @@ class _Step(Session):
             if os.path.exists(arguments[-1]):
                 return list(torch.load(arguments[-1]))
             return (done.stderr.strip().splitlines() or ["it has ended"])[-1]
+
+
+def _of_ranks(text: str) -> str:
+    """The text of rank 0, and those of other ranks that differ."""
+    texts = comm.all_gather(text)
+    return "; ".join([texts[0], *(f"{text} (on rank {i})" for i, text in enumerate(texts) if text != texts[0])])
 
 
 def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
@@ -186,10 +179,10 @@ class _Capsule(_Step):
             raise CheckpointError(f"'{path}' holds no step: {reason}. Give {self._capsule['command']}")
         at = self._capsule["iteration"]
         super().__init__(path, at, Saved(at, 1, path, state), None)
-        self._processes = 1
+        self._processes, self._samples = 1, self._capsule["samples"]
         self._notes += self._capsule["notes"]
 
-    def _compare(self, result: Replay, reached: list[dict[str, Any]]) -> None:
+    def _compare(self, result: Replay) -> bool | None:
         """Whether the step fails as in the capsule, and how many of its losses are equal."""
         losses, former = {n: loss.item() for n, loss in result.losses.items()}, self._capsule["losses"]
         same = [name for name, loss in former.items() if repr(losses.get(name)) == repr(loss)]
@@ -199,6 +192,7 @@ class _Capsule(_Step):
         else:
             text = f"{self._capsule['error'].partition('. ')[0]:.200}{text}. From the checkpoint: "
             result.failure = f"DIFFERENT: in the run it was {text}{self._capsule['command']}"
+        return True  # the failure says it
 
     def _load_start(self) -> None:
         assert self._start is not None
@@ -212,20 +206,18 @@ class _Capsule(_Step):
         step._data_loader_iter_obj = iter(batches)
 
     def _look(self) -> tuple[Inspection, str]:
-        inspection, error = super()._look()
-        inspection.samples = self._capsule["samples"]
+        seen, error = super()._look()
         # the buffers before the step are not known: the forward pass that failed has changed them
         parameters = dict(unwrap_model(self._trainer.model).named_parameters())
-        inspection.not_finite_before = [name for name in inspection.not_finite_before if name in parameters]
-        return inspection, error
+        seen.not_finite_before = [name for name in seen.not_finite_before if name in parameters]
+        return seen, error
 
 
 def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     """Run the forward pass of ``step`` with each sample of a batch alone, to find those with which it fails.
 
-    Each pass starts from the same random state and buffers. No gradients are averaged over ranks, and no hook is
-    called. The sample is in its batch twice, since batch norm does not accept a single one. If the step does not fail,
-    the sample with the largest loss is named.
+    Each pass starts from the same random state and buffers; no hook is called. The sample is in its batch twice, since
+    batch norm does not accept a single one. If the step does not fail, the sample with the largest loss is named.
 
     Args:
         step: a `SimpleTrainer`.
@@ -255,10 +247,9 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     if isinstance(whole, str) or not math.isfinite(whole):
         bad = [name for name, found in alone.items() if _kind(found) == _kind(whole)]
         what = f"the forward pass ends in {_kind(whole)}" if isinstance(whole, str) else "the loss is not finite"
-        if len(bad) == size > 1 or not bad:
-            each = f"each of the {size} samples alone, so none of them is the cause" if bad else "no sample alone"
-            return f"{what} with {each}"
-        return f"{what} with {', '.join(bad[:8])} ({len(bad)} of {size} samples, each alone)"
+        if len(bad) == size > 1:
+            return f"{what} with each of the {size} samples alone, so none of them is the cause"
+        return f"{what} with {', '.join(bad[:8]) or 'no sample'} ({len(bad)} of {size} samples, each alone)"
     losses = {name: loss for name, loss in alone.items() if isinstance(loss, float)}
     if not losses:
         return f"no sample can be run alone: {alone[names[0]]:.200}"

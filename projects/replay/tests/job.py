@@ -1,34 +1,62 @@
 """The tiny job as a script starts it, and faults to plant in it."""
 
-import argparse
 import hashlib
 import os
-import time
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultTrainer, HookBase, default_setup
+from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup
 from trainkit.modeling import MODEL_REGISTRY
+
+
+def train(folder, *words, options=(), hooks=(), base=DefaultTrainer):
+    """What a script does whose settings are those of the tiny job and ``options``; ``words`` are its arguments."""
+    args = default_argument_parser().parse_args([*map(str, words)])
+    cfg = tiny_cfg(folder, *options)
+    cfg.merge_from_list(args.opts)
+    cfg.freeze()
+    default_setup(cfg, args)
+    trainer = base(cfg)
+    trainer.register_hooks(hooks)
+    trainer.resume_or_load(args.resume)
+    trainer.train()
+    return trainer
 
 
 class Job:
     """Called: what the script of a run does."""
 
-    def __init__(self, folder, *options, make_hooks=lambda: []):
-        self.folder, self.options, self.make_hooks = folder, options, make_hooks
+    def __init__(self, folder, *options, make_hooks=lambda: [], base=DefaultTrainer):
+        self.folder, self.options, self.make_hooks, self.base = folder, options, make_hooks, base
 
-    def __call__(self, resume=False, *options):
-        cfg = tiny_cfg(self.folder, *self.options, *options)
-        cfg.freeze()
-        default_setup(cfg, argparse.Namespace(resume=resume, eval_only=False))
-        trainer = DefaultTrainer(cfg)
-        trainer.register_hooks(self.make_hooks())
-        trainer.resume_or_load(resume)
-        return trainer.train()
+    def __call__(self, *words):
+        return train(self.folder, *words, options=self.options, hooks=self.make_hooks(), base=self.base)
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(HookBase):
+    def __init__(self, at):
+        self.at = at
+
+    def before_step(self):
+        if self.trainer.iter == self.at:
+            raise Killed
+
+
+class Batches(HookBase):
+    """The inputs of the steps, by iteration."""
+
+    def __init__(self):
+        self.xs = {}
+
+    def after_backward(self):
+        self.xs[self.trainer.iter] = self.trainer.batch["x"]
 
 
 class PlantNan(HookBase):
@@ -50,40 +78,6 @@ class StopAt(HookBase):
     def after_step(self):
         if self.trainer.iter == self.at:
             self.trainer.request_stop("enough")
-
-
-class Overflow(nn.Module):
-    """Gives inf in iteration ``at``, counted by a buffer."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at = at
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.count += self.training
-        return x * float("inf") if self.training and self.count == self.at + 1 else x
-
-
-class ReadsClock(nn.Module):
-    """Adds a reading of the clock in one forward pass of this process."""
-
-    at = None
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x + time.perf_counter() if self.calls == self.at else x
-
-
-@MODEL_REGISTRY.register()
-class ClockClassifier(TinyClassifier):
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.layers.insert(3, ReadsClock())
 
 
 @MODEL_REGISTRY.register()

@@ -8,7 +8,6 @@ import torch
 from trainkit.projects.replay import record, replay
 from trainkit.projects.replay.tests.job import Job, PlantNan, Scans
 
-from tests.cuda import needs_cuda
 from tests.engine.job import TinyClassifier
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
@@ -18,6 +17,7 @@ from trainkit.engine import HookBase
 from trainkit.modeling import MODEL_REGISTRY
 
 SCANS = ("DATASETS.TRAIN", ("tiny_scans",))
+LISTS = ("SOLVER.ACCUMULATION_STEPS", 2, "MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list")
 
 
 def failed(job, kind=FloatingPointError):
@@ -62,7 +62,10 @@ def assert_has_no_step(folder, iter, job):
     assert (state["model"], state["capsule"]["batches"]) == ({}, [])
     with pytest.raises(CheckpointError, match=f"holds no step: .* Give {record.REPLAY} .* --iter {iter} -- "):
         replay(folder / "capsule.rank0.pt", start=job)
-    assert f"To repeat the step: python -m trainkit.projects.replay {folder} --iter {iter} -- " in last_line(folder)
+    assert f"To repeat the step: {record.REPLAY} {folder} --iter {iter} -- " in last_line(folder)
+
+
+# ---------------------------------------------------------------------- capsules with a step
 
 
 def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_path):
@@ -79,6 +82,15 @@ def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_pa
     assert found.samples_at_fault == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
     assert found.verdict.startswith("reproducible: ")
     assert found.is_equal
+
+
+def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp_path):
+    job = failed(Job(tmp_path, *SCANS, "MODEL.NAME", "RaisingClassifier"), KeyError)
+
+    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
+
+    assert found.failure == "it has come back"
+    assert found.samples_at_fault == "the forward pass ends in KeyError with scan_017.png (1 of 8 samples, each alone)"
 
 
 @pytest.mark.parametrize(("argv", "command"), [("SCRIPT", "python {} a"), ("-c", "and the command of the run")])
@@ -103,58 +115,21 @@ def test_the_largest_loss_of_a_sample_alone_is_not_that_in_the_batch_if_there_is
     assert found.samples_at_fault.endswith("statistics of each sample alone, so in the batch another one may be larger")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("SOLVER.LOGICAL_RANKS", 2),
-        ("SOLVER.LOGICAL_RANKS", 2, "SOLVER.ACCUMULATION_STEPS", 2),
-        ("SOLVER.ACCUMULATION_STEPS", 2, "MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list"),
-    ],
-)
-def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sample_is_named(tmp_path, options):
-    job = failed(Job(tmp_path, *SCANS, *options, "DATASETS.TEST", ()))
-    assert_has_no_step(tmp_path, at := failed_at(tmp_path), job)
-
-    found = replay(tmp_path, at, job, bisect=True, verdict=False)
-
-    assert found.inspection.bad_samples == found.inspection.samples_of_first_bad_output == ["scan_017.png"]
-    assert found.samples_at_fault.count("not finite with scan_017.png (1 of ") == 1
-
-
-def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp_path):
-    job = failed(Job(tmp_path, *SCANS, "MODEL.NAME", "RaisingClassifier"), KeyError)
-    state = read_file(tmp_path / "capsule.rank0.pt")["capsule"]
-
-    found = replay(tmp_path / "capsule.rank0.pt", start=job, bisect=True)
-
-    assert found.failure == "it has come back"
-    assert found.samples_at_fault == "the forward pass ends in KeyError with scan_017.png (1 of 8 samples, each alone)"
-    assert (state["error"], state["losses"]) == ("KeyError: 'no such class'", {})
-    assert "in forward\n" in state["traceback"]
-
-
-def test_losses_and_gradients_are_seen_if_a_hook_fails_after_the_backward_pass(tmp_path):
-    job = Job(tmp_path, make_hooks=lambda: [FailAt(3, KeyError("mine"))])
-    failed(job, KeyError)
-
-    found = replay(tmp_path / "capsule.rank0.pt", start=job, verdict=False)
-
-    assert found.failure.startswith("it has come back")
-    assert found.losses.keys() == {"loss_cls"}
-    assert {"layers.0.weight", "layers.4.bias"} <= found.gradients.keys()
-
-
-def test_a_capsule_holds_only_the_part_of_a_tensor_that_is_in_the_batch(tmp_path):
+def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a_small_file(tmp_path):
     class AddPart(HookBase):
         def after_backward(self):
             self.trainer.batch["part"] = torch.zeros(1_000_000)[:1]
 
-    failed(Job(tmp_path, make_hooks=lambda: [AddPart(), FailAt(3, KeyError("mine"))]), KeyError)
+    job = failed(Job(tmp_path, make_hooks=lambda: [AddPart(), FailAt(3, KeyError("mine"))]), KeyError)
+    file = tmp_path / "capsule.rank0.pt"
 
-    (batch,) = read_file(tmp_path / "capsule.rank0.pt")["capsule"]["batches"]
-    assert batch["part"].tolist() == [0.0]
-    assert (tmp_path / "capsule.rank0.pt").stat().st_size < 1_000_000
+    found = replay(file, start=job, verdict=False)
+
+    assert found.failure.startswith("it has come back")
+    assert found.losses.keys() == {"loss_cls"}
+    assert {"layers.0.weight", "layers.4.bias"} <= found.gradients.keys()
+    assert read_file(file)["capsule"]["batches"][0]["part"].tolist() == [0.0]
+    assert file.stat().st_size < 1_000_000
 
 
 def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_at_the_checkpoint(tmp_path):
@@ -166,6 +141,9 @@ def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_
     assert f"From the checkpoint: {record.REPLAY} {tmp_path} --iter 7 -- " in found.failure
     assert not found.is_equal
     assert found.differences[0].startswith("random state and buffers are those after the forward pass")
+
+
+# ---------------------------------------------------------------------- steps that are repeated from a checkpoint
 
 
 def test_a_run_that_has_failed_before_its_first_checkpoint_is_replayed_from_the_beginning(tmp_path):
@@ -180,6 +158,17 @@ def test_a_run_that_has_failed_before_its_first_checkpoint_is_replayed_from_the_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [("SOLVER.LOGICAL_RANKS", 2, "SOLVER.ACCUMULATION_STEPS", 2), LISTS])
+def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sample_is_named(tmp_path, options):
+    job = failed(Job(tmp_path, *SCANS, *options, "DATASETS.TEST", ()))
+    assert_has_no_step(tmp_path, at := failed_at(tmp_path), job)
+
+    found = replay(tmp_path, at, job, bisect=True, verdict=False)
+
+    assert found.inspection.bad_samples == found.inspection.samples_of_first_bad_output == ["scan_017.png"]
+    assert found.samples_at_fault.count("not finite with scan_017.png (1 of ") == 1
+
+
 def test_a_failure_before_the_batch_in_the_update_or_after_it_leaves_no_step(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise KeyError("in the middle of the update")
@@ -205,6 +194,21 @@ def test_a_failure_of_an_earlier_iteration_leaves_no_step_but_the_right_iteratio
     assert way == "2 of 2 logged values equal those in capsule.rank0.pt, iterations 5 to 5"
 
 
+class ArrayScans(Scans):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "array": np.arange(2)}
+
+
+DatasetCatalog.register("tiny_arrays", ArrayScans)
+
+
+def test_a_batch_that_a_file_cannot_hold_leaves_no_step(tmp_path):
+    odd = ("DATASETS.TRAIN", ("tiny_arrays",), "DATALOADER.COLLATE", "list", "MODEL.NAME", "ListClassifier")
+    job = failed(Job(tmp_path, *odd))
+
+    assert_has_no_step(tmp_path, failed_at(tmp_path), job)
+
+
 def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch):
     def write(state, path):
         raise CheckpointError(errno.ENOSPC, "no space left")
@@ -217,34 +221,9 @@ def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path, monkeypatch):
     assert f"To repeat the step: {record.REPLAY} {tmp_path} --iter 7" in last_line(tmp_path)
 
 
-class ArrayScans(Scans):
-    def __getitem__(self, index):
-        sample = super().__getitem__(index)
-        return {**sample, "array": np.arange(2)}
-
-
-DatasetCatalog.register("tiny_arrays", ArrayScans)
-
-
 def test_what_is_no_capsule_is_refused(tmp_path):
     Job(tmp_path)()
     with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
         replay(tmp_path / "model_final.pth", start=Job(tmp_path))
     with pytest.raises(ConfigError, match="iter=3, .* or a capsule without --iter and --prove"):
         replay(tmp_path / "model_final.pth", 3, Job(tmp_path))
-
-
-def test_a_batch_that_a_file_cannot_hold_leaves_no_step(tmp_path):
-    odd = ("DATASETS.TRAIN", ("tiny_arrays",), "DATALOADER.COLLATE", "list", "MODEL.NAME", "ListClassifier")
-    job = failed(Job(tmp_path, *odd))
-
-    assert_has_no_step(tmp_path, failed_at(tmp_path), job)
-
-
-@needs_cuda
-def test_asynchronous_metrics_find_a_failure_too_late_for_its_step_and_name_the_way_from_the_checkpoint(tmp_path):
-    job = Job(tmp_path, "MODEL.DEVICE", "cuda", "LOG.PERIOD", 4, make_hooks=lambda: [PlantNan("layers.0.weight", 5)])
-    failed(job)
-
-    assert_has_no_step(tmp_path, 5, job)
-    assert replay(tmp_path, 5, job, verdict=False).inspection.not_finite_before == ["layers.0.weight"]

@@ -10,9 +10,8 @@ from tests.forked import run_forked, script
 
 SCRIPT = """
 import glob, torch
-from tests.engine.job import tiny_cfg
 from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup
+from trainkit.projects.replay.tests.job import train
 
 class Scans(torch.utils.data.Dataset):
     paths = sorted(glob.glob("scans/*"))
@@ -29,13 +28,8 @@ class Scans(torch.utils.data.Dataset):
         return {"x": scale(numbers), "label": index % 2}
 
 DatasetCatalog.register("scans", Scans)
-args = default_argument_parser().parse_args()
-cfg = tiny_cfg("run", "DATASETS.TRAIN", ("scans",), "DATASETS.TEST", (), "DATALOADER.NUM_WORKERS", 1)
-cfg.merge_from_list(["SOLVER.MAX_ITER", 70, "SOLVER.CHECKPOINT_PERIOD", 70, *args.opts])
-default_setup(cfg, args)
-trainer = DefaultTrainer(cfg)
-trainer.resume_or_load(False)
-trainer.train()
+own = ("DATASETS.TRAIN", ("scans",), "DATASETS.TEST", (), "DATALOADER.NUM_WORKERS", 1)
+train("run", options=(*own, "SOLVER.MAX_ITER", 70, "SOLVER.CHECKPOINT_PERIOD", 70))
 """
 AUGMENT = """
 def scale(x):

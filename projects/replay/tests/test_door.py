@@ -14,17 +14,9 @@ from trainkit.engine import default_argument_parser, default_setup
 
 SCRIPT = """
 import sys
-from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup
-
+from trainkit.projects.replay.tests.job import train
 open("words", "w").write(repr(sys.argv[1:]))
-args = default_argument_parser().parse_args()
-cfg = tiny_cfg("output/new")
-cfg.merge_from_list(args.opts)
-default_setup(cfg, args)
-trainer = DefaultTrainer(cfg)
-trainer.resume_or_load(False)
-trainer.train()
+train("output/new", *sys.argv[1:])
 """
 
 

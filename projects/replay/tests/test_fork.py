@@ -7,57 +7,26 @@ import pytest
 import torch
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.contents import CLOCK_READINGS, differing, is_of_the_clock
-from trainkit.projects.replay.tests.job import digest_of_folder
+from trainkit.projects.replay.tests import job
+from trainkit.projects.replay.tests.job import Batches, KillAt, Killed, digest_of_folder
 
-from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError, get_cfg
-from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup
-
-
-class Killed(Exception):
-    pass
-
-
-class KillAt(HookBase):
-    def __init__(self, at):
-        self.at = at
-
-    def before_step(self):
-        if self.trainer.iter == self.at:
-            raise Killed
-
+from trainkit.engine import DefaultTrainer
 
 OWN = ("SOLVER.MAX_ITER", 12, "TEST.EVAL_PERIOD", 4, "HOOKS", [{"NAME": "EMAHook"}])
 
 
-class Batches(HookBase):
-    def __init__(self):
-        self.xs = {}
-
-    def after_backward(self):
-        self.xs[self.trainer.iter] = self.trainer.batch["x"]
-
-
-def train(folder, *arguments, options=OWN, hooks=()):
-    """A script whose settings are those of the tiny job."""
-    args = default_argument_parser().parse_args([*map(str, arguments)])
-    cfg = tiny_cfg(folder, *options)
-    cfg.merge_from_list(args.opts)
-    cfg.freeze()
-    default_setup(cfg, args)
-    trainer = DefaultTrainer(cfg)
-    trainer.register_hooks(hooks)
-    trainer.resume_or_load(args.resume)
-    trainer.train()
-    return trainer
+def train(folder, *words, **more):
+    return job.train(folder, *words, options=OWN, **more)
 
 
 def fork(parent, folder, *arguments, **more):
     """The script has other settings by now: those of the parent count."""
-    return train(folder, "--fork", parent, *arguments, options=("SOLVER.BASE_LR", 7.0, "SOLVER.MOMENTUM", 0.1), **more)
+    options = ("SOLVER.BASE_LR", 7.0, "SOLVER.MOMENTUM", 0.1)
+    return job.train(folder, "--fork", parent, *arguments, options=options, **more)
 
 
 @pytest.fixture(scope="module")
@@ -197,13 +166,11 @@ def test_what_cannot_be_forked_is_refused(tmp_path, parent, run, options, messag
         fork(run.format(parent), tmp_path, *(option.format(parent) for option in options))
 
 
-def test_a_script_that_does_not_load_is_refused(tmp_path, parent):
-    args = default_argument_parser().parse_args(["--fork", f"{parent}@5"])
-    cfg = tiny_cfg(tmp_path)
-    default_setup(cfg, args)
+def test_a_script_that_does_not_load_is_refused(tmp_path, parent, monkeypatch):
+    monkeypatch.setattr(DefaultTrainer, "resume_or_load", lambda self, resume: None)
 
     with pytest.raises(ConfigError, match="--fork is given .*, but the script starts at iteration 0"):
-        DefaultTrainer(cfg).train()
+        fork(f"{parent}@5", tmp_path)
 
 
 # ---------------------------------------------------------------------- several processes

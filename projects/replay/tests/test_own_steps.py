@@ -1,16 +1,26 @@
 """Trainers that make their steps themselves: a replay says what it can see of them, and nothing else."""
 
-import argparse
-
 import pytest
 import torch
 from torch import nn
 from trainkit.projects.replay import replay
-from trainkit.projects.replay.tests.job import Overflow
+from trainkit.projects.replay.tests.job import Job
 
-from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer, default_setup
+from trainkit.engine import DefaultTrainer
 from trainkit.modeling import MODEL_REGISTRY
+
+
+class Overflow(nn.Module):
+    """Gives inf in iteration ``at``, counted by a buffer."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.count += self.training
+        return x * float("inf") if self.training and self.count == self.at + 1 else x
 
 
 @MODEL_REGISTRY.register()
@@ -25,11 +35,10 @@ class Pair(nn.Module):
 class Adversaries(DefaultTrainer):
     """Two optimizers; the iterator ``mine``, if any, is the trainer's own."""
 
-    mine = None
-
     def __init__(self, cfg):
         super().__init__(cfg)
         self.of_critic = torch.optim.SGD(self.model.critic.parameters(), lr=0.1)
+        self.mine = iter(self.data_loader) if cfg.MODEL.OWN_ITERATOR else None
 
     def run_step(self):
         batch = next(self.mine or self._trainer._data_loader_iter)
@@ -47,52 +56,34 @@ class Adversaries(DefaultTrainer):
             raise FloatingPointError("the loss of the critic is not finite")
 
 
-class Game:
-    def __init__(self, folder, has_iterator=False, bad_call=-1):
-        self.folder, self.has_iterator, self.bad_call = folder, has_iterator, bad_call
-
-    def __call__(self):
-        more = ("MODEL.NAME", "Pair", "MODEL.BAD_CALL", self.bad_call, "DATASETS.TEST", ())
-        cfg = tiny_cfg(self.folder, *more)
-        default_setup(cfg, argparse.Namespace(resume=False, eval_only=False))
-        trainer = Adversaries(cfg)
-        trainer.mine = iter(trainer.data_loader) if self.has_iterator else None
-        trainer.resume_or_load(False)
-        return trainer.train()
+def game(folder, own_iterator=False, bad_call=-1):
+    own = ("MODEL.NAME", "Pair", "MODEL.BAD_CALL", bad_call, "MODEL.OWN_ITERATOR", own_iterator, "DATASETS.TEST", ())
+    return Job(folder, *own, base=Adversaries)
 
 
-def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients(tmp_path):
-    game = Game(tmp_path)
-    game()
-
-    found = replay(tmp_path, 7, game)
-
-    assert found.batch["x"].shape == (8, 4)
-    assert len(found.samples) == 8
-    assert [name for name, _ in found.inspection.outputs][:3] == ["generator", "critic.0", "critic.1"]
-    assert found.losses.keys() == {"loss_critic", "loss_generator", "lr"}
-    assert found.gradients.keys() == dict(Pair(tiny_cfg(tmp_path, "MODEL.BAD_CALL", 0)).named_parameters()).keys()
-    assert found.on_the_way.startswith("9 of 9 logged values equal those in model_final.pth")
-    assert found.verdict.startswith("reproducible: repeated in this process, every bit is equal")
-
-
-def test_the_first_module_that_is_not_finite_is_named(tmp_path):
-    game = Game(tmp_path, bad_call=22)  # the second call of the critic in iteration 7
+def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_the_bad_module(tmp_path):
+    play = game(tmp_path, bad_call=22)  # the second call of the critic in iteration 7
     with pytest.raises(FloatingPointError):
-        game()
+        play()
 
-    found = replay(tmp_path, 7, game, verdict=False, bisect=True)
+    good, bad = replay(tmp_path, 6, play), replay(tmp_path, 7, play, verdict=False, bisect=True)
 
-    assert found.error.startswith("FloatingPointError: the loss of the critic")
-    assert found.first_bad_module == "critic.1"
-    assert "they cannot be looked at one by one" in found.samples_at_fault
+    assert (good.batch["x"].shape, len(good.samples)) == ((8, 4), 8)
+    assert [name for name, _ in good.inspection.outputs][:3] == ["generator", "critic.0", "critic.1"]
+    assert good.losses.keys() == {"loss_critic", "loss_generator", "lr"}
+    assert len(good.gradients) == 4  # weight and bias of both
+    assert good.on_the_way.startswith("6 of 6 logged values equal those in capsule.rank0.pt")
+    assert good.verdict.startswith("reproducible: repeated in this process, every bit is equal")
+    assert bad.error.startswith("FloatingPointError: the loss of the critic")
+    assert bad.first_bad_module == "critic.1"
+    assert "they cannot be looked at one by one" in bad.samples_at_fault
 
 
 def test_an_iterator_of_the_trainer_is_no_fault_of_the_machine(tmp_path):
-    game = Game(tmp_path, has_iterator=True)
-    game()
+    play = game(tmp_path, own_iterator=True)
+    play()
 
-    found = replay(tmp_path, 3, game)
+    found = replay(tmp_path, 3, play)
 
     assert found.on_the_way.endswith("logged values equal those in model_0000004.pth, iterations 0 to 3")
     assert found.verdict.startswith("transient, or with a state that no checkpoint holds: in this process it differs")

@@ -1,24 +1,24 @@
 """Any step of a past run is performed again, from its checkpoints, and equals the run to the last bit."""
 
-import argparse
 import os
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.result import judge
-from trainkit.projects.replay.tests.job import Job, PlantNan, ReadsClock, StopAt, digest_of_folder
+from trainkit.projects.replay.tests.job import Job, PlantNan, StopAt, digest_of_folder
 
 from tests.cuda import needs_cuda
+from tests.docs.pages import ROOT
 from tests.engine.job import tiny_cfg
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer, GraphTrainer, HookBase, default_setup
+from trainkit.engine import DefaultTrainer, GraphTrainer, HookBase
 
 SAME = "repeated in this process, every bit is equal"
 REPRODUCIBLE = f"reproducible: {SAME}; not repeated in a new process: no command is given"
@@ -38,14 +38,13 @@ def run(tmp_path_factory):
     return job
 
 
-def changed_copy(run, folder, change, names=("model_final.pth",)):
-    """A copy of the files of a run, with ``change(state)`` made to some."""
+def changed_copy(run, folder, change):
+    """A copy of the files of a run, with ``change(state)`` made to the last checkpoint."""
     for file in run.folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    for name in names:
-        state = read_file(folder / name)
-        change(state)
-        write_file(state, folder / name)
+    state = read_file(folder / "model_final.pth")
+    change(state)
+    write_file(state, folder / "model_final.pth")
     return folder
 
 
@@ -53,53 +52,50 @@ def changed_copy(run, folder, change, names=("model_final.pth",)):
 
 
 class Keep(HookBase):
-    """What a step had in the run itself."""
+    """What the steps had in the run itself."""
 
-    def __init__(self, at):
-        self.at = at
+    def __init__(self):
+        self.steps = []
 
     def after_backward(self):
-        if self.trainer.iter == self.at:
-            self.batch, self.losses = self.trainer.batch, {**self.trainer.losses}
-            self.gradients = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
+        gradients = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
+        self.steps.append((self.trainer.batch["x"], {**self.trainer.losses}, gradients))
 
 
-@pytest.mark.parametrize("iter", [0, 9])
-def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(tmp_path, iter):
-    kept = Keep(iter)
+def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run(tmp_path):
+    kept = Keep()
     Job(tmp_path, make_hooks=lambda: [kept])()
 
-    found = replay(tmp_path, iter, Job(tmp_path))
+    for iter, start in ((0, "the beginning"), (9, "model_0000004.pth")):
+        found = replay(tmp_path, iter, Job(tmp_path))
 
-    assert torch.equal(found.batch["x"], kept.batch["x"])
-    assert found.losses == kept.losses
-    assert found.gradients.keys() == kept.gradients.keys()
-    assert all(torch.equal(found.gradients[name], kept.gradients[name]) for name in kept.gradients)
-    assert (found.verdict, found.differences) == (REPRODUCIBLE, [])
-    assert found.start == ("the beginning" if iter < 4 else "model_0000004.pth")
+        batch, losses, gradients = kept.steps[iter]
+        assert torch.equal(found.batch["x"], batch)
+        assert found.losses == losses
+        assert found.gradients.keys() == gradients.keys()
+        assert all(torch.equal(found.gradients[name], gradients[name]) for name in gradients)
+        assert (found.verdict, found.differences, found.start) == (REPRODUCIBLE, [], start)
 
 
-def test_a_step_of_a_run_with_a_graph_is_repeated_with_all_its_modules(tmp_path, monkeypatch):
-    monkeypatch.setattr(GraphTrainer, "make_recorder", lambda self: CpuRecorder())
-    job = Job(tmp_path, "SOLVER.GRAPH.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
+def check_step_of_a_graph(tmp_path, device):
+    job = Job(tmp_path, "MODEL.DEVICE", device, "SOLVER.GRAPH.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
     job()
 
     found = replay(tmp_path, 8, job, prove=True)
 
     assert (found.verdict, found.proof) == (REPRODUCIBLE, proof("model_final.pth"))
     assert [name for name, _ in found.inspection.outputs] == MODULES
+    assert found.batch["x"].device.type == device
+
+
+def test_a_step_of_a_run_with_a_graph_is_repeated_with_all_its_modules(tmp_path, monkeypatch):
+    monkeypatch.setattr(GraphTrainer, "make_recorder", lambda self: CpuRecorder())
+    check_step_of_a_graph(tmp_path, "cpu")
 
 
 @needs_cuda
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_step_on_a_gpu_is_repeated_and_proved_there(tmp_path, graph):
-    job = Job(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.GRAPH.ENABLED", graph, "SOLVER.OPTIMIZER.FUSED", True)
-    job()
-
-    found = replay(tmp_path, 8, job, prove=True)
-
-    assert found.batch["x"].is_cuda
-    assert (found.verdict, found.proof) == (REPRODUCIBLE, proof("model_final.pth"))
+def test_a_step_on_a_gpu_is_repeated_and_proved_there(tmp_path):
+    check_step_of_a_graph(tmp_path, "cuda")
 
 
 def test_the_report_has_the_numbers_of_the_step_and_the_run_is_not_changed(run):
@@ -107,9 +103,7 @@ def test_the_report_has_the_numbers_of_the_step_and_the_run_is_not_changed(run):
 
     found = replay(run.folder, 6, run, prove=True)
 
-    outputs, words = dict(found.inspection.outputs), " ".join(str(found).split())
-    assert [*outputs] == MODULES
-    assert 0 < outputs["layers.2"] <= outputs["layers.1"]
+    words = " ".join(str(found).split())
     assert f"layers.0.weight {found.gradients['layers.0.weight'].norm().item():.4g}" in words
     assert f"x [8, 4] torch.float32 {found.batch['x'].min():.4g}" in words
     assert str(found).endswith(f"proof: {proof('model_final.pth')}\nverdict: {found.verdict}")
@@ -134,46 +128,39 @@ def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path):
     assert found.on_the_way == "4 of 4 logged values equal those in capsule.rank0.pt, iterations 5 to 6"
 
 
-LISTS = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
-
-
-@pytest.mark.parametrize(("options", "length", "hits"), [((), 10, 2), (LISTS, 5, 2)])  # of two epochs
-def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_path, options, length, hits):
-    policy = ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.MAX_ITER", length, "SOLVER.STEPS", (), "DATASETS.TEST", ())
-    job = Job(tmp_path, *options, *policy, "DATASETS.TRAIN", ("tiny_scans",))
+def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_path):
+    lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
+    policy = ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.MAX_ITER", 5, "SOLVER.STEPS", (), "DATASETS.TEST", ())
+    job = Job(tmp_path, *lists, *policy, "DATASETS.TRAIN", ("tiny_scans",))
     job()
-    steps = [replay(tmp_path, iter, job, verdict=False) for iter in range(length)]
+    steps = [replay(tmp_path, iter, job, verdict=False) for iter in range(5)]
 
     for found in steps:
         is_hit = "scan_017.png" in found.samples
         assert found.inspection.bad_samples == ["scan_017.png"] * is_hit
         assert found.inspection.samples_of_first_bad_output == found.inspection.bad_samples
-        assert (found.first_bad_module, found.first_bad_gradient) == (
-            ("layers.0", "layers.4.bias") if is_hit else ("", "")
-        )
-        assert len(found.samples) == (16 if options else 8)
-    assert sum("scan_017.png" in found.samples for found in steps) == hits
+        names = ("layers.0", "layers.4.bias") if is_hit else ("", "")
+        assert (found.first_bad_module, found.first_bad_gradient) == names
+        assert len(found.samples) == 16
+    assert sum("scan_017.png" in found.samples for found in steps) == 2  # 5 steps are two epochs
 
 
 # ---------------------------------------------------------------------- proofs
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("iter", "options"),
     [
-        ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 4],
-        ["HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"}]],
-        ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "DATALOADER.NUM_WORKERS", 2],
-        ["TEST.EVAL_PERIOD", 2, "CHECKPOINT.BEST_METRIC", TOP1],
-        ["HOOKS", [{"NAME": "ReduceOnPlateau", "VAL_METRIC": TOP1, "PATIENCE": 1}], "TEST.EVAL_PERIOD", 2],
+        (7, ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.OPTIMIZER.NAME", "AdamW", "SEED", -1]),
+        (2, ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "DATALOADER.NUM_WORKERS", 2]),
+        (7, ["HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"}], "SOLVER.CLIP_GRADIENTS.ENABLED", True]),
+        (7, ["HOOKS", [{"NAME": "ReduceOnPlateau", "VAL_METRIC": TOP1, "PATIENCE": 1}], "TEST.EVAL_PERIOD", 2]),
         # stops after iteration 7
-        ["EARLY_STOPPING.METRIC", TOP1, "EARLY_STOPPING.MIN_DELTA", 1000.0, "TEST.EVAL_PERIOD", 2],
-        ["SEED", -1, "SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.OPTIMIZER.NAME", "AdamW"],
+        (7, ["EARLY_STOPPING.METRIC", TOP1, "EARLY_STOPPING.MIN_DELTA", 1000.0, "TEST.EVAL_PERIOD", 2]),
+        (2, ["TEST.EVAL_PERIOD", 2, "CHECKPOINT.BEST_METRIC", TOP1]),
     ],
-    ids=lambda options: str(options[0] if options[0] != "HOOKS" else options[1][0]["NAME"]),
 )
-@pytest.mark.parametrize("iter", [2, 7])
-def test_every_byte_of_the_next_checkpoint_is_equal(tmp_path, options, iter):
+def test_every_byte_of_the_next_checkpoint_is_equal(tmp_path, iter, options):
     job = Job(tmp_path, *options)
     job()
 
@@ -188,7 +175,7 @@ def test_every_byte_of_the_next_checkpoint_is_equal(tmp_path, options, iter):
 def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     """Resuming with another MAX_ITER writes another config.yaml."""
     Job(tmp_path, make_hooks=lambda: [StopAt(6)])()
-    Job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))(True)
+    Job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))("--resume")
 
     found = replay(tmp_path, 5, Job(tmp_path, "SOLVER.MAX_ITER", 20), prove=True)
 
@@ -196,22 +183,15 @@ def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     assert found.differences == ["setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"]
 
 
-class EarlyDraws(Job):
-    """A script that draws between `default_setup` and its trainer."""
-
-    def __call__(self):
-        cfg = tiny_cfg(self.folder, "SEED", -1)
-        default_setup(cfg, argparse.Namespace(resume=False, eval_only=False))
-        torch.rand(3)
-        trainer = DefaultTrainer(cfg)
-        trainer.resume_or_load(False)
-        return trainer.train()
-
-
 def test_a_seed_that_was_drawn_is_set_before_what_a_script_draws_itself(tmp_path):
-    EarlyDraws(tmp_path)()
+    def draw_and_build(cfg):
+        torch.rand(3)
+        return DefaultTrainer(cfg)
 
-    found = replay(tmp_path, 2, EarlyDraws(tmp_path), prove=True)
+    job = Job(tmp_path, "SEED", -1, base=draw_and_build)
+    job()
+
+    found = replay(tmp_path, 2, job, prove=True)
 
     assert (found.start, found.proof) == ("the beginning", proof("model_0000004.pth"))
 
@@ -232,50 +212,31 @@ def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
 # ---------------------------------------------------------------------- verdicts
 
 
-class Seen:
-    """The parts of one execution."""
-
-    def __init__(self, batch="1", output="2"):
-        self.parts = [("batch", batch), ("module layers.0: equal inputs and different outputs", output)]
-
-
 @pytest.mark.parametrize(
     ("again", "new", "equals_run", "start"),
     [
-        (Seen(), Seen(), True, f"reproducible: {SAME}; in a new process, every bit is equal"),
-        (Seen(), Seen(), None, "reproducible, but not compared with the run, which has stored no value of the data"),
-        (Seen(), Seen(), False, "different on this machine: the run has stored other values"),
-        (Seen(output="3"), Seen(), True, "with a state that no checkpoint holds (a counter"),
-        (Seen(), Seen(output="3"), True, "other in each process (the order of a set"),
-        (Seen(output="3"), Seen(output="4"), True, "transient (hardware, "),
-        (Seen(output="3"), None, True, "transient, or with a state that no checkpoint holds: "),
+        ("2", "2", True, f"reproducible: {SAME}; in a new process, every bit is equal"),
+        ("2", "2", None, "reproducible, but not compared with the run, which has stored no value of the data"),
+        ("2", "2", False, "different on this machine: the run has stored other values"),
+        ("3", "2", True, "with a state that no checkpoint holds (a counter"),
+        ("2", "3", True, "other in each process (the order of a set"),
+        ("3", "4", True, "transient (hardware, "),
     ],
 )
 def test_the_verdict_says_no_more_than_the_executions_show(again, new, equals_run, start):
-    verdict = judge(Seen(), again, "no command is given" if new is None else new.parts, equals_run)
+    first, second, third = ([("batch", "1"), ("module layers.0", output)] for output in ("2", again, new))
+
+    verdict = judge(SimpleNamespace(parts=first), SimpleNamespace(parts=second), third, equals_run)
 
     assert verdict.startswith(start)
-    assert verdict.count("differs in the module layers.0: equal inputs and different outputs") == sum(
-        seen is not None and seen.parts[1][1] != "2" for seen in (again, new)
-    )
-
-
-def test_a_module_that_reads_the_clock_makes_a_step_differ_and_is_named(tmp_path, monkeypatch):
-    job = Job(tmp_path, "MODEL.NAME", "ClockClassifier")
-    job()
-    monkeypatch.setattr(ReadsClock, "at", 3)  # two calls up to the step (5, 6), then the step again
-
-    found = replay(tmp_path, 6, job)
-
-    assert found.verdict.startswith("transient, or with a state that no checkpoint holds: in this process it differs")
-    assert "differs in the module layers.3: equal inputs and different outputs" in found.verdict
-    assert not found.is_equal
+    assert verdict.count("differs in the module layers.0") == (again != "2") + (new != "2")
 
 
 SCRIPT = """
-from tests.engine.job import TinyClassifier, tiny_cfg
-from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup
+import sys
+from tests.engine.job import TinyClassifier
 from trainkit.modeling import MODEL_REGISTRY
+from trainkit.projects.replay.tests.job import train
 
 @MODEL_REGISTRY.register()
 class Counting(TinyClassifier):
@@ -290,12 +251,7 @@ class InOrderOfASet(TinyClassifier):
     def forward(self, batch):
         return {"loss_cls": super().forward(batch)["loss_cls"] * float(next(iter({*map(str, range(1, 1000))})))}
 
-args = default_argument_parser().parse_args()
-cfg = tiny_cfg("run", "DATASETS.TEST", (), *args.opts)
-default_setup(cfg, args)
-trainer = DefaultTrainer(cfg)
-trainer.resume_or_load(False)
-trainer.train()
+train("run", *sys.argv[1:], options=("DATASETS.TEST", ()))
 """
 
 
@@ -305,12 +261,11 @@ trainer.train()
     [
         ("Counting", "with a state that no checkpoint holds (a counter"),
         ("InOrderOfASet", "other in each process (the order of a set"),
-        ("TinyClassifier", f"reproducible: {SAME}; in a new process, every bit"),
     ],
 )
 def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch, model, start):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))  # the script imports from tests
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the script imports from tests
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["train.py", "MODEL.NAME", model]
     subprocess.run([sys.executable, *words], check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
@@ -383,13 +338,10 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
 def test_a_checkpoint_says_how_its_run_was_started(run, tmp_path):
     origin = read_file(run.folder / "model_0000004.pth")["trainer"]["origin"]
 
-    assert origin["argv"]
     assert (origin["seed"], origin["device"], origin["processes"]) == (1, "cpu", 1)
-    assert origin["versions"]["torch"] == str(torch.__version__)
-    assert origin["machine"]["threads of torch"] == str(torch.get_num_threads())
     assert {"tests/engine/job.py", "projects/replay/tests/job.py", "trainkit"} <= origin["files"].keys()
     assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
-    cfg = tiny_cfg(tmp_path)
     (tmp_path / "config.yaml").write_text(origin["config"])
+    cfg = tiny_cfg(tmp_path)
     cfg.merge_from_file(tmp_path / "config.yaml")
     assert cfg == tiny_cfg(run.folder)
