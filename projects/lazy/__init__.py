@@ -1,6 +1,5 @@
 """Configs written in Python, with calls that are made later."""
 
-from trainkit.projects.lazy.config import LazyCall, LazyConfig
-from trainkit.projects.lazy.instantiate import instantiate
+from trainkit.projects.lazy.config import LazyCall, LazyConfig, instantiate
 
 __all__ = ["LazyCall", "LazyConfig", "instantiate"]

@@ -1,16 +1,20 @@
 """Configs written in Python, with calls that are made later."""
 
 import logging
+import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from trainkit.projects.lazy.nodes import TARGET, is_node, name_of, path_of, to_node, to_plain, update
+from trainkit.projects.lazy.locate import locate
+from trainkit.projects.lazy.nodes import TARGET, is_node, name_of, path_of, to_container, to_node, to_plain, update
 from trainkit.projects.lazy.python_files import run_file
 
+from trainkit.config import CfgNode, get_cfg
 from trainkit.config.yaml_files import Dumper, parse_literal, read_yaml
 from trainkit.utils.errors import ConfigError, UnknownKeyError
 from trainkit.utils.registry import did_you_mean
@@ -112,10 +116,67 @@ class LazyConfig:
     @staticmethod
     def to_py(cfg: Any, prefix: str = "cfg.") -> str:
         """``cfg`` as readable lines of Python, one per value or call; references are resolved."""
-        plain = to_plain(cfg, resolve=True)
-        if TARGET in plain:
-            return f"{prefix.rstrip('.')} = {_to_code(plain)}"
-        return "\n".join(f"{key} = {_to_code(value)}" for key, value in _assignments(plain, prefix))
+        return "\n".join(_to_lines(prefix.rstrip("."), to_plain(cfg, resolve=True)))
+
+
+def instantiate(cfg: Any) -> Any:
+    """Make every call that ``cfg`` describes, inner calls first.
+
+    Args:
+        cfg: a node, dict, list or tuple, which stays unchanged. A value without a call is returned as it is.
+
+    Returns:
+        The result of the call for a node with a ``_target_``; else a dict, list or tuple. Targets get dicts and lists,
+        never omegaconf's types.
+
+    Raises:
+        ConfigError: a target is not found, or raises a TypeError or ValueError; the message has its name and those of
+            its arguments. Other errors are not changed.
+    """
+    cfg = to_container(cfg, resolve=True)
+    if type(cfg) in (list, tuple):
+        return type(cfg)(map(instantiate, cfg))
+    if type(cfg) is not dict:
+        return cfg
+    values = {name: instantiate(item) for name, item in cfg.items()}
+    if TARGET not in values:
+        return cfg if all(map(operator.is_, values.values(), cfg.values())) else values
+    target = values.pop(TARGET)
+    try:
+        return (locate(target) if isinstance(target, str) else target)(**values)
+    except (ImportError, TypeError, ValueError) as error:  # raised by constructors for wrong arguments
+        call = f"{name_of(target)}({', '.join(map(str, values))})"
+        raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
+
+
+def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
+    """The settings in ``cfg.train`` that `default_setup` reads, and the text that `LazyConfig.save` writes.
+
+    ``cfg`` is changed: ``train.output_dir`` becomes absolute, and with ``--num-gpus 0`` the device is the CPU.
+
+    Raises:
+        ConfigError: there is no ``train.output_dir``, or it is an address.
+    """
+    if getattr(args, "num_gpus", 1) == 0:
+        cfg.train.device = "cpu"
+    train, settings = cfg.get("train", {}), get_cfg()
+    if not train.get("output_dir"):
+        raise ConfigError(f"train.output_dir is missing in the config, which has {', '.join(map(str, cfg))}; set it")
+    if "://" in train.output_dir:
+        raise ConfigError(f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address")
+    text = to_yaml(cfg)
+    train.output_dir = os.path.abspath(os.path.expanduser(train.output_dir))
+    settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = train.output_dir, train.get("init_checkpoint") or ""
+    settings.CUDNN_BENCHMARK = bool(train.get("cudnn_benchmark"))
+    settings.SEED = -1 if train.get("seed") is None else train.seed
+    return settings, text
+
+
+def reload_lazy_config(cfg: Any) -> Any:
+    """Save a config with ``LazyConfig.save`` and load it again, for tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        LazyConfig.save(cfg, os.path.join(folder, "config.yaml"))
+        return LazyConfig.load(os.path.join(folder, "config.yaml"))
 
 
 def to_yaml(cfg: Any) -> str:
@@ -163,12 +224,10 @@ def _nearest(name: str, known: Mapping[Any, Any]) -> str:
     return did_you_mean(name, public).rstrip() or f"there are: {', '.join(public)}"
 
 
-def _assignments(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, dict) and value and TARGET not in value:
-            yield from _assignments(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _to_lines(name: str, value: Any) -> list[str]:
+    if isinstance(value, dict) and value and TARGET not in value:
+        return [line for key, item in value.items() for line in _to_lines(f"{name}.{key}".lstrip("."), item)]
+    return [f"{name} = {_to_code(value)}"]
 
 
 def _to_code(value: Any) -> str:

@@ -47,7 +47,7 @@ wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls `comm
 built; ``wrap_model(cfg, model)`` and ``wrap_loader(cfg, loader)`` return the model to train and a loader.
 """
 
-CONFIG_TYPES: dict[str, str] = {"omegaconf.dictconfig.DictConfig": "trainkit.projects.lazy.settings"}
+CONFIG_TYPES: dict[str, str] = {"omegaconf.dictconfig.DictConfig": "trainkit.projects.lazy.config"}
 """The type of a config that `default_setup` and `configurable` accept beside CfgNode -> the module that reads it.
 
 Its ``to_cfg(cfg, args)`` returns a CfgNode with the settings that `default_setup` needs, and the text of config.yaml.
@@ -83,8 +83,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "visualization: VISUALIZER_REGISTRY VisualizationHook"
         ),
         "lazy": (
-            "config: LazyCall LazyConfig; instantiate: instantiate; locate: locate _convert_target_to_string; "
-            "testing: reload_lazy_config"
+            "config: LazyCall LazyConfig instantiate reload_lazy_config; locate: locate _convert_target_to_string"
         ),
         "loggers": (
             "csv_writer: CSVWriter csv; mlflow_writer: MLflowWriter mlflow; progress_bar: ProgressBar progress_bar; "
