@@ -7,7 +7,6 @@ from tests.engine.hooks.test_checkpoint import (
     files,
     test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation,
     test_a_run_whose_last_save_fails_has_failed,
-    test_the_files_of_a_run_are_the_same_whoever_writes_them,
 )
 from tests.engine.hooks.test_checkpoint_ranks import fail_on_rank_0
 from tests.engine.tiny import AfterStep, Steps
@@ -18,7 +17,6 @@ from trainkit.engine.hooks import PeriodicCheckpointer
 __all__ = [
     "test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation",
     "test_a_run_whose_last_save_fails_has_failed",
-    "test_the_files_of_a_run_are_the_same_whoever_writes_them",
 ]
 
 
