@@ -14,7 +14,6 @@ BLOCK_SIZE = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, 
 _ALIGNMENT = 64  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
 _Memory: TypeAlias = Mapping[bool, Sequence[Tensor]]
-_NONE: _Memory = {}
 
 
 class HostCopy:

@@ -11,15 +11,13 @@ from trainkit.engine.hooks import HOOK_REGISTRY
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = 1800.0  # that of torch, for Gloo
-
 
 @HOOK_REGISTRY.register()
 class StepTimeout(HookBase):
     """Ranks wait at most ``first`` seconds for each other in the first step, then ``seconds``. 0: 30 minutes."""
 
     def __init__(self, seconds: float, first: float = 0.0) -> None:
-        self._seconds, self._first = seconds or _LONGEST, first or _LONGEST
+        self._seconds, self._first = seconds or 1800.0, first or 1800.0
 
     def before_train(self) -> None:
         self._is_first = True

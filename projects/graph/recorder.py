@@ -1,6 +1,7 @@
 """Record work of a GPU and repeat it; and the signature of a batch."""
 
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,12 +49,10 @@ class CudaRecorder:
         """Context that adds to ``found`` the lines in which the host waits for the device, as a recording cannot."""
         mode, profile = torch.cuda.get_sync_debug_mode(), sys.getprofile()
 
-        def note(frame: FrameType | None, event: str, call: Any) -> None:
+        def note(frame: FrameType, event: str, call: Any) -> None:
             if event == "c_call" and "synchronize" in call.__name__:  # of a device or an event: torch does not warn
-                while frame and frame.f_code.co_filename.startswith(_TORCH):
-                    frame = frame.f_back
-                if frame:
-                    found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                places = ((outer.f_code.co_filename, line) for outer, line in traceback.walk_stack(frame))
+                found.append("{}:{}".format(*next(place for place in places if not place[0].startswith(_TORCH))))
 
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -99,20 +98,14 @@ def describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
     return None if None in found else (type(data), *found)
 
 
-def check_recordable(optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
+def check_recordable(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError if there are several processes, or the update needs the host."""
     if comm.get_world_size() > 1:
         raise ConfigError(
             f"a recorded step takes one process, got {comm.get_world_size()}; use MODEL.COMPILE, {ADVICE}"
         )
-    is_fused = [bool(group.get("fused")) for group in optimizer.param_groups]
-    if not all(fused or "capturable" in group for fused, group in zip(is_fused, optimizer.param_groups, strict=True)):
+    if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
         raise ConfigError(
             f"the update by {type(optimizer).__name__} cannot be recorded; use one with fused=True "
             f"(SOLVER.OPTIMIZER.FUSED True) or with the argument capturable, {ADVICE}"
-        )
-    if skips and not all(is_fused):
-        raise ConfigError(
-            f"{type(optimizer).__name__} decides on the host whether to skip an update, so it cannot be recorded; use "
-            f"fused=True (SOLVER.OPTIMIZER.FUSED True), bfloat16, {ADVICE}"
         )

@@ -73,10 +73,7 @@ class GraphTrainer(SimpleTrainer):
         self._recording: _Recording | None = None  # the recording of this step; None: an ordinary step
         self._recordings: dict[Hashable, _Recording | None] = {}  # None: the step cannot be recorded
         self._seen: dict[Hashable, int] = {}  # number of batches per signature that is not recorded yet
-        self._objects: list[object] = []
-        self._values: list[object] = []
         self._shown: _Recording | None = None  # the recording whose gradients the parameters have now
-        self._settings: list[itemgetter[Any]] = []  # they read the settings of a group that a recording contains
         self._in_step = False  # True after a step that has failed
         self._given: Sequence[Any] = ()  # the micro-batches of this step
         self._waits: list[str] | None = None  # where the last ordinary step before a recording waits for the device
@@ -85,7 +82,7 @@ class GraphTrainer(SimpleTrainer):
         if self._recorder is None:
             logger.warning("Steps are recorded only on CUDA; on %s they are ordinary", self._device.type)
         else:
-            check_recordable(self.optimizer, skips=getattr(self, "skips_updates", False))
+            check_recordable(self.optimizer)
             self.forget_recordings()
 
     def make_recorder(self) -> CudaRecorder | None:
@@ -289,7 +286,7 @@ class GraphTrainer(SimpleTrainer):
         self._recordings, self._seen, self._in_step = {}, {}, False
         self._modules = [vars(module) for module in self.model.modules() if "training" in vars(module)]
         groups = self.optimizer.param_groups
-        self._settings = []
+        self._settings: list[itemgetter[Any]] = []  # they read the settings of a group that a recording contains
         for group in groups:
             names = [name for name, value in group.items() if not isinstance(value, Tensor)]
             kept = (name for name in names if name not in ("params", "lr") and not name.startswith("initial_"))

@@ -58,10 +58,6 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
         self._former_buffers: dict[str, Tensor] = {}
         prepare_to_skip(self.optimizer)
 
-    @property
-    def skips_updates(self) -> bool:
-        return True
-
     def compute_gradients(self) -> Losses:
         self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         return super().compute_gradients()

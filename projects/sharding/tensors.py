@@ -56,13 +56,10 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
 def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer, sharded like its parameters; it may come from unsharded parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sharded = {
-        i: {
-            name: shard_like(value, parameters[i])
-            if isinstance(value, Tensor) and value.shape == parameters[i].shape
-            else value
-            for name, value in entries.items()
-        }
-        for i, entries in state["state"].items()
-    }
+
+    def shard(value: Any, like: Tensor) -> Any:
+        return shard_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
+
+    by_parameter = state["state"].items()
+    sharded = {i: {name: shard(value, parameters[i]) for name, value in entries.items()} for i, entries in by_parameter}
     return {**state, "state": sharded}

@@ -40,11 +40,6 @@ class SkippingTrainer(SimpleTrainer):
         self.skipped_updates = self._skipped_in_row = 0
         super().__init__(*args, **kwargs)
 
-    @property
-    def skips_updates(self) -> bool:
-        """Whether an update may be left out."""
-        return True
-
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
         """As in `SimpleTrainer`; counts the updates that are left out, and stores their number."""
         if SKIP_FLAG not in values:
@@ -123,10 +118,6 @@ class AMPTrainer(SkippingTrainer):
         self._unscaled = False
         if self.grad_scaler.is_enabled():
             prepare_to_skip(optimizer)
-
-    @property
-    def skips_updates(self) -> bool:
-        return self.grad_scaler.is_enabled()
 
     def compute_losses(self, batch: Any) -> Losses:
         with torch.autocast(self._device_type, dtype=self.precision):

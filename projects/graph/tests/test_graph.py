@@ -343,13 +343,6 @@ def adam(model):
     return torch.optim.Adam(model.parameters(), capturable=True)
 
 
-def test_an_optimizer_that_skips_on_the_host_is_refused_where_updates_are_skipped():
-    refused("Adam decides on the host whether to skip an update.*FUSED True", adam, trainer_type=RecordedSkip)
-    refused("Adam decides on the host whether to skip an update", adam, trainer_type=RecordedAMPTrainer)
-    make(RecordedAMPTrainer, make_optimizer=adam, precision=torch.bfloat16)
-    make(RecordedTrainer, make_optimizer=adam)
-
-
 class Reading(Net):
     def forward(self, batch):
         losses = super().forward(batch)
@@ -518,6 +511,14 @@ def test_on_cuda_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones(read
     trainer.train(0, 10)
     assert [message for message in caplog.messages if "test_graph.py:" in message]
     assert trainer.status == "finished"
+
+
+@needs_cuda
+def test_on_cuda_the_steps_of_an_optimizer_that_skips_on_the_host_stay_ordinary_ones(caplog):
+    trainer = on_cuda(GraphAMPTrainer, make_optimizer=adam, grad_scaler=fixed_scaler("cuda", 128.0))
+    trainer.train(0, 10)
+    assert trainer.status == "finished"
+    assert [message for message in caplog.messages if "cannot be recorded and stay ordinary" in message]
 
 
 @needs_cuda
