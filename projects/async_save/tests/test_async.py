@@ -11,21 +11,23 @@ import torch
 from torch import nn
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
+from tests.engine.hooks.test_checkpoint_ranks import fail_on_rank_0
+from tests.engine.tiny import AfterStep, Steps
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file
+from trainkit.engine.hooks import PeriodicCheckpointer
 
 
 class Disk:
-    """Whatever is written waits for ``go``, and fails if there is an ``error`` then."""
+    """Whatever is written waits for ``go``."""
 
     def __init__(self):
-        self.go, self.error = threading.Event(), None
+        self.go = threading.Event()
         self._fsync = os.fsync
 
     def fsync(self, descriptor):
         assert self.go.wait(60)
-        if self.error is not None:
-            raise self.error
         self._fsync(descriptor)
 
 
@@ -60,36 +62,26 @@ class TwoOfOne(Counter):
         }
 
 
-# ---------------------------------------------------------------------------------------- what is written
-@pytest.mark.parametrize("model", [linear(1), nn.BatchNorm1d(3)], ids=lambda model: type(model).__name__)
-def test_the_file_is_the_same_byte_for_byte(tmp_path, model):
-    for async_save in (False, True):
-        checkpointer = Checkpointer(
-            model, tmp_path / str(async_save), format="async_save" if async_save else "", state=TwoOfOne()
-        )
+def test_the_file_is_the_same_byte_for_byte(tmp_path):
+    found, model = {}, nn.BatchNorm1d(3)
+    for format in ("", "staged", "async_save", "other"):
+        if format == "other":  # the comparison can fail
+            model.weight.data[0] += 1
+        checkpointer = Checkpointer(model, tmp_path / format, format=format.replace("other", ""), state=TwoOfOne())
         checkpointer.save("model", iteration=3)
         checkpointer.wait()
+        found[format] = (tmp_path / format / "model.pth").read_bytes()
 
-    one, other = ((tmp_path / str(async_save) / "model.pth").read_bytes() for async_save in (False, True))
-    assert one == other
-    assert len(one) < 2 * 24_000  # 6000 numbers that stand in the state four times
-    assert names(tmp_path / "False") == names(tmp_path / "True") == ["last_checkpoint", "model.pth"]
-
-    model.weight.data[0] += 1  # the comparison can fail
-    Checkpointer(model, tmp_path / "other", state=TwoOfOne()).save("model", iteration=3)
-    assert (tmp_path / "other" / "model.pth").read_bytes() != one
+    assert found[""] == found["staged"] == found["async_save"] != found["other"]
+    assert len(found[""]) < 2 * 24_000  # 6000 numbers that stand in the state four times
+    assert names(tmp_path / "async_save") == ["last_checkpoint", "model.pth"]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_what_changes_behind_the_save_is_not_in_it(tmp_path, disk, async_save):
-    """The synchronous save is the control: it has ended before anything can change."""
+def test_what_changes_after_the_save_is_not_in_it(tmp_path, disk):
     model, state = linear(1), Counter({"list": [1], "tensor": torch.ones(3)})
-    checkpointer = Checkpointer(model, tmp_path, format="async_save" if async_save else "", state=state)
-    if not async_save:
-        disk.go.set()
-
-    writing = checkpointer.save("model")
-    assert names(tmp_path) == ([] if async_save else ["last_checkpoint", "model.pth"])
+    checkpointer = Checkpointer(model, tmp_path, format="async_save", state=state)
+    assert checkpointer.save("model") is not None
+    assert names(tmp_path) == []
     with torch.no_grad():
         model.weight.fill_(7)
     state.value["list"].append(2)
@@ -101,13 +93,8 @@ def test_what_changes_behind_the_save_is_not_in_it(tmp_path, disk, async_save):
     assert saved["model"]["weight"].tolist() == [[1, 1], [1, 1]]
     assert saved["state"]["value"]["list"] == [1]
     assert saved["state"]["value"]["tensor"].tolist() == [1, 1, 1]
-    assert (writing is None) == (not async_save)
 
 
-# ---------------------------------------------------------------------------------------- the memory of the copy
-
-
-# ---------------------------------------------------------------------------------------- one at a time
 def test_the_next_save_waits_for_the_one_under_way(tmp_path, disk):
     order = []
     checkpointer = Checkpointer(linear(1), tmp_path, format="async_save")
@@ -130,30 +117,50 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path, disk):
     assert (tmp_path / "last_checkpoint").read_text() == "second.pth"
 
 
-def test_whoever_reads_the_folder_waits(tmp_path, monkeypatch):
-    def last_file(c):
-        return c.get_checkpoint_file() == str(tmp_path / "model.pth")
-
-    reads = [Checkpointer.has_checkpoint, last_file, lambda c: c.load(tmp_path / "model.pth") == {}]
-    reads += [lambda c: c.resume_or_load("") == {}, lambda c: c.wait() is None]
-    for read in reads:
-        disk = Disk()
-        monkeypatch.setattr(os, "fsync", disk.fsync)
-        checkpointer = Checkpointer(linear(1), tmp_path, format="async_save")
-        checkpointer.save("model")
-        assert names(tmp_path) == []
-        threading.Timer(0.01, disk.go.set).start()
-        assert read(checkpointer)
-        assert names(tmp_path) == ["last_checkpoint", "model.pth"]
-        monkeypatch.undo()
-        for path in tmp_path.iterdir():
-            path.unlink()
+READS = {
+    "last_checkpoint": lambda c: c.get_checkpoint_file() == f"{c.save_dir}/model.pth",
+    "load": lambda c: c.load(f"{c.save_dir}/model.pth") == {},
+    "resume": lambda c: c.resume_or_load("") == {},
+}
 
 
-# ---------------------------------------------------------------------------------------- failures
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_whoever_reads_the_folder_waits(tmp_path, disk, read):
+    checkpointer = Checkpointer(linear(1), tmp_path, format="async_save")
+    checkpointer.save("model")
+    assert names(tmp_path) == []
+    threading.Timer(0.01, disk.go.set).start()
+    assert read(checkpointer)
+    assert names(tmp_path) == ["last_checkpoint", "model.pth"]
 
 
-# ---------------------------------------------------------------------------------------- rotation, and the end
+def settled(checkpointer):
+    """Looks at the folder, for which the checkpointer waits."""
+    return AfterStep(lambda trainer: checkpointer.has_checkpoint())
+
+
+def test_an_asynchronous_save_that_fails_is_logged_at_once_and_the_run_goes_on(tmp_path, caplog):
+    (tmp_path / "model_0000001.pth").mkdir()
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format="async_save")
+    errors = []
+    count = AfterStep(lambda trainer: errors.append(sum("is not saved" in text for text in caplog.messages)))
+    trainer = Steps([settled(checkpointer), PeriodicCheckpointer(checkpointer, 2)])
+    trainer.register_hooks([settled(checkpointer), count], priority="LOW")
+    trainer.train(0, 6)
+
+    assert trainer.status == "finished"
+    assert errors == [0, 1, 1, 1, 1, 1]
+    (error,) = [text for text in caplog.messages if "is not saved" in text]
+    assert "model_0000001.pth" in error
+    assert names(tmp_path) == ["last_checkpoint", "model_0000001.pth", "model_0000003.pth", "model_final.pth"]
+
+
+def fail_asynchronously(rank, folder):
+    return fail_on_rank_0(rank, folder, "async_save")
+
+
+def test_a_failure_in_the_thread_of_rank_0_fails_all_ranks(tmp_path):
+    assert on_two_ranks([fail_asynchronously], tmp_path)["fail_asynchronously"] == [None, None]
 
 
 @pytest.mark.slow
@@ -169,7 +176,6 @@ Checkpointer(model, {str(tmp_path)!r}, format="async_save").save("model")
 """
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
 
-    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "model.pth"]
     model = nn.Linear(2000, 2000)
     Checkpointer(model, tmp_path).resume_or_load("")
     assert weight_of(model) == 1

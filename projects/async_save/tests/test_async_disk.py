@@ -1,4 +1,4 @@
-"""A disk that fails, and a process that dies, while a thread saves."""
+"""What holds for every save, with one that a thread writes: full disks, killed processes, stopped and failed runs."""
 
 import pytest
 
@@ -10,13 +10,17 @@ from tests.checkpoint.test_disk import (
     test_wherever_a_disk_is_full_all_earlier_files_are_intact,
     test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact,
 )
-from tests.checkpoint.test_periodic import test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning
+from tests.engine.hooks.test_checkpoint import (
+    test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation,
+    test_a_run_whose_last_save_fails_has_failed,
+)
 
 __all__ = [
     "file_size_limit",
     "run_folder",
-    "test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning",
+    "test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation",
     "test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_before",
+    "test_a_run_whose_last_save_fails_has_failed",
     "test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on",
     "test_wherever_a_disk_is_full_all_earlier_files_are_intact",
     "test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact",
