@@ -1,23 +1,17 @@
+"""Accuracies, and the confusion matrix."""
+
+import json
+import logging
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainkit.projects.evaluators import ConfusionMatrixEvaluator
 
+from trainkit.config import get_cfg
 from trainkit.evaluation import ClassificationEvaluator
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operations whose result or size the host has to wait for."""
-
-    WAITING = frozenset(("_local_scalar_dense", "nonzero", "bincount", "masked_select"))
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in self.WAITING
-        return func(*args, **(kwargs or {}))
-
+from trainkit.utils.events import EventStorage
+from trainkit.utils.run_folder import own_folder, release_folder
 
 # The ranking of the three classes by each sample, best first, and its label.
 RANKED = [([0, 1, 2], 0), ([1, 0, 2], 0), ([2, 1, 0], 0), ([1, 2, 0], 1), ([0, 2, 1], 1)]
@@ -25,15 +19,15 @@ SCORES = torch.tensor([[2.0 - ranking.index(label) for label in range(3)] for ra
 LABELS = torch.tensor([label for _, label in RANKED])
 
 
-def evaluate(*batches, **kwargs):
-    evaluator = ClassificationEvaluator(**kwargs)
-    for inputs, outputs in batches:
-        evaluator.process(inputs, outputs)
+def evaluate(inputs, outputs=SCORES, evaluator_class=ClassificationEvaluator, **kwargs):
+    evaluator = evaluator_class(**kwargs)
+    evaluator.process(inputs, outputs)
     return evaluator.evaluate()
 
 
-def test_accuracies_are_exact_and_in_percent():
-    assert evaluate(({"label": LABELS}, SCORES), topk=(1, 2, 3)) == {
+@pytest.mark.parametrize("evaluator_class", [ClassificationEvaluator, ConfusionMatrixEvaluator])
+def test_accuracies_are_exact_and_in_percent(evaluator_class):
+    assert evaluate({"label": LABELS}, SCORES, evaluator_class, topk=(1, 2, 3)) == {
         "classification": {
             "top1": 40.0,  # samples 0 and 3 of 5
             "top2": 60.0,  # and sample 1
@@ -43,21 +37,32 @@ def test_accuracies_are_exact_and_in_percent():
     }
 
 
-@pytest.mark.parametrize("as_label", [int, torch.tensor])
-def test_a_batch_may_be_a_list_of_samples(as_label):
-    samples = [{"target": as_label(label)} for label in LABELS.tolist()]
-    assert evaluate((samples, SCORES), label_key="target") == evaluate(({"label": LABELS}, SCORES))
+def test_batches_of_all_usual_kinds_are_read():
+    expected = evaluate({"label": LABELS})
+    samples = [{"target": label} for label in LABELS.tolist()]
+    assert evaluate(samples, label_key="target") == expected
+    for inputs in (
+        {"labels": LABELS},
+        [{"labels": label} for label in LABELS],
+        {"label": LABELS, "labels": LABELS * 0},
+    ):
+        assert evaluate(inputs) == expected
+    assert evaluate((torch.ones(5, 2), LABELS)) == evaluate({"label": LABELS}, {"logits": SCORES}) == expected
 
 
-def test_the_key_of_hugging_face_is_read_if_there_is_no_other():
-    assert evaluate(({"labels": LABELS}, SCORES)) == evaluate(({"label": LABELS}, SCORES))
-    assert evaluate(([{"labels": label} for label in LABELS], SCORES)) == evaluate(({"label": LABELS}, SCORES))
-    assert evaluate(({"label": LABELS, "labels": LABELS * 0}, SCORES)) == evaluate(({"label": LABELS}, SCORES))
-    assert evaluate(({"label": LABELS}, {"logits": SCORES})) == evaluate(({"label": LABELS}, SCORES))
+class HostReads(TorchDispatchMode):
+    """Counts the operations whose result or size the host has to wait for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waiting = ("_local_scalar_dense", "nonzero", "bincount", "masked_select")
+        self.count += func.overloadpacket.__name__ in waiting
+        return func(*args, **(kwargs or {}))
 
 
 def test_counting_a_batch_does_not_wait_for_the_device():
-    evaluator = ClassificationEvaluator(topk=(1, 2))
+    evaluator = ConfusionMatrixEvaluator(topk=(1, 2))
     with HostReads() as reads:
         evaluator.process({"label": LABELS}, SCORES)
         evaluator.process({"label": LABELS}, SCORES)
@@ -67,28 +72,64 @@ def test_counting_a_batch_does_not_wait_for_the_device():
     assert reads.count > 0
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "error", "said"),
-    [
+def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted():
+    for inputs, outputs, error, said in [
         ({"image": LABELS}, SCORES, KeyError, "'label'"),
         (LABELS, SCORES, TypeError, "batch must be a mapping with the key 'label'.*got tensor"),
         ({"label": LABELS[:2]}, SCORES, ValueError, r"shape \[5\].*\[2\]"),
         ({"label": LABELS.float()}, SCORES, ValueError, "labels must be integers.*torch.float32"),
         ({"label": LABELS}, SCORES[:, 0], ValueError, r"scores must have the shape \[N, C\], got \[5\]"),
         ({"label": LABELS}, {"boxes": SCORES}, TypeError, "'logits' or 'scores'.*boxes"),
-    ],
-)
-def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted(inputs, outputs, error, said):
-    with pytest.raises(error, match=said):
-        ClassificationEvaluator().process(inputs, outputs)
-
-
-@pytest.mark.parametrize("label", [-1, 3])
-def test_labels_outside_the_classes_are_an_error_at_the_end(label):
-    with pytest.raises(ValueError, match=r"1 labels are not below 3 classes"):
-        evaluate(({"label": torch.tensor([0, label])}, SCORES[:2]))
-
-
-def test_nothing_processed_is_an_error():
+        ({"label": torch.tensor([0, -1])}, SCORES[:2], ValueError, "1 labels are not below 3 classes"),
+        ({"label": torch.tensor([3, 4])}, SCORES[:2], ValueError, "2 labels are not below 3 classes"),
+    ]:
+        with pytest.raises(error, match=said):
+            evaluate(inputs, outputs)
     with pytest.raises(ValueError, match=r"no batch was processed"):
         ClassificationEvaluator().evaluate()
+
+
+# ---------------------------------------------------------------------- the confusion matrix
+
+
+def test_the_confusion_matrix_is_logged_and_written_with_what_it_belongs_to(tmp_path, caplog):
+    file, names = tmp_path / "confusion.json", ["cat", "dog", "1"]
+    caplog.set_level(logging.INFO, logger="trainkit.projects")
+    with EventStorage(7):
+        evaluate({"label": LABELS}, SCORES, ConfusionMatrixEvaluator, class_names=names, confusion_file=str(file))
+    assert caplog.messages == [
+        "Accuracy of each class in percent (classification):\n"
+        "| class   |   samples |   accuracy |\n"
+        "|:--------|----------:|-----------:|\n"
+        "| cat     |         3 |      33.33 |\n"
+        "| dog     |         2 |      50.00 |\n"
+        "| 1       |         0 |          - |",
+        "Samples of each label by their prediction (classification):\n"
+        "| label   |   cat |   dog |   1 |\n"
+        "|:--------|------:|------:|----:|\n"
+        "| cat     |     1 |     1 |   1 |\n"
+        "| dog     |     1 |     1 |   0 |\n"
+        "| 1       |     0 |     0 |   0 |",
+    ]
+    expected = {"task": "classification", "iteration": 7, "class_names": names}
+    assert json.loads(file.read_text()) == expected | {"confusion": [[1, 1, 1], [1, 1, 0], [0, 0, 0]]}
+
+
+def test_a_large_confusion_matrix_is_not_shown_and_one_that_cannot_be_written_is_logged(tmp_path, caplog):
+    large, absent = str(tmp_path / "large.json"), str(tmp_path / "absent/a.json")
+    evaluate({"label": torch.tensor([200])}, torch.eye(201)[200:], ConfusionMatrixEvaluator, confusion_file=large)
+    assert not any("by their prediction" in text for text in caplog.messages)
+    assert not list(tmp_path.iterdir())
+    assert evaluate({"label": LABELS}, SCORES, ConfusionMatrixEvaluator, confusion_file=absent)["classification"]
+    assert "The confusion matrix is not written: " in caplog.text
+
+
+@pytest.mark.parametrize(("is_run", "max_batches", "exists"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_a_run_writes_the_confusion_matrix_of_all_data(tmp_path, is_run, max_batches, exists):
+    cfg = get_cfg()
+    cfg.merge_from_list(["OUTPUT_DIR", str(tmp_path), "TEST.MAX_BATCHES", max_batches])
+    if is_run:
+        own_folder(tmp_path)
+    evaluate({"label": LABELS}, SCORES, lambda: ConfusionMatrixEvaluator(cfg, "a/b"))
+    release_folder(tmp_path)
+    assert (tmp_path / "confusion_a_b.json").exists() == exists

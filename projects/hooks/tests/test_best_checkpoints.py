@@ -11,12 +11,9 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint.file import read_file
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import BestCheckpointer, BestCheckpoints, EvalHook, PeriodicCheckpointer
-
-
-def load(path):
-    return torch.load(path, weights_only=True)
 
 
 def run_of_best(folder, values, save_format="", mode="max"):
@@ -25,13 +22,13 @@ def run_of_best(folder, values, save_format="", mode="max"):
     checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
     best = BestCheckpoints(1, checkpointer, "top1", mode, num_to_keep=2)
     trainer.register_hooks([EvalHook(1, lambda: {"top1": next(results)}), best, PeriodicCheckpointer(checkpointer, 3)])
-    return trainer
+    return trainer, checkpointer
 
 
 def files_of_best(folder):
     """suffix of each best file -> its iteration."""
     found = sorted(path for path in folder.glob("model_best*.pth") if path.is_file())
-    return {path.stem.removeprefix("model_best"): load(path)["iteration"] for path in found}
+    return {path.stem.removeprefix("model_best"): read_file(path)["iteration"] for path in found}
 
 
 @pytest.mark.parametrize(
@@ -43,22 +40,21 @@ def files_of_best(folder):
     ],
 )
 def test_the_best_k_files_are_kept_and_others_removed(tmp_path, values, mode, kept, best, save_format):
-    trainer = run_of_best(tmp_path, values, save_format=save_format, mode=mode)
+    trainer, checkpointer = run_of_best(tmp_path, values, save_format, mode)
     trainer.train(0, len(values))
-    trainer.hooks[0].checkpointer.wait()
+    checkpointer.wait()
     assert files_of_best(tmp_path) == {"": best} | {f"_{iteration:07d}": iteration for iteration in kept}
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
 def test_a_checkpoint_of_before_has_the_best_k_files_under_the_name_of_the_base_class(tmp_path):
     values = [50.0, 70.0, 60.0, 80.0, 65.0, 75.0]
-    run_of_best(tmp_path, values).train(0, 4)
-    state = load(tmp_path / "model_0000002.pth")
+    run_of_best(tmp_path, values)[0].train(0, 4)
+    state = read_file(tmp_path / "model_0000002.pth")
     state["trainer"]["hooks"]["BestCheckpointer"] = state["trainer"]["hooks"].pop("BestCheckpoints")
     torch.save(state, tmp_path / "before.pth")
-    again = run_of_best(tmp_path, values[2:])
-    again.hooks[0].checkpointer.load(tmp_path / "before.pth")
-    (tmp_path / "before.pth").unlink()
+    again, checkpointer = run_of_best(tmp_path, values[2:])
+    checkpointer.load(tmp_path / "before.pth")
     again.train(3, 6)
     assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
 
@@ -84,6 +80,6 @@ def test_all_ranks_know_that_a_file_of_rank_0_is_not_there(tmp_path):
 def test_a_config_makes_one_hook_for_each_metric(tmp_path):
     best = ("CHECKPOINT.BEST_METRIC", ["classification/top1", "classification/mean_class_accuracy"])
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *best, "CHECKPOINT.BEST_TO_KEEP", 2))
-    hooks = [hook for hook in trainer.hooks if isinstance(hook, BestCheckpointer)]
+    hooks = [(type(hook), hook.file_prefix) for hook in trainer.hooks if isinstance(hook, BestCheckpointer)]
     names = ["model_best_classification_top1", "model_best_classification_mean_class_accuracy"]
-    assert [(type(hook), hook.file_prefix) for hook in hooks] == [(BestCheckpoints, name) for name in names]
+    assert hooks == [(BestCheckpoints, name) for name in names]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from fvcore.common.param_scheduler import CosineParamScheduler
 from torch import nn
-from trainkit.projects.hooks.accumulation import AccumulationSchedule
 
 from tests.engine.tiny import sgd
 from trainkit.checkpoint import Checkpointer
@@ -23,17 +22,12 @@ from trainkit.solver import LRMultiplier
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import JSONWriter
 
-PUBLIC = sorted(
-    name
-    for name, value in ((name, getattr(hooks, name)) for name in hooks.__all__)
-    if inspect.isclass(value) and issubclass(value, HookBase) and value is not HookBase
-)
+CLASSES = {name: value for name in hooks.__all__ if inspect.isclass(value := getattr(hooks, name))}
+PUBLIC = sorted(name for name, value in CLASSES.items() if issubclass(value, HookBase) and value is not HookBase)
 
 MAKE = {
-    "AccumulationSchedule": lambda job: AccumulationSchedule([[2, 2]]),
-    "AutogradProfiler": lambda job: hooks.AutogradProfiler(
-        lambda trainer: trainer.iter == 3, job.folder, use_cuda=False
-    ),
+    "AccumulationSchedule": lambda job: hooks.AccumulationSchedule([[2, 2]]),
+    "AutogradProfiler": lambda job: hooks.AutogradProfiler([3, 4], job.folder, use_cuda=False),
     "BestCheckpointer": lambda job: hooks.BestCheckpointer(2, job.checkpointer, "top1"),
     "BestCheckpoints": lambda job: hooks.BestCheckpoints(2, job.checkpointer, "top1"),
     "CallbackHook": lambda job: hooks.CallbackHook(after_step=lambda trainer: None),
@@ -62,9 +56,7 @@ MAKE = {
     "Throughput": lambda job: hooks.Throughput(2),
     "TimeLimit": lambda job: hooks.TimeLimit("1h"),
     "TorchMemoryStats": lambda job: hooks.TorchMemoryStats(2),
-    "TorchProfiler": lambda job: hooks.TorchProfiler(
-        lambda trainer: trainer.iter == 3, job.folder, activities=[torch.profiler.ProfilerActivity.CPU]
-    ),
+    "TorchProfiler": lambda job: hooks.TorchProfiler(lambda trainer: trainer.iter == 3, job.folder),
     "UnusedParameters": lambda job: hooks.UnusedParameters(2),
     "VisualizationHook": lambda job: hooks.VisualizationHook(lambda inputs, outputs: [], 1, job.folder),
 }

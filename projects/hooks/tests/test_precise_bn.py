@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import Steps, batches
+from tests.two_ranks import on_two_ranks
 from trainkit.engine.hooks import PreciseBN
 from trainkit.utils.events import EventStorage, get_event_storage
 
@@ -12,9 +13,7 @@ from trainkit.utils.events import EventStorage, get_event_storage
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.first = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5))
+        self.first = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5))
         self.second = nn.BatchNorm1d(3, momentum=None)  # a cumulative average
 
     def forward(self, batch):
@@ -25,21 +24,22 @@ class Net(nn.Module):
         return self.second(self.first(batch).mean((2, 3)))
 
 
-def images(count, size=4):
-    generator = torch.Generator().manual_seed(3)
-    return list(2 + 3 * torch.randn(count, size, 2, 6, 6, generator=generator).square())
+DATA = [x for x, _ in batches(5, size=40)]
 
 
-def test_the_statistics_are_those_of_the_population_of_batches():
-    data = [x for x, _ in batches(5, size=40)]
+def statistics(rank, folder=None):
     layer = nn.BatchNorm1d(3)
-    PreciseBN(1, layer, data, num_iter=100).update_stats()
-    exact = torch.stack(data).double()
+    PreciseBN(1, layer, DATA if rank is None else DATA[rank::2], num_iter=100).update_stats()
+    return layer.running_mean, layer.running_var
+
+
+def test_the_statistics_are_those_of_the_population_of_batches_also_of_several_ranks(tmp_path):
+    exact = torch.stack(DATA).double()
     mean = exact.mean((0, 1))
     # the law of total variance: within the batches (torch's unbiased one), and between their means
     var = exact.var(1, correction=1).mean(0) + exact.mean(1).var(0, correction=0)
-    torch.testing.assert_close(layer.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(layer.running_var.double(), var, rtol=1e-5, atol=1e-6)
+    for found in [statistics(None), *on_two_ranks([statistics], tmp_path)["statistics"]]:
+        torch.testing.assert_close(found, (mean.float(), var.float()), rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_but_the_running_statistics_is_touched():
@@ -47,9 +47,10 @@ def test_nothing_but_the_running_statistics_is_touched():
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    hook = PreciseBN(1, model, torch.randn(3, 4, 2, 6, 6), num_iter=3)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     with EventStorage() as storage:
-        PreciseBN(1, model, images(3), num_iter=3).update_stats()
+        hook.update_stats()
         assert storage.latest() == {}
     after = model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}

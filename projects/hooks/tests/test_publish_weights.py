@@ -3,97 +3,95 @@ import os
 
 import pytest
 import torch
+from torch import nn
 from trainkit.projects.hooks.publish_weights import publish_weights
 
 from tests.checkpoint.conftest import Counter, linear
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import AfterStep, Steps
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
+from trainkit.engine import DefaultPredictor, DefaultTrainer
+from trainkit.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer, PublishWeights
 
 
-def save(folder, fill=1.0, **state):
-    """A checkpoint with a trainer whose state is ``state``."""
-    Checkpointer(linear(fill), folder, trainer=Counter(state)).save("model_final", iteration=9)
+def save(folder, fill=1.0):
+    Checkpointer(linear(fill), folder, trainer=Counter({})).save("model_final", iteration=9)
     return folder / "model_final.pth"
 
 
-def names(folder):
-    return sorted(os.listdir(folder))
-
-
-def test_the_weights_alone_are_published_under_the_digest_of_the_file(tmp_path):
-    path = save(tmp_path)
-
-    published = publish_weights(path)
-
-    with open(published, "rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
-    assert published == str(tmp_path / f"model_final_published-{digest[:8]}.pth")
-    assert names(tmp_path) == ["last_checkpoint", "model_final.pth", os.path.basename(published)]
-    assert sorted(read_file(path)) == ["iteration", "model", "trainer"]
-    state = read_file(published)
+def values_of(path):
+    state = read_file(path)
     assert list(state) == ["model"]
-    assert {key: value.unique().tolist() for key, value in state["model"].items()} == {"weight": [1.0], "bias": [1.0]}
+    return {key: value.unique().tolist() for key, value in state["model"].items()}
 
 
-def test_an_older_published_file_of_the_same_checkpoint_is_replaced(tmp_path):
+def test_the_weights_alone_are_published_under_their_digest_in_place_of_older_files_of_the_same_checkpoint(tmp_path):
     others = ["model_best_published-00000000.pth", "model_final_published_copy.pth", "other_model_final.pth"]
     for name in others:
         (tmp_path / name).touch()
-    first = publish_weights(save(tmp_path, fill=1.0))
-    assert publish_weights(tmp_path / "model_final.pth") == first
-    assert os.path.exists(first)
+    path = save(tmp_path)
+    first = publish_weights(path)
+    assert publish_weights(path) == first
+    digest = hashlib.sha256((tmp_path / first).read_bytes()).hexdigest()
+    assert first == str(tmp_path / f"model_final_published-{digest[:8]}.pth")
+    assert values_of(first) == {"weight": [1.0], "bias": [1.0]}
+    assert sorted(read_file(path)) == ["iteration", "model", "trainer"]
 
     second = publish_weights(save(tmp_path, fill=2.0))
 
-    assert first != second
-    expected = ["last_checkpoint", "model_final.pth", os.path.basename(second), *others]
-    assert names(tmp_path) == sorted(expected)
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, "last_checkpoint", os.path.basename(second), *others])
 
 
-def test_averaged_weights_are_published_over_those_of_the_model(tmp_path):
-    averaged = {"weight": torch.full((2, 2), 7.0)}
-    write_file(
-        {"model": linear(1).state_dict(), "trainer": {"hooks": {"EMAHook": {"model": averaged, "steps": 3}}}},
-        tmp_path / "model_final.pth",
-    )
-
-    state = read_file(publish_weights(tmp_path / "model_final.pth", "ema"))
-
-    assert list(state) == ["model"]
-    assert {key: value.unique().tolist() for key, value in state["model"].items()} == {"weight": [7.0], "bias": [1.0]}
+def test_averaged_weights_are_published_over_those_of_the_model_and_are_an_error_where_there_are_none(tmp_path):
+    path, average = tmp_path / "model_final.pth", {"weight": torch.full((2, 2), 7.0)}
+    for hooks in ({}, {"EMAHook": {"steps": 3}}):
+        write_file({"model": linear(1).state_dict(), "trainer": {"hooks": hooks}}, path)
+        with pytest.raises(CheckpointError, match=r"no weights 'ema' to publish"):
+            publish_weights(path, "ema")
+        assert os.listdir(tmp_path) == [path.name]
+    write_file({"model": linear(1).state_dict(), "trainer": {"hooks": {"EMAHook": {"model": average}}}}, path)
+    assert values_of(publish_weights(path, "ema")) == {"weight": [7.0], "bias": [1.0]}
 
 
-@pytest.mark.parametrize("trainer", [None, {"hooks": {}}, {"hooks": {"EMAHook": {"steps": 3}}}])
-def test_averaged_weights_that_are_not_there_are_an_error(tmp_path, trainer):
-    write_file({"model": linear(1).state_dict(), "trainer": trainer}, tmp_path / "model_final.pth")
-
-    with pytest.raises(CheckpointError, match=r"no weights 'ema' to publish"):
-        publish_weights(tmp_path / "model_final.pth", "ema")
-
-    assert names(tmp_path) == ["model_final.pth"]
-
-
-# ---------------------------------------------------------------------- safetensors
+def run_of(folder, *hooks):
+    """Evaluated after iterations 1 and 3; a best file of each of two metrics."""
+    checkpointer, results = Checkpointer(nn.Linear(1, 1), folder), iter((60.0, 50.0))
+    best = [BestCheckpointer(2, checkpointer, "top1")]
+    best += [BestCheckpointer(2, checkpointer, "top5", file_prefix="best_top5")]
+    evaluate = EvalHook(2, lambda: {"top1": next(results), "top5": 1.0})
+    return Steps([PeriodicCheckpointer(checkpointer, 2), evaluate, *best, PublishWeights(), *hooks])
 
 
-def tied():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    model[1].weight = model[0].weight
-    model[1].bias.data = torch.arange(4.0)[::2]  # not contiguous
-    return model
+def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
+    run_of(tmp_path).train(0, 4)
+
+    found = sorted(path.stem.partition("_published-")[0] for path in tmp_path.glob("*_published-????????.pth"))
+    assert found == ["best_top5", "model_best", "model_final"]
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_safetensors_hold_every_tensor_by_its_name_and_the_package_reads_them(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = tied()
-    Checkpointer(model, tmp_path).save("model_final")
-    other = publish_weights(tmp_path / "model_final.pth")
+def test_weights_that_cannot_be_published_fail_the_run_and_leave_its_checkpoints(tmp_path):
+    damage = AfterStep(lambda trainer: (tmp_path / "model_best.pth").write_bytes(b"broken"))
+    damage.priority = "LOWEST"
+    trainer = run_of(tmp_path, damage)
+    with pytest.raises(CheckpointError, match=r"weights could not be published: .*model_best.pth' is damaged"):
+        trainer.train(0, 4)
+    assert trainer.status == "failed"
+    assert (tmp_path / "model_final.pth").exists()
 
-    published = publish_weights(tmp_path / "model_final.pth", format="safetensors")
 
-    digest = hashlib.sha256((tmp_path / published).read_bytes()).hexdigest()
-    assert published == str(tmp_path / f"model_final_published-{digest[:8]}.safetensors")
-    assert not os.path.exists(other)  # an older one of the same checkpoint
-    read, own = safetensors.load_file(published), model.state_dict()
-    assert [*sorted(read)] == [*sorted(own)]
-    assert all(torch.equal(read[name], own[name]) and read[name].dtype == own[name].dtype for name in own)
+@pytest.mark.parametrize("format", ["pth", "safetensors"])
+def test_published_weights_predict_as_the_final_checkpoint_does(tmp_path, format):
+    if format != "pth":
+        pytest.importorskip(format)
+    cfg = tiny_cfg(tmp_path, "TEST.EVAL_PERIOD", 0, "CHECKPOINT.PUBLISH", "model", "CHECKPOINT.PUBLISH_FORMAT", format)
+    DefaultTrainer(cfg).train()
+    (path,) = tmp_path.glob(f"model_final_published-*.{format}")
+
+    def predict(weights):
+        cfg.MODEL.WEIGHTS = str(weights)
+        return DefaultPredictor(cfg)({"x": torch.tensor([1.0, -2.0, 0.5, 3.0])}).tolist()
+
+    assert predict(path) == predict(tmp_path / "model_final.pth")
+    assert predict(path) != predict(tmp_path / "model_0000004.pth")

@@ -17,7 +17,7 @@ SCHEDULERS = {
 }
 
 
-def make(values, scheduler=SCHEDULERS["function"], lr=0.7, period=1, metric="loss", **kwargs):
+def make(values, scheduler=SCHEDULERS["function"], lr=0.7, period=1, **kwargs):
     """A trainer that is evaluated every ``period`` iterations, and the learning rate of each iteration."""
     results, used = iter(values), []
     optimizer = sgd(Weight(), lr=lr)
@@ -29,9 +29,8 @@ def make(values, scheduler=SCHEDULERS["function"], lr=0.7, period=1, metric="los
     trainer = Steps(step=step)
     trainer.optimizer, trainer.scheduler = optimizer, scheduler(optimizer)
     kwargs = {"mode": "min", "patience": 0, **kwargs}
-    trainer.register_hooks(
-        [LRScheduler(), EvalHook(period, lambda: {"loss": next(results)}), ReduceOnPlateau(period, metric, **kwargs)]
-    )
+    evaluate = EvalHook(period, lambda: {"loss": next(results)})
+    trainer.register_hooks([LRScheduler(), evaluate, ReduceOnPlateau(period, "loss", **kwargs)])
     return trainer, used
 
 

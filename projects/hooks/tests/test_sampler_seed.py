@@ -1,3 +1,7 @@
+"""What depends on the epoch: the order of a sampler, and periods."""
+
+from types import SimpleNamespace
+
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -5,26 +9,25 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from trainkit.data import ResumableLoader
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hooks import CallbackHook, SamplerSeed
+from trainkit.engine.hooks import CallbackHook, SamplerSeed, is_due_epoch
 from trainkit.engine.step import SimpleTrainer
+from trainkit.utils.periods import periods_done
 
 
-class Collect(HookBase):
-    """Adds each batch that is fetched to a list."""
+def sum_model():
+    return Weight(lambda weight, batch: weight * batch.sum())
 
-    def __init__(self, found, convert):
-        self.found, self.convert = found, convert
 
-    def before_train(self):
-        fetch = self.trainer.fetch
+def noting(trainer):
+    """A list that gets each batch that the trainer fetches."""
+    found, fetch = [], trainer.fetch
 
-        def fetch_and_add():
-            batch = fetch()
-            self.found.append(self.convert(batch))
-            return batch
+    def fetch_and_note():
+        found.append((batch := fetch()).tolist())
+        return batch
 
-        self.trainer.fetch = fetch_and_add
+    trainer.fetch = fetch_and_note
+    return found
 
 
 def shuffled(**kwargs):
@@ -40,10 +43,9 @@ def epoch_order(epoch):
 
 def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts():
     for steps in (2, 4, 5, 7):
-        found = []
-        trainer = SimpleTrainer(model := Weight(lambda weight, batch: weight * batch.sum()), shuffled(), sgd(model))
-        trainer.accumulation_steps = steps
-        trainer.register_hooks([SamplerSeed(), Collect(found, lambda batch: batch.tolist())])
+        trainer = SimpleTrainer(model := sum_model(), shuffled(), sgd(model), accumulation_steps=steps)
+        found = noting(trainer)
+        trainer.register_hooks([SamplerSeed()])
         trainer.train(0, 6)
         assert found == [batch for epoch in range(2 * steps) for batch in epoch_order(epoch)]
 
@@ -69,12 +71,11 @@ class Resumable(DistributedSampler):
 
 def test_a_run_that_is_resumed_inside_a_pass_goes_on_with_its_order_also_if_the_epoch_is_rounded():
     def run(start_iter, max_iter, state=None):
-        loader = ResumableLoader(
-            torch.arange(8.0), batch_size=1, sampler=Resumable(range(8), num_replicas=1, rank=0, seed=3)
-        )
-        model, found = Weight(lambda weight, batch: weight * batch.sum()), []
-        trainer = SimpleTrainer(model, loader, sgd(model, lr=0.0), accumulation_steps=3)
-        trainer.register_hooks([SamplerSeed(), Collect(found, float)])
+        sampler = Resumable(range(8), num_replicas=1, rank=0, seed=3)
+        loader = ResumableLoader(torch.arange(8.0), batch_size=1, sampler=sampler)
+        trainer = SimpleTrainer(model := sum_model(), loader, sgd(model, lr=0.0), accumulation_steps=3)
+        found = noting(trainer)
+        trainer.register_hooks([SamplerSeed()])
         if state is not None:
             trainer.load_state_dict(state)
         trainer.train(start_iter, max_iter)
@@ -86,7 +87,7 @@ def test_a_run_that_is_resumed_inside_a_pass_goes_on_with_its_order_also_if_the_
 
 
 class WithPlainLoader(DefaultTrainer):
-    """Draws from a plain DataLoader with torch's DistributedSampler; notes the samples."""
+    """Draws from a plain DataLoader with torch's DistributedSampler."""
 
     @classmethod
     def build_train_loader(cls, cfg):
@@ -94,20 +95,27 @@ class WithPlainLoader(DefaultTrainer):
 
     @classmethod
     def build_model(cls, cfg):
-        return Weight(lambda weight, batch: weight * batch.sum())
-
-
-def run_with_plain_loader(folder, *options):
-    options = ("SOLVER.MAX_ITER", 9, "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), "SOLVER.STEPS", (), *options)
-    trainer = WithPlainLoader(tiny_cfg(folder, *options))
-    found = []
-    trainer.register_hooks([CallbackHook(after_step=lambda trainer: found.append(trainer.batch.tolist()))])
-    trainer.train()
-    return found
+        return sum_model()
 
 
 def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epoch_by_default(tmp_path):
-    found = run_with_plain_loader(tmp_path / "default")
-    assert found == [*epoch_order(0), *epoch_order(1), *epoch_order(2)]
-    switched_off = ("HOOKS", [{"NAME": "SamplerSeed", "ENABLED": False}])
-    assert run_with_plain_loader(tmp_path / "off", *switched_off) == epoch_order(0) * 3
+    def run(folder, *options):
+        options = ("SOLVER.MAX_ITER", 9, "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), "SOLVER.STEPS", (), *options)
+        trainer, found = WithPlainLoader(tiny_cfg(tmp_path / folder, *options)), []
+        trainer.register_hooks([CallbackHook(after_step=lambda trainer: found.append(trainer.batch.tolist()))])
+        trainer.train()
+        return found
+
+    assert run("default") == [*epoch_order(0), *epoch_order(1), *epoch_order(2)]
+    assert run("off", "HOOKS", [{"NAME": "SamplerSeed", "ENABLED": False}]) == epoch_order(0) * 3
+
+
+def test_a_period_in_epochs_is_due_by_the_number_of_the_epoch():
+    def due(max_iter, *arguments, **options):
+        ends = [SimpleNamespace(iter=iter, max_iter=max_iter, iters_per_epoch=3) for iter in range(2, 30, 3)]
+        for trainer in ends:
+            trainer.epoch = periods_done(trainer.iter, 3)
+        return [trainer.epoch for trainer in ends if is_due_epoch(trainer, *arguments, **options)]
+
+    assert [due(31, 4), due(31, 2, offset=5), due(31, 0)] == [[3, 7], [4, 6, 8], []]
+    assert [due(31, 4, or_last=True), due(30, 4, or_last=True)] == [[3, 7], [3, 7, 9]]

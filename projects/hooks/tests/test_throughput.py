@@ -12,39 +12,35 @@ from trainkit.engine.hooks import Throughput
 from trainkit.engine.step import SimpleTrainer
 
 
-class Clock:
-    """A step takes as many seconds as its batch has in total; all else takes 100 s."""
-
-    now = 50.0
-
-    def __init__(self, monkeypatch):
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def advance(self, seconds):
-        self.now += seconds
-
-
 class Slow(nn.Module):
-    def __init__(self, clock, seconds):
+    """A step takes ``seconds`` of a fake clock."""
+
+    flops_per_sample = 1e12
+
+    def __init__(self, seconds):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.clock, self.seconds = clock, seconds
+        self.weight, self.seconds, self.now = nn.Parameter(torch.ones(())), seconds, 50.0
+
+    def tokens_per_sample(self):
+        return 100
 
     def forward(self, batch):
-        self.clock.advance(self.seconds)
+        self.now += self.seconds
         return self.weight * 1.0
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
+def run(seconds, sizes, hook, iters, wrap=lambda model: model, **kwargs):
+    """Whatever happens between the steps takes 100 s."""
+    model = Slow(seconds)
+    trainer = SimpleTrainer(wrap(model), [torch.ones(size, 3) for size in sizes], sgd(model), **kwargs)
 
+    def pause(trainer):
+        model.now += 100
 
-def run(model, data, hook, iters, **kwargs):
-    trainer = SimpleTrainer(model, data, sgd(model), **kwargs)
-    clock = getattr(model, "module", model).clock
-    trainer.register_hooks([hook, AfterStep(lambda trainer: clock.advance(100))])
-    trainer.train(0, iters)
+    trainer.register_hooks([hook, AfterStep(pause)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: model.now)
+        trainer.train(0, iters)
     return trainer
 
 
@@ -52,20 +48,15 @@ def rates(trainer, name="samples_per_sec"):
     return trainer.storage.history(name).values()
 
 
-def samples(*sizes):
-    return [torch.ones(size, 3) for size in sizes]
-
-
-def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(clock, asynchronous):
-    trainer = run(Slow(clock, 2.0), samples(4, 6, 1, 5, 10), Throughput(2), 5, async_write_metrics=asynchronous)
+def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(asynchronous):
+    trainer = run(2.0, (4, 6, 1, 5, 10), Throughput(2), 5, async_write_metrics=asynchronous)
     assert rates(trainer) == [(2.5, 1), (1.5, 3), (5.0, 4)]
     assert trainer.storage.smoothing_hints()["samples_per_sec"] is True
     assert "mfu_pct" not in trainer.storage.latest()
 
 
-def test_micro_batches_are_added_up(clock):
-    trainer = run(Slow(clock, 2.0), samples(2, 2), Throughput(1), 2, accumulation_steps=2)
-    assert rates(trainer) == [(1.0, 0), (1.0, 1)]
+def test_micro_batches_are_added_up():
+    assert rates(run(2.0, (2, 2), Throughput(1), 2, accumulation_steps=2)) == [(1.0, 0), (1.0, 1)]
 
 
 def test_samples_are_counted_in_batches_of_every_kind():
@@ -75,15 +66,8 @@ def test_samples_are_counted_in_batches_of_every_kind():
     assert num_samples([{"x": x}] * 3) == num_samples([(x, 1)] * 3) == 3
 
 
-class Costed(Slow):
-    flops_per_sample = 1e12
-
-    def tokens_per_sample(self):
-        return 100
-
-
-def test_the_utilization_and_the_rate_of_tokens_are_stored_if_the_model_has_what_they_need(clock):
-    trainer = run(nn.DataParallel(Costed(clock, 2.0)), samples(4), Throughput(1, peak_tflops=8), 1)
+def test_the_utilization_and_the_rate_of_tokens_are_stored_if_the_model_has_what_they_need():
+    trainer = run(2.0, (4,), Throughput(1, peak_tflops=8), 1, wrap=nn.DataParallel)
     found = {name: rates(trainer, name) for name in ("samples_per_sec", "mfu_pct", "tokens_per_sec")}
     assert found == {"samples_per_sec": [(2.0, 0)], "mfu_pct": [(25.0, 0)], "tokens_per_sec": [(200.0, 0)]}
 
@@ -93,20 +77,17 @@ def test_the_peak_of_a_device_is_found_by_its_name():
     assert [peak_tflops_of(name) for name in names] == [989, 756, 312, 125, None]
 
 
-def _rates(rank, later):
+def _rates(rank, folder):
     """Rank 1 has twice the samples; the slower rank 0 takes 8 s."""
-    clock = Clock(pytest.MonkeyPatch())
-    model = Costed(clock, 8.0 - 4 * rank)
-    trainer = run(model, samples(4 + 4 * rank), Throughput(2, peak_tflops=3), 4, async_write_metrics=later)
-    return rates(trainer), rates(trainer, "mfu_pct"), rates(trainer, "tokens_per_sec")
-
-
-def _rates_of_both_ways(rank, folder):
+    found = []
     with metrics_by_worker():
-        return [_rates(rank, later) for later in (False, True)]
+        for later in (False, True):
+            trainer = run(8.0 - 4 * rank, (4 + 4 * rank,), Throughput(2, 3), 4, async_write_metrics=later)
+            found.append([rates(trainer, name) for name in ("samples_per_sec", "mfu_pct", "tokens_per_sec")])
+    return found
 
 
 @pytest.mark.slow
 def test_samples_of_all_ranks_are_counted_against_the_slowest(tmp_path):
-    expected = ([(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(150.0, 1), (150.0, 3)])
-    assert on_two_ranks([_rates_of_both_ways], tmp_path)["_rates_of_both_ways"] == [[expected] * 2] * 2
+    expected = [[(1.5, 1), (1.5, 3)], [(25.0, 1), (25.0, 3)], [(150.0, 1), (150.0, 3)]]
+    assert on_two_ranks([_rates], tmp_path)["_rates"] == [[expected] * 2] * 2

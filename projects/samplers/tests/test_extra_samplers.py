@@ -25,11 +25,11 @@ from trainkit.data import (
     iters_per_epoch,
     resume_obstacle,
 )
-from trainkit.utils import comm
 from trainkit.utils.periods import exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few cores
 
+GROUPS = [0, 1, 2] * 3 + [0, 1]
 INFINITE = {
     "subset": lambda seed: RandomSubsetTrainingSampler(20, 0.4, seed_shuffle=seed, seed_subset=seed),
     "repeat_factor": lambda seed: RepeatFactorTrainingSampler([1.5, 0.25, 3.0, 1.0, 0.5, 2.0, 1.0], seed=seed),
@@ -40,9 +40,7 @@ ORDERS = {
     "subset": lambda seed: {"sampler": RandomSubsetTrainingSampler(SIZE, 0.5, seed_shuffle=seed, seed_subset=seed)},
     "limited": lambda seed: {"sampler": LimitedSampler(TrainingSampler(SIZE, seed=seed), 7)},
     "repeat": lambda seed: {"sampler": RepeatFactorTrainingSampler([0.5, 1.5] * 5 + [1.0], seed=seed)},
-    "grouped": lambda seed: {
-        "batch_sampler": GroupedBatchSampler(TrainingSampler(SIZE, seed=seed), [0, 1, 2] * 3 + [0, 1], 4)
-    },
+    "grouped": lambda seed: {"batch_sampler": GroupedBatchSampler(TrainingSampler(SIZE, seed=seed), GROUPS, 4)},
 }
 
 
@@ -70,9 +68,8 @@ def test_a_loader_resumes_exactly_with_any_number_of_workers(order):
     test_loader.test_a_position_can_be_asked_for_and_loaded_at_any_time(order)
 
 
-@pytest.mark.parametrize("order", ["subset", "repeat"])
-def test_another_number_of_ranks_goes_on_with_the_same_global_batches(order, as_rank):  # noqa: F811
-    test_loader.test_another_number_of_ranks_goes_on_with_the_same_global_batches(order, as_rank)
+def test_another_number_of_ranks_goes_on_with_the_same_global_batches(as_rank):  # noqa: F811
+    test_loader.test_another_number_of_ranks_goes_on_with_the_same_global_batches("repeat", as_rank)
 
 
 def test_going_on_costs_the_same_everywhere():
@@ -95,24 +92,14 @@ def test_grouped_batches_of_a_finite_sampler_have_no_position():
     assert "GroupedBatchSampler has no position in a RandomSampler" in resume_obstacle(loader)
 
 
-def test_without_a_seed_the_ranks_agree_on_one(monkeypatch):
-    seeds = iter([456, 789])
-    monkeypatch.setattr(comm, "shared_random_seed", lambda: next(seeds))
-    subset = RandomSubsetTrainingSampler(10, 0.5)
-    assert (subset.seed, subset.seed_subset) == (456, 789)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    [
-        (lambda: RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0), Fraction(10, 4)),
-        (lambda: RepeatFactorTrainingSampler([5.0] * 8, seed=0), 2),
-    ],
-)
-def test_epochs_have_the_size_of_the_subset_or_the_dataset(sampler, expected):
-    assert exact(iters_per_epoch(build_batch_data_loader(Squares(100), sampler(), 4))) == expected
-    batches = GroupedBatchSampler(sampler(), [0] * 100, batch_size=4)
-    assert exact(iters_per_epoch(DataLoader([*range(100)], batch_sampler=batches))) == expected
+def test_epochs_have_the_size_of_the_subset_or_the_dataset():
+    for sampler, expected in [
+        (RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0), Fraction(10, 4)),
+        (RepeatFactorTrainingSampler([5.0] * 8, seed=0), 2),
+    ]:
+        assert exact(iters_per_epoch(build_batch_data_loader(Squares(100), sampler, 4))) == expected
+        batches = GroupedBatchSampler(sampler, [0] * 100, batch_size=4)
+        assert exact(iters_per_epoch(DataLoader([*range(100)], batch_sampler=batches))) == expected
 
 
 def test_a_config_that_makes_no_sampler_says_why(cfg):  # noqa: F811
@@ -150,10 +137,10 @@ def test_samples_are_repeated_as_often_as_their_factors_say():
     assert sum(epoch.count(3) for epoch in epochs) / 500 == pytest.approx(0.25, abs=0.08)
 
 
-@pytest.mark.parametrize("factors", [[], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan]])
-def test_repeat_factors_that_make_no_stream_are_refused(factors):
-    with pytest.raises(ValueError, match="repeat_factors must be finite, >= 0 and not all 0"):
-        RepeatFactorTrainingSampler(factors)
+def test_repeat_factors_that_make_no_stream_are_refused():
+    for factors in ([], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="repeat_factors must be finite, >= 0 and not all 0"):
+            RepeatFactorTrainingSampler(factors)
 
 
 def test_repeat_factors_follow_the_rarest_category_of_a_sample():
@@ -200,7 +187,7 @@ def test_a_state_of_an_earlier_version_has_batches_that_are_not_full():
     reference = test_loader.take(test_loader.make("grouped"), 2)
     waiting = {0: [], 1: [], 2: []}
     for index in TrainingSampler(SIZE, seed=3):
-        batch = waiting[([0, 1, 2] * 3 + [0, 1])[index]]
+        batch = waiting[GROUPS[index]]
         batch.append(index)
         if len(batch) == 4:
             batch.clear()
@@ -211,15 +198,12 @@ def test_a_state_of_an_earlier_version_has_batches_that_are_not_full():
     assert test_loader.take(loader, 1) == reference[1:]
 
 
-@pytest.mark.parametrize("key", ["category", "label"])
-def test_rare_categories_are_repeated_whatever_holds_them(cfg, key):  # noqa: F811
-    values = [["a"], ("b", "a"), {"a"}, "a"] if key == "category" else [0, torch.tensor([1, 0]), np.int64(0), [0]]
+def test_rare_categories_are_repeated_whatever_holds_them(cfg):  # noqa: F811
+    cfg.merge_from_other_cfg({"DATALOADER": {"REPEAT_THRESHOLD": 0.75, "REPEAT_SQRT": False, "COLLATE": "list"}})
     cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
-    cfg.DATALOADER.REPEAT_THRESHOLD = 0.75
-    cfg.DATALOADER.REPEAT_SQRT = False
-    cfg.DATALOADER.COLLATE = "list"
-
-    samples = [{"index": index, key: value} for index, value in enumerate(values)]
-    sampler = build_train_loader(cfg, samples).sampler
-
-    assert sorted(sampler.epoch_indices(0).tolist()) == [0, 1, 1, 1, 2, 3]  # the rare one's frequency is 1/4
+    for key, values in [
+        ("category", [["a"], ("b", "a"), {"a"}, "a"]),
+        ("label", [0, torch.tensor([1, 0]), np.int64(0), [0]]),
+    ]:
+        sampler = build_train_loader(cfg, [{"index": i, key: value} for i, value in enumerate(values)]).sampler
+        assert sorted(sampler.epoch_indices(0).tolist()) == [0, 1, 1, 1, 2, 3]  # the rare one's frequency is 1/4

@@ -13,38 +13,26 @@ def make_cfg(**solver):
     return cfg
 
 
-def changes(before, after):
-    return {key: value for key, value in after.SOLVER.items() if value != before.SOLVER[key]}
-
-
-@pytest.mark.parametrize(("steps", "ratio"), [(1, 0.125), (4, 0.5), (16, 2.0)])
+@pytest.mark.parametrize(("steps", "ratio"), [(1, 0.125), (16, 2.0)])
 def test_the_rates_are_multiplied_by_the_ratio_of_samples_per_iteration(steps, ratio):
     cfg = make_cfg(REFERENCE_BATCH_SIZE=256, ACCUMULATION_STEPS=steps)
     scaled = scale_lr_to_batch(cfg)
-    assert changes(cfg, scaled) == {
-        "BASE_LR": 0.5 * ratio,
-        "BASE_LR_END": 0.1 * ratio,
-        "REFERENCE_BATCH_SIZE": 32 * steps,
-    }
+    changes = {key: value for key, value in scaled.SOLVER.items() if value != cfg.SOLVER[key]}
+    rates = {"BASE_LR": 0.5 * ratio, "BASE_LR_END": 0.1 * ratio}
+    assert changes == {**rates, "REFERENCE_BATCH_SIZE": 32 * steps}
     assert cfg.SOLVER.BASE_LR == 0.5
     assert scale_lr_to_batch(scaled) is scaled
 
 
-def scheduled_cfg(*entries):
-    cfg = get_cfg()
-    solver = {"MAX_ITER": 80, "IMS_PER_BATCH": 16, "BASE_LR": 0.5, "REFERENCE_WORLD_SIZE": 8}
-    cfg.merge_from_other_cfg({"SOLVER": {**solver, "SCHEDULES": list(entries)}})
-    return cfg
-
-
 def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied():
-    cfg = scheduled_cfg(
+    schedules = [
         {"NAME": "Linear", "END": 8, "LENGTH": 8, "START_FACTOR": 0.5},
         {"NAME": "MultiStep", "BEGIN": 8, "MILESTONES": [16, "3ep"], "GAMMA": 0.5},
         {"NAME": "Cosine", "END": "2ep", "END_VALUE": 0.25, "END_RATIO": None},
         {"NAME": "WarmupStableDecay", "WARMUP": 4, "DECAY": 12, "END_VALUE": None},
         {"NAME": "UsersOwn", "PATIENCE": 8},
-    )
+    ]
+    cfg = make_cfg(MAX_ITER=80, REFERENCE_WORLD_SIZE=8, SCHEDULES=schedules)
     scaled = scale_workers(cfg, 4).SOLVER
     assert scaled.SCHEDULES == [
         {"NAME": "Linear", "END": 16, "LENGTH": 16, "START_FACTOR": 0.5},
@@ -70,8 +58,6 @@ def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alo
     assert scaled.is_frozen()
     assert DefaultTrainer.auto_scale_workers(scaled, 4) is scaled
 
-
-def test_auto_scaling_refuses_a_batch_that_does_not_divide(tmp_path):
-    cfg = tiny_cfg(tmp_path, "SOLVER.REFERENCE_WORLD_SIZE", 3, "SOLVER.IMS_PER_BATCH", 8)
-    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH: got 8 .*for 2 processes, a multiple of"):
+    cfg.SOLVER["REFERENCE_WORLD_SIZE"] = 3
+    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH: got 16 .*for 2 processes, a multiple of"):
         DefaultTrainer.auto_scale_workers(cfg, 2)

@@ -30,11 +30,12 @@ def test_a_model_loads_them(path):
     assert all(torch.equal(value, held[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: b"x" * 50])
-def test_a_damaged_file_is_an_error(path, damage):
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CheckpointError, match="cannot be read as safetensors: "):
-        Checkpointer(tied()).load(path)
+def test_a_damaged_file_is_an_error(path):
+    content = path.read_bytes()
+    for damaged in (content[:-3], b"x" * 50):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="cannot be read as safetensors: "):
+            Checkpointer(tied()).load(path)
     with pytest.raises(CheckpointError, match="No such file"):
         Checkpointer(tied()).load(path.parent / "absent.safetensors")
 
