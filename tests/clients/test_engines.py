@@ -14,7 +14,7 @@ from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
 from tests.exactness.jobs import Configured
 from tests.exactness.machine import check
 from trainkit.checkpoint import Checkpointer
-from trainkit.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from trainkit.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, hooks
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage
 
@@ -192,20 +192,11 @@ def test_such_trainers_resume_exactly(tmp_path, name):
 
 def test_a_failure_in_a_loop_of_ones_own_is_one_for_the_hooks(tmp_path):
     seen = []
-    trainer = TrainerBase()
+    trainer = OwnLoop(tiny_cfg(tmp_path))
     trainer.register_hooks([hooks.CallbackHook(after_train=lambda trainer: seen.append(trainer.status))])
-
-    def loop():
-        with EventStorage() as trainer.storage:
-            try:
-                trainer.before_train()
-                trainer.before_step()
-                trainer.run_step()
-            finally:
-                trainer.after_train()
-
-    with pytest.raises(NotImplementedError):
-        loop()
+    trainer.run_step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
     assert seen == ["failed"]
 
 
