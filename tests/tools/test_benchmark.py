@@ -20,11 +20,6 @@ def tool():
         yield importlib.import_module("benchmark")
 
 
-@pytest.fixture
-def job(tool):
-    return tool.job
-
-
 def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether_its_goal_is_reached(tool):
     measure = importlib.import_module("benchmarks.measure")
     found = {"new": [2.0, 30.0, 5.0], "bare": [1.0, 10.0, 4.0]}  # ratios 2, 3, 1.25; the ratio of the medians is 1.25
@@ -41,7 +36,8 @@ def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether
 # ---------------------------------------------------------------------- the steps
 
 
-def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(job, tmp_path):
+def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(tool, tmp_path):
+    job = tool.job
     for name, make in job.TRAINERS.items():
         with job.logging_to(tmp_path):
             trainer = make(tmp_path / name)
@@ -129,9 +125,9 @@ def test_the_resumed_runs_stand_where_they_say(tool, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, job, tmp_path):
+def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, tmp_path):
     calls = []
-    with job.logging_to(tmp_path):
+    with tool.job.logging_to(tmp_path):
         between = tool.cuda.Between(1, 20, lambda: calls.append("begin"), lambda: calls.append("end"))
         trainer = tool.cuda.everything_on(tmp_path / "everything", "cpu", [between])
         trainer.train()
@@ -146,7 +142,7 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, job, tmp_path):
 # ---------------------------------------------------------------------- the command
 
 
-def test_the_record_holds_machine_bare_loop_and_rows(tool, tmp_path, capsys, monkeypatch):
+def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(tool, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     files = {name: tmp_path / name for name in ("json", "markdown")}
     tool.main(tool.parse_args(["--rows", "cuda", *(f"--{name}={path}" for name, path in files.items())]))
@@ -162,29 +158,19 @@ def test_the_record_holds_machine_bare_loop_and_rows(tool, tmp_path, capsys, mon
     assert "optimizer.zero_grad()\n" in record["bare_loop"]
     assert record["bare_loop"] in printed
 
-
-def test_all_rows_are_measured_with_their_own_rounds_by_default(tool, monkeypatch, tmp_path):
     asked = {}
     for name in tool.ROWS:
-        monkeypatch.setitem(tool.ROWS, name, lambda name=name, **options: asked.update({name: options}) or [])
-    list(tool.measure(tool.parse_args(["--scratch", str(tmp_path)])))
-
-    rows = "step history memory ema save import resume ranks logical loader cuda graph"
-    assert list(asked) == rows.split()
-    assert {options.pop("scratch").parent for options in asked.values()} == {tmp_path}
-    given = {name: options for name, options in asked.items() if options}
-    assert given == {"step": {"peers": {}}, "memory": {"steps": 1_000_000}}
-
+        monkeypatch.setitem(tool.ROWS, name, lambda scratch, name=name, **options: asked.update({name: options}) or [])
+    list(tool.measure(tool.parse_args([])))
+    assert asked == {**{name: {} for name in tool.ROWS}, "step": {"peers": {}}, "memory": {"steps": 1_000_000}}
     list(tool.measure(tool.parse_args(["--rows", "memory,ema", "--rounds", "3", "--full"])))
-
-    assert [asked[name].keys() - {"scratch"} for name in ("memory", "ema")] == [{"rounds"}, {"rounds"}]
+    assert asked["memory"] == asked["ema"] == {"rounds": 3}
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--rows", "step,speed"], "argument --rows: there is no row 'speed'; there are step, history, "),
-        (["--rounds", "0"], "argument --rounds: need a whole number >= 1, got '0'"),
         (["--json", "missing/x.json"], "argument --json: cannot write 'missing/x.json'"),
         (["--rows", "ema", "--against", "ignite"], "--against adds to the step rows; add step to --rows"),
     ],

@@ -11,13 +11,6 @@ from tools import find_lr
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer
 from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.utils.logger import close_logger
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    yield
-    close_logger()
 
 
 def points_of(losses, low=1e-4, high=1.0):
@@ -37,22 +30,21 @@ def test_the_steepest_place_and_the_lowest_loss_are_found():
 
 
 def test_rates_grow_by_one_factor_groups_keep_theirs_and_a_loss_that_diverges_ends_the_test():
-    model = nn.Linear(1, 1, bias=False)
-    other = nn.Parameter(torch.zeros(1))
-    groups = [{"params": [*model.parameters()]}, {"params": [other], "lr": 0.05}]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
     used = []
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner, self.other = model, other
+            self.inner, self.other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
 
         def forward(self, batch):
             used.append([group["lr"] for group in optimizer.param_groups])
-            return {"loss": (self.inner.weight * 1e3 - self.other).square().sum()}
+            return {"loss": (self.inner * 1e3 - self.other).square().sum()}
 
-    trainer = SimpleTrainer(Model(), [None] * 100, optimizer)
+    model = Model()
+    groups = [{"params": [model.inner]}, {"params": [model.other], "lr": 0.05}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    trainer = SimpleTrainer(model, [None] * 100, optimizer)
     test = find_lr.RangeTest(1e-9, 1e-1, base_lr=0.5)
     trainer.register_hooks([test])
     trainer.train(0, 81)

@@ -54,9 +54,6 @@ def calls(folder):
     return sorted((folder / "calls").read_text().splitlines())
 
 
-# ---------------------------------------------------------------------- which runs
-
-
 def test_a_grid_has_every_combination_and_names_say_the_settings():
     runs = sweep.make_grid({"A.LR": "0.1, 0.2", "STEPS": "(1,2);(3,)"})
 
@@ -87,10 +84,8 @@ def test_draws_are_in_their_ranges_and_a_larger_number_begins_with_those_of_a_sm
     ("words", "error"),
     [
         (["SOLVER.BASE_LR"], "'SOLVER.BASE_LR' is no KEY=VALUES"),
-        (["OUTPUT_DIR=a,b"], "OUTPUT_DIR cannot be varied"),
         (["SEED=1..3"], "SEED=1..3 is a range, which has no grid"),
         (["SEED=1,2", "--random", "3"], "--random is 3, but only 2 settings are different"),
-        (["LR=log:0..1", "--random", "3"], "log:LOW..HIGH with 0 < LOW <= HIGH"),
         (["SOLVER.BASE_L=0.1,0.2"], "unknown key SOLVER.BASE_L; did you mean 'SOLVER.BASE_LR'"),
         (["SEED=1", "--metric", "speed"], "'speed' does not tell whether more or less is better; give --mode"),
     ],
@@ -103,13 +98,8 @@ def test_a_mistake_is_an_error_before_anything_is_trained(tmp_path, words, error
 
 def test_a_dry_run_prints_commands_that_train_net_understands(tmp_path, capsys):
     assert run(tmp_path, "SEED=1,2", "--dry-run", "--", "--num-gpus", "2", "SOLVER.MAX_ITER", 4) == 0
-
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith(f"train_net.py --resume --num-gpus 2 SOLVER.MAX_ITER 4 OUTPUT_DIR {tmp_path}/SEED=1 SEED 1")
-    assert second.endswith("SEED 2")
-
-
-# ---------------------------------------------------------------------- what is run
+    command = f"train_net.py --resume --num-gpus 2 SOLVER.MAX_ITER 4 OUTPUT_DIR {tmp_path}/SEED=1 SEED 1"
+    assert capsys.readouterr().out.splitlines()[0].endswith(command)
 
 
 @pytest.mark.slow

@@ -9,13 +9,6 @@ from tests.docs.pages import contents
 from tests.tools.digits_run import in_one_piece
 from tools import plain_train_net, train_net
 from trainkit.engine import default_argument_parser
-from trainkit.utils.logger import close_logger
-
-
-@pytest.fixture(autouse=True)
-def closed_logger():
-    yield
-    close_logger()
 
 
 def run(tool, output_dir, *arguments):
