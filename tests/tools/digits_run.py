@@ -27,23 +27,19 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = (folder / "log.txt").read_text()
-        metrics = folder / "metrics.json"
-        self.rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        self.rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
         self.files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
     def metric(self, name: str) -> dict[int, float]:
         """iteration -> value"""
         return {row["iteration"]: row[name] for row in self.rows if name in row}
 
-    def checkpoint(self, name: str = "model_final") -> dict[str, Any]:
-        return torch.load(self.folder / f"{name}.pth")
+    def checkpoint(self) -> dict[str, Any]:
+        return torch.load(self.folder / "model_final.pth")
 
 
 def _arguments(folder: Path, options: tuple[Any, ...], *flags: str) -> Any:
-    """In the values of ``options``, "OUTPUT_DIR/" stands for the folder of the run."""
-    values = [str(value).replace("OUTPUT_DIR/", f"{folder}/") for value in options]
-    opts = [*map(str, OPTIONS), "OUTPUT_DIR", str(folder), *values]
-    return default_argument_parser().parse_args([*flags, *opts])
+    return default_argument_parser().parse_args([*flags, *map(str, [*OPTIONS, "OUTPUT_DIR", folder, *options])])
 
 
 def in_one_piece(folder: Path, *options: Any) -> Run:
@@ -66,10 +62,3 @@ def in_pieces(folder: Path, *options: Any) -> Run:
     train_net.main(_arguments(folder, options, "--resume"))
     close_logger()
     return Run(folder)
-
-
-def evaluate(folder: Path, *options: Any) -> dict[str, Any]:
-    """The results of ``--eval-only``."""
-    results = train_net.main(_arguments(folder, options, "--eval-only"))
-    close_logger()
-    return results

@@ -55,56 +55,31 @@ def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(tool, tmp_path
 
 # ---------------------------------------------------------------------- the rows
 
-STEPS = {"SimpleTrainer": 1.1, "SimpleTrainer, console every 20 steps": 1.15}
-STEPS |= {"SimpleTrainer, asynchronous writing": 1.15, "DefaultTrainer": 1.1}
-# arguments of a short measurement, and the goals
+# row -> arguments of a short measurement, and how many numbers it gives
 ROWS = {
-    "step": (
-        {"rounds": 1, "steps": 2, "peers": {"other": lambda _: lambda steps: 1.0}},
-        {f"step: {name}": goal for name, goal in STEPS.items()}
-        | {"step: SimpleTrainer, skip": 1.2, "step: other": None}
-        | {f"step: {name}, 100 tensors": 1.02 for name in ("SimpleTrainer", "DefaultTrainer")},
-    ),
-    "history": (
-        {"rounds": 1, "steps": 2, "old_steps": 1500, "pairs": 1},
-        {f"long history: {name}": 1.02 for name in STEPS},
-    ),
-    "memory": ({"steps": 12_000}, {"storage of 20 scalars, 12,000 steps": 64}),
-    "ema": (
-        {"rounds": 1, "updates": 1, "num_tensors": 3},
-        {"EMA of 3 tensors: EMAHook": 1.3, "EMA of 3 tensors: torch's AveragedModel": None},
-    ),
-    "save": (
-        {"rounds": 1, "num_layers": 1},
-        {"stall of an asynchronous save": 0.2, "synchronous save": 1.2, "save of the tiny job": 1.2},
-    ),
-    "import": (
-        {"rounds": 1},
-        {"import SimpleTrainer": 0.1, "tensorboard, matplotlib, omegaconf in its sys.modules": 0},
-    ),
-    "ranks": (
-        {"rounds": 1, "steps": 2, "width": 4},
-        {f"metric exchange on two ranks{of}": 1.03 for of in ("", " of a larger model")},
-    ),
-    "logical": (
-        {"rounds": 1, "steps": 2, "width": 4, "counts": (2,)},
-        {f"logical ranks on 2 processes, {of}": 1.25 for of in ("a small model", "two million parameters")},
-    ),
-    "loader": (
-        {"rounds": 1, "batches": 2, "workers": [0]},
-        {"loader, trivial samples, 0 workers: per sample over DataLoader": 12.0, "loader, crops, 0 workers": 1.3},
-    ),
+    "step": ({"rounds": 1, "steps": 2, "peers": {"other": lambda _: lambda steps: 1.0}}, 8),
+    "history": ({"rounds": 1, "steps": 2, "old_steps": 1500, "pairs": 1}, 4),
+    "memory": ({"steps": 12_000}, 1),
+    "ema": ({"rounds": 1, "updates": 1, "num_tensors": 3}, 2),
+    "save": ({"rounds": 1, "num_layers": 1}, 3),
+    "import": ({"rounds": 1}, 2),
+    "ranks": ({"rounds": 1, "steps": 2, "width": 4}, 2),
+    "logical": ({"rounds": 1, "steps": 2, "width": 4, "counts": (2,)}, 2),
+    "loader": ({"rounds": 1, "batches": 2, "workers": [0]}, 2),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_each_row_is_measured_and_has_its_goal(tool, tmp_path, forked_ranks, name):
-    options, goals = ROWS[name]
+    options, number = ROWS[name]
     rows = tool.ROWS[name](scratch=tmp_path, **options)
 
-    assert {row.name: row.goal for row in rows} == goals
+    assert len({row.name for row in rows}) == number
     assert all(row.value is not None for row in rows)
+    assert [
+        row.name for row in rows if row.goal is None and "other" not in row.name and "AveragedModel" not in row.name
+    ] == []
     assert name != "save" or list(tmp_path.rglob("*.pth")) == []
 
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.forked import start_forked
 from tools import chaos, chaos_job
@@ -18,9 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def arguments(output_dir, *options):
     return chaos.parse_args([*options, "--output-dir", str(output_dir)])
-
-
-# ---------------------------------------------------------------------------- the proof
 
 
 class Forked:
@@ -80,35 +76,6 @@ def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(tmp_path):
     assert {part for part, found in control.items() if not found} == {"", *chaos.NOT_MISSED}  # "": nothing is left out
     assert {"model", "trainer/rng", "trainer/data", "trainer/storage", "trainer/position"} <= control.keys()
     assert {"trainer/hooks/EMAHook", "trainer/_trainer/optimizer"} <= control.keys()
-
-
-# ---------------------------------------------------------------------------- the comparison
-
-
-def test_a_file_more_or_less_and_a_temporary_one_differ(tmp_path):
-    for name in ("left", "right"):
-        (tmp_path / name).mkdir()
-        for file in chaos.FILES:
-            (tmp_path / name / file).write_text('{"iteration": 1, "lr": 0.5}\n')
-        for file in ("model_final.pth", "model_best.pth"):
-            torch.save({"model": {"w": torch.zeros(2)}}, tmp_path / name / file)
-    folders = tmp_path / "left", tmp_path / "right"
-    (folders[1] / "log.txt").touch()
-    (folders[1] / "metrics.json.cut_1").touch()
-    assert chaos.differences(*folders) == []
-    (folders[0] / "finished").unlink()
-    (folders[1] / "model_0000006.pth").write_bytes((folders[1] / "model_final.pth").read_bytes())
-    (folders[1] / ".model_0000006.pth.01234567.trainkit-tmp").touch()
-    assert chaos.differences(*folders) == [
-        f"finished: absent in {folders[0]}",
-        f"{folders[1]}/.model_0000006.pth.01234567.trainkit-tmp: a leftover",
-        ".model_0000006.pth.01234567.trainkit-tmp: only in the second",
-        "finished: only in the second",
-        "model_0000006.pth: only in the second",
-    ]
-
-
-# ---------------------------------------------------------------------------- the kills
 
 
 def plan(seed):
