@@ -40,11 +40,3 @@ def test_a_finished_run_is_evaluated_without_a_trace_and_resumed_where_it_was(tm
     assert contents(tmp_path / "run") == before
     run_with(cfg, "--resume", "SOLVER.MAX_ITER", "12")
     assert "Training from iteration 10 to 12" in (tmp_path / "run/log.txt").read_text()
-
-
-@pytest.mark.parametrize("command", [["SOLVER.MAX_ITR", "3"], ["--config-file", "no.yaml"]])
-def test_a_mistake_in_the_command_is_one_message(tmp_path, capsys, command):
-    with pytest.raises(SystemExit, match="^2$"):
-        run_with(tiny_cfg(tmp_path / "run"), *command)
-    assert capsys.readouterr().err.startswith("error: ")
-    assert list(tmp_path.iterdir()) == []

@@ -1,20 +1,13 @@
 """A run that has finished is not started again, and goes on if its end is moved."""
 
 import json
-import subprocess
-import sys
-from argparse import Namespace
 
 import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from tests.utils.test_run_folder import OWN
-from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer, default_setup
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
-from trainkit.utils import run_folder
-from trainkit.utils.logger import close_logger
 
 
 def resumed(folder, *options):
@@ -72,27 +65,3 @@ def test_a_run_that_early_stopping_has_ended_is_finished_and_if_it_was_killed_th
     assert json.loads((tmp_path / "finished").read_text()).items() >= {"iterations": 2, "max_iter": 10}.items()
     stored = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert [line["iteration"] for line in stored if "classification/top1" in line] == [1]  # it is not made again
-
-
-# ---------------------------------------------------------------------- somebody else in the folder
-
-
-@pytest.mark.parametrize("key", ["OUTPUT_DIR", "CHECKPOINT.DIR"])
-def test_a_folder_of_another_run_is_refused_before_anything_is_touched(tmp_path, monkeypatch, key):
-    monkeypatch.setattr(run_folder, "_PATIENCE_SEC", 0.0)
-    (tmp_path / "metrics.json").write_text("of the other run")
-    cfg = tiny_cfg(tmp_path / "own", key, str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", OWN, tmp_path], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout.readline() == "owned\n"
-        for start in (lambda: default_setup(cfg, Namespace()), DefaultTrainer(cfg).train):
-            with pytest.raises(
-                ConfigError, match=f"{key} .* cannot be written, choose another: .* belongs to another run"
-            ):
-                start()
-        owner.kill()
-    run_folder.release_folder(tmp_path / "own")
-    assert sorted(files(tmp_path)) == ["metrics.json", "run.lock"]
-    default_setup(cfg, Namespace(resume=True))
-    DefaultTrainer(cfg).train()
-    close_logger()
-    assert "run.lock" not in files(tmp_path)

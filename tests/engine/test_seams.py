@@ -1,4 +1,4 @@
-"""What a project adds: options of the command line and hooks of every run; with its key, wrappers of the parts."""
+"""What a project adds: hooks of every run; with its key, wrappers of the parts."""
 
 import sys
 from types import ModuleType
@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup
+from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.utils import plugins
 from trainkit.utils.loading import installed
-from trainkit.utils.logger import close_logger
-from trainkit.utils.run_folder import release_folder
 
 
 class Recorder(HookBase):
@@ -19,38 +17,17 @@ class Recorder(HookBase):
 
 
 @pytest.fixture
-def project(monkeypatch, tmp_path):
-    """A project with an option and a hook, and one that is named in the tables but not installed."""
+def project(monkeypatch):
+    """A project with a hook, and one that is named in the table but not installed."""
     module = ModuleType("a_project")
-    module.Recorder, module.calls = Recorder, []
-    module.add_options = lambda parser: parser.add_argument("--warm-start", default="")
-
-    def apply(cfg, args):
-        cfg.merge_from_list(["SEED", 7])
-        module.calls.append(args.warm_start)
-        return lambda: module.calls.append(sorted(path.name for path in tmp_path.glob("*.pth")))
-
-    module.apply = apply
+    module.Recorder = Recorder
     monkeypatch.setitem(sys.modules, "a_project", module)
-    missing = "trainkit.projects.not_there.options"
-    monkeypatch.setattr(plugins, "OPTIONS", options := {"--warm-start": "a_project", "--other": missing})
-    monkeypatch.setattr("trainkit.engine.setup.OPTIONS", options)
-    monkeypatch.setattr("trainkit.engine.defaults.RUN_HOOKS", {"Recorder": "a_project", "Missing": missing})
-    yield module
-    close_logger()
-    release_folder(str(tmp_path))
+    table = {"Recorder": "a_project", "Missing": "trainkit.projects.not_there.options"}
+    monkeypatch.setattr("trainkit.engine.defaults.RUN_HOOKS", table)
 
 
-def test_an_option_changes_the_config_and_acts_again_when_the_folder_is_ready(project, tmp_path):
-    default_setup(tiny_cfg(tmp_path), default_argument_parser().parse_args([]))
-    assert project.calls == []  # it is not given
-    (tmp_path / "model_0000001.pth").touch()
-    default_setup(tiny_cfg(tmp_path), default_argument_parser().parse_args(["--warm-start", "here"]))
-    assert project.calls == ["here", []]
-    assert "SEED: 7" in (tmp_path / "config.yaml").read_text()
-
-
-def test_every_default_trainer_has_the_hooks_of_installed_projects(project, tmp_path):
+@pytest.mark.usefixtures("project")
+def test_every_default_trainer_has_the_hooks_of_installed_projects(tmp_path):
     names = [type(hook).__name__ for hook in DefaultTrainer(tiny_cfg(tmp_path)).hooks]
     assert names.count("Recorder") == 1
     assert names.index("Recorder") < names.index("LRScheduler")

@@ -34,8 +34,7 @@ def test_an_evaluation_during_training_is_one_line_and_the_final_one_a_table(sho
         assert (text in terminal, text in log) == (False, True)
 
 
-@pytest.mark.parametrize("command", [["--quiet"], ["LOG.LEVEL", "WARNING"]], ids=" ".join)
-def test_a_quiet_run_shows_nothing_but_warnings_and_errors(command, shown):
-    terminal, log = shown(*command)
+def test_a_quiet_run_shows_nothing_but_warnings_and_errors(shown):
+    terminal, log = shown("--quiet")
     assert terminal == ""
     assert "after 10 of 10 iterations" in log

@@ -19,12 +19,7 @@ from trainkit.utils.events import JSONWriter
 
 
 class Configured:
-    """A DefaultTrainer with these settings.
-
-    Args:
-        make_cfg: called with the folder of the run and the settings.
-        hooks: make further hooks.
-    """
+    """A DefaultTrainer with these settings; ``hooks`` make further hooks."""
 
     def __init__(
         self,
@@ -140,43 +135,16 @@ class Shuffling(Sampler):
         self.epoch = state["epoch"]
 
 
-class OwnLoader:
-    """A loader of a user, which knows its position."""
-
-    epoch = count = 0
-
-    def __iter__(self):
-        order = torch.randperm(18, generator=torch.Generator().manual_seed(self.epoch))
-        while self.count < 5:
-            self.count += 1
-            yield SAMPLES[order[4 * self.count - 4 : 4 * self.count]]
-        self.epoch, self.count = self.epoch + 1, 0
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "count": self.count}
-
-    def load_state_dict(self, state):
-        self.epoch, self.count = state["epoch"], state["count"]
-
-
 class FiniteData(Scripted):
-    """18 samples in batches of 4, so each fifth has 2; two hooks of one class.
+    """18 samples in batches of 4, so each fifth has 2; two hooks of one class. ``options`` are of the loader."""
 
-    Args:
-        own_loader: the loader is not one of trainkit.
-        options: of the loader.
-    """
+    has_epochs = True
 
-    def __init__(self, *, own_loader=False, accumulation_steps=1, **options):
-        self.own_loader, self.accumulation_steps, self.options = own_loader, accumulation_steps, options
-        self.has_epochs = not own_loader
+    def __init__(self, *, accumulation_steps=1, **options):
+        self.accumulation_steps, self.options = accumulation_steps, options
 
     def parts(self):
-        loader = (
-            OwnLoader()
-            if self.own_loader
-            else ResumableLoader(SAMPLES, sampler=Shuffling(), batch_size=4, seed=1, **self.options)
-        )
+        loader = ResumableLoader(SAMPLES, sampler=Shuffling(), batch_size=4, seed=1, **self.options)
         model = Dropping()
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.5)
         trainer = SimpleTrainer(model, loader, optimizer, accumulation_steps=self.accumulation_steps)

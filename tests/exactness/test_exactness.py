@@ -31,13 +31,11 @@ JOBS = {
     "workers": Configured("DATALOADER.NUM_WORKERS", 2, "LOG.PERIOD", 3),
     "fp16": Configured("SOLVER.AMP.ENABLED", True, *CLIP, "SOLVER.AMP.INIT_SCALE", 2.0**20),
     "schedules": Configured("SOLVER.SCHEDULES", [{"NAME": "Cosine", "STEP_SIZE": "1ep"}], "SOLVER.MAX_ITER", "3ep"),
-    "asynchronous save": Configured("CHECKPOINT.ASYNC", True, "SOLVER.CHECKPOINT_PERIOD", 3),
-    "student and teacher": Configured("SOLVER.CHECKPOINT_PERIOD", 3, trainer_class=Student),
+    "student and teacher": Configured("CHECKPOINT.ASYNC", True, "SOLVER.CHECKPOINT_PERIOD", 3, trainer_class=Student),
     "gan": GAN(),
     "finite data": FiniteData(),
     "finite data, workers": FiniteData(num_workers=2, persistent_workers=True),
     "windows that cross epochs": FiniteData(accumulation_steps=3),
-    "a loader of a user": FiniteData(own_loader=True),
 }
 
 
