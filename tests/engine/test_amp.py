@@ -82,18 +82,15 @@ LR = 2.0**-13  # 1 - LR is no number of float16
 
 
 def scripted_overflow(optimizer_kwargs=None, **kwargs):
-    """What the run was: by iteration the gradient in after_backward and the weight behind the update; the scalars."""
-    model = HalfLinear()
-    gradients, found = [], []
-    trainer = AMPTrainer(
-        model, [torch.tensor(g) for g in GRADIENTS], sgd(model, lr=LR, **(optimizer_kwargs or {})), **kwargs
-    )
-    trainer.register_hooks(
-        [
-            CallbackHook(after_backward=lambda trainer: gradients.append(model.linear.weight.grad.item())),
-            AfterStep(lambda trainer: found.append((1.0 - model.linear.weight.item()) / LR)),
-        ]
-    )
+    """What the run was: by iteration the gradient in after_backward and the weight after the update; the scalars."""
+    model, gradients, found = HalfLinear(), [], []
+    data = [torch.tensor(gradient) for gradient in GRADIENTS]
+    trainer = AMPTrainer(model, data, sgd(model, lr=LR, **(optimizer_kwargs or {})), **kwargs)
+    note = {
+        "after_backward": lambda trainer: gradients.append(model.linear.weight.grad.item()),
+        "after_step": lambda trainer: found.append((1.0 - model.linear.weight.item()) / LR),
+    }
+    trainer.register_hooks([CallbackHook(**note)])
     trainer.train(0, 7)
     assert model.linear.weight.dtype == torch.float32
     stored = scalars(trainer)
@@ -130,21 +127,16 @@ def test_a_fixed_scale_stays_as_it_is():
 
 
 def test_one_overflown_micro_batch_skips_the_update_of_its_window_once():
-    model = HalfLinear()
-    norms = []
-    trainer = AMPTrainer(
-        model,
-        [torch.tensor(gradient) for gradient in (1.0, 3.0, 1.0, 8.0, 1.0)],
-        sgd(model, lr=LR),
-        grad_scaler=dynamic_scaler(),
-        accumulation_steps=2,
-        clip_gradients=GradientClipper("value", 1.5),
-    )
-    trainer.register_hooks([AfterStep(lambda trainer: norms.append((1.0 - model.linear.weight.item()) / LR))])
+    model, updates = HalfLinear(), []
+    data = [torch.tensor(gradient) for gradient in (1.0, 3.0, 1.0, 8.0, 1.0)]
+    options = {"accumulation_steps": 2, "clip_gradients": GradientClipper("value", 1.5)}
+    trainer = AMPTrainer(model, data, sgd(model, lr=LR), grad_scaler=dynamic_scaler(), **options)
+    trainer.register_hooks([AfterStep(lambda trainer: updates.append((1.0 - model.linear.weight.item()) / LR))])
     trainer.train(0, 3)
-    assert norms == [1.5, 1.5, 2.5]  # the gradients are 2, clipped, then infinite, then 1 of a window of one
-    assert [value for value, _ in trainer.storage.history("grad_norm").values()] == [2.0, math.inf, 1.0]
-    assert [value for value, _ in trainer.storage.history("skipped_updates").values()] == [0.0, 1.0, 1.0]
+    assert updates == [1.5, 1.5, 2.5]  # the gradients are 2, clipped, then infinite, then 1 of a window of one
+    stored = scalars(trainer)
+    assert [value for value, _ in stored["grad_norm"]] == [2.0, math.inf, 1.0]
+    assert [value for value, _ in stored["skipped_updates"]] == [0.0, 1.0, 1.0]
 
 
 def weight_after_overflow(optimizer_kwargs, wrap=lambda optimizer: optimizer):

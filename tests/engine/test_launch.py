@@ -75,10 +75,6 @@ def _be_killed_on_rank_1(folder):
     comm.synchronize()
 
 
-def _identity(value):
-    return value
-
-
 @pytest.fixture
 def interruptible():
     """A process in the background ignores SIGINT, and one under nohup SIGHUP; those that it starts do so too."""
@@ -141,7 +137,7 @@ def test_a_run_that_finishes_in_spite_of_a_signal_has_finished(forked_ranks, tmp
 
 
 def test_one_process_is_a_plain_call_without_a_process_group():
-    assert launch(_identity, 1, args=("x",)) == "x"
+    assert launch(str, 1, args=("x",)) == "x"
     assert not dist.is_initialized()
 
 
@@ -197,7 +193,7 @@ def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: found.update(index=index))
     monkeypatch.setattr(dist, "init_process_group", init)
-    run_rank(_identity, (1,), timedelta(seconds=9))
+    run_rank(str, (1,), timedelta(seconds=9))
 
     assert (found["backend"], str(found["device_id"])) == (backend, str(device))
     assert found.get("index") == (None if device is None else int(device[-1]))
@@ -211,4 +207,4 @@ def test_arguments_that_make_no_sense_are_refused():
         ((2, 1, 0, "tcp://host"), "dist_url: got 'tcp://host'"),
     ):
         with pytest.raises(ValueError, match=message):
-            launch(_identity, *arguments)
+            launch(str, *arguments)

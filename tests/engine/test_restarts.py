@@ -115,8 +115,7 @@ def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluati
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=False)
     assert trainer.start_iter == 6
-    weights = tmp_path / "weights.pth"
-    torch.save({"model": DefaultTrainer(cfg).model.state_dict()}, weights)
-    before = EvaluationRun(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(weights)), DefaultTrainer)
-    before.run()
-    assert before.iter == 0
+    torch.save({"model": trainer.model.state_dict()}, tmp_path / "weights.pth")
+    evaluation = EvaluationRun(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "weights.pth")), DefaultTrainer)
+    evaluation.run()
+    assert evaluation.iter == 0

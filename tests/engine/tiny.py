@@ -1,5 +1,6 @@
 """Small things that the tests of the engine train."""
 
+import io
 import math
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainkit.checkpoint.file import plain_state
 from trainkit.engine import metrics
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks import CallbackHook
@@ -106,6 +108,18 @@ def fail_at(iter):
             raise RuntimeError(f"step {iter} failed")
 
     return step
+
+
+def stop_at(iter, *, finished=False):
+    return AfterStep(lambda trainer: trainer.iter == iter and trainer.request_stop("enough", finished=finished))
+
+
+def through_a_file(state):
+    """A state as it is when a checkpoint is loaded."""
+    file = io.BytesIO()
+    torch.save(plain_state(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def scalars(trainer):

@@ -1,12 +1,10 @@
-import io
 import math
 import threading
 
 import pytest
 import torch
 
-from tests.engine.tiny import defer
-from trainkit.checkpoint.file import plain_state
+from tests.engine.tiny import defer, through_a_file
 from trainkit.utils.events import (
     EventStorage,
     get_event_storage,
@@ -110,9 +108,10 @@ def test_images_and_histograms_that_no_writer_takes_are_bounded():
     for storage.iter in range(150):
         storage.put_image("image", picture)
         storage.put_histogram("histogram", torch.zeros(1), bins=1)
-    assert [image.iter for image in storage.images()] == list(range(50, 150))
+    newest = list(range(50, 150))
+    assert [image.iter for image in storage.images()] == newest
     assert (storage.images()[0].name, storage.images()[0].tensor is picture) == ("image", True)
-    assert [histogram.iter for histogram in storage.histograms()] == list(range(50, 150))
+    assert [histogram.iter for histogram in storage.histograms()] == newest
     storage.clear_images()
     storage.clear_histograms()
     assert (storage.images(), storage.histograms()) == ([], [])
@@ -235,13 +234,6 @@ def test_images_that_no_reader_clears_or_that_are_held_stay_in_their_order(with_
 # ---------------------------------------------------------------------- state
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(plain_state(state), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 class Picture(torch.Tensor):
     pass
 
@@ -260,18 +252,13 @@ def put(storage, iters):
 
 def read_all(storage):
     """Everything that hooks and writers read; NaN equals NaN in a repr."""
-    names = list(storage.histories())
-    return repr(
-        [
-            storage.latest(),
-            storage.latest_with_smoothing_hint(7),
-            storage.smoothing_hints(),
-            [(name, storage.count_samples(name, 7), storage.history(name).values()) for name in names],
-            [storage.history(name).global_avg().hex() for name in names],
-            [(image.name, image.tensor.tolist(), image.iter) for image in storage.images()],
-            storage.histograms(),
-        ]
-    )
+    of_name = [
+        (name, storage.count_samples(name, 7), history.values(), history.global_avg().hex())
+        for name, history in storage.histories().items()
+    ]
+    images = [(image.name, image.tensor.tolist(), image.iter) for image in storage.images()]
+    smoothed = storage.latest_with_smoothing_hint(7), storage.smoothing_hints()
+    return repr([storage.latest(), *smoothed, of_name, images, storage.histograms()])
 
 
 @pytest.mark.parametrize("with_worker", [False, True])

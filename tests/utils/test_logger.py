@@ -91,9 +91,12 @@ def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(tmp_path, 
     assert messages((tmp_path / "log.txt").read_text()) == ["text"]
 
 
-@pytest.mark.parametrize("is_configured", [False, True])
-def test_a_run_shows_its_lines_if_nobody_has_configured_logging(monkeypatch, capsys, is_configured):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] * is_configured)
-    Steps([PeriodicWriter([CommonMetricPrinter(2)])], lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
-    lines = [] if is_configured else ["Training from iteration 0 to 2", "after 2 of 2 iterations  a: 1 "]
-    assert messages(capsys.readouterr().out) == lines
+def test_a_run_shows_its_lines_if_nobody_has_configured_logging(monkeypatch, capsys):
+    for handlers, lines in (
+        ([logging.NullHandler()], []),
+        ([], ["Training from iteration 0 to 2", "after 2 of 2 iterations  a: 1 "]),
+    ):
+        monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+        hooks = [PeriodicWriter([CommonMetricPrinter(2)])]
+        Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
+        assert messages(capsys.readouterr().out) == lines

@@ -1,6 +1,5 @@
 """The console, and the metrics file: also of a run that was killed and goes on, and of one whose disk is full."""
 
-import io
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainkit.checkpoint.file import plain_state
+from tests.engine.tiny import through_a_file
 from trainkit.utils.events import CommonMetricPrinter, EventStorage, JSONWriter
 
 
@@ -87,11 +86,9 @@ def train(storage, writer, iters):
 
 def kill_and_resume(path, state_at, killed_at, *, load=True, meanwhile=lambda: None):
     """A run of 20 iterations whose state is taken, and which goes on for a while before it is killed."""
-    first, first_storage, file = JSONWriter(path), EventStorage(), io.BytesIO()
+    first, first_storage = JSONWriter(path), EventStorage()
     train(first_storage, first, range(state_at))
-    torch.save(plain_state({"writer": first.state_dict(), "storage": first_storage.state_dict()}), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = through_a_file({"writer": first.state_dict(), "storage": first_storage.state_dict()})
     train(first_storage, first, range(state_at, killed_at))
     first.close()  # writes nothing
     meanwhile()

@@ -1,7 +1,6 @@
 """HOOKS of a config."""
 
 import logging
-import re
 
 import pytest
 
@@ -32,17 +31,13 @@ class NeedsThings(HookBase):
         self.scale = scale
 
 
-def trainer(tmp_path, *entries):
-    return DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", list(entries)))
+def trainer(tmp_path, *entries, **options):
+    pairs = [item for pair in options.items() for item in pair]
+    return DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", list(entries), *pairs))
 
 
 def order(trainer):
     return [name for hook in trainer._hooks if (name := type(hook).__name__) not in RUN_HOOKS]
-
-
-def only(trainer, hook_class):
-    (hook,) = [hook for hook in trainer._hooks if isinstance(hook, hook_class)]
-    return hook
 
 
 def test_hooks_of_the_users_own_get_their_arguments_and_stand_in_their_order_before_the_checkpointer(tmp_path):
@@ -50,12 +45,14 @@ def test_hooks_of_the_users_own_get_their_arguments_and_stand_in_their_order_bef
     job = trainer(tmp_path, own, {"NAME": "TorchMemoryStats"}, {"NAME": "NeedsThings", "SCALE": 2.5})
     expected = ["Recorder", "TorchMemoryStats", "NeedsThings"]
     assert order(job) == ["IterationTimer", "LRScheduler", *expected, *DEFAULT_ORDER[2:]]
-    recorder, hook = only(job, Recorder), only(job, NeedsThings)
+    [recorder] = [hook for hook in job.hooks if isinstance(hook, Recorder)]
+    [hook] = [hook for hook in job.hooks if isinstance(hook, NeedsThings)]
     assert (recorder.period, recorder.names, hook.scale) == (3, ["x", "y"], 2.5)
     parts = (job.model, job.checkpointer, job.cfg, job.optimizer, job.data_loader)
     assert all(got is wanted for got, wanted in zip(hook.things, parts, strict=True))
-    job.train(max_iter=2)
-    assert recorder.calls == [0, 1]
+    for priority, place in (("HIGH", 1), (56, 3), (100, 4)):
+        expected = [*DEFAULT_ORDER[:place], "Recorder", *DEFAULT_ORDER[place:]]
+        assert order(trainer(tmp_path, {"NAME": "Recorder", "PRIORITY": priority})) == expected
 
 
 def test_a_default_hook_keeps_its_place_and_its_other_arguments_when_an_entry_changes_one(tmp_path):
@@ -72,42 +69,26 @@ def test_every_default_hook_can_be_switched_off(tmp_path):
         job = trainer(tmp_path / name, {"NAME": name, "ENABLED": False})
         assert order(job) == [other for other in DEFAULT_ORDER if other != name]
         job.train()
-
-
-def test_best_checkpoints_of_the_config_and_of_entries_add_up_and_can_be_switched_off(tmp_path):
-    def best_of(*entries):
-        best = ("CHECKPOINT.BEST_METRIC", ["classification/top1", "classification/mean_class_accuracy"])
-        job = DefaultTrainer(tiny_cfg(tmp_path, *best, "HOOKS", list(entries)))
-        return [hook.file_prefix for hook in job.hooks if isinstance(hook, hooks.BestCheckpointer)]
-
-    of_config = ["model_best_classification_top1", "model_best_classification_mean_class_accuracy"]
+    best = {"CHECKPOINT.BEST_METRIC": ["classification/top1", "classification/mean_class_accuracy"]}
     mine = {"NAME": "BestCheckpointer", "VAL_METRIC": "loss", "FILE_PREFIX": "mine"}
-    assert best_of() == of_config
-    assert best_of(mine) == ["mine", *of_config]
-    assert best_of({"NAME": "BestCheckpointer", "ENABLED": False}) == []
+    job = trainer(tmp_path, mine, **best)  # those of the config and of entries add up
+    prefixes = [hook.file_prefix for hook in job.hooks if isinstance(hook, hooks.BestCheckpointer)]
+    of_config = ["model_best_classification_top1", "model_best_classification_mean_class_accuracy"]
+    assert prefixes == ["mine", *of_config]
+    assert order(trainer(tmp_path, {"NAME": "BestCheckpointer", "ENABLED": False}, **best)) == DEFAULT_ORDER
 
 
-@pytest.mark.parametrize(("priority", "place"), [("HIGH", 1), (56, 3), (100, 4)])
-def test_an_entry_says_where_its_hook_stands(tmp_path, priority, place):
-    expected = [*DEFAULT_ORDER[:place], "Recorder", *DEFAULT_ORDER[place:]]
-    assert order(trainer(tmp_path, {"NAME": "Recorder", "PRIORITY": priority})) == expected
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
+def test_a_wrong_entry_is_named_before_training(tmp_path):
+    for entry, message in (
         ({"PERIOD": 3}, r"HOOKS is a list of entries"),
         ({"NAME": "Recoder"}, r"HOOKS: no 'Recoder' in the HOOK registry; did you mean 'Recorder'\? .*IMPORTS"),
         ({"NAME": "Recorder", "PERIODS": 2}, r"HOOKS: Recorder: .*'periods'"),
         ({"NAME": "Recorder", "PERIOD": 0}, r"HOOKS: Recorder: period must be >= 1, got 0"),
         ({"NAME": "NeedsThings"}, r"HOOKS: NeedsThings: .*scale"),
         ({"NAME": "Recorder", "PRIORITY": "FIRST"}, r"HOOKS: Recorder: priority must be .*got 'FIRST'"),
-    ],
-)
-def test_a_wrong_entry_is_named_before_training(tmp_path, entry, message):
-    with pytest.raises(ConfigError) as caught:
-        trainer(tmp_path, entry)
-    assert re.search(message, str(caught.value))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer(tmp_path, entry)
 
 
 def test_a_trainer_that_builds_its_hooks_alone_is_told_which_entries_it_leaves_out(tmp_path, caplog):

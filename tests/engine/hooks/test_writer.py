@@ -1,4 +1,3 @@
-import io
 import json
 import re
 import threading
@@ -6,8 +5,17 @@ import threading
 import pytest
 import torch
 
-from tests.engine.tiny import AfterStep, Regression, Steps, batches, defer, fail_at, sgd
-from trainkit.checkpoint.file import plain_state
+from tests.engine.tiny import (
+    AfterStep,
+    Regression,
+    Steps,
+    batches,
+    defer,
+    fail_at,
+    sgd,
+    stop_at,
+    through_a_file,
+)
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.events import (
@@ -81,13 +89,6 @@ def test_the_remaining_seconds_are_stored_from_the_median_time_until_the_end():
 # ---------------------------------------------------------------------- going on
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(plain_state(state), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def put_some(trainer):
     trainer.storage.put_scalar("mine", trainer.iter)
     trainer.storage.put_scalar("time", 1.0)
@@ -102,10 +103,6 @@ def writing_run(path, actions=(), asynchronous=False):
     if asynchronous:
         trainer.register_hooks([CallbackHook(before_train=lambda trainer: defer(trainer.storage))])
     return trainer, writer
-
-
-def stop_at(iter):
-    return AfterStep(lambda trainer: trainer.request_stop("enough") if trainer.iter == iter else None)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +140,16 @@ def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginni
     path = tmp_path / "metrics.json"
     first, _ = writing_run(path)
     first.train(0, 4)
-    state = first.state_dict()
-    before = path.read_text()
+    state, before = first.state_dict(), path.read_text()
     writing_run(path)[0].train(0, 7)
     doubled = path.read_text()
+    assert before != doubled
 
     second, writer = writing_run(path)
     second.load_state_dict(state)
-    assert path.read_text() == doubled
     assert writer.state_dict() == state["hooks"]["PeriodicWriter"]  # a checkpoint before training has them too
     second.train(0, 1)
     assert path.read_text().startswith(doubled)
-    assert before != doubled
 
 
 class Named(EventWriter):
@@ -279,8 +274,7 @@ def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
 
 def test_the_last_line_of_a_run_that_finishes_early_counts_the_iterations_that_were_done(caplog):
     caplog.set_level("INFO", "trainkit.utils.events")
-    finish = AfterStep(lambda trainer: trainer.iter == 4 and trainer.request_stop("good enough", finished=True))
-    hooks = [finish, PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)]
+    hooks = [stop_at(4, finished=True), PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)]
     Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 8)
     lines = [message for message in caplog.messages if "iterations" in message]
     assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"
