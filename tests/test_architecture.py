@@ -52,7 +52,7 @@ LATE_IMPORTS = {
     "trainkit.projects.loggers.mlflow_writer": "mlflow, an optional package",
     "trainkit.projects.loggers.service": "pandas, an optional package",
     "trainkit.projects.loggers.wandb_writer": "wandb, an optional package",
-    "trainkit.projects.remote.addresses": "fsspec, which only addresses need",
+    "trainkit.projects.remote.store": "fsspec, which only addresses need",
     "trainkit.projects.loggers.tensorboard_writer": "tensorboard, an optional package",
     "trainkit.projects.compat.serialize": "cloudpickle, an optional package",
     "trainkit.projects.lazy.locate": "locate() finds an object by its dotted name",

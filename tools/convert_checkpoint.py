@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainkit.projects.remote.addresses import register_addresses
+from trainkit.projects.remote.store import register_addresses
 
 from trainkit.checkpoint import CheckpointError, load_trusted_pickle
 from trainkit.checkpoint.file import plain_state, write_file

@@ -17,8 +17,6 @@ from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.events.writers import WRITER_REGISTRY, Row
 
 _ENVIRONMENT = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
-_NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
-_MAX_CHARS = 6000  # the largest length of a parameter
 
 
 class MLflowWriter(ServiceWriter):
@@ -45,8 +43,7 @@ class MLflowWriter(ServiceWriter):
         config: str = "",
     ) -> None:
         super().__init__(window_size, "mlflow")
-        self._dir = Path(output_dir).absolute()
-        self._settings, self._config = settings or {}, config
+        self._dir, self._settings, self._config = Path(output_dir).absolute(), settings or {}, config
         self._run_id: str | None = os.environ.get("MLFLOW_RUN_ID")
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +66,7 @@ class MLflowWriter(ServiceWriter):
             experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
             self._run_id = client.create_run(experiment_id, run_name=self._dir.name).info.run_id
             for name, value in self._settings.items():
-                client.log_param(self._run_id, _NOT_IN_A_NAME.sub("_", name), str(value)[:_MAX_CHARS])
+                client.log_param(self._run_id, _text(name), str(value)[:6000])  # MLflow accepts no more
             if self._config:
                 client.log_text(self._run_id, self._config, "config.yaml")
         return client, partial(client.set_terminated, self._run_id)
@@ -78,11 +75,13 @@ class MLflowWriter(ServiceWriter):
         client, metric = self._writer, importlib.import_module("mlflow.entities").Metric
         now_ms = int(time.time() * 1000)
         for iter, row in rows:
-            metrics = [metric(_NOT_IN_A_NAME.sub("_", name), value, now_ms, iter) for name, value in row.items()]
-            client.log_batch(self._run_id, metrics)
-        for image in storage.images():
-            path = f"images/{_NOT_IN_A_NAME.sub('_', image.name)}/{image.iter:07d}.png"
-            client.log_image(self._run_id, to_uint8_array(image.tensor), path)
+            client.log_batch(self._run_id, [metric(_text(name), row[name], now_ms, iter) for name in row])
+        for name, tensor, iter in storage.images():
+            client.log_image(self._run_id, to_uint8_array(tensor), f"images/{_text(name)}/{iter:07d}.png")
+
+
+def _text(name: str) -> str:
+    return re.sub(r"[^\w\-./: ]", "_", name)  # MLflow does not accept these characters
 
 
 @WRITER_REGISTRY.register()

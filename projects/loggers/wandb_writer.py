@@ -55,30 +55,22 @@ class WandbWriter(ServiceWriter):
         self._run_id, self._next_step = state["run_id"], state["next_step"]
 
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
-        for iter, row in rows:
-            self._log({**row, "iteration": iter})
-        pictures: dict[int, dict[str, Any]] = {}
-        wandb = importlib.import_module("wandb")
+        wandb, run, pictures = importlib.import_module("wandb"), self._writer, dict[int, dict[str, Any]]()
         for name, tensor, iter in storage.images():
-            pictures.setdefault(iter, {"iteration": iter})[name] = wandb.Image(to_uint8_array(tensor))
+            pictures.setdefault(iter, {})[name] = wandb.Image(to_uint8_array(tensor))
         for name, iter, raw in storage.histograms():
-            pictures.setdefault(iter, {"iteration": iter})[name] = wandb.Histogram(np_histogram=_bins(raw))
-        for _, row in sorted(pictures.items()):
-            self._log(row)
-
-    def _log(self, row: dict[str, Any]) -> None:
-        step = max(row["iteration"], self._next_step)
-        self._writer.log(row, step=step, commit=True)  # without commit a row waits for a later step
-        self._next_step = step + 1
+            pictures.setdefault(iter, {})[name] = wandb.Histogram(np_histogram=_bins(raw))
+        for iter, row in [*rows, *sorted(pictures.items())]:
+            step = max(iter, self._next_step)
+            run.log({**row, "iteration": iter}, step=step, commit=True)  # without commit a row waits for a later step
+            self._next_step = step + 1
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
         wandb_dir = self._dir / "wandb"
         wandb_dir.mkdir(parents=True, exist_ok=True)
-        # by default wandb's process logs into the cache and reports errors to its makers, and asks for a key at a
-        # terminal
+        # by default wandb's process logs into the cache, reports errors to its makers, and asks a terminal for a key
         defaults = {"WANDB_CACHE_DIR": str(wandb_dir / "cache"), "WANDB_ERROR_REPORTING": "false"}
-        defaults["WANDB_LOGIN_TIMEOUT"] = "1"
-        with default_environment(defaults):
+        with default_environment({**defaults, "WANDB_LOGIN_TIMEOUT": "1"}):
             wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
             # without create_new it could be a run that other code has started
             options = {"dir": str(self._dir), "resume": "allow", "reinit": "create_new", **self._kwargs}

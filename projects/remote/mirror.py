@@ -72,8 +72,7 @@ class Mirror:
                 # if a checkpoint is damaged, the times of the files decide which one is tried next
                 for name in sorted(manifest["files"]):
                     (self._folder / name).parent.mkdir(exist_ok=True)
-                    self._store.get(name, str(self._folder / ".download"))
-                    os.replace(self._folder / ".download", self._folder / name)
+                    self._store.get(name, str(self._folder / name))
                     self._sent[name] = self._signature(name)
                 if manifest["last_checkpoint"]:
                     write_text(manifest["last_checkpoint"], self._folder / TAG_FILE)
@@ -117,12 +116,11 @@ class Mirror:
         self.is_taken = False
         return error
 
-    # ------------------------------------------------------------------ the work
-
     @cached_property
     def _store(self) -> CheckpointStore:
         scheme = self.address.partition("://")[0]
-        store: CheckpointStore = (STORE_REGISTRY.get(scheme) if scheme in STORE_REGISTRY else FsspecStore)(self.address)
+        make: Any = STORE_REGISTRY.get(scheme) if scheme in STORE_REGISTRY else FsspecStore
+        store: CheckpointStore = make(self.address)
         return store
 
     @contextlib.contextmanager
@@ -166,17 +164,16 @@ class Mirror:
         # the newest checkpoint first, before a newer one replaces it here; parts before the file that names them
         for name in sorted(names, key=lambda name: (not name.startswith(stem), name.endswith(SUFFIX))):
             try:
-                signature = self._signature(name)
-                if self._sent.get(name) != signature:
+                if self._sent.get(name) != (signature := self._signature(name)):
                     self._store.put(str(self._folder / name), name)
                     self._sent[name] = signature
             except FileNotFoundError:
                 if (self._folder / name).exists():
                     raise
                 names.discard(name)
+        if tagged and tagged not in names:  # the save that has removed the file asks for the next upload
+            return
         if tagged:
-            if tagged not in names:  # the save that has removed the file asks for the next upload
-                return
             self._store.put(str(tag), TAG_FILE)
         self._write_manifest(tagged, sorted(names))
         for name in {*filter(self._is_of_run, self._store.list())} - names:

@@ -1,11 +1,14 @@
-"""Stores: they keep the files of a run by name, such as at an address of fsspec."""
+"""Addresses of fsspec, such as ``s3://bucket/run``: single files, and the files of a run by name."""
 
+import importlib
 import os
+import secrets
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
-from trainkit.projects.remote.addresses import open_address
+from iopath.common.file_io import PathHandler, get_cache_dir
 
+from trainkit.utils.file_io import PathManager
 from trainkit.utils.registry import Registry
 
 STORE_REGISTRY = Registry("STORE")
@@ -32,10 +35,15 @@ class CheckpointStore(Protocol):
 
 
 class FsspecStore:
-    """A `CheckpointStore` at an address such as ``s3://bucket/run``; raises as `open_address`."""
+    """A `CheckpointStore` at an address such as ``s3://bucket/run``.
+
+    Raises:
+        ImportError: the package for this kind of address is missing.
+        ValueError: fsspec does not know this kind of address.
+    """
 
     def __init__(self, address: str) -> None:
-        self._filesystem, root = open_address(address)
+        self._filesystem, root = _open(address)
         self._root = root.rstrip("/") + "/"
 
     def put(self, path: str, name: str) -> None:
@@ -51,3 +59,38 @@ class FsspecStore:
 
     def remove(self, name: str) -> None:
         self._filesystem.rm_file(self._root + name)
+
+
+class FsspecHandler(PathHandler):
+    """Reads and writes files at addresses of fsspec; a file is downloaded again if it has changed at its address."""
+
+    def _get_supported_prefixes(self) -> list[str]:
+        kinds = "s3 s3a gs gcs az abfs abfss hdfs webhdfs hf sftp smb memory"
+        return [f"{kind}://" for kind in kinds.split()]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        filesystem, remote = _open(path)
+        folder = os.path.join(get_cache_dir(), "fsspec", filesystem.ukey(remote))
+        local = os.path.join(folder, os.path.basename(remote))
+        if force or not os.path.exists(local):
+            os.makedirs(folder, exist_ok=True)
+            temporary = f"{local}.{secrets.token_hex(4)}"
+            filesystem.get_file(remote, temporary)
+            os.replace(temporary, local)
+        return local
+
+    def _copy_from_local(self, local_path: str, dst_path: str, overwrite: bool = False, **kwargs: Any) -> bool:
+        filesystem, remote = _open(dst_path)
+        filesystem.put_file(local_path, remote)
+        return True
+
+
+def register_addresses(path_manager: Any = PathManager) -> None:
+    """Let ``path_manager`` open addresses of fsspec."""
+    path_manager.register_handler(FsspecHandler(), allow_override=True)
+
+
+def _open(address: str) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path in it."""
+    filesystem, path = importlib.import_module("fsspec.core").url_to_fs(address)
+    return filesystem, path

@@ -93,7 +93,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "non_finite": "trainers: gradients skip",
         "predict": "predictor: DefaultPredictor",
         "preflight": "hook: Preflight",
-        "remote": "addresses: register_addresses; mirror: Mirror; store: CheckpointStore STORE_REGISTRY",
+        "remote": "mirror: Mirror; store: CheckpointStore STORE_REGISTRY register_addresses",
         "replay": "skip: SkipBatches",
         "samplers": (
             "combined: CombinedLoader; grouped: GroupedBatchSampler; limited: limited_sampler; "

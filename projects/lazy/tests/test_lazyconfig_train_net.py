@@ -84,7 +84,7 @@ def test_the_job_is_that_of_train_net_bit_for_bit(whole, tmp_path):
 
 def test_the_settings_are_those_of_projects_digits():
     cfg, digits = LazyConfig.load(lazyconfig_train_net.DEFAULT_CONFIG), get_cfg()
-    digits.merge_from_file("projects/digits/config.yaml")
+    digits.merge_from_file(lazyconfig_train_net.ROOT / "projects/digits/config.yaml")
     digits = resolve_lengths(digits, 19)
     warmup = cfg.lr_multiplier.warmup_length * cfg.train.max_iter
     found = (cfg.train.max_iter, cfg.train.eval_period, cfg.model.width, warmup, cfg.optimizer.lr)

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from trainkit.projects.remote.addresses import register_addresses
+from trainkit.projects.remote.store import register_addresses
 
 from tests.engine.job import tiny_cfg
 from tools.convert_checkpoint import convert
