@@ -1,9 +1,7 @@
 """A job with ``MODEL.PARALLEL: fsdp`` on two ranks, and on four, from where it goes on on two and on one."""
 
-import contextlib
 import logging
 import os
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -26,28 +24,16 @@ from trainkit.projects.sharding.tests.sharded_job import (
 )
 
 from tests.engine.test_ddp import Net, part
-from tests.engine.tiny import AfterStep, scalars
+from tests.engine.tiny import scalars
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import ConfigError, check_values, get_cfg
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.engine.entry import EvaluationRun
 from trainkit.engine.hooks import EMAHook
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import build_optimizer
 from trainkit.utils import comm
-
-
-@contextlib.contextmanager
-def caplog_of(name):
-    """What is logged inside."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger(name).removeHandler(handler)
 
 
 def from_checkpoint(folder, name, *options, of="whole2", hooks=()):
@@ -58,6 +44,10 @@ def from_checkpoint(folder, name, *options, of="whole2", hooks=()):
         Path(folder, name, "last_checkpoint").write_text("model_0000004.pth")
     comm.synchronize()
     return train(job(f"{folder}/{name}", *options), resume=True, hooks=hooks)
+
+
+def names(folder):
+    return sorted(path.name.partition("-")[0] for path in Path(folder).glob("model*"))
 
 
 # ---------------------------------------------------------------------- on each rank
@@ -119,25 +109,10 @@ def from_the_meta_device(rank, folder):
     return {**outcome(trainer), "built on": seen}
 
 
-def accumulated(rank, folder):
-    """Two halves of each batch; the samples of an iteration are others than with one."""
-    cfg = job(f"{folder}/accumulated", "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 4)
-    return outcome(train(cfg))["losses"]
-
-
-def exchanges(rank, folder):
-    """How often gradients are averaged in two iterations of two micro-batches each."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train(job(f"{folder}/exchanges", "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.MAX_ITER", 2, "SOLVER.STEPS", (1,)))
-    return sum(event.name == "c10d::_reduce_scatter_base_" for event in profile.events())
-
-
 def with_amp(rank, folder):
     """float16 with a gradient scaler that starts far too high, so that the first updates are skipped."""
-    options = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 2.0**18]
-    trainer = train(job(f"{folder}/amp", *options))
-    found = scalars(trainer)
-    return {"skipped": found["skipped_updates"], "scale": found["[metric]grad_scaler"], "losses": found["total_loss"]}
+    found = scalars(train(job(f"{folder}/amp", "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 2.0**18)))
+    return [found[name] for name in ("skipped_updates", "[metric]grad_scaler", "total_loss")]
 
 
 def evaluated_alone(rank, folder):
@@ -148,10 +123,7 @@ def evaluated_alone(rank, folder):
 def stopped_on_one_rank(rank, folder):
     """Rank 1 is asked to stop inside an evaluation; every forward pass is one of all ranks together."""
 
-    class StopInside(AfterStep):
-        def __init__(self):
-            pass
-
+    class StopInside(HookBase):
         def after_eval_step(self, phase, index, inputs, outputs):
             if comm.get_rank() == 1 and index == 1:
                 self.trainer.request_stop("enough")
@@ -161,7 +133,7 @@ def stopped_on_one_rank(rank, folder):
 
 
 def damaged(rank, folder):
-    """The newest checkpoint has another byte in one shard; the one before goes on."""
+    """The newest checkpoint has another byte in one shard: the one before goes on; then that is not there either."""
     path = Path(folder, "damaged")
     if rank == 0:
         shutil.copytree(f"{folder}/whole2/", path)
@@ -172,19 +144,12 @@ def damaged(rank, folder):
     comm.synchronize()
     trainer = DefaultTrainer(job(path))
     trainer.resume_or_load(resume=True)
-    return trainer.start_iter
-
-
-def damaged_and_alone(rank, folder):
-    """No other checkpoint is there."""
-    path = Path(folder, "damaged")
-    if rank == 0:
-        (path / "model_0000004.pth").unlink()
     comm.synchronize()
-    with contextlib.suppress(CheckpointError):
+    (path / "model_0000004.pth").unlink(missing_ok=True)
+    comm.synchronize()
+    with pytest.raises(CheckpointError):
         DefaultTrainer(job(path)).resume_or_load(resume=True)
-        return "loaded"
-    return "refused"
+    return trainer.start_iter
 
 
 def unwritable_in_the_thread(rank, folder):
@@ -193,7 +158,8 @@ def unwritable_in_the_thread(rank, folder):
 
 def unwritable(rank, folder, *options):
     """Rank 1 cannot write its part of the first checkpoint; the run goes on, and writes the second one."""
-    write, failed = FileSystemWriter.write_data, []
+    write, failed, lines, handler = FileSystemWriter.write_data, [], [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
 
     def fail_once(*args):
         if rank == 1 and not failed:
@@ -201,18 +167,19 @@ def unwritable(rank, folder, *options):
             raise OSError(28, "No space left on device")
         return write(*args)
 
-    with pytest.MonkeyPatch.context() as patch, caplog_of("trainkit") as lines:
+    logging.getLogger("trainkit").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", fail_once)
         train(job(f"{folder}/unwritable{len(options)}", *options))
-    names = [p.name.partition("-")[0] for p in Path(folder, f"unwritable{len(options)}").glob("model*")]
-    return sorted(names), [line for line in lines if "is not saved" in line]
+    logging.getLogger("trainkit").removeHandler(handler)
+    return names(f"{folder}/unwritable{len(options)}"), [line for line in lines if "is not saved" in line]
 
 
 def rotated(rank, folder):
     options = ["SOLVER.CHECKPOINT_PERIOD", 2, "CHECKPOINT.MAX_TO_KEEP", 1, "CHECKPOINT.SAVE_LAST", False]
     train(job(f"{folder}/rotated", *options))
     comm.synchronize()
-    return sorted(p.name.partition("-")[0] for p in Path(folder, "rotated").glob("model*"))
+    return names(f"{folder}/rotated")
 
 
 class Tied(nn.Module):
@@ -240,38 +207,22 @@ def tied(rank, folder):
     return average, found, first, whole(model.one.weight.detach())
 
 
-def renamed(rank, folder):
-    """A file that the user has given another name keeps its shards through the next save."""
-    path = Path(folder, "renamed")
-    if rank == 0:
-        shutil.copytree(f"{folder}/whole2/", path, ignore=shutil.ignore_patterns("model_final*", "finished"))
-        (path / "model_0000004.pth").rename(path / "keep.pth")
-        (path / "last_checkpoint").write_text("keep.pth")
-    comm.synchronize()
-    trainer = train(job(path), resume=True)
-    trainer.checkpointer.load(str(path / "keep.pth"))
-    return trainer.start_iter, sorted(p.name.partition("-")[0] for p in path.glob("*.shards-*"))
-
-
-def six_steps(cfg, rank=0, num_ranks=1):
-    model = Net(seed=rank)
+def six_steps(name, rank=0, num_ranks=1):
+    """Each of two micro-batches."""
+    model, cfg = Net(seed=rank), get_cfg()
+    cfg.merge_from_list(["SOLVER.BASE_LR", 0.01, "SOLVER.OPTIMIZER.NAME", name])
     if num_ranks > 1:
         shard_model(model, model.layers)
-    SimpleTrainer(model, part(rank, num_ranks, 1), build_optimizer(cfg, model)).train(0, 6)
+    optimizer = build_optimizer(cfg, model)
+    SimpleTrainer(model, part(rank, num_ranks, 2), optimizer, accumulation_steps=2).train(0, 6)
     return [whole(parameter.detach()) for parameter in model.parameters()]
 
 
-def solver_cfg(*options):
-    cfg = get_cfg()
-    cfg.merge_from_list(["SOLVER.BASE_LR", 0.01, *options])
-    return cfg
-
-
-OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "LARS"]
+OPTIMIZERS = ["SGD", "AdamW", "Adagrad", "LARS"]
 
 
 def optimizers(rank, folder):
-    return {name: six_steps(solver_cfg("SOLVER.OPTIMIZER.NAME", name), rank, 2) for name in OPTIMIZERS}
+    return {name: six_steps(name, rank, 2) for name in OPTIMIZERS}
 
 
 @pytest.fixture(scope="module")
@@ -286,13 +237,8 @@ def four(folder):
 
 @pytest.fixture(scope="module", params=SLOW)
 def two(four, folder):
-    checks = [in_one_piece, resumed, saved_asynchronously, from_the_meta_device]
-    checks += [
-        with_amp,
-        evaluated_alone,
-        stopped_on_one_rank,
-    ]
-    checks += [damaged, damaged_and_alone, unwritable, unwritable_in_the_thread, rotated, optimizers]
+    checks = [in_one_piece, resumed, saved_asynchronously, from_the_meta_device, with_amp, evaluated_alone]
+    checks += [stopped_on_one_rank, damaged, unwritable, unwritable_in_the_thread, rotated, optimizers]
     return on_two_ranks([*checks, tied], folder)
 
 
@@ -339,20 +285,18 @@ def test_it_goes_on_in_one_process_with_the_same_losses(four, folder):
 
 
 def test_a_scaler_skips_the_same_updates_on_all_ranks(two):
-    found = two["with_amp"][0]
-    skipped = [int(number) for number, _ in found["skipped"]]  # so far
+    found, other = two["with_amp"]
+    skipped = [int(number) for number, _ in found[0]]  # so far
     assert skipped[0] == 1
     assert skipped[-1] < 5
-    assert [scale for scale, _ in found["scale"]] == [2.0 ** (18 - before) for before in [0, *skipped[:-1]]]
-    assert found["losses"][-1][0] < found["losses"][0][0]
-    assert two["with_amp"] == [found] * 2
+    assert [scale for scale, _ in found[1]] == [2.0 ** (18 - before) for before in [0, *skipped[:-1]]]
+    assert found == other
 
 
 def test_an_evaluation_alone_has_the_results_of_the_run(four, two):
     results, expected = two["evaluated_alone"][0], two["in_one_piece"][0]["results"]
     for prefix, found in (("", results), ("raw/", results["raw"])):
         assert expected[f"{prefix}classification/top1"][-1][0] == found["classification"]["top1"]
-        assert expected[f"{prefix}loss/total_loss"][-1][0] == pytest.approx(found["loss"]["total_loss"])
 
 
 def test_a_stop_inside_an_evaluation_ends_it_on_all_ranks_at_once(two):
@@ -361,13 +305,12 @@ def test_a_stop_inside_an_evaluation_ends_it_on_all_ranks_at_once(two):
 
 def test_a_damaged_shard_sends_all_ranks_to_the_checkpoint_before(two):
     assert two["damaged"] == [5] * 2
-    assert two["damaged_and_alone"] == ["refused"] * 2
 
 
 @pytest.mark.parametrize("way", ["unwritable", "unwritable_in_the_thread"])
 def test_a_rank_that_cannot_write_its_part_is_named_on_all_and_training_goes_on(two, way):
-    for names, lines in two[way]:
-        assert names == ["model_final.pth", "model_final.shards"]
+    for files, lines in two[way]:
+        assert files == ["model_final.pth", "model_final.shards"]
         assert ["rank 1: [Errno 28] No space left on device" in line for line in lines] == [True]
 
 
@@ -377,7 +320,7 @@ def test_shards_are_rotated_with_their_checkpoint(two):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_update_shards_as_they_update_whole_parameters(two, name):
-    expected = six_steps(solver_cfg("SOLVER.OPTIMIZER.NAME", name))
+    expected = six_steps(name)
     for found in two["optimizers"]:
         torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-6)
 
@@ -438,16 +381,12 @@ def test_a_save_that_is_killed_leaves_the_one_before_in_use(two, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["MODEL.FSDP.PARAM_DTYPE", "int8"],
-            "MODEL.FSDP.PARAM_DTYPE: got 'int8' (str); accepted: '', 'float32', 'float16', 'bf",
-        ),
-        (["MODEL.FSDP.MESH", [0]], "MODEL.FSDP.MESH: got [0] (list); accepted: a number in [1, inf)"),
-        (["MODEL.PARALLEL", "fsdp", "SOLVER.GRAPH.ENABLED", True], "a graph cannot gather parameters; set one of them"),
+        (["MODEL.FSDP.PARAM_DTYPE", "int8"], "MODEL.FSDP.PARAM_DTYPE: got 'int8'"),
+        (["MODEL.PARALLEL", "fsdp", "SOLVER.GRAPH.ENABLED", True], "a graph cannot gather parameters"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_built(options, message):
     cfg = get_cfg()
     cfg.merge_from_list(options)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=message):
         check_values(cfg)
