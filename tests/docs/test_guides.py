@@ -1,4 +1,4 @@
-"""What the guides show does what they say."""
+"""What the pages show does what they say."""
 
 import ast
 import inspect
@@ -15,10 +15,14 @@ import yaml
 
 from tests.docs.pages import blocks, contents, page, run
 from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Weight, sgd
+from tools.inspect_checkpoint import compare_files, parts_of
+from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, get_cfg
 from trainkit.data import MetadataCatalog, build_batch_data_loader, build_train_loader
 from trainkit.engine import (
     DefaultTrainer,
+    GraphTrainer,
     HookBase,
     SimpleTrainer,
     TrainerBase,
@@ -27,7 +31,7 @@ from trainkit.engine import (
     hooks,
 )
 from trainkit.engine.hook_base import HOOK_POINTS
-from trainkit.utils import comm
+from trainkit.utils import comm, events
 from trainkit.utils.logger import close_logger
 from trainkit.utils.plugins import RUN_HOOKS
 
@@ -230,3 +234,115 @@ def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
     assert run(AFTER, "migrate_from_plain_loop.md", **names)["train_with_trainkit"](60, str(tmp_path)) == losses
     clipped = BEFORE.replace("clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_norm_(model.parameters(), 2.0)")
     assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses
+
+
+# ---------------------------------------------------------------------- performance
+
+GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
+STORE_NORM, TRAINERS = blocks("docs/performance.md", "python")
+
+
+def test_every_yaml_block_is_a_config_and_the_hook_stores_what_each_iteration_had():
+    for text in (GARBAGE, EAGER, GRAPH):
+        merged(text)
+    names, model = run(STORE_NORM, "performance.md", HookBase=HookBase), Weight()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.25), async_write_metrics=True)
+    trainer.register_hooks([names["StoreNorm"]()])
+    trainer.train(0, 3)
+    assert trainer.storage.history("norm").values() == [(0.75, 0), (0.5, 1), (0.25, 2)]
+
+
+@pytest.mark.slow
+def test_both_trainers_of_the_script_train_the_same():
+    losses = []
+    for line in TRAINERS.splitlines():
+        torch.manual_seed(0)
+        names = {"SimpleTrainer": SimpleTrainer, "GraphTrainer": GraphTrainer, "torch": torch}
+        trainer = run(line, "performance.md", model=Weight(), loader=[torch.tensor(1.0)], **names)["trainer"]
+        trainer.train(0, 3)
+        losses.append(trainer.storage.history("total_loss").values())
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][2]
+
+
+# ---------------------------------------------------------------------- writers
+
+PAGE = "docs/writers.md"
+WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
+(CONFIG,) = blocks(PAGE, "yaml")
+
+
+def test_a_writer_of_ones_own_writes_with_the_others_and_the_files_are_read(tmp_path):
+    cfg = tiny_cfg("output/digits", "LOG.WRITERS", ["json", "csv", "tensorboard"])
+    trainer = run(OWN, PAGE)["Trainer"](cfg)
+    trainer.train()
+    lines = (tmp_path / "output/digits/newest.txt").read_text().splitlines()
+    latest = trainer.storage.latest_with_smoothing_hint(20)
+
+    assert len(lines) == len(latest) > 5
+    assert f"total_loss {latest['total_loss'][0]:.4g} (9)" in lines
+    assert {"metrics.json", "metrics.csv"} < {path.name for path in (tmp_path / "output/digits").iterdir()}
+
+    losses = run(WITH_TENSORBOARD, PAGE)["losses"]
+    assert [*losses] == [1, 3, 4, 5, 7, 9]  # after the evaluation, too
+    assert losses[9] == pytest.approx(latest["total_loss"][0])
+
+    pytest.importorskip("pandas")
+    names = run(WITH_PANDAS.replace("lines=True", "lines=True, precise_float=True"), PAGE)
+
+    table, same = names["table"], names["same"]
+    assert [*table.index] == [*same.index] == [1, 3, 4, 5, 7, 9, 10]
+    assert set(same.columns) == set(table.columns)
+    for name in ("total_loss", "classification/top1"):
+        assert table[name].dropna().to_dict() == same[name].dropna().to_dict()
+
+
+def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(events.WRITER_REGISTRY, "_objects", {})
+    run(REGISTERED, PAGE)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WRITERS", ["NumberOfScalars"]))
+    trainer.train()
+
+    assert int((tmp_path / "number.txt").read_text()) == len(trainer.storage.latest())
+    assert merged(CONFIG).LOG.PERIOD == 50
+
+
+# ---------------------------------------------------------------------- exact resuming
+
+(GAN,) = blocks("docs/exact_resume.md", "python")
+
+
+@pytest.mark.parametrize("left_out", ["", "rng", "data", "optimizers"])
+def test_a_gan_with_two_optimizers_resumes_exactly_and_the_check_names_what_was_not_resumed(tmp_path, left_out):
+    page = run(GAN, "docs/exact_resume.md")
+
+    def kill(trainer):
+        if trainer.iter == 24:
+            raise SystemExit
+
+    torch.manual_seed(1)
+    page["train"](tmp_path / "whole", 40)
+    torch.manual_seed(1)
+    trainer, _ = page["build"](tmp_path / "pieces")
+    trainer.register_hooks([hooks.CallbackHook(after_step=kill)])
+    with pytest.raises(SystemExit):
+        trainer.train(0, 40)
+    torch.manual_seed(2)
+    if not left_out:
+        assert page["train"](tmp_path / "pieces", 40).start_iter == 20
+    else:
+        trainer, checkpointer = page["build"](tmp_path / "pieces")
+        fresh = trainer.state_dict()
+        forget = hooks.CallbackHook(
+            after_load=lambda trainer, state: state["trainer"].update({left_out: fresh[left_out]})
+        )
+        trainer.register_hooks([forget])
+        checkpointer.resume_or_load("")
+        trainer.train(trainer.iter + 1, 40)
+
+    files = [str(tmp_path / name / "model_final.pth") for name in ("whole", "pieces")]
+    text, differs = compare_files(*files)
+    assert differs == bool(left_out)
+    num_entries = len(parts_of(read_file(files[0])))
+    said = f"identical: {num_entries} entries, bit by bit, except clock readings"
+    assert text.startswith("model/") if left_out else text == said

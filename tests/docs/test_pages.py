@@ -7,7 +7,9 @@ from functools import reduce
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, blocks, fences, page
-from trainkit.config import get_cfg
+from tools.config_reference import describe_keys, pages
+from trainkit.config import CfgNode, get_cfg
+from trainkit.utils.plugins import CONFIG_KEYS
 
 MARKDOWN = [*PAGES, "CHANGELOG.md", "tests/defects.md"]
 TESTS = [path for folder in ("tests", "projects") for path in (ROOT / folder).rglob("test_*.py")]
@@ -85,3 +87,21 @@ def test_every_key_that_a_page_names_is_there():
         reduce(getattr, key.split("."), cfg)  # not "in": a project may declare it
     with pytest.raises(AttributeError):
         reduce(getattr, ["SOLVER", "BASE_LRS"], cfg)
+
+
+# ---------------------------------------------------------------------- the reference of the config
+
+
+def leaves(node, prefix=""):
+    for key, value in node.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else [(prefix + key, value)]
+
+
+def test_every_key_is_there_with_its_default_and_the_pages_are_what_the_tool_writes_now():
+    described = {key: default for _, key, default, _ in describe_keys()}
+    cfg = get_cfg()
+    for key in CONFIG_KEYS:
+        reduce(getattr, key.split("."), cfg)  # lets its project declare it
+    assert {key: value for key, value in described.items() if not isinstance(value, CfgNode)} == dict(leaves(cfg))
+    # else: python tools/config_reference.py
+    assert [str(page) for page, text in pages() if page.read_text() != text] == []
