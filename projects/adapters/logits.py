@@ -27,10 +27,10 @@ def losses_from(
     """Let a model that returns logits take whole batches: it then returns losses in train mode, logits in eval mode.
 
     If the model returns an object with ``logits``, as in Hugging Face, its output is these logits. Calls with several
-    arguments, or with arguments by name, are not changed.
+    arguments, or with arguments by name, are not changed. The model is changed in place and returned: it gets a
+    subclass of its class, so the names in its state stay.
 
     Args:
-        model: changed in place and returned; it gets a subclass of its class, so the names in its state stay.
         loss_fn: called with (output, target), gives a loss or a dict of losses; a module is trained and saved too.
             None: ``model`` is called with all entries of the batch by name, and returns an object with ``loss``.
         split: gives (inputs, target) of a batch. Default: the target is the last of several tensors, or ``label`` or

@@ -26,8 +26,7 @@ class ToIterableDataset(IterableDataset[Any]):
     order, with any number of workers.
 
     Args:
-        shard_sampler: divide the indices between loader workers. Switch it off only if the sampler differs in each
-            worker.
+        shard_sampler: divide the indices between loader workers; False: the sampler differs in each worker.
         shard_chunk_size: number of consecutive indices for the same worker. If it equals the batch size, batches are
             the same as without workers.
     """
@@ -47,12 +46,9 @@ class ToIterableDataset(IterableDataset[Any]):
 
 
 class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
-    """Lists of ``batch_size`` samples; in a list, either all samples are wider than high, or none is.
+    """Lists of ``batch_size`` dicts with ``width`` and ``height``, of which either all are wider than high, or none is.
 
     At the end of an iteration, samples of an incomplete list are kept for the next iteration.
-
-    Args:
-        dataset: dicts with ``width`` and ``height``.
     """
 
     def __init__(self, dataset: Iterable[Any], batch_size: int) -> None:

@@ -64,11 +64,9 @@ class ClassificationEvaluator(CountingEvaluator):
 class ConfusionMatrixEvaluator(ClassificationEvaluator):
     """The results of a `ClassificationEvaluator`; logs a table of the classes, and writes the confusion matrix.
 
-    Args:
-        class_names: C names for the table; None: their numbers.
-        confusion_file: a JSON file for the confusion matrix of up to 200 classes: ``confusion[label][prediction]`` is a
-            number of samples; with ``class_names``, ``task`` and the ``iteration`` of the results. "": no file. A run
-            writes ``OUTPUT_DIR/confusion_<dataset>.json``, unless TEST.MAX_BATCHES is set; ``--eval-only`` does not.
+    The JSON ``confusion_file`` is written for up to 200 classes: ``confusion[label][prediction]`` is a number of
+    samples; with ``class_names``, ``task`` and the ``iteration`` of the results. A run writes
+    ``OUTPUT_DIR/confusion_<dataset>.json``, unless TEST.MAX_BATCHES is set; ``--eval-only`` does not.
     """
 
     @configurable

@@ -22,9 +22,6 @@ class CountingEvaluator(DatasetEvaluator):
     A batch is a mapping with labels under ``label_key``, a list of samples with one each, or several tensors, the last
     of which is the labels. Without the default key ``label``, ``labels`` is read. The model's output is scores, alone
     or under ``"logits"`` or ``"scores"``.
-
-    Args:
-        class_names: C names for tables; None: their numbers.
     """
 
     dims = "NC"  # one letter per dimension of the scores; labels have the same dimensions except C
@@ -84,7 +81,7 @@ class CountingEvaluator(DatasetEvaluator):
         return {self._task: self.compute_metrics(counts)} if comm.is_main_process() else {}
 
     def names(self, num_classes: int) -> Sequence[str]:
-        names = self._class_names or [str(label) for label in range(num_classes)]
+        names = self._class_names or [*map(str, range(num_classes))]
         if len(names) != num_classes:
             raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")
         return names
@@ -103,15 +100,12 @@ class CountingEvaluator(DatasetEvaluator):
 
 
 def scores_of(outputs: Any, dims: str) -> Tensor:
-    """The scores in a model's output, see `CountingEvaluator`. Raises TypeError or ValueError if it has none."""
-    scores, shape = outputs, f"[{', '.join(dims)}]"
-    if isinstance(outputs, Mapping):
-        scores = outputs.get("logits", outputs.get("scores"))
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"the model must give scores {shape}, alone or as 'logits' or 'scores', got {outputs!r:.100}")
-    if scores.ndim != len(dims):
-        raise ValueError(f"scores must have the shape {shape}, got {list(scores.shape)}")
-    return scores
+    """The scores in a model's output, see `CountingEvaluator`. Raises TypeError if it has none."""
+    scores = outputs.get("logits", outputs.get("scores")) if isinstance(outputs, Mapping) else outputs
+    if isinstance(scores, Tensor) and scores.ndim == len(dims):
+        return scores
+    accepted = f"scores [{', '.join(dims)}], alone or as 'logits' or 'scores'"
+    raise TypeError(f"the model must give {accepted}, got {getattr(scores, 'shape', outputs)!s:.100}")
 
 
 def labels_of(inputs: Any, key: str) -> Tensor:

@@ -19,8 +19,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.losses import parse_losses
 
-# Modules that act randomly or update running statistics in train mode: dropout (also inside recurrent and attention
-# layers), batch and instance norm.
+# these act randomly in train mode, or update running statistics
 _FROZEN_TYPES = (_NormBase, _DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
 
 
@@ -69,9 +68,8 @@ class LossEvaluator(DatasetEvaluator):
         """Add one batch; raises as `parse_losses`."""
         num_samples = self._num_samples(inputs)
         for name, loss in self._losses(inputs).items():
-            # MPS has no float64.
-            loss = loss.to(torch.float32 if loss.device.type == "mps" else torch.float64) * num_samples
-            self._sums.setdefault(name, []).append(loss)
+            wide = loss.float() if loss.device.type == "mps" else loss.double()  # MPS has no float64
+            self._sums.setdefault(name, []).append(wide * num_samples)
             self._counts[name] = self._counts.get(name, 0) + num_samples
 
     def keep_up(self, inputs: Any) -> None:

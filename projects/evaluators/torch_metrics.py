@@ -11,12 +11,8 @@ class TorchMetrics(DatasetEvaluator):
     """``TorchMetrics({"f1": MulticlassF1Score(10)})``, as the result of a trainer's ``build_evaluator``.
 
     A metric has ``to(device)``, ``reset()``, ``update(outputs, labels)`` and ``compute()``, which gives one number.
-    Those of torchmetrics exchange what they have counted between ranks in ``compute()``.
-
-    Args:
-        metrics: name in the results -> metric.
-        label: the key of the labels in a batch.
-        task: the key of the results.
+    Those of torchmetrics exchange what they have counted between ranks in ``compute()``. Labels are under the key
+    ``label`` of a batch, and the results under ``task``.
     """
 
     def __init__(self, metrics: Mapping[str, Any], *, label: str = "label", task: str = "metrics") -> None:

@@ -12,12 +12,10 @@ class AccumulationSchedule(HookBase):
 
     In a config: ``{NAME: AccumulationSchedule, FACTORS: [[1000, 4], [5000, 16]]}``. Epochs are those of the first
     number, so give lengths in iterations.
-
-    Raises:
-        ValueError: the iterations do not grow, or a factor is less than 1.
     """
 
     priority = Priority.HIGHEST
+    config_keys = (("factors", "SOLVER.ACCUMULATION_FACTORS"),)
 
     def __init__(self, factors: Sequence[Sequence[int]]) -> None:
         self._factors = [(check_period("iteration", at), check_period("factor", to, minimum=1)) for at, to in factors]

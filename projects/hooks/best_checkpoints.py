@@ -15,8 +15,7 @@ from trainkit.utils.periods import check_period
 class BestCheckpoints(BestCheckpointer):
     """`BestCheckpointer` that also keeps the ``num_to_keep`` best values, as ``<file_prefix>_<iteration>``.
 
-    Of equal values the earlier one is better. It needs a trainkit checkpointer. CHECKPOINT.BEST_TO_KEEP of a config
-    makes these hooks.
+    Of equal values the earlier one is better. It needs a trainkit checkpointer.
     """
 
     _state_names = (*BestCheckpointer._state_names, "_kept")

@@ -40,16 +40,17 @@ def check(cfg: CfgNode) -> None:
 def prepare(cfg: CfgNode) -> None:
     """Put the hooks that the keys switch on into HOOKS."""
     factors, kept = cfg.SOLVER.ACCUMULATION_FACTORS, cfg.CHECKPOINT.BEST_TO_KEEP
-    wanted: list[tuple[Any, dict[str, Any]]] = [
-        (cfg.TEST.PRECISE_BN.ENABLED, {"NAME": "PreciseBN"}),
-        (cfg.MAX_TIME, {"NAME": "TimeLimit"}),
-        (factors, {"NAME": "AccumulationSchedule", "FACTORS": factors}),
-        (cfg.CHECKPOINT.PUBLISH, {"NAME": "PublishWeights"}),
-    ]
+    switches = {
+        "PreciseBN": cfg.TEST.PRECISE_BN.ENABLED,
+        "TimeLimit": cfg.MAX_TIME,
+        "AccumulationSchedule": factors,
+        "PublishWeights": cfg.CHECKPOINT.PUBLISH,
+    }
+    named = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
+    added = [{"NAME": name} for name, is_on in switches.items() if is_on and name not in named]
     if kept > 1:
-        for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items():
-            best = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": kept, "VAL_METRIC": metric, "FILE_PREFIX": prefix}
-            cfg.HOOKS = [*cfg.HOOKS, best]
+        common = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": kept}
+        prefixes = best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items()
+        added += [{**common, "VAL_METRIC": metric, "FILE_PREFIX": prefix} for metric, prefix in prefixes]
         cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
-    names = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
-    cfg.HOOKS = [*cfg.HOOKS, *(entry for is_on, entry in wanted if is_on and entry["NAME"] not in names)]
+    cfg.HOOKS = [*cfg.HOOKS, *added]

@@ -15,8 +15,7 @@ class CopyAhead(HookBase):
     """Batches are copied on a separate stream, so the next one is copied while the device still computes.
 
     The stream of the computation waits for the copies on the device; the host does not wait. No batch is drawn earlier.
-    Batches with other objects than plain tensors are copied by the stream of the computation. Every `DefaultTrainer` on
-    CUDA or XPU has this hook.
+    Batches with other objects than plain tensors are copied by the stream of the computation.
     """
 
     _stream: torch.Stream | None = None

@@ -12,16 +12,12 @@ from trainkit.utils.periods import check_period
 
 @HOOK_REGISTRY.register()
 class Freeze(HookBase):
-    """Do not train the parameters with certain names in iterations ``begin <= iter < end``.
+    """Do not train the parameters with certain names in iterations ``begin <= iter < end``; None: until the end.
 
     A frozen parameter gets no gradient, so weight decay and momentum do not change it either. The statistics of batch
     norm layers still change. In a model inside DistributedDataParallel or ``fully_shard`` the gradients are computed
-    and then removed, which saves no time.
-
-    Args:
-        names: patterns such as ``backbone.*``, in which ``*`` stands for any text, or one pattern. Each must fit a
-            trainable parameter.
-        end: None: the parameters stay frozen.
+    and then removed, which saves no time. ``names`` are patterns such as ``backbone.*``, or one; each must fit a
+    trainable parameter.
     """
 
     def __init__(self, names: str | list[str], begin: int = 0, end: int | None = None) -> None:
@@ -33,10 +29,9 @@ class Freeze(HookBase):
     def before_train(self) -> None:
         model = unwrap_model(self.trainer.model)
         trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        found = {pattern: fnmatch.filter(trainable, pattern) for pattern in self._names}
-        if wrong := [pattern for pattern, names in found.items() if not names]:
+        if wrong := [pattern for pattern in self._names if not fnmatch.filter(trainable, pattern)]:
             raise ConfigError(f"names of Freeze has {wrong}; trainable are: {', '.join(trainable)}")
-        self._targets = [trainable[name] for name in {name for names in found.values() for name in names}]
+        self._targets = [trainable[name] for pattern in self._names for name in fnmatch.filter(trainable, pattern)]
         # these wrappers decide in their constructors which parameters get gradients
         self._removes_gradients = model is not self.trainer.model or hasattr(model, "set_requires_gradient_sync")
 

@@ -45,12 +45,9 @@ class TorchMemoryStats(HookBase):
 class MemorySnapshot(HookBase):
     """If CUDA runs out of memory, write torch's history of allocations to a file.
 
-    View the file at https://docs.pytorch.org/memory_viz. Recording takes a few microseconds per allocation. Does
-    nothing without CUDA.
-
-    Args:
-        output_dir: folder of ``memory_<iteration>_rank<rank>.pickle``; default is the folder of the checkpoints.
-        max_entries: number of newest allocations that are kept.
+    View the file, ``memory_<iteration>_rank<rank>.pickle``, at https://docs.pytorch.org/memory_viz. It is in
+    ``output_dir`` or the folder of the checkpoints. The newest ``max_entries`` allocations are kept; recording one
+    takes a few microseconds.
     """
 
     def __init__(self, output_dir: str = "", max_entries: int = 100_000) -> None:
@@ -99,9 +96,7 @@ class GarbageCollection(HookBase):
     """Collect cyclic garbage only every ``period`` iterations, on all ranks in the same step.
 
     With Python's automatic collection each rank would pause at a different time, and all others would wait for it.
-
-    Args:
-        generation: 0 to 2, see ``gc.collect``; 2 looks at every object and takes seconds in a large program.
+    See ``gc.collect`` for ``generation``; 2 looks at every object and takes seconds in a large program.
     """
 
     priority = SAVE_POINT + 4  # after the hooks that use memory

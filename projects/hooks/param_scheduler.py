@@ -80,13 +80,9 @@ class ParamScheduler(HookBase):
 
 def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
     """name -> where the number is in the group: (key, None), or (key, index) for an item of ``betas``."""
-    found: dict[str, tuple[str, int | None]] = {
-        key: (key, None) for key, value in group.items() if isinstance(value, Tensor) or is_number(value)
-    }
-    if "betas" in group:
-        found |= {"betas.0": ("betas", 0), "betas.1": ("betas", 1)}
-        found.setdefault("momentum", ("betas", 0))
-    return found
+    numbers = [key for key, value in group.items() if isinstance(value, Tensor) or is_number(value)]
+    betas = {"momentum": ("betas", 0), "betas.0": ("betas", 0), "betas.1": ("betas", 1)} if "betas" in group else {}
+    return {**betas, **{key: (key, None) for key in numbers}}
 
 
 def _get(group: dict[str, Any], key: str, index: int | None) -> Any:

@@ -28,12 +28,9 @@ class PreciseBN(HookBase):
 
     The statistics are taken over ``num_iter`` batches of ``data_loader`` (and over all ranks) in train mode, each batch
     with the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see Wu
-    and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader starts again each time, so the result is a
-    function of the weights. Random state is restored. Without batch norm in train mode, the hook does nothing.
-
-    Args:
-        period: in iterations; 0: only after the last one.
-        data_loader: the training data, in a loader that only this hook uses.
+    and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader, which only this hook uses, starts again each
+    time, so the result is a function of the weights. Random state is restored. Without batch norm in train mode, the
+    hook does nothing. With ``period`` 0 it runs only after the last iteration.
     """
 
     priority = 47  # before the checkpointer: the statistics are part of what is saved and evaluated
@@ -80,11 +77,11 @@ class PreciseBN(HookBase):
         with EventStorage(), preserve_rng_state(), _batch_statistics(self._layers):
             for batch in itertools.islice(self._data_loader, self._num_iter):
                 self._model(move_to_device(batch, device))
-                count += 1
+                new, count = _pack(self._layers, "running_mean"), count + 1
                 # running means over batches; `between` becomes the variance of the batches' means (Welford)
-                delta = _pack(self._layers, "running_mean") - mean
+                delta = new - mean
                 mean = mean + delta / count
-                between = between + (delta * (_pack(self._layers, "running_mean") - mean) - between) / count
+                between = between + (delta * (new - mean) - between) / count
                 var = var + (_pack(self._layers, "running_var") - var) / count
         mean, var, count = _over_ranks(mean, var + between, count)
         if count == 0:

@@ -15,9 +15,7 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class TorchProfiler(HookBase):
-    """Profile the iterations that ``enable_predicate`` picks, each into its own trace.
-
-    Shapes, memory, stacks and FLOPs are recorded, which slows these steps down.
+    """Profile shapes, memory, stacks and FLOPs of some iterations, each into its own trace; it slows these steps down.
 
     Args:
         enable_predicate: a function of the trainer, or ``[begin, end]``, where ``end`` is not included.

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -75,15 +74,12 @@ def publish_weights(
 ) -> str:
     """Write ``{"model": weights}`` of a checkpoint into the same folder: one plain file, also for a sharded checkpoint.
 
-    The file is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which ``torch.hub`` verifies. Then
-    older published files of the same checkpoint are removed. A run does not resume from such a file.
+    The file, whose path is returned, is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which
+    ``torch.hub`` verifies. A run does not resume from such a file.
 
     Args:
         weights: "model", or "ema": the average of the `EMAHook`, and the model's own weights where nothing is averaged.
         format: "safetensors" writes only the tensors, by their names, to a file that ends in ``.safetensors``.
-
-    Returns:
-        The path of the file.
 
     Raises:
         CheckpointError: the checkpoint cannot be read or lacks these weights, or the file cannot be written.
@@ -107,8 +103,4 @@ def publish_weights(
     published = folder / f"{name}_published-{hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]}.{format}"
     os.replace(unnamed, published)
     sync_folder(str(folder))
-    older = re.compile(re.escape(name) + r"_published(-[0-9a-f]{8})?\.(pth|safetensors)")
-    for file in folder.iterdir():
-        if older.fullmatch(file.name) and file != published:
-            file.unlink()
     return str(published)

@@ -1,11 +1,18 @@
-"""A new order of the data in every epoch."""
+"""What depends on the epoch: the order of the data, and periods."""
 
 from fractions import Fraction
 from math import floor
 from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.utils.periods import exact
+from trainkit.utils.periods import exact, is_last, is_nth, periods_done
+
+
+def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
+    """Whether an action with this period in epochs is due; call it at the end of an epoch."""
+    last = max(trainer.epoch + 1, periods_done(trainer.iter + 1, trainer.iters_per_epoch))
+    ends = any(is_nth(epoch, period, offset) for epoch in range(trainer.epoch + 1, last + 1))
+    return ends or (or_last and is_last(trainer))
 
 
 @HOOK_REGISTRY.register()
@@ -14,7 +21,6 @@ class SamplerSeed(HookBase):
 
     ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler is called if it exists: before each
     epoch, before a run that starts inside one, and when a new pass over the data starts between micro-batches.
-    `DefaultTrainer` adds this hook if one of them has the method. The samplers of `trainkit.data` do not need it.
     """
 
     priority = 43

@@ -37,11 +37,8 @@ class Throughput(HookBase):
 
     If the model has ``flops_per_sample`` (a number, or a method without arguments: operations of forward and backward
     pass), ``mfu_pct`` is stored too: these operations as a percentage of ``peak_tflops``, see Chowdhery et al., "PaLM",
-    appendix B. If the model has ``tokens_per_sample`` (in the same form), ``tokens_per_sec`` is stored.
-
-    Args:
-        peak_tflops: of one device in the precision of the job, in 10^12 operations per second. None: in 16 bits, if
-            the device is in `PEAK_TFLOPS`.
+    appendix B. If the model has ``tokens_per_sample`` (in the same form), ``tokens_per_sec`` is stored. ``peak_tflops``
+    is that of one device in the precision of the job; None: in 16 bits, if the device is in `PEAK_TFLOPS`.
     """
 
     priority = 41  # early: the time of a step must not include other hooks

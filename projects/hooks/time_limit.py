@@ -11,11 +11,9 @@ _SECONDS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 
 @HOOK_REGISTRY.register()
 class TimeLimit(HookBase):
-    """Stop the run and save it, as a signal does, when it has trained for ``max_time``.
+    """Stop the run and save it, as a signal does, when ``train()`` has taken ``max_time``, such as ``1d 12h``.
 
-    Args:
-        max_time: such as ``23h``, ``90m`` or ``1d 12h``; counted from the start of ``train()``. A resumed run has the
-            whole time again. MAX_TIME of a config makes this hook.
+    A resumed run has the whole time again.
     """
 
     config_keys = (("max_time", "MAX_TIME"),)

@@ -37,13 +37,11 @@ class VisualizationHook(HookBase):
     Args:
         draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and the model's outputs for it, both on
             the model's device, and returns an RGB image or a list of them: array or tensor, shape ``[H, W, 3]``, uint8.
-            Random state is restored after it.
-        period: in batches of an evaluation.
+            Random state is restored after it. ``options`` are further arguments, by name.
         output_dir: default is ``visualization`` in the OUTPUT_DIR of the trainer's config.
-        phases: which evaluations are drawn: "val", "test" or "both".
+        phases: which evaluations are drawn.
         names: the key under which a batch, or each of its samples, has names or file names. The images that ``draw``
             returns must then belong to the first samples of the batch.
-        options: further arguments of ``draw``, by name.
     """
 
     def __init__(

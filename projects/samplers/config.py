@@ -1,6 +1,9 @@
-"""The config keys of this project."""
+"""The config keys of this project, and the option ``--overfit-batches N``."""
 
-from trainkit.config import CfgNode
+import argparse
+from typing import Any
+
+from trainkit.config import CfgNode, ConfigError
 from trainkit.config.checks import check_accepted, check_conflicts
 
 _OVERFIT, _LIMIT = "DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH"
@@ -28,3 +31,16 @@ def prepare(cfg: CfgNode) -> None:
     if limits and cfg.DATALOADER.SAMPLER_TRAIN != "limited_sampler":
         cfg.DATALOADER["LIMITED"] = cfg.DATALOADER.SAMPLER_TRAIN
         cfg.DATALOADER.SAMPLER_TRAIN = "limited_sampler"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option."""
+    text = "train on the same N batches again and again, to see whether the model can learn them; evaluate N batches"
+    parser.add_argument("--overfit-batches", type=int, default=0, metavar="N", help=text)
+
+
+def apply(cfg: Any, args: argparse.Namespace) -> None:
+    """Set the keys in place, by item, since the config may be frozen. Raises ConfigError for a LazyConfig."""
+    if not isinstance(cfg, CfgNode):
+        raise ConfigError("--overfit-batches is given, but the job has a LazyConfig; limit dataloader.train instead")
+    cfg.DATALOADER["OVERFIT_BATCHES"] = cfg.TEST["MAX_BATCHES"] = args.overfit_batches

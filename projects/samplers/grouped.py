@@ -17,12 +17,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
     """Batches whose samples are of one group, yielded in the order in which they become full.
 
     When a finite sampler ends, samples of batches that are not full are left out. Only with an `InfiniteSampler` there
-    is a state. A resumed loader draws all indices again, without loading.
-
-    Args:
-        sampler: indices into ``group_ids``, finite or endless.
-        group_ids: the group of each sample, integers ``[N]``.
-        batch_size: samples per batch of this rank.
+    is a state. A resumed loader draws all indices again, without loading. ``group_ids`` holds the group of each sample,
+    ``batch_size`` is that of this rank.
     """
 
     def __init__(

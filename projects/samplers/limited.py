@@ -11,12 +11,9 @@ from trainkit.data.samplers import InfiniteSampler
 
 
 class LimitedSampler(InfiniteSampler):
-    """The first samples of each epoch of ``sampler``, without end.
+    """The first ``size`` samples, over all ranks, of each epoch of ``sampler``, without end.
 
-    Args:
-        sampler: its epochs have at least ``samples_per_epoch`` samples.
-        size: the largest number of samples in an epoch, over all ranks.
-        repeat_first: every epoch is the start of the first epoch, in the same order.
+    With ``repeat_first`` every epoch is the start of the first epoch, in the same order.
     """
 
     def __init__(self, sampler: InfiniteSampler, size: int, *, repeat_first: bool = False) -> None:

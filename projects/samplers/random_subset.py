@@ -15,10 +15,7 @@ from trainkit.utils import comm
 class RandomSubsetTrainingSampler(TrainingSampler):
     """A fixed random subset of the samples, in a new order each epoch, without end; an epoch is a pass over the subset.
 
-    Args:
-        size, shuffle: as for `TrainingSampler`.
-        subset_ratio: fraction of the samples in the subset, in (0, 1].
-        seed_shuffle, seed_subset: the seeds of the order and of the choice, see ``seed`` of ``InfiniteSampler``.
+    The subset is a fraction ``subset_ratio`` of the samples; for the other arguments see `TrainingSampler`.
     """
 
     @configurable

@@ -18,12 +18,8 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
 
     Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, lengths and
     periods in iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate,
-    Large Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. Nothing changes if
-    the reference is 0. A default WARMUP_ITERS
-    stays.
-
-    Returns:
-        ``cfg`` itself if nothing changes, else a changed copy with ``num_workers`` as reference.
+    Large Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. A default
+    WARMUP_ITERS stays. Returns ``cfg`` itself if nothing changes, else a changed copy.
     """
     reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference in (0, num_workers):
@@ -52,21 +48,16 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         entry.update({key: shorter(entry[key]) for key in _SCHEDULE_LENGTHS & entry.keys()})
         if entry["NAME"] == "Exponential" and "GAMMA" in entry:  # a factor per iteration
             entry["GAMMA"] **= scale
-    logger.info(
-        "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations",
-        *(reference, num_workers, solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER),
-    )
+    text = "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations"
+    logger.info(text, reference, num_workers, solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER)
     return cfg
 
 
 def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
     """Multiply learning rates by the ratio of the samples per iteration to SOLVER.REFERENCE_BATCH_SIZE.
 
-    Samples per iteration are IMS_PER_BATCH (over all ranks) * ACCUMULATION_STEPS. Nothing changes if the reference is 0
-    or equals this number.
-
-    Returns:
-        ``cfg`` itself if nothing changes, else a changed copy with this number as reference.
+    Samples per iteration are IMS_PER_BATCH (over all ranks) * ACCUMULATION_STEPS. Returns ``cfg`` itself if nothing
+    changes, else a changed copy.
     """
     reference, batch_size = cfg.SOLVER.REFERENCE_BATCH_SIZE, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
     if reference in (0, batch_size):
@@ -74,10 +65,8 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
     cfg = cfg.clone()
     _scale_lr(cfg.SOLVER, batch_size / reference)
     cfg.SOLVER["REFERENCE_BATCH_SIZE"] = batch_size
-    logger.info(
-        "Learning rate scaled from %d to %d samples per iteration: SOLVER.BASE_LR is %g",
-        *(reference, batch_size, cfg.SOLVER.BASE_LR),
-    )
+    text = "Learning rate scaled from %d to %d samples per iteration: SOLVER.BASE_LR is %g"
+    logger.info(text, reference, batch_size, cfg.SOLVER.BASE_LR)
     return cfg
 
 

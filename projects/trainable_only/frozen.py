@@ -1,13 +1,12 @@
 """Leave frozen parameters out of checkpoints."""
 
 import copy
-import hashlib
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.ranks import digest_of
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.utils.device import unwrap_model
 
@@ -63,6 +62,5 @@ class FrozenWeights(HookBase):
         return dict(unwrap_model(self._model or self.trainer.model).named_parameters())
 
 
-def _digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(content.data, digest_size=16).hexdigest()
+def _digest(parameter: nn.Parameter) -> str:
+    return digest_of(parameter)[-1].hex()

@@ -75,10 +75,10 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
         "hooks": (
             "accumulation: AccumulationSchedule; best_checkpoints: BestCheckpoints; copy_ahead: CopyAhead; "
-            "ema: EMAHook; epochs: is_due_epoch; freeze: Freeze; gradients: CheckFiniteLoss GradNorm UnusedParameters; "
+            "ema: EMAHook; freeze: Freeze; gradients: CheckFiniteLoss GradNorm UnusedParameters; "
             "memory: EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats; param_scheduler: ParamScheduler; "
             "precise_bn: PreciseBN; profiler: AutogradProfiler TorchProfiler; publish_weights: PublishWeights; "
-            "reduce_on_plateau: ReduceOnPlateau; runtime_info: RuntimeInfo; sampler_seed: SamplerSeed; "
+            "reduce_on_plateau: ReduceOnPlateau; runtime_info: RuntimeInfo; sampler_seed: SamplerSeed is_due_epoch; "
             "sync_buffers: SyncBuffers; throughput: Throughput; time_limit: TimeLimit; "
             "visualization: VISUALIZER_REGISTRY VisualizationHook"
         ),
@@ -117,7 +117,7 @@ OPTIONS: dict[str, str] = _by_name(
         "fast_dev": "options: --fast-dev-run",
         "replay": "fork: --fork",
         "preflight": "options: --preflight --preflight-quick",
-        "samplers": "options: --overfit-batches",
+        "samplers": "--overfit-batches",
     }
 )
 """Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainkit.projects.evaluators import ConfusionMatrixEvaluator
+from trainkit.projects.evaluators.classification import ConfusionMatrixEvaluator
 
 from trainkit.config import get_cfg
 from trainkit.evaluation import ClassificationEvaluator
@@ -78,7 +78,7 @@ def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted():
         (LABELS, SCORES, TypeError, "batch must be a mapping with the key 'label'.*got tensor"),
         ({"label": LABELS[:2]}, SCORES, ValueError, r"shape \[5\].*\[2\]"),
         ({"label": LABELS.float()}, SCORES, ValueError, "labels must be integers.*torch.float32"),
-        ({"label": LABELS}, SCORES[:, 0], ValueError, r"scores must have the shape \[N, C\], got \[5\]"),
+        ({"label": LABELS}, SCORES[:, 0], TypeError, r"must give scores \[N, C\].*got torch.Size\(\[5\]\)"),
         ({"label": LABELS}, {"boxes": SCORES}, TypeError, "'logits' or 'scores'.*boxes"),
         ({"label": torch.tensor([0, -1])}, SCORES[:2], ValueError, "1 labels are not below 3 classes"),
         ({"label": torch.tensor([3, 4])}, SCORES[:2], ValueError, "2 labels are not below 3 classes"),

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from trainkit.projects.samplers.options import apply
+from trainkit.projects.samplers.config import apply
 
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError, check_values, scale_workers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.trainable_only import FrozenWeights
+from trainkit.projects.trainable_only.frozen import FrozenWeights
 
 from tests.checkpoint.conftest import Counter
 from tests.engine.job import tiny_cfg
