@@ -62,8 +62,8 @@ class LazyConfig:
             dataclasses become calls that make them.
 
         Raises:
-            ConfigError: a file cannot be read, imports itself or lacks a name. Errors of the code in a file, and of
-                omegaconf, are not changed.
+            ConfigError: a file cannot be read or lacks a name. Errors of the code in a file, and of omegaconf, are not
+                changed.
         """
         path = os.path.abspath(os.path.expanduser(filename))
         if not path.endswith((".py", ".yaml", ".yml")):

@@ -13,25 +13,19 @@ from trainkit.projects.lazy.nodes import to_node
 from trainkit.utils.errors import ConfigError
 
 
-def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
+def run_file(path: str) -> ModuleType:
     """Run a config file as a module of its own, which is not in ``sys.modules``.
 
-    Args:
-        importing: the chain of files being run, each of which imports the next one.
-
     Raises:
-        ConfigError: the file cannot be read, or imports itself. Errors of its code are not changed.
+        ConfigError: the file cannot be read. Errors of its code are not changed.
     """
-    chain = (*importing, os.path.realpath(path))
-    if chain[-1] in importing:
-        raise ConfigError(f"a config file imports itself: {' -> '.join(chain)}")
     try:
         source = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
     module = ModuleType(f"<config {path}>")
     # An import statement calls __import__ of its own namespace, so this changes no other code
-    own_builtins = {**vars(builtins), "__import__": partial(_import, path, chain)}
+    own_builtins = {**vars(builtins), "__import__": partial(_import, path)}
     vars(module).update(__file__=path, __builtins__=own_builtins)
     exec(compile(source, path, "exec", dont_inherit=True), vars(module))
     return module
@@ -39,7 +33,6 @@ def run_file(path: str, importing: tuple[str, ...] = ()) -> ModuleType:
 
 def _import(
     path: str,
-    chain: tuple[str, ...],
     name: str,
     globals: Mapping[str, object] | None = None,
     locals: Mapping[str, object] | None = None,
@@ -51,10 +44,9 @@ def _import(
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
     wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
-    if not name or not os.path.isfile(wanted):
-        problem = f"{wanted} does not exist" if name else "write from .file import name"
-        raise ImportError(f"{path}: the relative import from {'.' * level + name!r}: {problem}")
-    module = run_file(wanted, chain)
+    if not os.path.isfile(wanted):
+        raise ImportError(f"{path}: the relative import from {'.' * level + name!r}: {wanted} does not exist")
+    module = run_file(wanted)
     for imported in list(vars(module)) if "*" in (fromlist or ()) else fromlist or ():
         value = vars(module).get(imported)
         if isinstance(value, dict) and not imported.startswith("_"):

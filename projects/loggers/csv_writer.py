@@ -11,10 +11,9 @@ from trainkit.utils.events.writers import WRITER_REGISTRY, LinesWriter, Row
 class CSVWriter(LinesWriter):
     """One line ``iteration,epoch,name,value`` per new scalar, smoothed; the first line has these names.
 
-    ``epoch`` is empty, except in earlier files. A value that is not finite is ``nan``, ``inf`` or ``-inf``. A name that
-    a spreadsheet would read as a formula gets an apostrophe before it. The file grows and is cut like that of
-    `JSONWriter`. For a column per scalar, use pandas: ``pandas.read_csv(path).pivot_table(index="iteration",
-    columns="name", values="value")``.
+    ``epoch`` is empty, except in earlier files. A value that is not finite is ``nan``, ``inf`` or ``-inf``. The file
+    grows and is cut like that of `JSONWriter`. For a column per scalar, use pandas:
+    ``pandas.read_csv(path).pivot_table(index="iteration", columns="name", values="value")``.
     """
 
     def __init__(self, csv_file: str | Path, window_size: int = 20) -> None:
@@ -23,15 +22,9 @@ class CSVWriter(LinesWriter):
     def format(self, rows: list[Row]) -> str:
         lines = io.StringIO()
         csv_format.writer(lines, lineterminator="\n").writerows(
-            (iter, "", _text_cell(name), repr(value)) for iter, row in rows for name, value in row.items()
+            (iter, "", name, repr(value)) for iter, row in rows for name, value in row.items()
         )
         return lines.getvalue()
-
-
-def _text_cell(name: str) -> str:
-    """The name as text: not a formula for a spreadsheet, and without carriage returns, which ``csv`` does not quote."""
-    name = name.replace("\r", " ")
-    return f"'{name}" if name[:1].isspace() or name.startswith(("=", "+", "-", "@")) else name
 
 
 @WRITER_REGISTRY.register()

@@ -10,7 +10,7 @@ from trainkit.utils.errors import not_accepted
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIODS", "TIMESCALE", "WARMUP", "DECAY"}
+_SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIODS", "TIMESCALE"}
 
 
 def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:

@@ -17,7 +17,7 @@ from trainkit.utils.periods import exact, is_whole, periods_done
 _logger = logging.getLogger(__name__)
 
 _EXAMPLE = '{NAME: Linear, END: 500} or {NAME: Cosine, BEGIN: 500, END: "90ep"}'
-_LENGTHS = ("length", "milestones", "periods", "timescale", "warmup", "decay")  # arguments in iterations
+_LENGTHS = ("length", "milestones", "periods", "timescale")  # arguments in iterations
 
 
 @LR_SCHEDULER_BUILDER_REGISTRY.register()

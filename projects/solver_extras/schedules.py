@@ -11,13 +11,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from trainkit.solver.lr_scheduler import Schedule
 from trainkit.utils.periods import exact, periods_done
 from trainkit.utils.registry import Registry
-
-Anneal: TypeAlias = Literal["cos", "linear"]
 
 SCHEDULE_REGISTRY = Registry("SCHEDULE")
 """Classes and functions that return a `Schedule`. If a config gives no ``length``, it is that of the entry."""
@@ -111,7 +109,7 @@ def Polynomial(
 def OneCycle(
     length: int,
     pct_start: float = 0.3,
-    anneal: Anneal = "cos",
+    anneal: Literal["cos", "linear"] = "cos",
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
     three_phase: bool = False,
@@ -146,32 +144,6 @@ def InverseSquareRoot(timescale: int) -> Schedule:
     """``base * sqrt(timescale / (t + timescale))``; after a warm-up of ``timescale`` iterations it is the rule of
     Vaswani et al., "Attention Is All You Need"."""
     return lambda t, base: base * math.sqrt(timescale / (t + timescale))
-
-
-@SCHEDULE_REGISTRY.register()
-def WarmupStableDecay(
-    length: int,
-    warmup: int,
-    decay: int,
-    start_factor: float = 0.0,
-    anneal: Anneal = "linear",
-    *,
-    end_value: float | None = None,
-    end_ratio: float | None = None,
-) -> Schedule:
-    """A linear rise from ``start_factor`` times the base to the base in ``warmup`` iterations, then the base, then a
-    fall to the end value in ``decay`` iterations; Hu et al., "MiniCPM"."""
-    if warmup + decay >= length:
-        raise ValueError(f"warmup {warmup} and decay {decay} must be shorter than length {length} together")
-    interpolate, end_of = _INTERPOLATIONS[anneal], _end(end_value, end_ratio)
-
-    def schedule(t: int, base: float) -> float:
-        if t < warmup:
-            return _linear(base * start_factor, base, t / warmup)
-        decayed = min(t, length - 1) - (length - 1 - decay)
-        return base if decayed <= 0 else interpolate(base, end_of(base), decayed / decay)
-
-    return schedule
 
 
 def Segment(schedule: Schedule, begin: int, end: int) -> Schedule:
@@ -209,12 +181,7 @@ def _half_cosine(start: float, end: float, t: int, length: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * t / length)) / 2
 
 
-def _linear(start: float, end: float, done: float) -> float:
-    return (end - start) * done + start
-
-
-def _cosine(start: float, end: float, done: float) -> float:
-    return end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)  # the formula of torch's OneCycleLR
-
-
-_INTERPOLATIONS = {"linear": _linear, "cos": _cosine}
+_INTERPOLATIONS: dict[str, Callable[[float, float, float], float]] = {  # the formulas of torch's OneCycleLR
+    "linear": lambda start, end, done: (end - start) * done + start,
+    "cos": lambda start, end, done: end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1),
+}

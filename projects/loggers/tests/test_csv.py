@@ -52,17 +52,3 @@ def test_the_file_of_a_resumed_run_is_cut_at_its_checkpoint_and_has_one_header(t
     write(second, range(4, 7))
     assert path.read_text() == whole
     assert whole.endswith((tmp_path / "metrics.csv.cut_1").read_text())
-
-
-def test_a_name_that_a_spreadsheet_would_compute_is_text_and_numbers_stay_numbers(tmp_path):
-    names = ["=HYPERLINK(A1)", "+1", "-1", "@SUM", "\tx", "\n=x", " =x"]
-    writer = CSVWriter(tmp_path / "metrics.csv")
-    with EventStorage() as storage:
-        for name in [*names, "\r=x", "a=b", "c\r=d"]:
-            storage.put_scalar(name, -1.5)
-        writer.write()
-        writer.close()
-    with open(tmp_path / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert {row["name"] for row in rows} == {*(f"'{name}" for name in names), "a=b", "c =d"}
-    assert {row["value"] for row in rows} == {"-1.5"}

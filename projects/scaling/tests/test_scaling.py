@@ -29,7 +29,6 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
         {"NAME": "Linear", "END": 8, "LENGTH": 8, "START_FACTOR": 0.5},
         {"NAME": "MultiStep", "BEGIN": 8, "MILESTONES": [16, "3ep"], "GAMMA": 0.5},
         {"NAME": "Cosine", "END": "2ep", "END_VALUE": 0.25, "END_RATIO": None},
-        {"NAME": "WarmupStableDecay", "WARMUP": 4, "DECAY": 12, "END_VALUE": None},
         {"NAME": "UsersOwn", "PATIENCE": 8},
     ]
     cfg = make_cfg(MAX_ITER=80, REFERENCE_WORLD_SIZE=8, SCHEDULES=schedules)
@@ -38,7 +37,6 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
         {"NAME": "Linear", "END": 16, "LENGTH": 16, "START_FACTOR": 0.5},
         {"NAME": "MultiStep", "BEGIN": 16, "MILESTONES": [32, "3ep"], "GAMMA": 0.5},
         {"NAME": "Cosine", "END": "2ep", "END_VALUE": 0.125, "END_RATIO": None},
-        {"NAME": "WarmupStableDecay", "WARMUP": 8, "DECAY": 24, "END_VALUE": None},
         {"NAME": "UsersOwn", "PATIENCE": 8},
     ]
     assert (cfg.SOLVER.SCHEDULES[0]["END"], scaled.MAX_ITER) == (8, 160)

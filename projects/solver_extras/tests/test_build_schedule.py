@@ -104,7 +104,6 @@ def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
         ({"NAME": "MultiStep", "MILESTONES": 5}, r"\[1\] \(MultiStep\) refuses MILESTONES=5: "),
         ({"NAME": "CosineRestarts", "PERIODS": [2, 3], "WEIGHTS": [1]}, "weights must be one for each period"),
         ({"NAME": "OneCycle", "PCT_START": 0.1}, "pct_start 0.1 leaves no room"),
-        ({"NAME": "WarmupStableDecay", "WARMUP": 6, "DECAY": 4}, "warmup 6 and decay 4 must be shorter than length 10"),
         ({"NAME": "Cosine", "END_VALUE": 0.1, "END_RATIO": 0.2}, "end_value 0.1 and end_ratio 0.2 both"),
         ({"NAME": "Cosine", "BEGIN": 5, "END": 5}, r"\[1\] \(Cosine\): END: got 5 .*accepted: iterations, an int >= 6"),
     ],
