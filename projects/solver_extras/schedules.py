@@ -122,7 +122,9 @@ def OneCycle(
         pct_start: fraction of the iterations in which the value rises.
         three_phase: the value falls to the start value as fast as it rose, then to the end.
     """
-    interpolate, last, peak = _INTERPOLATIONS[anneal], length - 1, float(pct_start * length) - 1
+    last, peak = length - 1, float(pct_start * length) - 1
+    if anneal not in ("cos", "linear"):
+        raise ValueError(f"anneal must be cos or linear, got {anneal!r}")
     if peak == 0 or peak >= (last / 2 if three_phase else last):
         raise ValueError(f"pct_start {pct_start!r} leaves no room to rise and fall in {length} iterations")
     ends = [peak, float(2 * pct_start * length) - 2, last] if three_phase else [peak, last]
@@ -134,7 +136,7 @@ def OneCycle(
         t = min(t, last)
         i = next(i for i, end in enumerate(ends) if t <= end)
         begin = ends[i - 1] if i else 0.0
-        return interpolate(values[i], values[i + 1], (t - begin) / (ends[i] - begin))
+        return _interpolate(anneal, values[i], values[i + 1], (t - begin) / (ends[i] - begin))
 
     return schedule
 
@@ -181,7 +183,8 @@ def _half_cosine(start: float, end: float, t: int, length: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * t / length)) / 2
 
 
-_INTERPOLATIONS: dict[str, Callable[[float, float, float], float]] = {  # the formulas of torch's OneCycleLR
-    "linear": lambda start, end, done: (end - start) * done + start,
-    "cos": lambda start, end, done: end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1),
-}
+def _interpolate(anneal: str, start: float, end: float, done: float) -> float:
+    """The formulas of torch's OneCycleLR."""
+    if anneal == "linear":
+        return (end - start) * done + start
+    return end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
