@@ -84,7 +84,7 @@ def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with
 # ---------------------------------------------------------------------- late hooks
 
 
-@pytest.mark.parametrize("name", ["batch", "losses"])
+@pytest.mark.parametrize("name", ["batch", "losses", "outputs"])
 def test_below_the_save_point_what_belongs_to_the_step_is_gone_in_every_run(name):
     model = Regression()
     trainer = SimpleTrainer(model, batches(2), sgd(model))

@@ -12,10 +12,8 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup, default_writers, user_errors_exit
 from trainkit.utils.events import (
-    WRITER_REGISTRY,
     CommonMetricPrinter,
     EventStorage,
-    EventWriter,
     JSONWriter,
     TensorboardXWriter,
 )
@@ -59,18 +57,15 @@ def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
     assert not any(args[name] for name in args.keys() - of_the_core.keys())  # options of projects
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "printed"),
-    [
+def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys):
+    for error, code, printed in (
         (ConfigError("MODEL.NAME is empty"), 2, "error: MODEL.NAME is empty\n"),
         (CheckpointError("no such file"), 2, "error: no such file\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
-    ],
-)
-def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(error, code, printed, capsys):
-    with pytest.raises(SystemExit, match=f"^{code}$"), user_errors_exit():
-        raise error
-    assert capsys.readouterr().err == printed
+    ):
+        with pytest.raises(SystemExit, match=f"^{code}$"), user_errors_exit():
+            raise error
+        assert capsys.readouterr().err == printed
     with pytest.raises(ZeroDivisionError), user_errors_exit():  # a mistake of the program keeps its traceback
         1 / 0  # noqa: B018
 
@@ -121,7 +116,7 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     assert text in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("args", [NEW, RESUME, EVAL])
+@pytest.mark.parametrize("args", [NEW, RESUME])
 def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
@@ -140,7 +135,7 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
         metrics.close()
     assert (names_in(outside), (outside / "log.txt").read_text()) == (["log.txt"], "of somebody else")
     assert sorted(path.name for path in (folder / "previous_2").iterdir() if path.is_symlink()) == links[:3]
-    assert (folder / "model_0000004.pth").exists() == (args is not NEW)
+    assert (folder / "model_0000004.pth").exists() == (args is RESUME)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +165,9 @@ def test_folders_become_absolute(tmp_path, monkeypatch, start):
 
 
 def test_the_config_is_printed_before_anything_is_made(tmp_path, capsys):
-    cfg = cfg_for(tmp_path / "run", "SOLVER.MAX_ITER", "3ep")
+    cfg, again = cfg_for(tmp_path / "run", "SOLVER.MAX_ITER", "3ep"), get_cfg()
     with pytest.raises(SystemExit) as caught:
         default_setup(cfg, Namespace(print_config=True))
-    again = get_cfg()
     again.merge_from_other_cfg(CfgNode.load_cfg(capsys.readouterr().out))
     assert (caught.value.code, again, names_in(tmp_path)) == (None, cfg, [])
 
@@ -212,20 +206,3 @@ def test_the_default_writers(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     assert [type(writer) for writer in default_writers(tmp_path, 10)] == kinds[:2]
     assert "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'" in caplog.messages
-
-
-def test_a_registered_writer_gets_the_folder_and_the_window_and_the_config_if_it_takes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(WRITER_REGISTRY, "_objects", {})
-
-    @WRITER_REGISTRY.register()
-    class Mine(EventWriter):
-        def __init__(self, output_dir, window_size):
-            self.given = output_dir, window_size
-
-    @WRITER_REGISTRY.register()
-    class OfAConfig(EventWriter):
-        def __init__(self, output_dir, window_size, cfg):
-            self.given = cfg
-
-    first, second = default_writers(tmp_path, names=["Mine", "OfAConfig"], window_size=7, cfg=get_cfg())
-    assert (first.given, second.given) == ((tmp_path, 7), get_cfg())

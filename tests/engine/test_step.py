@@ -455,7 +455,3 @@ def test_outputs_of_the_model_are_for_hooks_until_the_save_point_and_no_metric(a
     trainer.train(0, 1)
     assert seen == 2 * [2.0 if accumulation_steps == 1 else [2.0, 6.0]]
     assert {*scalars(trainer)} == {"total_loss"}
-
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.outputs)], priority=100)
-    with pytest.raises(RuntimeError, match=r"trainer\.outputs is there in after_backward"):
-        trainer.train(0, 1)

@@ -21,13 +21,6 @@ def test_without_a_process_group_there_is_one_process():
     assert list(comm.reduce_dict(values).items()) == [("a", values["a"]), ("b", values["b"])]
 
 
-def test_a_process_may_have_the_data_of_another_rank():
-    comm.set_data_ranks(3, 4)
-    assert (comm.get_data_rank(), comm.get_data_world_size(), comm.get_data_group_size()) == (3, 4, 1)
-    comm.set_data_ranks()
-    assert (comm.get_data_rank(), comm.get_data_world_size(), comm.get_data_group_size()) == (0, 1, 1)
-
-
 def test_the_shared_seed_follows_numpys_seed_and_moves_on():
     np.random.seed(3)
     seeds = [comm.shared_random_seed(), comm.shared_random_seed()]

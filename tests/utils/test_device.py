@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from trainkit.utils.device import device_of, move_to_device, resolve_device
 
-META = torch.device("meta")  # a device that is not the CPU, on every machine
+CPU, META = torch.device("cpu"), torch.device("meta")  # the latter is not the CPU, on every machine
 Pair = namedtuple("Pair", "x y")
 
 
@@ -16,6 +16,9 @@ def test_auto_takes_the_accelerator_that_torch_sees_else_the_cpu(monkeypatch):
         accelerator = found and torch.device(found)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, a=accelerator: a)
         assert resolve_device("auto") == torch.device(device)
+    buffers_only = nn.Module()
+    buffers_only.register_buffer("mean", torch.zeros(1, device="meta"))
+    assert [device_of(module) for module in (nn.Linear(1, 1), buffers_only, nn.ReLU())] == [CPU, META, None]
 
 
 def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch):
@@ -56,11 +59,3 @@ def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_ki
     assert moved["packed"].batch_sizes.tolist() == [2, 2, 1]  # torch wants these on the CPU
     tensor = data["list"][0]
     assert move_to_device({"x": tensor}, torch.device("cpu"))["x"] is tensor
-
-
-def test_the_device_of_a_model_is_that_of_its_first_parameter_or_buffer():
-    assert device_of(nn.Linear(1, 1, device="meta")) == META
-    buffers_only = nn.Module()
-    buffers_only.register_buffer("mean", torch.zeros(1, device="meta"))
-    assert device_of(buffers_only) == META
-    assert device_of(nn.ReLU()) is None

@@ -65,20 +65,6 @@ def test_a_line_names_the_level_and_the_logger_on_stdout_by_its_last_word(tmp_pa
     assert capsys.readouterr().out[15:] == " short.a.part]: text\n"
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(("stdout", "coloured"), [(Terminal(), True), (io.StringIO(), False)])
-def test_colours_go_to_a_terminal_only(tmp_path, monkeypatch, stdout, coloured):
-    logger = setup_logger(tmp_path, name=NAME)
-    monkeypatch.setattr(sys, "stdout", stdout)
-    logger.error("text")
-    assert ("\x1b[" in stdout.getvalue()) == coloured
-    assert "\x1b[" not in (tmp_path / "log.txt").read_text()
-
-
 def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(tmp_path, capsys, monkeypatch):
     class Full(io.StringIO):
         def flush(self):
