@@ -20,28 +20,24 @@ STEP = "model, data_loader, optimizer, gather_metric_period=1, zero_grad_before_
 WARMUP = "warmup_factor=0.001, warmup_iters=1000, warmup_method='linear', last_epoch=-1"
 CFG_MODEL = "cfg, model"
 
-# module: what it has; a name without parentheses is there, whatever it is; methods have their self
+# module: what it has; a name without parentheses is there, whatever it is; what starts with a dot belongs to the class
+# before it; methods have their self
 TABLE = f"""
 checkpoint:
-    Checkpointer(model, save_dir='', *, save_to_disk=True, **checkpointables) |
-    Checkpointer.add_checkpointable(self, key, checkpointable) | Checkpointer.save(self, name, **kwargs) |
-    Checkpointer.load(self, path, checkpointables=None) | Checkpointer.has_checkpoint(self) |
-    Checkpointer.get_checkpoint_file(self) | Checkpointer.get_all_checkpoint_files(self) |
-    Checkpointer.resume_or_load(self, path, *, resume=True) |
-    Checkpointer.tag_last_checkpoint(self, last_filename_basename) |
-    DetectionCheckpointer(model, save_dir='', *, save_to_disk=None, **checkpointables) |
-    PeriodicCheckpointer(checkpointer, period, max_iter=None, max_to_keep=None, file_prefix='model') |
-    PeriodicCheckpointer.step(self, iteration, **kwargs) | PeriodicCheckpointer.save(self, name, **kwargs)
+    Checkpointer(model, save_dir='', *, save_to_disk=True, **checkpointables) | .add_checkpointable(self, key,
+    checkpointable) | .save(self, name, **kwargs) | .load(self, path, checkpointables=None) | .has_checkpoint(self) |
+    .get_checkpoint_file(self) | .get_all_checkpoint_files(self) | .resume_or_load(self, path, *, resume=True) |
+    .tag_last_checkpoint(self, last_filename_basename) | DetectionCheckpointer(model, save_dir='', *,
+    save_to_disk=None, **checkpointables) | PeriodicCheckpointer(checkpointer, period, max_iter=None,
+    max_to_keep=None, file_prefix='model') | .step(self, iteration, **kwargs) | .save(self, name, **kwargs)
 config:
-    CfgNode(init_dict=None, key_list=None, new_allowed=False) |
-    CfgNode.merge_from_file(self, cfg_filename, allow_unsafe=True) | CfgNode.merge_from_list(self, cfg_list) |
-    CfgNode.merge_from_other_cfg(self, cfg_other) | CfgNode.load_yaml_with_base(filename, allow_unsafe=False) |
-    CfgNode.dump(self, *args, **kwargs) | CfgNode.clone(self) | CfgNode.freeze(self) | CfgNode.defrost(self) |
-    CfgNode.is_frozen(self) | LazyCall(target) | LazyConfig.apply_overrides(cfg, overrides) |
-    LazyConfig.load(filename, keys=None) | LazyConfig.load_rel(filename, keys=None) | LazyConfig.save(cfg, filename) |
-    LazyConfig.to_py(cfg, prefix='cfg.') | configurable(init_func=None, *, from_config=None) |
-    downgrade_config(cfg, to_version) | get_cfg() | global_cfg | instantiate(cfg) | set_global_cfg(cfg) |
-    upgrade_config(cfg, to_version=None)
+    CfgNode(init_dict=None, key_list=None, new_allowed=False) | .merge_from_file(self, cfg_filename,
+    allow_unsafe=True) | .merge_from_list(self, cfg_list) | .merge_from_other_cfg(self, cfg_other) |
+    .load_yaml_with_base(filename, allow_unsafe=False) | .dump(self, *args, **kwargs) | .clone(self) | .freeze(self) |
+    .defrost(self) | .is_frozen(self) | LazyCall(target) | LazyConfig.apply_overrides(cfg, overrides) |
+    .load(filename, keys=None) | .load_rel(filename, keys=None) | .save(cfg, filename) | .to_py(cfg, prefix='cfg.') |
+    configurable(init_func=None, *, from_config=None) | downgrade_config(cfg, to_version) | get_cfg() | global_cfg |
+    instantiate(cfg) | set_global_cfg(cfg) | upgrade_config(cfg, to_version=None)
 config.instantiate:
     dump_dataclass(obj) | instantiate(cfg)
 data:
@@ -49,72 +45,62 @@ data:
     build_batch_data_loader
 data.build:
     build_batch_data_loader(dataset, sampler, total_batch_size, *, aspect_ratio_grouping=False, num_workers=0,
-        collate_fn=None, drop_last=True, single_gpu_batch_size=None, prefetch_factor=2, persistent_workers=False,
-        pin_memory=False, seed=None, **kwargs) | trivial_batch_collator(batch) | worker_init_reset_seed(worker_id)
+    collate_fn=None, drop_last=True, single_gpu_batch_size=None, prefetch_factor=2, persistent_workers=False,
+    pin_memory=False, seed=None, **kwargs) | trivial_batch_collator(batch) | worker_init_reset_seed(worker_id)
 data.catalog:
-    DatasetCatalog.get(name) | DatasetCatalog.list() | DatasetCatalog.pop | DatasetCatalog.register(name, func) |
-    DatasetCatalog.remove(name) | Metadata(**kwargs) | Metadata.as_dict(self) | Metadata.get(self, key, default=None) |
-    Metadata.name | Metadata.set(self, **kwargs) | MetadataCatalog.get(name) | MetadataCatalog.list() |
-    MetadataCatalog.pop | MetadataCatalog.remove(name)
+    DatasetCatalog.get(name) | .list() | .pop | .register(name, func) | .remove(name) | Metadata(**kwargs) |
+    .as_dict(self) | .get(self, key, default=None) | .name | .set(self, **kwargs) | MetadataCatalog.get(name) |
+    .list() | .pop | .remove(name)
 data.common:
     AspectRatioGroupedDataset(dataset, batch_size) | DatasetFromList(lst, copy=True, serialize=True) |
     MapDataset(dataset, map_func) | ToIterableDataset(dataset, sampler, shard_sampler=True, shard_chunk_size=1) |
     set_default_dataset_from_list_serialize_method(new)
 data.samplers:
-    GroupedBatchSampler(sampler, group_ids, batch_size) | InferenceSampler(size) |
-    InferenceSampler._get_local_indices(total_size, world_size, rank) |
-    RandomSubsetTrainingSampler(size, subset_ratio, shuffle=True, seed_shuffle=None, seed_subset=None) |
-    RepeatFactorTrainingSampler(repeat_factors, *, shuffle=True, seed=None) |
-    RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(dataset_dicts, repeat_thresh, sqrt=True) |
-    TrainingSampler(size, shuffle=True, seed=None) | TrainingSampler._infinite_indices(self)
+    GroupedBatchSampler(sampler, group_ids, batch_size) | InferenceSampler(size) | ._get_local_indices(total_size,
+    world_size, rank) | RandomSubsetTrainingSampler(size, subset_ratio, shuffle=True, seed_shuffle=None,
+    seed_subset=None) | RepeatFactorTrainingSampler(repeat_factors, *, shuffle=True, seed=None) |
+    .repeat_factors_from_category_frequency(dataset_dicts, repeat_thresh, sqrt=True) | TrainingSampler(size,
+    shuffle=True, seed=None) | ._infinite_indices(self)
 engine:
     AMPTrainer | AutogradProfiler | BestCheckpointer | CallbackHook | DEFAULT_TIMEOUT | DefaultPredictor |
     DefaultTrainer | EvalHook | HookBase | IterationTimer | LRScheduler | PeriodicCheckpointer | PeriodicWriter |
     PreciseBN | SimpleTrainer | TorchMemoryStats | TorchProfiler | TrainerBase | create_ddp_model |
     default_argument_parser | default_setup | default_writers | hooks | launch
 engine.defaults:
-    DefaultPredictor(cfg) | DefaultTrainer(cfg) | DefaultTrainer.auto_scale_workers(cfg, num_workers) |
-    DefaultTrainer.build_evaluator(cfg, dataset_name) | DefaultTrainer.build_hooks(self) |
-    DefaultTrainer.build_lr_scheduler(cfg, optimizer) | DefaultTrainer.build_model(cfg) |
-    DefaultTrainer.build_optimizer({CFG_MODEL}) | DefaultTrainer.build_test_loader(cfg, dataset_name) |
-    DefaultTrainer.build_train_loader(cfg) | DefaultTrainer.build_writers(self) |
-    DefaultTrainer.resume_or_load(self, resume=True) | DefaultTrainer.run_step(self) |
-    DefaultTrainer.test({CFG_MODEL}, evaluators=None) | DefaultTrainer.train(self) |
-    create_ddp_model(model, *, fp16_compression=False, **kwargs) | default_argument_parser(epilog=None) |
-    default_setup(cfg, args) | default_writers(output_dir, max_iter=None)
+    DefaultPredictor(cfg) | DefaultTrainer(cfg) | .auto_scale_workers(cfg, num_workers) | .build_evaluator(cfg,
+    dataset_name) | .build_hooks(self) | .build_lr_scheduler(cfg, optimizer) | .build_model(cfg) |
+    .build_optimizer({CFG_MODEL}) | .build_test_loader(cfg, dataset_name) | .build_train_loader(cfg) |
+    .build_writers(self) | .resume_or_load(self, resume=True) | .run_step(self) | .test({CFG_MODEL}, evaluators=None)
+    | .train(self) | create_ddp_model(model, *, fp16_compression=False, **kwargs) |
+    default_argument_parser(epilog=None) | default_setup(cfg, args) | default_writers(output_dir, max_iter=None)
 engine.hooks:
-    AutogradProfiler(enable_predicate, output_dir, *, use_cuda=True) |
-    BestCheckpointer(eval_period, checkpointer, val_metric, mode='max', file_prefix='model_best') |
-    CallbackHook(*, before_train=None, after_train=None, before_step=None, after_step=None) |
-    EvalHook(eval_period, eval_function, eval_after_train=True) | EvalHook._do_eval(self) |
-    IterationTimer(warmup_iter=3) | LRScheduler(optimizer=None, scheduler=None) |
-    LRScheduler.get_best_param_group_id(optimizer) | LRScheduler.scheduler |
-    PeriodicCheckpointer(checkpointer, period, max_iter=None, max_to_keep=None, file_prefix='model') |
-    PeriodicWriter(writers, period=20) | PreciseBN(period, model, data_loader, num_iter) |
-    PreciseBN.update_stats(self) | TorchMemoryStats(period=20, max_runs=10) |
+    AutogradProfiler(enable_predicate, output_dir, *, use_cuda=True) | BestCheckpointer(eval_period, checkpointer,
+    val_metric, mode='max', file_prefix='model_best') | CallbackHook(*, before_train=None, after_train=None,
+    before_step=None, after_step=None) | EvalHook(eval_period, eval_function, eval_after_train=True) | ._do_eval(self)
+    | IterationTimer(warmup_iter=3) | LRScheduler(optimizer=None, scheduler=None) |
+    .get_best_param_group_id(optimizer) | .scheduler | PeriodicCheckpointer(checkpointer, period, max_iter=None,
+    max_to_keep=None, file_prefix='model') | PeriodicWriter(writers, period=20) | PreciseBN(period, model,
+    data_loader, num_iter) | .update_stats(self) | TorchMemoryStats(period=20, max_runs=10) |
     TorchProfiler(enable_predicate, output_dir, *, activities=None, save_tensorboard=True)
 engine.launch:
-    DEFAULT_TIMEOUT |
-    launch(main_func, num_gpus_per_machine, num_machines=1, machine_rank=0, dist_url=None, args=(),
-        timeout=DEFAULT_TIMEOUT)
+    DEFAULT_TIMEOUT | launch(main_func, num_gpus_per_machine, num_machines=1, machine_rank=0, dist_url=None, args=(),
+    timeout=DEFAULT_TIMEOUT)
 engine.train_loop:
     AMPTrainer({STEP}, grad_scaler=None, precision=torch.float16, log_grad_scaler=False, async_write_metrics=False) |
-    HookBase() | HookBase.after_backward(self) | HookBase.after_step(self) | HookBase.after_train(self) |
-    HookBase.before_step(self) | HookBase.before_train(self) | HookBase.state_dict(self) | HookBase.trainer |
-    SimpleTrainer({STEP}, async_write_metrics=False) |
-    SimpleTrainer._write_metrics(self, loss_dict, data_time, prefix='', iter=None) | SimpleTrainer.reset_data_loader |
-    SimpleTrainer.run_step(self) | SimpleTrainer.write_metrics(loss_dict, data_time, cur_iter, prefix='') |
-    TrainerBase() | TrainerBase.after_backward(self) | TrainerBase.after_step(self) | TrainerBase.after_train(self) |
-    TrainerBase.before_step(self) | TrainerBase.before_train(self) | TrainerBase.load_state_dict(self, state_dict) |
-    TrainerBase.register_hooks(self, hooks) | TrainerBase.run_step(self) | TrainerBase.state_dict(self) |
-    TrainerBase.train(self, start_iter, max_iter)
+    HookBase() | .after_backward(self) | .after_step(self) | .after_train(self) | .before_step(self) |
+    .before_train(self) | .state_dict(self) | .trainer | SimpleTrainer({STEP}, async_write_metrics=False) |
+    ._write_metrics(self, loss_dict, data_time, prefix='', iter=None) | .reset_data_loader | .run_step(self) |
+    .write_metrics(loss_dict, data_time, cur_iter, prefix='') | TrainerBase() | .after_backward(self) |
+    .after_step(self) | .after_train(self) | .before_step(self) | .before_train(self) | .load_state_dict(self,
+    state_dict) | .register_hooks(self, hooks) | .run_step(self) | .state_dict(self) | .train(self, start_iter,
+    max_iter)
 evaluation:
     DatasetEvaluator | DatasetEvaluators | inference_context | inference_on_dataset | print_csv_format |
     verify_results
 evaluation.evaluator:
-    DatasetEvaluator() | DatasetEvaluator.evaluate(self) | DatasetEvaluator.process(self, inputs, outputs) |
-    DatasetEvaluator.reset(self) | DatasetEvaluators(evaluators) | inference_context(model) |
-    inference_on_dataset(model, data_loader, evaluator, callbacks=None)
+    DatasetEvaluator() | .evaluate(self) | .process(self, inputs, outputs) | .reset(self) |
+    DatasetEvaluators(evaluators) | inference_context(model) | inference_on_dataset(model, data_loader, evaluator,
+    callbacks=None)
 evaluation.testing:
     flatten_results_dict(results) | print_csv_format(results) | verify_results(cfg, results)
 solver:
@@ -123,49 +109,42 @@ solver:
 solver.build:
     GradientClipType | build_lr_scheduler(cfg, optimizer) | build_optimizer({CFG_MODEL}) |
     get_default_optimizer_params(model, base_lr=None, weight_decay=None, weight_decay_norm=None, bias_lr_factor=1.0,
-        weight_decay_bias=None, lr_factor_func=None, overrides=None) | maybe_add_gradient_clipping(cfg, optimizer) |
+    weight_decay_bias=None, lr_factor_func=None, overrides=None) | maybe_add_gradient_clipping(cfg, optimizer) |
     reduce_param_groups(params)
 solver.lr_scheduler:
-    LRMultiplier(optimizer, multiplier, max_iter, last_iter=-1) | LRScheduler |
-    WarmupCosineLR(optimizer, max_iters, {WARMUP}) | WarmupMultiStepLR(optimizer, milestones, gamma=0.1, {WARMUP}) |
-    WarmupParamScheduler(scheduler, warmup_factor, warmup_length, warmup_method='linear', rescale_interval=False) |
-    _get_warmup_factor_at_iter(method, iter, warmup_iters, warmup_factor)
+    LRMultiplier(optimizer, multiplier, max_iter, last_iter=-1) | LRScheduler | WarmupCosineLR(optimizer, max_iters,
+    {WARMUP}) | WarmupMultiStepLR(optimizer, milestones, gamma=0.1, {WARMUP}) | WarmupParamScheduler(scheduler,
+    warmup_factor, warmup_length, warmup_method='linear', rescale_interval=False) | _get_warmup_factor_at_iter(method,
+    iter, warmup_iters, warmup_factor)
 utils.collect_env:
     collect_env_info()
 utils.comm:
-    all_gather(data, group=None) | create_local_process_group(num_workers_per_machine) |
-    gather(data, dst=0, group=None) | get_local_process_group() | get_local_rank() | get_local_size() | get_rank() |
-    get_world_size() | is_main_process() | reduce_dict(input_dict, average=True) | shared_random_seed() |
-    synchronize()
+    all_gather(data, group=None) | create_local_process_group(num_workers_per_machine) | gather(data, dst=0,
+    group=None) | get_local_process_group() | get_local_rank() | get_local_size() | get_rank() | get_world_size() |
+    is_main_process() | reduce_dict(input_dict, average=True) | shared_random_seed() | synchronize()
 utils.env:
     TORCH_VERSION | fixup_module_metadata(module_name, namespace, keys=None) | seed_all_rng(seed=None) |
     setup_custom_environment(custom_module) | setup_environment()
 utils.events:
-    CommonMetricPrinter(max_iter=None, window_size=20) | EventStorage(start_iter=0) | EventStorage._vis_data |
-    EventStorage.clear_histograms(self) | EventStorage.clear_images(self) |
-    EventStorage.count_samples(self, name, window_size=20) | EventStorage.histories(self) |
-    EventStorage.history(self, name) | EventStorage.iter | EventStorage.iteration | EventStorage.latest(self) |
-    EventStorage.latest_with_smoothing_hint(self, window_size=20) | EventStorage.name_scope(self, name) |
-    EventStorage.put_histogram(self, hist_name, hist_tensor, bins=1000) |
-    EventStorage.put_image(self, img_name, img_tensor) |
-    EventStorage.put_scalar(self, name, value, smoothing_hint=True, cur_iter=None) |
-    EventStorage.put_scalars(self, *, smoothing_hint=True, cur_iter=None, **kwargs) |
-    EventStorage.smoothing_hints(self) | EventStorage.step(self) | EventWriter() | EventWriter.close(self) |
-    EventWriter.write(self) | JSONWriter(json_file, window_size=20) |
-    TensorboardXWriter(log_dir, window_size=20, **kwargs) | TensorboardXWriter._writer | get_event_storage() |
-    has_event_storage()
+    CommonMetricPrinter(max_iter=None, window_size=20) | EventStorage(start_iter=0) | ._vis_data |
+    .clear_histograms(self) | .clear_images(self) | .count_samples(self, name, window_size=20) | .histories(self) |
+    .history(self, name) | .iter | .iteration | .latest(self) | .latest_with_smoothing_hint(self, window_size=20) |
+    .name_scope(self, name) | .put_histogram(self, hist_name, hist_tensor, bins=1000) | .put_image(self, img_name,
+    img_tensor) | .put_scalar(self, name, value, smoothing_hint=True, cur_iter=None) | .put_scalars(self, *,
+    smoothing_hint=True, cur_iter=None, **kwargs) | .smoothing_hints(self) | .step(self) | EventWriter() |
+    .close(self) | .write(self) | JSONWriter(json_file, window_size=20) | TensorboardXWriter(log_dir, window_size=20,
+    **kwargs) | ._writer | get_event_storage() | has_event_storage()
 utils.file_io:
     PathHandler | PathManager
 utils.logger:
     _log_api_usage(identifier) | create_small_table(small_dict) | log_every_n(lvl, msg, n=1, *, name=None) |
     log_every_n_seconds(lvl, msg, n=1, *, name=None) | log_first_n(lvl, msg, n=1, *, name=None, key='caller') |
     setup_logger(output=None, distributed_rank=0, *, color=True, name='detectron2', abbrev_name=None,
-        enable_propagation=False, configure_stdout=True)
+    enable_propagation=False, configure_stdout=True)
 utils.memory:
     retry_if_cuda_oom(func)
 utils.registry:
-    Registry(name) | Registry.get(self, name) | Registry.register(self, obj=None) | _convert_target_to_string(t) |
-    locate(name)
+    Registry(name) | .get(self, name) | .register(self, obj=None) | _convert_target_to_string(t) | locate(name)
 utils.serialize:
     PicklableWrapper(obj)
 utils.testing:
@@ -177,7 +156,10 @@ def entries(table):
     """(module, what it has)"""
     for section in re.split(r"\n(?=\S)", table.strip()):
         module, _, text = section.partition(":")
-        yield from ((module, " ".join(entry.split())) for entry in text.split("|"))
+        owner = ""
+        for entry in (" ".join(entry.split()) for entry in text.split("|")):
+            owner = owner if entry.startswith(".") else re.split(r"[.(]", entry)[0]
+            yield module, f"{owner}{entry}" if entry.startswith(".") else entry
 
 
 def find_difference(module, entry):

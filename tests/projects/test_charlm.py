@@ -46,9 +46,6 @@ def write(root, files):
     return root
 
 
-# ---------------------------------------------------------------------- the corpus
-
-
 def test_a_character_is_a_token_and_all_others_are_the_unknown_one():
     text = "def f(x):\n    return x ** 2  # ~!"
     assert decode(encode(text)) == text
@@ -67,11 +64,7 @@ def test_a_corpus_is_the_text_of_all_files_each_in_one_split_in_the_order_of_the
     assert found.num_files == 40
     for split in ("train", "val", "test"):
         expected = b"".join(FILES[path] for path in sorted(FILES) if split_of(path) == split).decode()
-        assert expected != ""
-        assert decode(found.splits[split]) == expected
-
-
-# ---------------------------------------------------------------------- the network
+        assert decode(found.splits[split]) == expected != ""
 
 
 def tokens(*shape):
@@ -107,9 +100,6 @@ def test_an_untrained_network_guesses_in_nats_and_bits():
     assert expected == pytest.approx(losses["loss_char"].item())
     assert sum(parameter.numel() for parameter in model.parameters()) == 800_000
     assert (model.tokens_per_sample, model.flops_per_sample()) == (128, 128 * (6 * 800_000 + 12 * 4 * 128 * 128))
-
-
-# ---------------------------------------------------------------------- short runs
 
 
 OPTIONS = ["DATASETS.TRAIN", ["few_windows"], "DATASETS.VAL", ["few_windows"], "DATASETS.TEST", ["few_windows"]]
@@ -155,9 +145,6 @@ def test_tokens_per_second_and_the_utilization_are_among_the_metrics(tmp_path):
     nats, bits = (metrics(tmp_path, f"loss/{name}") for name in ("loss_char", "bits_per_char"))
     assert [*nats] == [3, 8]  # as EVAL_PERIOD says, and at the end
     assert bits == {iter: pytest.approx(loss / math.log(2)) for iter, loss in nats.items()}
-
-
-# ---------------------------------------------------------------------- sampling
 
 
 def test_a_sample_is_a_function_of_prompt_settings_and_seed_and_the_command_prints_it(tmp_path, capsys):

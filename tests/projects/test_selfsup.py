@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from projects.selfsup import FrozenFeatureEvaluator, compare, load_frozen, load_unlabeled
 from projects.selfsup.data import EVALUATED, LABELLED, UNLABELLED
 from projects.selfsup.densecl import DenseCL
-from projects.selfsup.queues import new_queue, push
 from projects.selfsup.simsiam import SimSiam, negative_cosine
 from projects.selfsup.swav import SwAV, sinkhorn
 from tests.two_ranks import on_two_ranks
@@ -137,18 +136,6 @@ def test_the_rate_of_flagged_groups_stays_while_a_schedule_halves_the_others(fla
 
     falling = [0.4, 0.2, 0.1, 0.05]
     assert [list(of_group) for of_group in zip(*found, strict=True)] == [falling, [0.05] * 4 if fix else falling]
-
-
-# ---------------------------------------------------------------------- queues
-
-
-def test_the_newest_rows_of_a_queue_are_in_front_and_the_oldest_fall_out():
-    queue = torch.tensor([[1.0], [2.0], [3.0]])
-    push(queue, torch.tensor([[4.0], [5.0]]))
-    assert queue.tolist() == [[4.0], [5.0], [1.0]]
-    push(queue, torch.tensor([[6.0], [7.0], [8.0], [9.0]]))
-    assert queue.tolist() == [[6.0], [7.0], [8.0]]
-    assert new_queue(5, 3).norm(dim=1).tolist() == pytest.approx([1.0] * 5)
 
 
 # ---------------------------------------------------------------------- SwAV

@@ -56,9 +56,6 @@ def _train(arguments):
     train_net.main(default_argument_parser().parse_args(arguments))
 
 
-# ---------------------------------------------------------------------- what a resumed run ends with
-
-
 @pytest.fixture(scope="module")
 def whole(start, tmp_path_factory):
     """What a run leaves that nothing has stopped."""
@@ -111,9 +108,6 @@ def test_a_run_that_misses_one_batch_of_its_data_ends_otherwise(start, whole, ki
     weights = (found["model_final.pth"]["/model/layers.0.weight"] for found in (files, whole_files))
     assert next(weights) != next(weights)
     assert lines != whole_lines
-
-
-# ---------------------------------------------------------------------- what a signal to a command leaves
 
 
 @pytest.fixture
