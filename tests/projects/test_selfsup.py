@@ -46,16 +46,11 @@ OPTIONS += ["CHECKPOINT.BEST_METRIC", "frozen/knn", "CHECKPOINT.BEST_MODE", "max
 OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"]]
 SWAV = {"NAME": "SwAVHook", "BATCH_SIZE": 4, "FEAT_DIM": 4, "QUEUE_LENGTH": 16, "EPOCH_QUEUE_STARTS": 1}
 SWAV["FROZEN_LAYERS_CFG"] = {"prototypes": "1ep"}
+DENSECL = {"NAME": "DenseCLHook", "START_ITERS": 3, "MOMENTUM": 0.9}
 SMALL = {
     "simsiam": ["MODEL.SIMSIAM.DIM", 8, "MODEL.SIMSIAM.HIDDEN_DIM", 4],
-    "swav": [
-        *["MODEL.SWAV.DIM", 4, "MODEL.SWAV.NUM_PROTOTYPES", 6],
-        *["HOOKS", [SWAV]],
-    ],
-    "densecl": [
-        *["MODEL.DENSECL.DIM", 4, "MODEL.DENSECL.QUEUE_LENGTH", 12],
-        *["HOOKS", [{"NAME": "DenseCLHook", "START_ITERS": 3, "MOMENTUM": 0.9}]],
-    ],
+    "swav": ["MODEL.SWAV.DIM", 4, "MODEL.SWAV.NUM_PROTOTYPES", 6, "HOOKS", [SWAV]],
+    "densecl": ["MODEL.DENSECL.DIM", 4, "MODEL.DENSECL.QUEUE_LENGTH", 12, "HOOKS", [DENSECL]],
 }
 
 
@@ -82,9 +77,6 @@ def train(model, hooks, num_iters, look, optimizer=None):
     return found
 
 
-# ---------------------------------------------------------------------- evaluation
-
-
 def process(evaluator, samples):
     """Each sample is (part, label, feature)."""
     parts, labels, features = zip(*samples, strict=True)
@@ -104,17 +96,11 @@ def test_the_probe_sees_few_labels_and_the_neighbours_all():
     assert evaluator.evaluate() == {"frozen": {"probe": 100.0, "knn": 50.0, "nmi": pytest.approx(100)}}
 
 
-# ---------------------------------------------------------------------- SimSiam
-
-
 def test_simsiam_compares_each_prediction_with_the_other_projection_which_gets_no_gradient():
-    prediction = torch.tensor([[1.0, 0.0], [3.0, 4.0]], requires_grad=True)
-    target = torch.tensor([[2.0, 0.0], [0.0, 1.0]], requires_grad=True)
-    loss = negative_cosine(prediction, target)
-    loss.backward()
-    assert loss.item() == pytest.approx(-(1.0 + 0.8) / 2)
+    prediction, target = torch.rand(2, 2, requires_grad=True), torch.rand(2, 2, requires_grad=True)
+    negative_cosine(prediction, target).backward()
     assert target.grad is None
-    assert prediction.grad[1].abs().sum() > 0
+    assert prediction.grad.any()
 
     model, batch = SimSiam(width=2, dim=8, hidden_dim=4), views()
     z = [model.projector(model.backbone(batch[name]).mean(dim=(2, 3))) for name in batch]
@@ -138,9 +124,6 @@ def test_the_rate_of_flagged_groups_stays_while_a_schedule_halves_the_others(fla
     assert [list(of_group) for of_group in zip(*found, strict=True)] == [falling, [0.05] * 4 if fix else falling]
 
 
-# ---------------------------------------------------------------------- SwAV
-
-
 def test_sinkhorn_is_that_of_the_paper():
     scores = torch.rand(7, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
     q = (scores.double() / 0.05).exp()
@@ -150,7 +133,6 @@ def test_sinkhorn_is_that_of_the_paper():
         q /= q.sum(dim=1, keepdim=True) * 7
     assert torch.allclose(sinkhorn(scores).double(), q * 7, atol=1e-6)
     assert not torch.allclose(sinkhorn(scores, num_iters=1).double(), q * 7, atol=1e-2)
-    assert sinkhorn(scores, num_iters=300).sum(dim=0).tolist() == pytest.approx([7 / 4] * 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("queue", ["absent", "not full", "full"])
@@ -202,35 +184,26 @@ def test_each_frozen_layer_starts_at_its_own_iteration_and_neither_decay_nor_mom
         assert changed == [iter >= first for iter in range(7)]
 
 
-# ---------------------------------------------------------------------- DenseCL
-
-
 def test_densecl_weighs_its_two_losses_from_an_iteration_on_and_remembers_the_keys():
     torch.manual_seed(0)
     model = DenseCL(width=2, dim=4, queue_length=12, loss_lambda=0.3)
     begin = copy.deepcopy(model.state_dict())
-    losses, state = {}, {}
-    for is_dense in (True, False):
+    losses = {}
+    for weight in (0.3, 0.0):
         model.load_state_dict(begin)
-        model.loss_lambda = 0.3 if is_dense else 0.0
-        losses[is_dense] = {name: loss.item() for name, loss in model.losses(views(num=5)).items()}
-        state = copy.deepcopy(model.state_dict())
+        model.loss_lambda = weight
+        losses[weight] = {name: loss.item() for name, loss in model.losses(views(num=5)).items()}
 
-    assert losses[False]["loss_dense"] == 0.0
-    assert losses[False]["loss_single"] * 0.7 == pytest.approx(losses[True]["loss_single"])
-    assert losses[True]["loss_dense"] > 0
+    assert losses[0.0]["loss_dense"] == 0.0 < losses[0.3]["loss_dense"]
+    assert losses[0.0]["loss_single"] * 0.7 == pytest.approx(losses[0.3]["loss_single"])
     with torch.no_grad():
         single, dense, _ = model.key_encoder(views(num=5)["view2"])
-    assert torch.allclose(state["queue"][:5], single)
-    assert torch.allclose(state["dense_queue"][:5], F.normalize(dense.mean(dim=2)))
-    assert torch.equal(state["queue"][5:], begin["queue"][:7])
+    assert torch.allclose(model.queue, torch.cat([single, begin["queue"][:7]]))
+    assert torch.allclose(model.dense_queue[:5], F.normalize(dense.mean(dim=2)))
 
     model.loss_lambda = 0.3
     assert train(model, [DenseCLHook(start_iters=3)], 5, lambda: model.loss_lambda) == [0.0] * 3 + [0.3] * 2
     assert model.loss_lambda == 0.3
-
-
-# ---------------------------------------------------------------------- runs
 
 
 @pytest.mark.parametrize(
@@ -266,9 +239,6 @@ def test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed(tm
         assert mean == pytest.approx(sum(by_seed) / 2, abs=0.11)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simsiam_0", "simsiam_1"]
     assert list(tmp_path.glob("*/previous_*")) == []
-
-
-# ---------------------------------------------------------------------- two ranks
 
 
 def assigned_in_parts(rank, folder):

@@ -64,29 +64,15 @@ def look(function, point="after_backward"):
     return spy
 
 
-# ---------------------------------------------------------------------- k-means, its measure, its features
-
-
 def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members():
     points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0], [20.0, 8.0], [20.0, 10.0]])
     for seed in range(5):
         labels, centroids = kmeans(points, 3, torch.Generator().manual_seed(seed), num_trials=5)
         assert centroids[labels].tolist() == [[0, 1], [0, 1], [10, 1], [10, 1], [20, 9], [20, 9]]
 
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        ([0, 0, 1, 1, 2, 2], [2, 2, 0, 0, 1, 1], 1.0),
-        ([0, 0, 1, 1], [0, 1, 0, 1], 0.0),
-        # entropies log 2 and 1.5 log 2, of which log 2 is shared
-        ([0, 0, 1, 1], [0, 0, 1, 2], 0.8),
-    ],
-)
-def test_mutual_information_is_normalized_by_the_mean_of_the_entropies(a, b, expected):
-    a, b = torch.tensor(a), torch.tensor(b)
-    assert normalized_mutual_info(a, b) == pytest.approx(expected, abs=1e-12)
-    assert normalized_mutual_info(b, a) == pytest.approx(expected, abs=1e-12)
+    # mutual information: entropies log 2 and 1.5 log 2, of which log 2 is shared
+    for a, b, expected in (([0, 0, 1, 1], [0, 1, 0, 1], 0.0), ([0, 0, 1, 1], [0, 0, 1, 2], 0.8)):
+        assert normalized_mutual_info(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_of_its_size():
@@ -99,9 +85,6 @@ def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_o
     assert loss_weights(torch.tensor([1, 4, 16]), 0.5).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
     # one without samples: 1e-10 ** -0.5 = 1e5 beside 1 and 1/2
     assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx([1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4)
-
-
-# ---------------------------------------------------------------------- DeepCluster
 
 
 class Recorder(HookBase):
@@ -227,9 +210,6 @@ def test_a_foreign_model_is_clustered_at_first_and_at_each_interval_and_its_head
     assert torch.equal(trainer.model.head.loss.class_weight, trainer.model.loss_weight)
 
 
-# ---------------------------------------------------------------------- ODC
-
-
 def unit(*degrees):
     angles = torch.tensor(degrees).deg2rad()
     return torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -247,10 +227,8 @@ def memory(degrees, labels, num_clusters, momentum=0.5, **options):
 @pytest.mark.parametrize(("options", "label"), [({}, 1), ({"assign_by": "distance"}, 0)])
 def test_a_sample_joins_the_cluster_of_the_largest_inner_product_as_in_the_original(options, label):
     filled = memory([60.0, -60.0, 90.0, 90.0], [0, 0, 1, 1], num_clusters=2, momentum=1.0, **options)
-    torch.testing.assert_close(filled.centroids, torch.tensor([[0.5, 0.0], [0.0, 1.0]]))
-    change_ratio = filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0))
+    assert filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0)).item() == 0.5  # the share of changes
     assert filled.label_bank.tolist() == [label, 0, 1, label]
-    assert change_ratio.item() == 0.5
 
 
 def test_small_clusters_join_the_others_and_become_halves_of_the_largest():
@@ -294,9 +272,6 @@ def test_odc_follows_the_formulas_step_by_step(tmp_path):
 
     assert any(spies[1].found)
     assert [not torch.equal(old[2], new[2]) for old, new in itertools.pairwise(steps)] == [False, True] * 3 + [False]
-
-
-# ---------------------------------------------------------------------- two ranks
 
 
 def check_deep_cluster(rank, folder):
