@@ -13,8 +13,6 @@ from tests.engine.tiny import AfterStep, scalars
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.entry import EvaluationRun
-from trainkit.evaluation import DatasetEvaluator
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 
@@ -57,27 +55,10 @@ class DividedAndTied(Divided):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
-class Count(DatasetEvaluator):
-    """The number of samples that all ranks have processed."""
-
-    def reset(self):
-        self.num = 0
-
-    def process(self, inputs, outputs):
-        self.num += len(outputs)
-
-    def evaluate(self):
-        by_rank = comm.gather(self.num)
-        return {"count": {"samples": float(sum(by_rank))}} if comm.is_main_process() else {}
-
-
 (PAGE,) = blocks("projects/sharding/README.md", "python")
 
 
-class Trainer(run(PAGE, "projects/sharding/README.md")["Trainer"]):
-    @classmethod
-    def build_evaluator(cls, cfg, dataset_name):
-        return [super().build_evaluator(cfg, dataset_name), Count()]
+Trainer = run(PAGE, "projects/sharding/README.md")["Trainer"]
 
 
 def cfg_of(folder, *options):
@@ -88,16 +69,15 @@ def cfg_of(folder, *options):
     return cfg
 
 
-def train(folder, *options, resume=False, until=None, hooks=()):
+def train(folder, *options, resume=False, until=None):
     torch.manual_seed(100 + comm.get_rank())  # other weights on each rank
     trainer = Trainer(cfg_of(folder, *options))
     seen = []
-    look = AfterStep(lambda trainer: seen.append((trainer.batch, trainer.losses["drawn"])))
-    trainer.register_hooks([look, *hooks])
+    trainer.register_hooks([AfterStep(lambda trainer: seen.append((trainer.batch, trainer.losses["drawn"])))])
     trainer.resume_or_load(resume=resume)
     trainer.train(max_iter=until)
-    values, found = scalars(trainer), outcome(trainer)
-    found["results"] |= {name: values[name] for name in ("count/samples", "drawn") if name in values}
+    found = outcome(trainer)
+    found["results"]["drawn"] = scalars(trainer)["drawn"]
     found["batches"], found["drawn"] = zip(*seen, strict=True)
     if comm.get_world_size() > 1:
         found["shares"] = {part.to_local().numel() / part.numel() for part in trainer.model.parameters()}
@@ -136,10 +116,6 @@ def from_the_meta_device(rank, folder):
     return train(f"{folder}/meta", "MODEL.FSDP.META_INIT", True, until=2)
 
 
-def evaluated_alone(rank, folder):
-    return EvaluationRun(cfg_of(f"{folder}/whole2"), Trainer).run()
-
-
 def refused(rank, folder):
     messages = []
     for trainer, *options in (DefaultTrainer,), (Trainer, "MODEL.NAME", "DividedAndTied"):
@@ -164,8 +140,7 @@ def four(folder):
 
 @pytest.fixture(scope="module", params=SLOW)
 def two(four, folder):
-    checks = [whole, resumed, of_four, undivided, from_the_meta_device, evaluated_alone, refused]
-    return on_two_ranks(checks, folder)
+    return on_two_ranks([whole, resumed, of_four, undivided, from_the_meta_device, refused], folder)
 
 
 @pytest.fixture(scope="module")
@@ -174,18 +149,14 @@ def alone(two, folder):
     return train(folder / "alone")
 
 
-def same_on_all(found):
-    for rank in found[1:]:
-        assert_same_bits({**rank, "norms": {}, "results": {}}, {**found[0], "norms": {}, "results": {}})
-    return found[0]
-
-
 def test_losses_weights_and_results_are_those_of_one_process(four, two, alone):
     for by_rank in (four, two):
-        found = same_on_all(by_rank["whole"])
+        found = by_rank["whole"][0]
+        for rank in by_rank["whole"]:
+            assert_same_bits({**rank, "norms": {}, "results": {}}, {**found, "norms": {}, "results": {}})
         assert_close(found, alone)
         assert found["norms"] == [(pytest.approx(norm, abs=1e-5), iter) for norm, iter in alone["norms"]]
-        for name in ("classification/top1", "loss/total_loss", "count/samples"):
+        for name in ("classification/top1", "loss/total_loss"):
             expected = [(pytest.approx(value, abs=1e-4), iter) for value, iter in alone["results"][name]]
             assert found["results"][name] == expected
 
@@ -222,14 +193,11 @@ def test_other_numbers_of_ranks_go_on(two, alone, folder):
     assert found["drawn"] != other["drawn"]
 
 
-def test_a_model_from_the_meta_device_and_an_evaluation_alone_are_the_same(two):
-    found, expected = two["from_the_meta_device"][0]["losses"], two["whole"][0]["losses"]
-    assert found == expected[:2]
-    [(value, _)] = two["whole"][0]["results"]["loss/total_loss"]
-    assert two["evaluated_alone"][0]["loss"]["total_loss"] == value
+def test_a_model_from_the_meta_device_is_the_same(two):
+    assert two["from_the_meta_device"][0]["losses"] == two["whole"][0]["losses"][:2]
 
 
 def test_what_cannot_be_divided_is_refused(two):
     (nothing, tied), _ = two["refused"]
-    assert nothing.startswith("MODEL.TENSOR_PARALLEL is 2, but parallelize_model() has distributed no parameter; give")
+    assert "parallelize_model() has distributed no parameter" in nothing
     assert tied.startswith("blocks.0.up.weight = blocks.1.up.weight: one parameter became several")
