@@ -39,10 +39,10 @@ def test_sums_over_the_ranks_of_a_process_and_then_over_processes_are_those_of_o
     assert (values.sum(0) != tree_sum(values)).any()
 
 
-def train_loader(steps=1, mapper=None, num_workers=0):
+def train_loader(steps=1, mapper=None):
     dataset = MapDataset([*range(10)], mapper) if mapper else [*range(10)]
-    options = {"total_batch_size": 8, "seed": 3, "num_workers": num_workers, "collate_fn": trivial_batch_collator}
-    return divide(build_train_loader(dataset, **options), 4, steps)
+    loader = build_train_loader(dataset, total_batch_size=8, seed=3, collate_fn=trivial_batch_collator)
+    return divide(loader, 4, steps)
 
 
 def batches_by_rank(as_rank, world_size, num, steps, **options):
@@ -56,9 +56,8 @@ def batches_by_rank(as_rank, world_size, num, steps, **options):
     return found
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_batches_and_what_is_drawn_for_them_do_not_depend_on_the_number_of_processes(as_rank, num_workers):
-    options = {"mapper": lambda sample: (sample, torch.rand(()).item()), "num_workers": num_workers}
+def test_batches_and_what_is_drawn_for_them_do_not_depend_on_the_number_of_processes(as_rank):
+    options = {"mapper": lambda sample: (sample, torch.rand(()).item())}
     alone = batches_by_rank(as_rank, 1, 4, 1, **options)
     assert [len(batch) for batch in alone[0]] == [2] * 4
     assert alone == batches_by_rank(as_rank, 2, 4, 1, **options) == batches_by_rank(as_rank, 4, 2, 2, **options)
