@@ -62,9 +62,9 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 1.0 - iter / 128)
 
 
-def make(trainer_type, make_optimizer=fused_sgd, data=None, hooks=lambda trainer: [], model=None, **kwargs):
+def make(trainer_type, make_optimizer=fused_sgd, data=None, hooks=lambda trainer: [], make_model=Net, **kwargs):
+    model = make_model()
     torch.manual_seed(1)
-    model = Net() if model is None else model
     optimizer = make_optimizer(model)
     trainer = trainer_type(model, batches(5) if data is None else data, optimizer, **kwargs)
     trainer.register_hooks([LRScheduler(scheduler=halving(optimizer)), *hooks(trainer)])
@@ -179,9 +179,9 @@ def test_batches_that_cannot_be_recorded_run_as_ordinary_steps(more, caplog):
         def forward(self, batch):
             return super().forward(batch["pair"])
 
-    data = [{"pair": pair, "more": [more(i)]} for i, pair in enumerate(batches(150))]
-    recorded = make(RecordedTrainer, data=data, model=Named())
-    recorded.train(0, 150)
+    data = [{"pair": pair, "more": [more(i)]} for i, pair in enumerate(batches(110))]
+    recorded = make(RecordedTrainer, data=data, make_model=Named)
+    recorded.train(0, 110)
     assert recorded.recorder.num_recorded == 0
     assert caplog.text.count("without file names and the like") == 1
 
@@ -274,18 +274,7 @@ def test_an_optimizer_that_would_keep_its_rate_is_refused(make_optimizer, match)
 class Reading(Net):
     def forward(self, batch):
         losses = super().forward(batch)
-        self.last_loss = losses["loss_a"].item()  # read in forward
-        return losses
-
-
-def _read(gradient):
-    return gradient * (1.0 if gradient.item() else 2.0)  # read in backward
-
-
-class ReadingBackwards(Net):
-    def forward(self, batch):
-        losses = super().forward(batch)
-        losses["loss_a"].register_hook(_read)
+        losses["loss_a"].register_hook(lambda gradient: gradient * (1.0 if gradient.item() else 2.0))
         return losses
 
 
@@ -314,18 +303,14 @@ class Replacing(Net):
 )
 def test_a_model_that_does_what_a_replay_does_not_repeat_is_an_error_that_says_so(model, message):
     with pytest.raises(RuntimeError, match=f"{message}.*SOLVER.GRAPH.ENABLED False"):
-        make(RecordedTrainer, model=model()).train(0, 10)
+        make(RecordedTrainer, make_model=model).train(0, 10)
 
 
-@pytest.mark.parametrize("kind", [Reading, ReadingBackwards])
-def test_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones_and_the_log_names_the_line(kind, caplog):
-    trainer, ordinary = make(RecordedTrainer, model=kind()), make(SimpleTrainer, model=kind())
-    for each in (trainer, ordinary):
-        torch.manual_seed(2)
-        each.train(0, 10)
+def test_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones_and_the_log_names_the_line(caplog):
+    _, recorded, are_equal = both(steps=10, make_model=Reading)
 
-    assert same(trainer.model.state_dict(), ordinary.model.state_dict())
-    assert trainer.recorder.num_recorded == 0
+    assert are_equal
+    assert recorded.recorder.num_recorded == 0
     (message,) = [message for message in caplog.messages if "cannot be recorded" in message]
     assert message.startswith("Steps that wait for the device, as at _local_scalar_dense, cannot be recorded and stay")
 
@@ -350,10 +335,9 @@ def test_a_config_with_a_graph_gives_the_same_run(tmp_path, monkeypatch, amp):
 # ---------------------------------------------------------------------- on CUDA
 
 
-def on_cuda(trainer_type, make_optimizer=fused_sgd, hooks=lambda trainer: [], data=(), model=None, **kwargs):
-    model = model or Net().cuda()
+def on_cuda(trainer_type, data=(), make_model=Net, **kwargs):
     data = [tuple(part.pin_memory() for part in pair) for pair in data or [*batches(4), *batches(1, size=2)]]
-    return make(trainer_type, make_optimizer, data, hooks, model, async_write_metrics=True, **kwargs)
+    return make(trainer_type, data=data, make_model=lambda: make_model().cuda(), async_write_metrics=True, **kwargs)
 
 
 @needs_cuda
@@ -378,7 +362,7 @@ def test_on_cuda_40_steps_equal_those_of_the_ordinary_trainer_and_a_changed_sett
 
     for trainer_type in types:
         steps.clear()
-        trainer = on_cuda(trainer_type, model=Counted().cuda(), data=batches(5), **settings)
+        trainer = on_cuda(trainer_type, make_model=Counted, data=batches(5), **settings)
         trainer.register_hooks([AfterStep(at_20)])
         torch.manual_seed(2)
         trainer.train(0, 40)
@@ -425,7 +409,7 @@ def test_on_cuda_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones(read
             read(batch[0].detach())  # here
             return super().forward(batch)
 
-    trainer = on_cuda(GraphTrainer, model=ReadingInForward().cuda())
+    trainer = on_cuda(GraphTrainer, make_model=ReadingInForward)
     trainer.train(0, 10)
     assert [message for message in caplog.messages if "test_graph.py:" in message]
     assert trainer.status == "finished"
@@ -449,6 +433,6 @@ def test_on_cuda_a_recording_lets_other_threads_call_cuda():
                 thread.join()
             return super().forward(batch)
 
-    trainer = on_cuda(GraphTrainer, model=Pinning().cuda())
+    trainer = on_cuda(GraphTrainer, make_model=Pinning)
     trainer.train(0, 20)
     assert len(trainer._recordings) == 2
