@@ -1,11 +1,14 @@
-"""A training script in one call."""
+"""A training script in one call: its command, what it shows in the terminal, and what only its log has."""
+
+import re
 
 import pytest
 
 from tests.docs.pages import contents
 from tests.engine.job import tiny_cfg
+from tests.engine.tiny import AfterStep
 from trainkit.config import get_cfg
-from trainkit.engine import DefaultTrainer, default_argument_parser, run
+from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, run
 from trainkit.utils.logger import close_logger
 
 
@@ -15,8 +18,15 @@ def closed_logger():
     close_logger()
 
 
-def run_with(cfg, *arguments):
-    return run(default_argument_parser().parse_args(arguments), DefaultTrainer, cfg)
+def run_with(cfg, *arguments, trainer_class=DefaultTrainer):
+    return run(default_argument_parser().parse_args(arguments), trainer_class, cfg)
+
+
+def end_of(log):
+    """The lines of the summary."""
+    return [
+        line.strip() for line in re.search(r"(?<=: )The run (was|has) .*(\n  .*)*", log.read_text())[0].splitlines()
+    ]
 
 
 def test_the_file_and_the_settings_of_the_command_are_merged_into_a_copy(tmp_path):
@@ -32,11 +42,71 @@ def test_the_file_and_the_settings_of_the_command_are_merged_into_a_copy(tmp_pat
     assert used == before
 
 
-def test_a_finished_run_is_evaluated_without_a_trace_and_resumed_where_it_was(tmp_path):
+def test_a_finished_run_is_evaluated_without_a_trace_and_resumed_where_it_was(tmp_path, capsys):
     cfg = tiny_cfg(tmp_path / "run")
-    run_with(cfg)
+    run_with(cfg, "--quiet")
+    assert capsys.readouterr().out == ""  # warnings and errors alone
     before = contents(tmp_path / "run")
     assert run_with(cfg, "--eval-only")["classification"]["top1"] > 50
     assert contents(tmp_path / "run") == before
     run_with(cfg, "--resume", "SOLVER.MAX_ITER", "12")
     assert "Training from iteration 10 to 12" in (tmp_path / "run/log.txt").read_text()
+
+
+class Cows(HookBase):
+    def summary(self):
+        return "42 cows were seen"
+
+
+class WithCows(DefaultTrainer):
+    def build_hooks(self):
+        return [*super().build_hooks(), Cows()]
+
+
+def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_and_what_there_is(tmp_path, capsys):
+    cfg = tiny_cfg(tmp_path, "LOG.WRITERS", ["console"], "CHECKPOINT.BEST_METRIC", "classification/top1")
+    run_with(cfg, trainer_class=WithCows)
+    terminal, log = capsys.readouterr().out, (tmp_path / "log.txt").read_text()
+    assert terminal.count("Evaluated after 5 of 10 iterations: classification/top1 ") == 1
+    # the final evaluation alone is a table
+    assert terminal.count("Total inference time") == terminal.count("Evaluation results") == 1
+    assert log.count("Total inference time") == log.count("Evaluation results") == 2
+    assert terminal.index("Total inference time") > terminal.index("after 10 of 10 iterations")
+    for text in ("(torch uses ", "TinyClassifier(\n"):  # the environment and the model
+        assert (text in terminal, text in log) == (False, True)
+
+    end, time, cows, best, files = end_of(tmp_path / "log.txt")
+    assert end == "The run has finished after 10 of 10 iterations"
+    assert " s per step, " in time
+    assert cows == "42 cows were seen"
+    assert re.fullmatch(r"best classification/top1 .*: model_best.pth", best)
+    assert (tmp_path / "model_0000004.pth").exists()  # there may be hundreds of them
+    names = "config.yaml, finished, last_checkpoint, log.txt, model_best.pth, model_final.pth"
+    assert files == f"files in {tmp_path}: {names}"
+
+
+class Stopped(DefaultTrainer):
+    def build_hooks(self):
+        return [AfterStep(lambda trainer: trainer.iter == 2 and trainer.request_stop("enough")), *super().build_hooks()]
+
+
+class Failed(DefaultTrainer):
+    def build_hooks(self):
+        return [AfterStep(lambda trainer: 1 / 0), *super().build_hooks()]
+
+
+def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finished_early_says_why(tmp_path):
+    run_with(tiny_cfg(tmp_path / "stopped"), trainer_class=Stopped)
+    with pytest.raises(ZeroDivisionError):
+        run_with(tiny_cfg(tmp_path / "failed"), trainer_class=Failed)
+    for case, end in (
+        ("stopped", "was stopped after 3 of 10 iterations"),
+        ("failed", "has failed after 0 of 10 iterations"),
+    ):
+        first, *_, last = end_of(tmp_path / case / "log.txt")
+        assert first == f"The run {end}"
+        assert last == "to go on: the same command with --resume, or trainer.train()"
+    early = ["EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", 1.0, "TEST.EVAL_PERIOD", 3]
+    run_with(tiny_cfg(tmp_path / "early", *early))
+    end = "The run has finished after 3 of 10 iterations, early: classification/top1 is "
+    assert end_of(tmp_path / "early" / "log.txt")[0].startswith(end)

@@ -12,42 +12,15 @@ from trainkit.utils import plugins
 from trainkit.utils.loading import installed
 
 
-class Recorder(HookBase):
-    priority = "HIGH"
-
-
-@pytest.fixture
-def project(monkeypatch):
-    """A project with a hook, and one that is named in the table but not installed."""
+def test_every_default_trainer_has_the_hooks_of_installed_projects(monkeypatch, tmp_path):
     module = ModuleType("a_project")
-    module.Recorder = Recorder
+    module.Recorder = type("Recorder", (HookBase,), {"priority": "HIGH"})
     monkeypatch.setitem(sys.modules, "a_project", module)
-    table = {"Recorder": "a_project", "Missing": "trainkit.projects.not_there.options"}
+    table = {"Recorder": "a_project", "Missing": "trainkit.projects.not_there.options"}  # the latter is not installed
     monkeypatch.setattr("trainkit.engine.defaults.RUN_HOOKS", table)
-
-
-@pytest.mark.usefixtures("project")
-def test_every_default_trainer_has_the_hooks_of_installed_projects(tmp_path):
     names = [type(hook).__name__ for hook in DefaultTrainer(tiny_cfg(tmp_path)).hooks]
     assert names.count("Recorder") == 1
     assert names.index("Recorder") < names.index("LRScheduler")
-
-
-class Wrapped:
-    """A loader around another one, with its own way to its first batches."""
-
-    def __init__(self, loader):
-        self.loader, self.num = loader, 0
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-    def __iter__(self):
-        return iter(self.loader)
-
-    def first_batches(self, num):
-        self.num = num
-        return [*self.loader][:num]
 
 
 def test_a_project_whose_key_is_used_wraps_the_model_and_the_loaders(monkeypatch, tmp_path):
@@ -57,10 +30,11 @@ def test_a_project_whose_key_is_used_wraps_the_model_and_the_loaders(monkeypatch
         return model
 
     def wrap_loader(cfg, loader):
-        wrapped.append(Wrapped(loader))
-        return wrapped[-1]
+        wrapped.append(loader)
+        loader.first_batches = lambda num: asked.append(num) or [*loader][:num]  # its own way to these
+        return loader
 
-    module, wrapped = ModuleType("a_wrapper"), []
+    module, wrapped, asked = ModuleType("a_wrapper"), [], []
     module.wrap_model, module.wrap_loader = wrap_model, wrap_loader
     module.add_config = lambda cfg: cfg.MODEL.update(SCALE=0.0)
     monkeypatch.setitem(sys.modules, "a_wrapper", module)
@@ -73,7 +47,7 @@ def test_a_project_whose_key_is_used_wraps_the_model_and_the_loaders(monkeypatch
     trainer.test(trainer.cfg, trainer.model)
 
     assert torch.equal(trainer.model.layers[0].weight, 2 * plain.model.layers[0].weight)
-    assert [trainer.data_loader, 2] == [wrapped[0], wrapped[1].num]
+    assert [trainer.data_loader, 2] == [wrapped[0], *asked]
 
 
 def test_a_broken_project_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):

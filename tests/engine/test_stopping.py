@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -82,16 +82,12 @@ def test_a_signal_that_is_ignored_stays_ignored():
 
 
 def test_a_thread_that_is_not_the_main_one_takes_no_signals():
-    found = []
-
     def listen():
         with StopRequests().listening():
-            found.append(signal.getsignal(SIGTERM))
+            return signal.getsignal(SIGTERM)
 
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(SIGTERM)]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(listen).result() == signal.getsignal(SIGTERM)
 
 
 # ---------------------------------------------------------------------- two ranks
