@@ -68,9 +68,6 @@ def num_lines(files):
     return sum(len((ROOT / file).read_text().splitlines()) for file in files)
 
 
-# ---------------------------------------------------------------------- the core knows no capability
-
-
 def test_nothing_in_the_core_imports_a_project():
     found = {file: set(imported_projects(tree)) for file, tree in parsed(sources("trainkit")).items()}
     assert {file: names for file, names in found.items() if names} == {}
@@ -99,9 +96,6 @@ def test_a_name_of_a_capability_and_an_import_of_a_project_are_found():
         assert list(imported_projects(ast.parse(text))) == imports
 
 
-# ---------------------------------------------------------------------- proof by deletion
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_core_passes_its_tests_without_a_capability(capability, tmp_path):
@@ -124,9 +118,6 @@ def test_the_core_passes_its_tests_without_a_capability(capability, tmp_path):
 def run(*arguments, cwd):
     """Of Python, which looks for modules in ``cwd`` first."""
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
-
-
-# ---------------------------------------------------------------------- sizes
 
 
 def loaded(code, folder):

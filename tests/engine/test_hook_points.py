@@ -127,9 +127,6 @@ def record(trainer):
     return recorder
 
 
-# ---------------------------------------------------------------------- training
-
-
 PLACES = [{}, {"before": "EvalHook"}, {"after": "FinalEvalHook"}]
 
 
@@ -176,9 +173,6 @@ def test_a_run_that_fails_has_its_after_train_and_no_evaluation_behind_it(tmp_pa
     assert recorder.take() == [*FIRST_EPOCH, "1 after_failure today", "1 after_train"]
 
 
-# ---------------------------------------------------------------------- test only
-
-
 def test_a_run_that_only_tests_and_draws(tmp_path):
     expected = default_trainer(tmp_path)[0].train()
     entry = {"NAME": "VisualizationHook", "DRAW": "draw_predictions", "PERIOD": 2}
@@ -195,9 +189,6 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
     assert str(picture.relative_to(tmp_path)) == "visualization/test/tiny_test_iter0000004_batch0001.png"
     assert np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[1]))
     assert not np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[0]))
-
-
-# ---------------------------------------------------------------------- who is called
 
 
 def points_of(recorded):
@@ -229,9 +220,6 @@ def test_a_run_calls_the_points_of_its_hooks_and_those_that_a_trainer_class_over
     run.run()
     steps = ["before_eval_step", "after_eval_step"]
     assert run.points == ["after_load", "before_eval", *steps, *steps, "after_eval"]
-
-
-# ---------------------------------------------------------------------- epochs
 
 
 @pytest.mark.parametrize("point", EPOCH_POINTS)

@@ -6,7 +6,6 @@ import torch
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import hooks
-from trainkit.engine.hook_base import HookBase
 from trainkit.engine.step import SimpleTrainer
 
 
@@ -30,32 +29,25 @@ def job(calls, max_iter=None, state=None, *, stop_at=None):
     return trainer
 
 
-def test_two_hooks_that_ask_for_one_file_get_it_once_and_outside_of_iterations_it_is_written_at_once():
-    written = []
-
-    class Ask(HookBase):
-        def after_step(self):
-            self.trainer.request_save("model", lambda: written.append(self.trainer.position))
-
-        def after_train(self):
-            self.trainer.request_save("model_final", lambda: written.append("end"))
-            written.append("asked")
-
-    Steps([Ask(), Ask()]).train(0, 1)
-    assert written == [(0, 2), "end", "asked", "end", "asked"]
-
-
-def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name(tmp_path, caplog):
+def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_path, caplog):
     model = Regression()
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     trainer.checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
+    written = []
     asks = hooks.CallbackHook(before_step=lambda trainer: trainer.iter == 1 and trainer.request_save("mine"))
+    twice = [AfterStep(lambda t: t.request_save("twice", lambda: written.append(t.position))) for _ in range(2)]
+    at_the_end = hooks.CallbackHook(after_train=lambda t: t.request_save("end", lambda: written.append("at once")))
     (tmp_path / "full.pth").mkdir()  # nothing can be renamed to that
-    trainer.register_hooks([asks, AfterStep(lambda trainer: trainer.request_save("full"))])
+    trainer.register_hooks([asks, *twice, at_the_end, AfterStep(lambda trainer: trainer.request_save("full"))])
     trainer.train(0, 3)
+    assert written == [(0, 2), (1, 2), (2, 2), "at once"]
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
     assert (saved["iteration"], saved["trainer"]["iteration"], saved["trainer"]["position"]["stage"]) == (1, 1, 2)
     assert caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write") == 3
+    other = sgd(model, momentum=0.5)
+    trainer = SimpleTrainer(model, batches(2), other)
+    trainer.load_state_dict({**saved["trainer"], "optimizer": sgd(model, momentum=0.9).state_dict()})
+    assert other.param_groups[0]["momentum"] == 0.9  # of the checkpoint
 
 
 def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with_the_next_iteration(tmp_path, caplog):
@@ -81,9 +73,6 @@ def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with
     assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
 
 
-# ---------------------------------------------------------------------- late hooks
-
-
 @pytest.mark.parametrize("name", ["batch", "losses", "outputs"])
 def test_below_the_save_point_what_belongs_to_the_step_is_gone_in_every_run(name):
     model = Regression()
@@ -94,9 +83,6 @@ def test_below_the_save_point_what_belongs_to_the_step_is_gone_in_every_run(name
     with pytest.raises(RuntimeError, match=rf"trainer.{name} is there in after_backward.*register the hook with a"):
         trainer.train(0, 2)
     assert len(read) == 1
-
-
-# ---------------------------------------------------------------------- after a stop
 
 
 @pytest.mark.parametrize("stop_at", [2, 3])  # inside an epoch and at its end
@@ -113,17 +99,6 @@ def test_a_run_that_is_stopped_before_it_has_done_anything_stands_where_it_stood
     job(resumed, 6, state)
     assert [call[:2] for call in resumed[1:]] == [call[:2] for call in whole[1 - len(resumed) :]]
     assert resumed[1][0] == ("before_step" if stop_at == 2 else "before_epoch")
-
-
-# ---------------------------------------------------------------------- with a model
-
-
-def test_the_values_of_the_optimizer_are_those_of_the_checkpoint():
-    model = Regression()
-    state = SimpleTrainer(model, batches(2), sgd(model, lr=0.1, momentum=0.9, weight_decay=0.01)).state_dict()
-    trainer = SimpleTrainer(model, batches(2), sgd(model, lr=0.1, momentum=0.5, weight_decay=0.01))
-    trainer.load_state_dict(state)
-    assert trainer.optimizer.param_groups[0]["momentum"] == 0.9
 
 
 def test_what_a_loader_cannot_give_back_is_named_at_the_start_of_a_run_that_saves(caplog, tmp_path):

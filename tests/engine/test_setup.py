@@ -41,9 +41,6 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != LOCK_FILE)
 
 
-# ---------------------------------------------------------------------- arguments
-
-
 def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
     args = default_argument_parser().parse_args(["--num-gpus", "2", "SOLVER.MAX_ITER", "-1", "--resume", "SEED", "5"])
     assert (args.num_gpus, args.resume, args.opts) == (2, True, ["SOLVER.MAX_ITER", "-1", "SEED", "5"])
@@ -68,9 +65,6 @@ def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys):
         assert capsys.readouterr().err == printed
     with pytest.raises(ZeroDivisionError), user_errors_exit():  # a mistake of the program keeps its traceback
         1 / 0  # noqa: B018
-
-
-# ---------------------------------------------------------------------- default_setup
 
 
 def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(tmp_path):
@@ -192,9 +186,6 @@ def test_a_config_that_cannot_be_run_leaves_the_files_of_an_older_run_where_they
         default_setup(cfg_for(tmp_path, *options), args)
     assert names_in(tmp_path) == names
     assert (tmp_path / "config.yaml").read_text() == "../model.pth"
-
-
-# ---------------------------------------------------------------------- writers
 
 
 def test_the_default_writers(tmp_path, monkeypatch, caplog):

@@ -28,9 +28,6 @@ def received():
         signal.signal(signum, handler)
 
 
-# ---------------------------------------------------------------------- one process
-
-
 def test_one_process_stops_at_once_when_it_was_asked_to_and_a_signal_counts_before_a_request(caplog):
     caplog.set_level(logging.INFO, logger="trainkit.engine.stopping")
     stops = StopRequests()
@@ -41,9 +38,6 @@ def test_one_process_stops_at_once_when_it_was_asked_to_and_a_signal_counts_befo
     assert stops.pending
     assert stops.agreed(7) == stops.agreed(8) == stops.agree_now() == Stop("SIGTERM", SIGTERM)
     assert caplog.messages == ["Rank 0 was asked to stop: SIGTERM"]  # once
-
-
-# ---------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize("signum", [SIGTERM, SIGINT, SIGHUP])
@@ -88,9 +82,6 @@ def test_a_thread_that_is_not_the_main_one_takes_no_signals():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(listen).result() == signal.getsignal(SIGTERM)
-
-
-# ---------------------------------------------------------------------- two ranks
 
 
 def run(stops, requests, period=20):

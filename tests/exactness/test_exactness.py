@@ -55,8 +55,6 @@ def test_more_events_or_all(tmp_path, name, num_kills):
     check(JOBS[name], tmp_path, num_kills, seed=1)
 
 
-# ---------------------------------------------------------------------- settings that are drawn
-
 SETTINGS = [
     [("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.IMS_PER_BATCH", 4), ("SOLVER.IMS_PER_BATCH", 7)],
     [("SOLVER.AMP.ENABLED", True), ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16")],
@@ -92,8 +90,6 @@ def test_settings_that_are_drawn_resume_exactly(tmp_path, seed):
             settings, error = fewer, smaller
     assert error is None, f"{settings}: {error}"
 
-
-# ---------------------------------------------------------------------- several processes
 
 TWO_RANKS = {
     "ddp": Configured("DATALOADER.NUM_WORKERS", 0, *CLIP),

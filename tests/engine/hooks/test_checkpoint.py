@@ -39,9 +39,6 @@ class Recorder:
         self.saved.append((name, iteration))
 
 
-# ---------------------------------------------------------------------- PeriodicCheckpointer
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -151,9 +148,6 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, 
     (tmp_path / f"{failing}.pth").rmdir()
     trainer.train(0, length)  # the same trainer and hooks, and nothing is left of the failure
     assert trainer.status == "finished"
-
-
-# ---------------------------------------------------------------------- BestCheckpointer
 
 
 @pytest.mark.parametrize(
