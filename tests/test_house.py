@@ -106,10 +106,8 @@ def test_the_core_passes_its_tests_without_a_capability(capability, tmp_path):
     shutil.rmtree(tmp_path / "projects" / capability)
     modules = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in sources("trainkit")]
     tests = [f"tests/{name}" for name in CORE_TESTS]
-
     imported = run("-c", IMPORT_ALL, *modules, cwd=tmp_path)
     tested = run("-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests, cwd=tmp_path)
-
     assert imported.returncode == 0, imported.stderr
     assert imported.stdout == f"{tmp_path / 'trainkit/__init__.py'}\n"
     assert tested.returncode == 0, tested.stdout

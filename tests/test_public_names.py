@@ -100,7 +100,6 @@ def test_jobs_use_what_is_public_or_on_the_pages_of_the_reference():
         and module not in documented
         and name not in PUBLIC.get(module, ())
     ]
-
     assert ("trainkit.engine.hooks", "check_period") in found
     assert sorted(private) == []
 

@@ -27,7 +27,6 @@ def test_equal_runs_have_the_same_digests_and_another_seed_or_one_bit_changes_th
     first, second, other = (trained(tmp_path / name, "SEED", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert differing(first, second) == []
     assert differing(first, other) == ["weights", "optimizer", "metrics"]
-
     path = tmp_path / "a/model_final.pth"
     state = torch.load(path, weights_only=True)
     momentum = state["trainer"]["_trainer"]["optimizer"]["state"][0]["momentum_buffer"]

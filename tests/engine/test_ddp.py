@@ -171,7 +171,6 @@ def test_two_ranks_are_one_process_to_the_last_bit_whatever_the_options(ranks):
             for option in OPTIONS:
                 run = found[option, setting]
                 torch.testing.assert_close(run["weights"], expected["weights"], atol=0, rtol=0)
-
                 assert run["stored"].pop("total_loss") == pytest.approx(losses, rel=1e-6)
                 assert run["stored"] == expected["stored"], setting
 
@@ -182,7 +181,6 @@ def test_a_setting_makes_a_difference_and_a_rank_that_overflows_alone_makes_all_
     for setting in ("clipped by norm", "clipped by value", "bfloat16", "float16"):
         run = alone(setting)
         assert not torch.allclose(run["weights"][0], plain["weights"][0], atol=1e-4)
-
     assert run["stored"]["skipped_updates"] == [0] * 3 + [1] * 7
     assert run["stored"]["[metric]grad_scaler"] == [1024] * 4 + [512] * 6
 

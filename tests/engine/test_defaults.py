@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from tests.engine.job import TinyClassifier, tiny_cfg
@@ -66,8 +67,6 @@ def test_the_model_of_a_subclass_is_moved_to_the_device_of_the_config(tmp_path):
 
 
 def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(tmp_path):
-    built = []
-
     class Count(DatasetEvaluator):
         num = 0
 
@@ -81,45 +80,25 @@ def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(
         def forward(self, x):
             return super().forward(x).square().mean()
 
-    class Trainer(DefaultTrainer):
-        @classmethod
-        def build_model(cls, cfg):
-            built.append("model")
-            return Net(3, 1)
+    makers = {
+        "build_model": lambda cls, cfg: Net(3, 1),
+        "build_optimizer": lambda cls, cfg, model: torch.optim.RMSprop(model.parameters(), lr=0.5),
+        "build_train_loader": lambda cls, cfg: [torch.ones(2, 3)],
+        "build_lr_scheduler": lambda cls, cfg, optimizer: LambdaLR(optimizer, lambda iter: 0.5**iter),
+        "build_test_loader": lambda cls, cfg, name: [torch.ones(5, 3), torch.ones(2, 3)],
+        "build_evaluator": lambda cls, cfg, name: Count(),
+    }
+    built = []
 
-        @classmethod
-        def build_optimizer(cls, cfg, model):
-            built.append("optimizer")
-            return torch.optim.RMSprop(model.parameters(), lr=0.5)
+    def noting(name):
+        return classmethod(lambda *arguments: built.append(name) or makers[name](*arguments))
 
-        @classmethod
-        def build_lr_scheduler(cls, cfg, optimizer):
-            built.append("schedule")
-            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
-
-        @classmethod
-        def build_train_loader(cls, cfg):
-            built.append("loader")
-            return [torch.ones(2, 3)]
-
-        @classmethod
-        def build_test_loader(cls, cfg, dataset_name):
-            return [torch.ones(5, 3), torch.ones(2, 3)]
-
-        @classmethod
-        def build_evaluator(cls, cfg, dataset_name):
-            return Count()
-
-        def build_writers(self):
-            return [JSONWriter(tmp_path / "mine.json")]
-
-        def build_hooks(self):
-            return [*super().build_hooks(), None]
-
-    trainer = Trainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4))
+    more = {"build_writers": lambda self: [JSONWriter(tmp_path / "mine.json")]}
+    more["build_hooks"] = lambda self: [*DefaultTrainer.build_hooks(self), None]
+    trainer_class = type("Trainer", (DefaultTrainer,), {name: noting(name) for name in makers} | more)
+    trainer = trainer_class(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4))
+    assert built == [*makers][:4]
     assert trainer.train() == {"count": {"samples": 7}}
-    assert built == ["model", "optimizer", "loader", "schedule"]
-    assert isinstance(trainer.optimizer, torch.optim.RMSprop)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
     assert [row["iteration"] for row in rows(tmp_path, "mine.json")] == [1, 3, 4]
 
@@ -166,13 +145,10 @@ def test_a_loader_put_in_by_a_hook_goes_on_at_the_place_that_it_is_given(tmp_pat
 
 @pytest.mark.parametrize(("start", "evaluated"), [(0, [2, 5, 8, 10]), (5, [4, 7, 10])])
 def test_the_scalars_of_a_hook_and_each_evaluation_are_written(tmp_path, start, evaluated):
-    class Square(HookBase):
-        def after_step(self):
-            self.trainer.storage.put_scalar("square", self.trainer.iter**2)
-
     options = ("LOG.WINDOW", 1, "LOG.PERIOD", 1000, "TEST.EVAL_PERIOD", 3, "TEST.EVAL_START", start)
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "CHECKPOINT.BEST_METRIC", ["classification/top1"]))
-    trainer.register_hooks([Square()])
+    square = hooks.CallbackHook(after_step=lambda t: t.storage.put_scalar("square", t.iter**2))
+    trainer.register_hooks([square])
     trainer.train()
     assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == evaluated
     written = [iter for iter in evaluated if iter < 10] + [9]  # with the evaluations, and at the end
@@ -262,13 +238,7 @@ def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
 
 
 def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_names(tmp_path):
-    class Count(DatasetEvaluator):
-        num = 0
-
-        def process(self, inputs, outputs):
-            self.num += len(outputs)
-
-    model, count = TinyClassifier(None), Count()
+    model, seen = TinyClassifier(None), []
     one = DefaultTrainer.test(tiny_cfg(tmp_path), model)
     two = DefaultTrainer.test(tiny_cfg(tmp_path, "DATASETS.TEST", ("tiny_test", "tiny_val")), model)
     assert set(one) == {"classification"}
@@ -276,8 +246,10 @@ def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_nam
     assert two["tiny_test"] == one
     with pytest.raises(ValueError, match=r"need one evaluator per dataset in \('tiny_test',\), got 2"):
         DefaultTrainer.test(tiny_cfg(tmp_path), model, [DatasetEvaluator(), DatasetEvaluator()])
-    DefaultTrainer.test(tiny_cfg(tmp_path, "TEST.MAX_BATCHES", 2), model, count)
-    assert count.num == 8
+    evaluator = DatasetEvaluator()
+    evaluator.process = lambda inputs, outputs: seen.append(len(outputs))
+    DefaultTrainer.test(tiny_cfg(tmp_path, "TEST.MAX_BATCHES", 2), model, evaluator)
+    assert seen == [4, 4]
 
 
 def test_unexpected_results_end_the_process_with_code_1_and_without_an_evaluator_there_are_none(tmp_path, caplog):

@@ -110,7 +110,6 @@ def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluati
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=False)
     assert trainer.start_iter == 0
-
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=False)

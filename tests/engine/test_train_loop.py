@@ -149,10 +149,8 @@ def test_every_after_train_runs_and_the_first_failure_is_raised(caplog):
         Spy(calls, lambda t: ("c", t.status)),
     ]
     trainer = Trainer(hooks)
-
     with pytest.raises(OSError, match="a") as caught:
         trainer.train(0, 0)
-
     assert caught.value is first
     # the run has failed with the first of them: the others must not wait for other ranks
     found = {name: status for point, name, status in calls if point == "after_train"}
@@ -190,7 +188,6 @@ def test_a_requested_stop_ends_the_run_after_its_iteration(point, finished, end,
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status, point, stop)])
     trainer.train(0, 5)
-
     assert calls[-1] == ("after_train", *end[:2])
     assert (len(calls), trainer.max_iter) == (2 + 3 * end[0], end[2])
     assert f"Stopped after {end[0]} of 5 iterations: enough" in caplog.messages
@@ -230,10 +227,8 @@ def test_after_train_and_the_writers_see_everything_that_waited_in_each_run(tmp_
         CallbackHook(after_train=lambda t: t.storage.put_scalar("result", t.iter)),
         PeriodicWriter([JSONWriter(tmp_path / "metrics.json")], period=2),
     )
-
     trainer.train(0, 3)
     trainer.train(3, 4)
-
     assert found == [[(0.0, 0), (1.0, 1), (2.0, 2)], [(3.0, 3)]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     written = [[line["iteration"], line.get("total_loss"), line.get("result")] for line in lines]

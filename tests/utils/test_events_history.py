@@ -61,12 +61,10 @@ def read(history):
 def test_a_history_goes_on_bit_for_bit_after_a_round_trip_whatever_it_has_dropped(count):
     first, second = filled([0.1 * i for i in range(count)], max_length=10), filled([5.0], max_length=10)
     state = first.state_dict()
-
     second.load_state_dict(state)
     shorter = HistoryBuffer(max_length=1)
     shorter.load_state_dict(state)
     assert (shorter.values(), shorter.global_avg()) == (first.values()[-1:], first.global_avg())
-
     assert read(second) == read(first)
     for history in (first, second):
         history.update(math.pi)

@@ -179,7 +179,6 @@ def test_a_write_without_room_leaves_no_part_of_a_line_and_the_next_one_has_the_
     writer, storage = JSONWriter(path), EventStorage()
     train(storage, writer, range(6))
     good = path.read_bytes()
-
     file_size(len(good) + 5)
     with pytest.raises(OSError, match="File too large"):
         train(storage, writer, range(6, 9))
@@ -187,7 +186,6 @@ def test_a_write_without_room_leaves_no_part_of_a_line_and_the_next_one_has_the_
     file_size(None)
     train(storage, writer, range(9, 20))
     writer.close()
-
     lines = expected.splitlines(keepends=True)
     assert path.read_bytes() == b"".join(line for line in lines if not re.search(rb'"iteration": [78]\b', line))
 
@@ -213,7 +211,6 @@ def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
             storage.put_scalar("[metric]scale", 65536.0)
             storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)  # a result, not a running value
         printer.write()
-
     assert lines() == [
         " eta: 0:33:18  after 4 of 4000 iterations  perplexity: 20.25  total_loss: 2.5  [metric]scale: 6.554e+04  "
         "time: 0.5000  data_time: 0.5000  lr: 0.0012346 "
@@ -229,7 +226,6 @@ def test_console_line_has_the_epoch_if_there_are_some_and_the_peak_memory_of_cud
         printers[1].write()
     epochs = ["[Epoch 1/3]", "[Epoch 1/3]", "[Epoch 2/3]", "[Epoch 3/3]", "[Epoch 3]"]
     assert [re.search(r"\[Epoch .+?\]", line)[0] for line in lines()] == epochs
-
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.memory.max_memory_allocated", lambda: 3 * 2**20)
     with EventStorage() as storage:
@@ -251,7 +247,6 @@ def test_console_is_silent_when_nothing_is_left_to_train_and_before_there_is_a_r
         storage.put_scalar("loss", 1.0)
         storage.iter = 1  # the next iteration of a run that was stopped
         CommonMetricPrinter().write()
-
     assert lines() == [" eta: 0:00:00  after 10 of 10 iterations  time: 1.0000 ", "after 1 iteration  loss: 1 "]
 
 

@@ -79,7 +79,6 @@ def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved
     arguments = PeriodicCheckpointer.config_arguments(trainer)
     trainer.register_hooks([PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), **arguments)])
     trainer.train(0, trainer.cfg.SOLVER.MAX_ITER)
-
     iterations = [done * per_unit - 1 for done in saved_after]
     names = [f"model_{iteration:07d}" for iteration in iterations]
     names[-1] = last or names[-1]
@@ -130,7 +129,6 @@ def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotati
     assert (trainer.status, files(tmp_path)) == ("stopped", ["last_checkpoint", *kept])
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000004.pth"
     assert load(tmp_path / "model_0000004.pth")["iteration"] == 4
-
     trainer, checkpointer = make()
     checkpointer.resume_or_load("")
     trainer.train(trainer.iter + 1, 9)
