@@ -25,20 +25,15 @@ class GroupedBatchSampler(Sampler[list[int]]):
         self, sampler: Sampler[int], group_ids: Sequence[int] | np.ndarray | torch.Tensor, batch_size: int
     ) -> None:
         self.sampler, self.batch_size = cast(Any, sampler), batch_size
-        self._open: dict[int, list[int]] = {}  # batches that are not full before the next iter()
         self._group_ids: list[int] = np.asarray(group_ids).tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
-        open_batches = {group: [*indices] for group, indices in self._open.items()}
+        open_batches: dict[int, list[int]] = {}
         for index in self.sampler:
-            group = self._group_ids[index]
-            batch = open_batches.setdefault(group, [])
+            batch = open_batches.setdefault(group := self._group_ids[index], [])
             batch.append(index)
-            if len(batch) >= self.batch_size:
-                del open_batches[group]
-                if rest := batch[self.batch_size :]:  # the batches of the state may be larger
-                    open_batches[group] = rest
-                yield batch[: self.batch_size]
+            if len(batch) == self.batch_size:
+                yield open_batches.pop(group)
 
     @property
     def resume_obstacle(self) -> str:
@@ -48,13 +43,11 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next ``iter()`` starts."""
-        return {"sampler": self.sampler.state_dict(), "open": self._open, "world_size": self.sampler.world_size}
+        return {"sampler": self.sampler.state_dict(), "world_size": self.sampler.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start the next ``iter()`` there; another world size drops batches that are not full."""
+        """Start the next ``iter()`` there."""
         self.sampler.load_state_dict(state["sampler"])
-        self._open, saved, own = state["open"], state["world_size"], self.sampler.world_size
-        if saved != own:
+        if (saved := state["world_size"]) != (own := self.sampler.world_size):
             text = "The batches of %d ranks cannot be divided among %d; some samples may be repeated or left out"
             logger.warning(text, saved, own)
-            self._open = {}

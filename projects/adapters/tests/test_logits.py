@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-from collections import UserDict
-from typing import NamedTuple
+from collections import UserDict, namedtuple
 
 import torch
 from torch import nn
@@ -28,11 +27,7 @@ class Takes(nn.Module):
 
 
 X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
-
-
-class Points(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
+Points, Output = namedtuple("Points", "x y"), namedtuple("Output", "loss logits")
 
 
 def test_a_model_that_returns_logits_takes_batches_of_all_usual_kinds():
@@ -41,17 +36,17 @@ def test_a_model_that_returns_logits_takes_batches_of_all_usual_kinds():
     for batch in (*several, *named):
         model = losses_from(Takes(), F.cross_entropy)
         logits = model.linear(X)
-        assert torch.equal(model(batch), F.cross_entropy(logits, Y))
-        assert torch.equal(model.losses(batch), F.cross_entropy(logits, Y))
+        loss = F.cross_entropy(logits, Y)
+        assert torch.equal(model(batch), loss)
+        assert torch.equal(model.losses(batch), loss)
         assert torch.equal(model.eval()(batch), logits)
-        assert torch.equal(model.losses(batch), F.cross_entropy(logits, Y))
+        assert torch.equal(model.losses(batch), loss)
 
 
 def test_the_names_of_the_state_stay_and_so_do_the_calls_of_the_model_itself():
     model = losses_from(Takes(), F.cross_entropy)
     assert [*model.state_dict()] == ["linear.weight", "linear.bias"]
-    assert isinstance(model, Takes)
-    assert type(model).__name__ == "Takes"
+    assert (isinstance(model, Takes), type(model).__name__) == (True, "Takes")
     assert [*inspect.signature(model.forward).parameters] == ["x", "scale"]
     assert torch.equal(model.doubled(X), 2 * model.linear(X))
     again = copy.deepcopy(model)
@@ -77,17 +72,12 @@ def test_a_loss_that_is_a_module_is_part_of_the_model_and_may_give_several_losse
     assert model.trainkit_loss.scale < 3
 
 
-class Output(NamedTuple):
-    loss: torch.Tensor
-    logits: torch.Tensor
-
-
 def test_a_model_with_its_own_loss_is_called_with_all_entries_and_gives_its_logits_in_eval_mode():
     class Own(Takes):
         def forward(self, x, labels=None):
             logits = self.linear(x)
             return Output(None if labels is None else F.cross_entropy(logits, labels), logits)
 
-    model = losses_from(Own())
-    assert torch.equal(model({"x": X, "labels": Y}), F.cross_entropy(model.linear(X), Y))
-    assert torch.equal(model.eval()({"x": X, "labels": Y}), model.linear(X))
+    model, batch = losses_from(Own()), {"x": X, "labels": Y}
+    assert torch.equal(model(batch), F.cross_entropy(model.linear(X), Y))
+    assert torch.equal(model.eval()(batch), model.linear(X))

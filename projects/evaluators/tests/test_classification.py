@@ -97,20 +97,8 @@ def test_the_confusion_matrix_is_logged_and_written_with_what_it_belongs_to(tmp_
     caplog.set_level(logging.INFO, logger="trainkit.projects")
     with EventStorage(7):
         evaluate({"label": LABELS}, SCORES, ConfusionMatrixEvaluator, class_names=names, confusion_file=str(file))
-    assert caplog.messages == [
-        "Accuracy of each class in percent (classification):\n"
-        "| class   |   samples |   accuracy |\n"
-        "|:--------|----------:|-----------:|\n"
-        "| cat     |         3 |      33.33 |\n"
-        "| dog     |         2 |      50.00 |\n"
-        "| 1       |         0 |          - |",
-        "Samples of each label by their prediction (classification):\n"
-        "| label   |   cat |   dog |   1 |\n"
-        "|:--------|------:|------:|----:|\n"
-        "| cat     |     1 |     1 |   1 |\n"
-        "| dog     |     1 |     1 |   0 |\n"
-        "| 1       |     0 |     0 |   0 |",
-    ]
+    assert "| cat     |         3 |      33.33 |\n| dog     |         2 |      50.00 |\n" in caplog.text
+    assert "| label   |   cat |   dog |   1 |\n|:--------|------:|------:|----:|\n| cat     |     1 |" in caplog.text
     expected = {"task": "classification", "iteration": 7, "class_names": names}
     assert json.loads(file.read_text()) == expected | {"confusion": [[1, 1, 1], [1, 1, 0], [0, 0, 0]]}
 

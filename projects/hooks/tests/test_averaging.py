@@ -48,14 +48,12 @@ def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(rule, multi_
     model = Net()
     ours = ModelAverage(model, rule, average_buffers=average_buffers)
     theirs = AveragedModel(model, multi_avg_fn=multi_avg_fn, use_buffers=average_buffers)
-    others = ModelAverage(model, averaging_rule(decay=0.31))
     for _ in range(6):
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 tensor.add_(torch.rand(tensor.shape))
         model.cache = torch.ones(7)
-        for average in (ours, others):
-            average.update()
+        ours.update()
         model.cache = torch.ones(2)
         theirs.update_parameters(model)
 
@@ -63,7 +61,7 @@ def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(rule, multi_
     assert found.keys() == model.state_dict().keys()
     names = [name for name in found if average_buffers or "running" not in name]
     assert all(torch.equal(found[name], expected[name]) for name in names)
-    assert not torch.equal(others.state_dict()["tied"], found["tied"])  # the comparison can fail
+    assert not torch.equal(model.state_dict()["tied"], found["tied"])  # the comparison can fail
 
 
 @pytest.mark.parametrize("average_buffers", [False, True])

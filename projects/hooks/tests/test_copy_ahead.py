@@ -2,7 +2,6 @@
 
 from collections import UserDict
 
-import pytest
 import torch
 from trainkit.projects.hooks.copy_ahead import CopyAhead
 
@@ -10,14 +9,12 @@ from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer
 
-META = torch.device("meta")  # a device that is not the CPU, on every machine
 
-
-@pytest.mark.parametrize("kind", [dict, UserDict])
-def test_it_moves_like_move_to_device(kind):
-    batch = kind(x=torch.ones(2), name="a")
-    [moved] = CopyAhead().move([batch], META)
-    assert (moved["x"].device, moved["name"], type(moved)) == (META, "a", kind)
+def test_it_moves_like_move_to_device():
+    meta = torch.device("meta")  # a device that is not the CPU, on every machine
+    batch = UserDict(x=torch.ones(2), name="a")
+    [moved] = CopyAhead().move([batch], meta)
+    assert (moved["x"].device, moved["name"], type(moved)) == (meta, "a", UserDict)
     assert batch["x"].device == torch.device("cpu")
 
 

@@ -7,43 +7,38 @@ from trainkit.engine.hooks import CallbackHook, ParamScheduler
 from trainkit.engine.step import SimpleTrainer
 
 HALVE = [{"NAME": "Exponential", "GAMMA": 0.5}]
+LINEAR = [{"NAME": "Linear", "START_FACTOR": 0.25}]
 
 
-def make(hook, optimizer=None, read=lambda group: group["weight_decay"], trainer_class=SimpleTrainer, **kwargs):
+def make(hook, optimizer=None, read=lambda group: group["weight_decay"]):
     """A trainer with the hook, and what ``read`` finds in the first group at each update."""
-    model = Weight()
-    if optimizer is None:
-        optimizer = sgd(model, weight_decay=0.5, momentum=0.5)
-    trainer = trainer_class(model, [torch.tensor(1.0)], optimizer, **kwargs)
-    used = []
+    optimizer, used = optimizer or sgd(Weight(), weight_decay=0.5, momentum=0.5), []
+    trainer = SimpleTrainer(Weight(), [torch.tensor(1.0)], optimizer)
     note = CallbackHook(after_backward=lambda trainer: used.append(read(optimizer.param_groups[0])))
     trainer.register_hooks([hook, note])
     return trainer, used
 
 
-def adam(**kwargs):
-    return torch.optim.AdamW([nn.Parameter(torch.ones(2))], betas=(0.5, 0.75), **kwargs)
-
-
 def test_the_first_update_uses_the_first_value_and_each_value_is_stored_with_its_iteration():
-    trainer, used = make(ParamScheduler("weight_decay", [{"NAME": "Linear", "START_FACTOR": 0.25}]))
+    trainer, used = make(ParamScheduler("weight_decay", LINEAR))
     trainer.train(0, 4)
     assert used == [0.125, 0.25, 0.375, 0.5]
     assert trainer.storage.history("weight_decay").values() == list(zip(used, range(4), strict=True))
     assert trainer.storage.smoothing_hints()["weight_decay"] is False
 
 
-FIELDS = {
-    "momentum": (lambda: sgd(Weight(), momentum=0.5), lambda group: group["momentum"], [0.5, 0.25, 0.125]),
-    "betas.0": (adam, lambda group: group["betas"], [(0.5, 0.75), (0.25, 0.75), (0.125, 0.75)]),
-    "betas.1": (adam, lambda group: group["betas"], [(0.5, 0.75), (0.5, 0.375), (0.5, 0.1875)]),
-    "lr": (lambda: adam(lr=0.5), lambda group: group["lr"], [0.5, 0.25, 0.125]),
-}
-
-
 def test_any_number_of_the_groups_can_be_scheduled():
-    for param, (make_optimizer, read, expected) in FIELDS.items():
-        trainer, used = make(ParamScheduler(param, HALVE), make_optimizer(), read)
+    def adam():
+        return torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5, betas=(0.5, 0.75))
+
+    for param, optimizer, key, expected in [
+        ("momentum", sgd(Weight(), momentum=0.5), "momentum", [0.5, 0.25, 0.125]),
+        ("momentum", adam(), "betas", [(0.5, 0.75), (0.25, 0.75), (0.125, 0.75)]),
+        ("betas.0", adam(), "betas", [(0.5, 0.75), (0.25, 0.75), (0.125, 0.75)]),
+        ("betas.1", adam(), "betas", [(0.5, 0.75), (0.5, 0.375), (0.5, 0.1875)]),
+        ("lr", adam(), "lr", [0.5, 0.25, 0.125]),
+    ]:
+        trainer, used = make(ParamScheduler(param, HALVE), optimizer, lambda group, key=key: group[key])
         trainer.train(0, 3)
         assert used == expected, param
 
@@ -52,16 +47,16 @@ def test_groups_start_from_their_own_values_and_the_largest_is_stored():
     groups = [{"params": [nn.Parameter(torch.ones(1)) for _ in range(n)], "weight_decay": n / 8} for n in (1, 2)]
     trainer, _ = make(ParamScheduler("weight_decay", HALVE), torch.optim.SGD(groups, lr=0.1))
     trainer.train(0, 2)
-    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [1 / 16, 2 / 16]
-    assert [group["initial_weight_decay"] for group in trainer.optimizer.param_groups] == [1 / 8, 2 / 8]
+    values = [(group["weight_decay"], group["initial_weight_decay"]) for group in trainer.optimizer.param_groups]
+    assert values == [(1 / 16, 1 / 8), (2 / 16, 2 / 8)]
     assert trainer.storage.history("weight_decay").values() == [(2 / 8, 0), (2 / 16, 1)]
 
 
 def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
     def run(*parts, **kwargs):
-        trainer, used = make(ParamScheduler("weight_decay", [{"NAME": "Linear", "START_FACTOR": 0.25}], **kwargs))
-        for start, end in parts:
-            trainer.train(start, end)
+        trainer, used = make(ParamScheduler("weight_decay", LINEAR, **kwargs))
+        for part in parts:
+            trainer.train(*part)
         return used
 
     assert run((0, 2), (2, 4), max_iter=4) == run((0, 4)) == [0.125, 0.25, 0.375, 0.5]

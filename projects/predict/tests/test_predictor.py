@@ -13,8 +13,7 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
-from trainkit.engine import DefaultPredictor, DefaultTrainer, EvaluationRun, HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.engine import DefaultPredictor, DefaultTrainer, EvaluationRun
 from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator, inference_on_dataset
 from trainkit.modeling import MODEL_REGISTRY
 
@@ -109,12 +108,6 @@ class MeanOutput(Keep):
         return {"weight": {"value": torch.stack(self.outputs).mean().item()}}
 
 
-@HOOK_REGISTRY.register()
-class WatchesEvaluations(HookBase):
-    def after_eval(self, phase, name, results):
-        pass
-
-
 MEAN = {"NAME": "EMAHook", "KIND": "mean"}
 AVERAGE, RAW = -0.5, -1.0  # after two updates: the mean of 0 and -1, and -1
 
@@ -143,7 +136,7 @@ def test_a_best_checkpoint_holds_the_weights_that_were_scored_and_says_which(bes
     assert ("evaluated" in final, final["model"]["weight"].item()) == (False, -3.0)
 
 
-@pytest.mark.parametrize("hooks", [[MEAN], [{"NAME": "WatchesEvaluations"}], [{**MEAN, "EVALUATE": "raw"}]], ids=str)
+@pytest.mark.parametrize("hooks", [[MEAN], [], [{**MEAN, "EVALUATE": "raw"}]], ids=str)
 def test_a_predictor_and_eval_only_use_the_weights_that_the_file_was_chosen_by(best, tmp_path, hooks):
     cfg = falling_cfg(tmp_path, hooks, "MODEL.WEIGHTS", str(best))
     assert DefaultPredictor(cfg)({"x": torch.zeros(4)}).item() == AVERAGE

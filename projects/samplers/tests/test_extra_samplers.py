@@ -20,7 +20,6 @@ from trainkit.data import (
     RepeatFactorTrainingSampler,
     ResumableLoader,
     TrainingSampler,
-    build_batch_data_loader,
     build_train_loader,
     iters_per_epoch,
     resume_obstacle,
@@ -92,14 +91,10 @@ def test_grouped_batches_of_a_finite_sampler_have_no_position():
     assert "GroupedBatchSampler has no position in a RandomSampler" in resume_obstacle(loader)
 
 
-def test_epochs_have_the_size_of_the_subset_or_the_dataset():
-    for sampler, expected in [
-        (RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0), Fraction(10, 4)),
-        (RepeatFactorTrainingSampler([5.0] * 8, seed=0), 2),
-    ]:
-        assert exact(iters_per_epoch(build_batch_data_loader(Squares(100), sampler, 4))) == expected
-        batches = GroupedBatchSampler(sampler, [0] * 100, batch_size=4)
-        assert exact(iters_per_epoch(DataLoader([*range(100)], batch_sampler=batches))) == expected
+def test_an_epoch_has_the_size_of_the_subset():
+    sampler = RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0)
+    batches = GroupedBatchSampler(sampler, [0] * 100, batch_size=4)
+    assert exact(iters_per_epoch(DataLoader([*range(100)], batch_sampler=batches))) == Fraction(10, 4)
 
 
 def test_a_config_that_makes_no_sampler_says_why(cfg):  # noqa: F811
@@ -114,18 +109,15 @@ def test_a_config_that_makes_no_sampler_says_why(cfg):  # noqa: F811
 
 
 def test_a_subset_is_the_same_in_all_epochs_and_depends_on_its_own_seed():
-    def subset(seed_shuffle, seed_subset):
-        sampler = RandomSubsetTrainingSampler(100, 0.29, seed_shuffle=seed_shuffle, seed_subset=seed_subset)
-        epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(2)]
-        assert epochs[0] != epochs[1]
-        assert sorted(epochs[0]) == sorted(epochs[1]) == sampler.subset_indices.tolist()
-        assert sampler.samples_per_epoch == len({*epochs[0]}) == 29
-        return sampler.subset_indices.tolist()
+    def subset(seed_shuffle, seed_subset, shuffle=True):
+        return RandomSubsetTrainingSampler(100, 0.29, shuffle, seed_shuffle=seed_shuffle, seed_subset=seed_subset)
 
-    assert subset(0, 1) == subset(7, 1)
-    assert subset(0, 1) != subset(0, 2)
-    unshuffled = RandomSubsetTrainingSampler(100, 0.29, shuffle=False, seed_shuffle=0, seed_subset=1)
-    assert take(unshuffled, 29) == subset(0, 1)
+    sampler = subset(0, 1)
+    epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(2)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == take(subset(7, 1, shuffle=False), 29)
+    assert sampler.samples_per_epoch == len({*epochs[0]}) == 29
+    assert sorted(epochs[0]) != take(subset(0, 2, shuffle=False), 29)
 
 
 def test_samples_are_repeated_as_often_as_their_factors_say():
@@ -146,7 +138,7 @@ def test_repeat_factors_that_make_no_stream_are_refused():
 def test_repeat_factors_follow_the_rarest_category_of_a_sample():
     # frequencies: "a" 4/8, "b" 1/8, "c" 2/8; with t = 0.5 the ratios t / f are 1, 4 and 2
     samples = [["a"], ["a", "a"], ["a", "b"], ["a", "c"], ["c"], [], (), set()]
-    dicts = [{"file_name": "a", "annotations": [{"category_id": c} for c in sample]} for sample in samples]
+    dicts = [{"annotations": [{"category_id": c} for c in sample]} for sample in samples]
     factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
 
     assert factors(samples, 0.5).tolist() == pytest.approx([1, 1, 2, 2**0.5, 2**0.5, 1, 1, 1])
@@ -164,7 +156,7 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
     assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]
 
 
-def test_short_epochs_go_on_with_the_subset_of_their_state():
+def test_short_epochs_continue_with_the_subset_of_their_state():
     one, other = (LimitedSampler(RandomSubsetTrainingSampler(50, 0.5), 7) for _ in range(2))
     assert take(one, 30) != take(other, 30)
     other.load_state_dict(one.state_dict(10))
@@ -181,21 +173,6 @@ def test_grouped_batches_are_resumed_at_another_world_size_with_a_warning(as_ran
 
     assert "of 1 ranks cannot be divided among 2" in caplog.text
     assert resumed.state_dict()["position"] == 4
-
-
-def test_a_state_of_an_earlier_version_has_batches_that_are_not_full():
-    reference = test_loader.take(test_loader.make("grouped"), 2)
-    waiting = {0: [], 1: [], 2: []}
-    for index in TrainingSampler(SIZE, seed=3):
-        batch = waiting[GROUPS[index]]
-        batch.append(index)
-        if len(batch) == 4:
-            batch.clear()
-            break
-    order = {"sampler": {"seed": 3, "position": 4 + sum(map(len, waiting.values()))}, "open": waiting, "world_size": 1}
-    loader = test_loader.make("grouped")
-    loader.load_state_dict({"kind": "GroupedBatchSampler", "seed": 3, "position": 4, "order": order})
-    assert test_loader.take(loader, 1) == reference[1:]
 
 
 def test_rare_categories_are_repeated_whatever_holds_them(cfg):  # noqa: F811
