@@ -3,15 +3,12 @@
 ::
 
     python -m trainkit.projects.replay RUN --iter 500 -- python train.py           # tables; is it reproducible?
-    python -m trainkit.projects.replay RUN --iter 500 --prove -- python train.py   # compare the next checkpoint
     python -m trainkit.projects.replay RUN/capsule.rank0.pt -- python train.py     # the step that failed, in seconds
-    torchrun --nproc-per-node 2 -m trainkit.projects.replay RUN --iter 500 -- python train.py   # of two processes
     python -m trainkit.projects.replay RUN --range 200:400 --hook mine.py:MyHook -- python train.py   # a new hook
 
-After ``--`` stands the command of the run, with its options; without it the tool shows the command that the file
-names, and ends: a file never chooses code. The tool runs the command in a folder that it deletes afterwards, with the
-settings of the run, and takes over its training. The files of the run are only read. The exit code is 0; 1 if
-something differs from the run or between executions; 2 if the step cannot be repeated.
+After ``--`` stands the command of the run; without it the tool shows the command that the file names, and ends: a file
+never chooses code. The files of the run are only read. The exit code is 0; 1 if something differs from the run or
+between executions; 2 if the step cannot be repeated.
 """
 
 import argparse
@@ -33,13 +30,13 @@ def main(args: argparse.Namespace) -> int:
     """Run, and return the exit code."""
     # the output of the run's script is not part of the report
     with user_errors_exit(), contextlib.redirect_stdout(sys.stderr):
-        text, is_equal = answer(args)
+        text, is_equal = _answer(args)
     if os.environ.get("RANK", "0") == "0":  # there may be no process group yet
         print(text)
     return int(not is_equal)
 
 
-def answer(args: argparse.Namespace) -> tuple[str, bool]:
+def _answer(args: argparse.Namespace) -> tuple[str, bool]:
     """The text to print, and whether nothing differs."""
     if args.first_bad:
         return first_bad(args.run, args.iter, args.quantity, args.times, args.command), True
@@ -52,10 +49,9 @@ def answer(args: argparse.Namespace) -> tuple[str, bool]:
     if Path(args.run).resolve() in [out.resolve(), *out.resolve().parents]:
         raise ConfigError(f"--out is {out}, in the folder of the run, which is not changed; name another one")
     file, _, name = args.hook.rpartition(":")
-    make_hook = runpy.run_path(file)[name] if os.path.isfile(file) else None
-    if make_hook is None:
+    if not os.path.isfile(file):
         raise ConfigError(f"--hook is {args.hook!r}; accepted with --range: FILE.py:CLASS")
-    line = replay_range(args.run, *args.range, make_hook, out, args.command)
+    line = replay_range(args.run, *args.range, runpy.run_path(file)[name], out, args.command)
     return f"{line}\nwritten: {out / 'metrics.json'}", not ("DIFFERENT" in line or "FAILED" in line)
 
 

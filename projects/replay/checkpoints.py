@@ -1,31 +1,65 @@
 """The checkpoints of a run, in the order of iterations, and comparisons with them. The files are only read."""
 
+import logging
 import os
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from trainkit.projects.replay.contents import CLOCK_READINGS, differing, is_of_the_clock
-from trainkit.projects.replay.origin import Saved, checkpoints_with_origin
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.utils.plugins import FORMATS
 
+logger = logging.getLogger(__name__)
+
+# errors of reading a file that is not a checkpoint of a trainer
+_UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 _OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")  # logged values that no sample changes
 _NOT_REPEATED = ("evaluated", "trainer/settings", "trainer/left_out", "trainer/position/finished_early")
 
 
+class Saved(NamedTuple):
+    """A checkpoint. A run continues from it with ``stage`` of ``iteration``; in stage 1 the update is not done."""
+
+    iteration: int
+    stage: int
+    path: str
+    state: Mapping[str, Any]
+
+    @property
+    def done(self) -> int:
+        """The last iteration whose update is done."""
+        return self.iteration - (self.stage == 1)
+
+
+def with_origin(paths: Iterable[str]) -> list[Saved]:
+    """The files that say how their run was started, by iteration; only entries that are used are read."""
+    found = list[Saved]()
+    for path in paths:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            done, stage = state["trainer"]["iteration"], state["trainer"]["position"]["stage"]
+            if state["trainer"]["origin"]:
+                found.append(Saved(done + (stage == 1), stage, path, state))
+        except _UNREADABLE as error:
+            logger.info("%s does not say how its run was started: %s", path, error)
+    return sorted(found, key=lambda saved: saved[:3])
+
+
 def checkpoints_of(run: str) -> list[Saved]:
     """All checkpoints of a run from which a replay can start, in the order of their iterations."""
-    return sorted(checkpoints_with_origin(checkpoint_files(run)), key=lambda saved: saved[:3])
+    return with_origin(checkpoint_files(run))
 
 
 def capsules_of(run: str) -> list[Saved]:
     """All capsules of a run."""
-    return [*checkpoints_with_origin(sorted(map(str, Path(run).glob("capsule.rank*.pt"))))]
+    return with_origin(map(str, Path(run).glob("capsule.rank*.pt")))
 
 
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:

@@ -8,18 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.projects.replay.origin import (
-    Saved,
-    changes_since,
-    checkpoints_with_origin,
-    other_settings,
-    refuse_imports,
-    settings_of,
-)
+from trainkit.projects.replay.checkpoints import Saved, checkpoints_of
+from trainkit.projects.replay.origin import changes_since, other_settings, refuse_imports, settings_of
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
-from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, tagged_file
+from trainkit.checkpoint.folder import tagged_file
 from trainkit.checkpoint.format import format_of
 from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
@@ -56,8 +50,13 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     own, resumes = Path(cfg.OUTPUT_DIR, "config.yaml"), getattr(args, "resume", False) or is_restarted()
     text = _of_rank_0(lambda: own.read_text() if resumes and own.is_file() else "")
     is_new, frozen, options = not text, cfg.is_frozen(), getattr(args, "opts", [])
+
+    def parent() -> tuple[int, str]:
+        saved = _find(run, int(number) - 1)
+        return saved.done, saved.state["trainer"]["origin"]["config"]
+
     if is_new:
-        iteration, text = _of_rank_0(lambda: _find(run, int(number) - 1)[1:])
+        iteration, text = _of_rank_0(parent)
     cfg.defrost()
     cfg.merge_from_other_cfg(load_yaml(text, run))
     before = cfg.clone()
@@ -82,22 +81,20 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
     return comm.broadcast(together(lambda: find() if comm.is_main_process() else None))
 
 
-def _find(run: str, iteration: int) -> tuple[Saved, int, str]:
-    """The checkpoint after this iteration (-1: the one that `--resume` takes), its iteration, and its settings."""
-    paths = checkpoint_files(run) if iteration >= 0 else filter(None, [choose(candidates(run))[0]])
-    found = {saved.done: saved for saved in checkpoints_with_origin(paths)}
+def _find(run: str, iteration: int) -> Saved:
+    """The checkpoint after this iteration; -1: the newest one."""
+    found = {saved.done: saved for saved in checkpoints_of(run)}
     if not found or iteration not in (-1, *found):
-        there = f"; there are those after {', '.join(str(done + 1) for done in sorted(found))}" if found else ""
+        there = f"; there are those after {', '.join(str(done + 1) for done in found)}" if found else ""
         raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer after {iteration + 1} iterations{there}")
-    done = max(found) if iteration < 0 else iteration
-    return found[done], done, found[done].state["trainer"]["origin"]["config"]
+    return found[max(found) if iteration == -1 else iteration]
 
 
 def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
     """Put the parent's checkpoint into a folder without checkpoints; tag it."""
     if tagged_file(folder):
         return
-    saved = _find(run, iteration)[0]
+    saved = _find(run, iteration)
     for file in format_of(saved.state).files(saved.path):
         copy = os.path.join(folder, os.path.relpath(file, run))
         if os.path.isfile(file):

@@ -5,7 +5,6 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import pickle
 import platform
 import re
 import shlex
@@ -16,7 +15,7 @@ from contextlib import suppress
 from functools import cache, reduce
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,8 +27,6 @@ from trainkit.utils.logger import format_table
 
 logger = logging.getLogger(__name__)
 
-# errors of reading a file that is not a checkpoint of a trainer
-UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 THREADS = "threads of torch"
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
 _NO_MATTER = re.compile(
@@ -44,32 +41,6 @@ _OF_CHECKPOINT = re.compile(
 # environment variables that change numbers; the number of threads is a fact of its own
 _ENVIRONMENT = re.compile(r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO")
 _LATE_IMPORT = re.compile(rb"^[ \t]+(from [\w.]+ )?import ", re.MULTILINE)  # in a function
-
-
-class Saved(NamedTuple):
-    """A checkpoint. A run continues from it with ``stage`` of ``iteration``; in stage 1 the update is not done."""
-
-    iteration: int
-    stage: int
-    path: str
-    state: Mapping[str, Any]
-
-    @property
-    def done(self) -> int:
-        """The last iteration whose update is done."""
-        return self.iteration - (self.stage == 1)
-
-
-def checkpoints_with_origin(paths: Iterable[str]) -> Iterator[Saved]:
-    """The checkpoints that say how their run was started; not verified, and only entries that are used are read."""
-    for path in paths:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            done, stage = state["trainer"]["iteration"], state["trainer"]["position"]["stage"]
-            if state["trainer"]["origin"]:
-                yield Saved(done + (stage == 1), stage, path, state)
-        except UNREADABLE as error:
-            logger.info("%s does not say how its run was started: %s", path, error)
 
 
 def command_of(origin: Mapping[str, Any]) -> str:
@@ -116,39 +87,39 @@ def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None)
     No path in the file is opened: it is looked up among the files that this process has imported.
     """
     own = describe_origin("", device)
-    names = {"commit": "commit of the code", "device": "device", "processes": "number of processes"}
-    pairs = {name: (saved.get(key), own[key]) for key, name in names.items()}
-    for name, version in saved["versions"].items():
-        pairs[f"version of {name}"] = version, own["versions"].get(name, "not installed")
-    if "machine" in saved:  # older files have no such facts
-        for name in {**saved["machine"], **own["machine"]}:
-            pairs[name] = saved["machine"].get(name, "not set"), own["machine"].get(name, "not set")
-    lines = [f"{name}: {former} in the run, {now} now" for name, (former, now) in pairs.items() if former != now]
-    for name, digest in saved["files"].items():
-        if (now := own["files"].get(name)) != digest:
-            lines.append(f"code: {name} is {'another one' if now else 'not imported'} now")
-    return lines
+    then, now = _facts(saved), _facts(own)
+    names = dict.fromkeys([*then, *(name for name in now if name.startswith("variable "))])
+    pairs = {name: (then.get(name, "not set"), now.get(name, "not set")) for name in names}
+    lines = [f"{name}: {former} in the run, {value} now" for name, (former, value) in pairs.items() if former != value]
+    others = [name for name, digest in saved["files"].items() if own["files"].get(name) != digest]
+    return lines + [
+        f"code: {name} is {'another one' if name in own['files'] else 'not imported'} now" for name in others
+    ]
+
+
+def _facts(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """name -> value; files of an older version have fewer."""
+    facts = {"commit of the code": origin["commit"], "device": origin["device"]}
+    versions = {f"version of {name}": version for name, version in origin["versions"].items()}
+    return {**facts, "number of processes": origin["processes"], **versions, **origin.get("machine", {})}
 
 
 def _machine() -> dict[str, str]:
     """What changes the bits of a computation besides code and versions, as text by name."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # somebody has set torch's newer name, beside which the older one cannot be read
+        precision = str(torch.backends.cuda.matmul.fp32_precision)
     facts: dict[str, Any] = {
         THREADS: torch.get_num_threads(),
         "threads of torch between operations": torch.get_num_interop_threads(),
         "instructions of the CPU": torch.backends.cpu.get_cpu_capability(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "precision of float32 products": _float32_precision(),
+        "precision of float32 products": precision,
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
     }
     facts |= {f"variable {name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
     return {name: str(value) for name, value in facts.items()}
-
-
-def _float32_precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # somebody has set torch's newer name, beside which the older one cannot be read
-        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def _versions() -> dict[str, str]:

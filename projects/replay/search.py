@@ -6,13 +6,20 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from trainkit.projects.replay.checkpoints import Values, around, capsules_of, checkpoints_of, compare_way, logged_values
+from trainkit.projects.replay.checkpoints import (
+    Saved,
+    Values,
+    around,
+    capsules_of,
+    checkpoints_of,
+    compare_way,
+    logged_values,
+)
 from trainkit.projects.replay.inspection import floating_tensors
-from trainkit.projects.replay.origin import Saved
 from trainkit.projects.replay.session import Session, Start
 
 from trainkit.checkpoint import CheckpointError
@@ -33,8 +40,8 @@ def replay_range(
 ) -> str:
     """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; see `replay`.
 
-    It writes the values that the hook puts into the storage, and those of the run, to
-    ``metrics.json`` in ``output_dir``: a line for each iteration, null for a value that is not finite.
+    It writes the values that the hook puts into the storage, and those of the run, to ``metrics.json`` in
+    ``output_dir``: a line for each iteration, null for a value that is not finite.
 
     Returns:
         A comparison of the values with those that the run has stored; it shows whether the hook has changed the run. If
@@ -42,10 +49,10 @@ def replay_range(
     """
     values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():
-        rows = [{"iteration": iter, **row} for iter, row in sorted(values.items())]
-        finite = [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
+        finite = {i: {k: v if math.isfinite(v) else None for k, v in row.items()} for i, row in sorted(values.items())}
+        lines = [json.dumps({"iteration": iter, **row}) + "\n" for iter, row in finite.items()]
         os.makedirs(output_dir, exist_ok=True)
-        write_text("".join(json.dumps(row) + "\n" for row in finite), os.path.join(output_dir, "metrics.json"))
+        write_text("".join(lines), os.path.join(output_dir, "metrics.json"))
     return str(text)
 
 
@@ -53,7 +60,7 @@ def worst(run: str | os.PathLike[str], first: int, end: int, num: int, start: St
     """The iterations from ``first`` to ``end`` - 1 with the largest losses, with their samples, as text."""
     losses = Quantity("loss")
     way = _Range(os.path.abspath(run), first, end, lambda: losses).perform(start)[1]
-    rows = heapq.nlargest(num, losses.found, lambda row: math.inf if math.isnan(row[1]) else row[1])
+    rows = heapq.nlargest(num, losses.found, lambda row: _nan_is_largest(row[1]))
     return "\n".join([*(f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows), way])
 
 
@@ -72,8 +79,7 @@ class _Range(Session):
 
     def __init__(self, run: str, first: int, end: int, make_hook: Callable[[], HookBase]) -> None:
         super().__init__(run, first, *around(run, first))
-        self._after = around(run, end - 1)[1]
-        self._end, self._make_hook = end, make_hook
+        self._after, self._end, self._make_hook = around(run, end - 1)[1], end, make_hook
 
     def work(self, trainer: Any) -> tuple[Values, str]:
         if self._end > trainer.max_iter:
@@ -82,9 +88,8 @@ class _Range(Session):
         error = self._go_on(self._end - 1, self._make_hook())
         values = logged_values(trainer.storage.state_dict(), self._at, self._end)
         way = compare_way(values, self._after, self._end - 1)[0] if comm.is_main_process() else ""
-        if error:
-            way = f"FAILED in iteration {trainer.iter}: {error.partition('. ')[0]}; {way}"
-        return values, comm.broadcast(way)
+        failure = f"FAILED in iteration {trainer.iter}: {error.partition('. ')[0]}; " if error else ""
+        return values, comm.broadcast(failure + way)
 
 
 Found = tuple[int, float, list[str]]  # iteration, value, names of the samples
@@ -102,14 +107,17 @@ class Quantity(HookBase):
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._handles = name, list[Any]()
+        self._name, self._is_module = name, False
         self._values: list[float] = []  # of this step
         self.found: list[Found] = []
 
+    def before_train(self) -> None:
+        if module := dict(unwrap_model(self.trainer.model).named_modules()).get(self._name):
+            self._is_module = True
+            module.register_forward_hook(lambda module, args, output: self._see(output))
+
     def before_step(self) -> None:
         self._values = []
-        if module := dict(unwrap_model(self.trainer.model).named_modules()).get(self._name):
-            self._handles = [module.register_forward_hook(lambda module, args, output: self._see(output))]
 
     def _see(self, output: Any) -> None:
         self._values += [tensor.abs().max().item() for tensor in floating_tensors(output)]
@@ -121,7 +129,7 @@ class Quantity(HookBase):
             "grad_norm": lambda: torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]),
             "weight": lambda: max(p.detach().abs().max() for p in parameters),
         }
-        if not self._handles:
+        if not self._is_module:
             try:  # eval of the user's own command line
                 measure = measures.get(self._name) or (lambda: eval(self._name, {"trainer": trainer, "torch": torch}))
                 self._values = [float(measure())]
@@ -130,17 +138,16 @@ class Quantity(HookBase):
                 raise ConfigError(f"--quantity is {self._name!r} ({error}); accepted: {accepted}") from error
 
     def after_step(self) -> None:
-        self.note()
-
-    def note(self) -> None:
         """Note the value of the present step; called after a failure too."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, names = [], list[list[str]]()
+        names: list[list[str]] = []
         with contextlib.suppress(AttributeError, RuntimeError):
             names = self.trainer.data_loader.names_of_last(self.trainer.feed.drawn)
-        value = max(self._values, key=lambda value: math.inf if math.isnan(value) else value, default=math.nan)
+        value = max(self._values, key=_nan_is_largest, default=math.nan)
         self.found.append((self.trainer.iter, value, [name for batch in names for name in batch]))
+
+
+def _nan_is_largest(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 class _Search(Session):
@@ -162,9 +169,9 @@ class _Search(Session):
         band, name = f"{self._times:g} times its running median", os.path.basename(self._checkpoints[good].path)
         if found is None:
             return f"{self._quantity} stays within {band} at the checkpoints that were tried, and from {name} on"
-        iteration, value, samples = found
-        text = f"{self._quantity} is first outside of its band in iteration {iteration}: {value:.4g}, more than {band}"
-        return f"{text} (from {name} on)\nsamples: {', '.join(samples) or 'their names are not known'}"
+        where = f"in iteration {found[0]}: {found[1]:.4g}, more than {band} (from {name} on)"
+        samples = ", ".join(found[2]) or "their names are not known"
+        return f"{self._quantity} is first outside of its band {where}\nsamples: {samples}"
 
     def _measure(self, start: Saved, num: int) -> list[Found]:
         """The values of at most ``num`` steps from a checkpoint; a step that fails is the last one."""
@@ -172,10 +179,10 @@ class _Search(Session):
         quantity = Quantity(self._quantity)
         self._at = -1  # an error of a step is a result
         if self._go_on(min(self._trainer.last_done_iter + num, self._last), quantity):
-            quantity.note()
+            quantity.after_step()
         return quantity.found
 
-    def _first_outside(self, found: Sequence[Found], usual: Sequence[float]) -> Found | None:
+    def _first_outside(self, found: list[Found], usual: list[float]) -> Found | None:
         """The first value outside of the band around the running median; None if there is none."""
         seen = [*usual]
         for row in found:

@@ -10,19 +10,13 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from trainkit.projects.replay import origin as facts
+from trainkit.projects.replay.checkpoints import Saved
 from trainkit.projects.replay.inspection import Inspection
-from trainkit.projects.replay.origin import (
-    THREADS,
-    Saved,
-    changes_since,
-    command_of,
-    describe_other_origin,
-    refuse_imports,
-)
 from trainkit.projects.replay.record import RunRecord
 
 from trainkit.checkpoint import CheckpointError
@@ -80,13 +74,13 @@ class Session:
             CheckpointError: the run had another number of processes.
         """
         if start is None:
-            known = command_of(self.origin)
+            known = facts.command_of(self.origin)
             raise ConfigError(f"give the command of the run after `--`; '{self._run}' says that it was: {known}")
         self._folder = tempfile.mkdtemp(prefix="replay-")
         disabled, threads = logging.root.manager.disable, torch.get_num_threads()
         logging.disable(logging.ERROR)
         try:
-            number = self.origin.get("machine", {}).get(THREADS, "")
+            number = self.origin.get("machine", {}).get(facts.THREADS, "")
             torch.set_num_threads(min(int(number), 1024) if number.isdecimal() else threads)
             with self._taking_over(), contextlib.suppress(_Done), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -147,8 +141,8 @@ class Session:
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
         cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self._run))
-        refuse_imports(cfg.IMPORTS, given.IMPORTS)
-        for key, now, value in () if has_options else changes_since(cfg, given):
+        facts.refuse_imports(cfg.IMPORTS, given.IMPORTS)
+        for key, now, value in () if has_options else facts.changes_since(cfg, given):
             self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.IMPORTS = self._folder, "", given.IMPORTS
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
@@ -172,13 +166,10 @@ class Session:
         self._trainer = trainer
         classes = {hook: {base.__name__ for base in type(hook).__mro__} for hook in trainer.hooks}
         needs_results = any("ReduceOnPlateau" in names for names in classes.values())
-        left_out = {
-            "PeriodicWriter",
-            *(() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS),
-        }
+        others = set() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS
         try:
-            self._notes += describe_other_origin(self.origin, device_of(trainer.model))
-            trainer._hooks = [hook for hook in trainer.hooks if not left_out & classes[hook]]
+            self._notes += facts.describe_other_origin(self.origin, device_of(trainer.model))
+            trainer._hooks = [hook for hook in trainer.hooks if not {"PeriodicWriter", *others} & classes[hook]]
             self._load_start()
             self._result = self.work(trainer)
         finally:
@@ -191,7 +182,7 @@ class Session:
         trainer = self._trainer
         if trainer.last_done_iter >= last:
             return ""
-        kept = [*trainer.hooks]
+        kept = trainer.hooks
 
         def stop(_: Any) -> None:
             if trainer.iter == last:
@@ -208,7 +199,7 @@ class Session:
                 raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
             return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         finally:
-            trainer._hooks = kept
+            trainer._hooks = [*kept]
         return ""
 
     def _load_start(self) -> None:
@@ -219,13 +210,11 @@ class Session:
         """A copy of the state that a checkpoint would hold now."""
         return copy_of(self._trainer.checkpointer.collect({"iteration": self._trainer.last_done_iter}))
 
-    def _load(self, state: dict[str, Any], strict: bool = True) -> None:
+    def _load(self, state: Mapping[str, Any], strict: bool = True) -> None:
         checkpointer = self._trainer.checkpointer
         checkpointer._load_file = lambda path: copy_of(state)
-        try:
-            checkpointer.load(self._run, strict=strict)
-        finally:
-            del checkpointer._load_file
+        checkpointer.load(self._run, strict=strict)
+        del checkpointer._load_file
 
 
 def copy_of(state: Any) -> Any:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from trainkit.projects.evaluators.batches import num_samples
-from trainkit.projects.replay.checkpoints import around, compare_way, logged_values, prove
+from trainkit.projects.replay.checkpoints import Saved, around, compare_way, logged_values, prove
 from trainkit.projects.replay.inspection import Inspection, Part
-from trainkit.projects.replay.origin import Saved, sizes_and_times
+from trainkit.projects.replay.origin import sizes_and_times
 from trainkit.projects.replay.result import Replay, judge
 from trainkit.projects.replay.session import Session, Start, copy_of
 
@@ -170,7 +170,7 @@ class _Capsule(_Step):
     """The step that a capsule holds."""
 
     def __init__(self, path: str) -> None:
-        state = read_file(path)
+        self._state = state = read_file(path)
         self._capsule: dict[str, Any] = state.pop("capsule", {})
         if not self._capsule:
             raise CheckpointError(f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder")
@@ -195,10 +195,9 @@ class _Capsule(_Step):
         return True  # the failure says it
 
     def _load_start(self) -> None:
-        assert self._start is not None
-        self._load(dict(self._start.state))
+        self._load(self._state)
 
-    def _load(self, state: dict[str, Any], strict: bool = False) -> None:
+    def _load(self, state: Mapping[str, Any], strict: bool = False) -> None:
         super()._load(state, strict)
         step = self._trainer._trainer
         batches = copy_of(self._capsule["batches"])
@@ -214,55 +213,47 @@ class _Capsule(_Step):
 
 
 def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
-    """Run the forward pass of ``step`` with each sample of a batch alone, to find those with which it fails.
+    """Run the forward pass of a `SimpleTrainer` with each sample of a batch alone, to find those with which it fails.
 
     Each pass starts from the same random state and buffers; no hook is called. The sample is in its batch twice, since
     batch norm does not accept a single one. If the step does not fail, the sample with the largest loss is named.
 
     Args:
-        step: a `SimpleTrainer`.
         batch: a list of samples, or nested containers of tensors whose first dimension is the sample.
         names: the names of the samples; empty if they are not known.
     """
-    model, rng = unwrap_model(step.model), get_rng_state()
+    model, rng, size = unwrap_model(step.model), get_rng_state(), num_samples(batch)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-    def outcome(batch: Any) -> float | str:
+    def try_batch(batch: Any) -> tuple[str, float]:
+        """How it fails ("": it does not), and the loss."""
         set_rng_state(rng)
         try:
-            return float(step.compute_losses(batch).total)
+            loss = float(step.compute_losses(batch).total)
+            return ("" if math.isfinite(loss) else "the loss is not finite"), loss
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return f"the forward pass ends in {type(error).__name__}", math.inf
         finally:
             for name, buffer in model.named_buffers():
                 buffer.data.copy_(buffers.get(name, buffer))
 
-    size = num_samples(batch)
     names = names if len(names) == size else [f"sample {i} of the batch" for i in range(size)]
     step.call_model = model  # a data-parallel wrapper would wait for the other ranks
     try:
-        whole, alone = outcome(batch), {names[i]: outcome(_twice(batch, i, size)) for i in range(size)}
+        failure, alone = try_batch(batch)[0], {names[i]: try_batch(_twice(batch, i, size)) for i in range(size)}
     finally:
         del step.call_model
-    if isinstance(whole, str) or not math.isfinite(whole):
-        bad = [name for name, found in alone.items() if _kind(found) == _kind(whole)]
-        what = f"the forward pass ends in {_kind(whole)}" if isinstance(whole, str) else "the loss is not finite"
+    if failure:
+        bad = [name for name, (found, _) in alone.items() if found == failure]
         if len(bad) == size > 1:
-            return f"{what} with each of the {size} samples alone, so none of them is the cause"
-        return f"{what} with {', '.join(bad[:8]) or 'no sample'} ({len(bad)} of {size} samples, each alone)"
-    losses = {name: loss for name, loss in alone.items() if isinstance(loss, float)}
-    if not losses:
-        return f"no sample can be run alone: {alone[names[0]]:.200}"
-    largest = max(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])
-    median = sorted(losses.values())[len(losses) // 2]
-    found = f"the loss is finite; {largest} has the largest one alone: {losses[largest]:.4g} (median {median:.4g})"
-    norms = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
-    note = "; batch norm used the statistics of each sample alone, so in the batch another one may be larger"
-    return found + note * norms
-
-
-def _kind(result: float | str) -> str:
-    return result.partition(":")[0] if isinstance(result, str) else str(math.isfinite(result))
+            return f"{failure} with each of the {size} samples alone, so none of them is the cause"
+        return f"{failure} with {', '.join(bad[:8]) or 'none'} ({len(bad)} of {size} samples, each alone)"
+    losses = {name: math.inf if math.isnan(loss) else loss for name, (_, loss) in alone.items()}
+    largest, median = max(losses, key=losses.__getitem__), sorted(losses.values())[size // 2]
+    text = f"the loss is finite; {largest} has the largest one alone: {losses[largest]:.4g} (median {median:.4g})"
+    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+        text += "; batch norm used the statistics of each sample alone, so in the batch another one may be larger"
+    return text
 
 
 def _twice(batch: Any, row: int, size: int) -> Any:

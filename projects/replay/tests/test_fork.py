@@ -42,13 +42,10 @@ def differences(one, other):
     return [*differing(*states, skip=lambda key, path: is_of_the_clock(path))]
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-
-
 def values(folder):
     """Those of metrics.json without readings of clocks."""
-    rows = [{name: value for name, value in line.items() if name not in CLOCK_READINGS} for line in lines(folder)]
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    rows = [{name: value for name, value in line.items() if name not in CLOCK_READINGS} for line in lines]
     return [row for row in rows if row.keys() != {"iteration"}]
 
 
@@ -81,25 +78,44 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
     assert values(tmp_path / "killed") == values(tmp_path / "whole")
 
 
-# ---------------------------------------------------------------------- settings of the command win
-
-
-def test_rates_of_the_command_win_and_schedules_go_on_in_proportion(tmp_path, parent):
-    trainer = fork(f"{parent}@5", tmp_path, "SOLVER.BASE_LR", 0.05, "SOLVER.WEIGHT_DECAY", 0.2, "SOLVER.MOMENTUM", 0.5)
-
-    (group, *_) = trainer.optimizer.param_groups
-    assert (group["initial_lr"], group["momentum"], group["weight_decay"]) == (0.05, 0.5, 0.2)
-    rates = {line["iteration"]: line["lr"] for line in lines(tmp_path) if "lr" in line}
-    assert {iter: pytest.approx(rate / 2) for iter, rate in lr_of(parent).items() if iter > 4} == {
-        iter: rate for iter, rate in rates.items() if iter > 4
-    }
-
-
-def lr_of(folder):
-    return {line["iteration"]: line["lr"] for line in lines(folder) if "lr" in line}
+def check_fork_of_a_rank(rank, folder):
+    train(f"{folder}/parent")
+    fork(f"{folder}/parent@5", f"{folder}/fork")
+    fork(f"{folder}/parent@5", f"{folder}/other", "SOLVER.BASE_LR", 0.05)
 
 
 @pytest.mark.slow
+def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
+    assert on_two_ranks([check_fork_of_a_rank], tmp_path) == {"check_fork_of_a_rank": [None, None]}
+
+    assert differences(tmp_path / "fork", tmp_path / "parent") == []
+    assert differences(tmp_path / "other", tmp_path / "parent") != []
+
+
+# ---------------------------------------------------------------------- settings and parents
+
+
+def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and_the_differences(tmp_path, parent):
+    trainer = fork(f"{parent}@5", tmp_path / "b", "SOLVER.BASE_LR", 0.05, "SOLVER.MOMENTUM", 0.5, "LOG.PERIOD", 1)
+    fork(tmp_path / "b", tmp_path / "c", "SOLVER.MAX_ITER", 14)
+
+    (group, *_) = trainer.optimizer.param_groups
+    assert (group["initial_lr"], group["momentum"]) == (0.05, 0.5)
+    rates, of_parent = (
+        {line["iteration"]: line["lr"] for line in values(f) if "lr" in line} for f in (tmp_path / "b", parent)
+    )
+    assert all(rates[iter] == pytest.approx(rate / 2) for iter, rate in of_parent.items() if iter > 4)
+    cfg = get_cfg()
+    cfg.merge_from_file(tmp_path / "b/config.yaml")
+    changes = [["SOLVER.BASE_LR", 0.1, 0.05], ["SOLVER.MOMENTUM", 0.9, 0.5]]
+    assert dict(cfg.FORK) == {"RUN": str(parent), "ITER": 4, "CHANGES": changes}
+    assert (cfg.LOG.PERIOD, cfg.SOLVER.MAX_ITER) == (1, 12)
+    first = {"run": str(parent), "iteration": 4, "changes": changes}
+    second = {"run": str(tmp_path / "b"), "iteration": 11, "changes": [["SOLVER.MAX_ITER", 12, 14]]}
+    found = [read_file(tmp_path / name / "model_final.pth")["trainer"]["origin"]["parents"] for name in ("b", "c")]
+    assert found == [[first], [first, second]]
+
+
 def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path, parent):
     other, forked = Batches(), Batches()
     train(tmp_path / "other", "SEED", 2, hooks=[other])
@@ -111,26 +127,6 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
     assert not torch.equal(*(state["rng"]["torch"] for state in states))  # of dropout
 
 
-# ---------------------------------------------------------------------- where a run comes from
-
-
-def test_config_and_checkpoint_name_the_parent_the_iteration_and_the_differences(tmp_path, parent):
-    fork(f"{parent}@5", tmp_path / "b", "SOLVER.BASE_LR", 0.05, "LOG.PERIOD", 1)
-    trainer = fork(tmp_path / "b", tmp_path / "c", "SOLVER.MAX_ITER", 14)
-
-    cfg = get_cfg()
-    cfg.merge_from_file(tmp_path / "b/config.yaml")
-    changes = [["SOLVER.BASE_LR", 0.1, 0.05]]
-    assert dict(cfg.FORK) == {"RUN": str(parent), "ITER": 4, "CHANGES": changes}
-    assert (cfg.LOG.PERIOD, cfg.SOLVER.MAX_ITER) == (1, 12)
-    first = {"run": str(parent), "iteration": 4, "changes": changes}
-    second = {"run": str(tmp_path / "b"), "iteration": 11, "changes": [["SOLVER.MAX_ITER", 12, 14]]}
-    assert read_file(tmp_path / "b/model_final.pth")["trainer"]["origin"]["parents"] == [first]
-    assert read_file(tmp_path / "c/model_final.pth")["trainer"]["origin"]["parents"] == [first, second]
-    assert trainer.cfg.FORK.CHANGES == [["SOLVER.MAX_ITER", 12, 14]]
-
-
-@pytest.mark.slow
 def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
     def start():
         return fork(f"{parent}@5", tmp_path, "SOLVER.BASE_LR", 0.05)
@@ -148,43 +144,16 @@ def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
         replay(tmp_path, 3, start)
 
 
-# ---------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("run", "options", "message"),
-    [
-        ("{}@6", (), r"no checkpoint of a DefaultTrainer after 6 iterations; there are those after 5, 10, 12$"),
-        ("{}", (), "MAX_ITER is 12, but the checkpoint to fork has done 12"),
-        ("{}", ("OUTPUT_DIR", "{}"), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
-        ("{}", ("CHECKPOINT.DIR", "{}"), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
-        ("{}@5", ("--config-file", "a.yaml"), "--fork trains with the settings of RUN: without"),
-    ],
-)
-def test_what_cannot_be_forked_is_refused(tmp_path, parent, run, options, message):
-    with pytest.raises((ConfigError, CheckpointError), match=message):
-        fork(run.format(parent), tmp_path, *(option.format(parent) for option in options))
-
-
-def test_a_script_that_does_not_load_is_refused(tmp_path, parent, monkeypatch):
+def test_what_cannot_be_forked_is_refused(tmp_path, parent, monkeypatch):
+    for run, options, message in [
+        (f"{parent}@6", (), r"no checkpoint of a DefaultTrainer after 6 iterations; there are those after 5, 10, 12$"),
+        (parent, (), "MAX_ITER is 12, but the checkpoint to fork has done 12"),
+        (parent, ("OUTPUT_DIR", parent), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
+        (parent, ("CHECKPOINT.DIR", parent), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
+        (f"{parent}@5", ("--config-file", "a.yaml"), "--fork trains with the settings of RUN: without"),
+    ]:
+        with pytest.raises((ConfigError, CheckpointError), match=message):
+            fork(run, tmp_path, *options)
     monkeypatch.setattr(DefaultTrainer, "resume_or_load", lambda self, resume: None)
-
     with pytest.raises(ConfigError, match="--fork is given .*, but the script starts at iteration 0"):
         fork(f"{parent}@5", tmp_path)
-
-
-# ---------------------------------------------------------------------- several processes
-
-
-def check_fork_of_a_rank(rank, folder):
-    train(f"{folder}/parent")
-    fork(f"{folder}/parent@5", f"{folder}/fork")
-    fork(f"{folder}/parent@5", f"{folder}/other", "SOLVER.BASE_LR", 0.05)
-
-
-@pytest.mark.slow
-def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
-    assert on_two_ranks([check_fork_of_a_rank], tmp_path) == {"check_fork_of_a_rank": [None, None]}
-
-    assert differences(tmp_path / "fork", tmp_path / "parent") == []
-    assert differences(tmp_path / "other", tmp_path / "parent") != []

