@@ -6,7 +6,6 @@ import pytest
 
 from trainkit.config import LENGTH_KEYS, ConfigError, Epochs, get_cfg, parse_length, resolve_lengths
 from trainkit.config.yaml_files import load_yaml
-from trainkit.solver import build_schedule
 from trainkit.utils.periods import is_nth
 
 
@@ -45,20 +44,16 @@ def test_every_length_key_and_entry_is_resolved_and_nothing_else_changes():
     assert (resolved.is_frozen(), resolved.SOLVER.is_frozen()) == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
+def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key():
+    for settings, named in (
         ({"HOOKS": [{"NAME": "A", "PERIOD": "2ep"}]}, r"HOOKS\[0\]\.PERIOD: got '2ep'"),
-        ({"SOLVER": {"SCHEDULES": [{"END": "1ep"}]}}, r"SOLVER\.SCHEDULES\[0\]\.END: got '1ep'"),
         ({"SOLVER": {"STEPS": (5, "1ep")}}, r"SOLVER\.STEPS\[1\]: got '1ep'"),
-    ],
-)
-def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key(settings, named):
-    cfg = get_cfg()
-    assert resolve_lengths(cfg, None) == cfg
-    cfg.merge_from_other_cfg(settings)
-    with pytest.raises(ConfigError, match=rf"{named} .*has no length"):
-        resolve_lengths(cfg, None)
+    ):
+        cfg = get_cfg()
+        assert resolve_lengths(cfg, None) == cfg
+        cfg.merge_from_other_cfg(settings)
+        with pytest.raises(ConfigError, match=rf"{named} .*has no length"):
+            resolve_lengths(cfg, None)
 
 
 @pytest.mark.parametrize(("samples", "per_iter"), [(32, 24), (10, 128)])
@@ -73,16 +68,11 @@ def test_a_period_in_epochs_ends_where_the_epochs_end():
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.EVAL_PERIOD", "1ep", "CHECKPOINT.START", "2ep"])
     cfg.HOOKS = [{"NAME": "A", "PERIOD": "2ep"}]
-    cfg.SOLVER.SCHEDULES = [{"NAME": "Step", "STEP_SIZE": "1ep"}, {"NAME": "CosineRestarts", "PERIODS": ["1ep"] * 6}]
     resolved = resolve_lengths(cfg, Fraction(4, 3)).clone()  # boundaries 1, 3, 4, 5, 7, 8
     period, start = resolved.TEST.EVAL_PERIOD, resolved.CHECKPOINT.START
     assert [done for done in range(9) if is_nth(done, period)] == [1, 3, 4, 5, 7, 8]
     assert [done for done in range(9) if is_nth(done, period, start)] == [3, 4, 5, 7, 8]
     assert [done for done in range(9) if is_nth(done, resolved.HOOKS[0]["PERIOD"])] == [3, 5, 8]
-    step, restarts = (build_schedule([entry], 8, "here") for entry in resolved.SOLVER.SCHEDULES)
-    assert [step(t, 1.0) for t in range(9)] == pytest.approx([0.1**n for n in (0, 1, 1, 2, 3, 4, 4, 5, 5)])
-    assert [t for t in range(8) if restarts(t, 1.0) == 1.0] == [0, 1, 3, 4, 5, 7]
-
     other = get_cfg()
     other.merge_from_other_cfg(load_yaml(resolved.dump(), "here"))  # as whole numbers
     assert (period, start, type(other.TEST.EVAL_PERIOD)) == (1, 3, int)
