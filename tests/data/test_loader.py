@@ -141,23 +141,23 @@ def test_a_position_can_be_asked_for_and_loaded_at_any_time(order):
         assert [next(batches) for _ in range(3)] == reference[place : place + 3]
 
 
+class Recording(Drawing):
+    def __init__(self):
+        self.loaded = []
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return super().__getitem__(index)
+
+
 def test_indices_are_drawn_again_without_loading():
-    loaded = []
-
-    class Recording(Drawing):
-        def __getitem__(self, index):
-            loaded.append(index)
-            return super().__getitem__(index)
-
-    before = make("own")
-    delivered = endless(before)
-    next(delivered), next(delivered)
-    after = make("own", dataset=Recording())
+    before, dataset = make("own"), Recording()
+    delivered = take(before, 2)
+    after = make("own", dataset=dataset)
     after.load_state_dict(before.state_dict())
     batch = next(iter(after))
-
-    assert batch == next(delivered)
-    assert loaded == [index for index, *_ in batch]
+    assert [*delivered, batch] == take(make("own"), 3)
+    assert dataset.loaded == [index for index, *_ in batch]
 
 
 def test_states_of_earlier_versions_are_loaded():

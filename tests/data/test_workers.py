@@ -46,7 +46,7 @@ def start():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["of this package", "plain"])
+@pytest.mark.parametrize("kind", ["fork", "plain"])
 def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_their_loader(start, kind, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")  # there a run takes SIGUSR1 too
     job = start(kind)
@@ -63,15 +63,6 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_th
     assert (job.process.returncode, errors) == (0, "")
 
 
-@pytest.mark.slow
-def test_a_worker_in_an_endless_fetch_ends_by_the_sigterm_of_its_parent(start):
-    job = start("of this package")
-    for _ in range(7):
-        job.ask("batch")
-
-    assert job.ask("terminate") == "0 0"
-
-
 def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -86,13 +77,15 @@ def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 @pytest.mark.parametrize("kind", ["fork", "forkserver"])
-def test_workers_do_not_outlive_a_parent_that_is_killed(start, kind):
-    job = start(kind)
-    assert job.ask("batch") == "0"
-    ends = [os.pidfd_open(int(pid)) for pid in job.ask("pids").split()]
-
-    job.process.kill()
-
-    for end in ends:
-        assert select.select([end], [], [], 60)[0], "a worker is still there"
-        os.close(end)
+def test_workers_end_by_the_sigterm_of_their_parent_in_an_endless_fetch_too_and_do_not_outlive_it(start, kind):
+    for command, num_batches in (("terminate", 7), ("batch", 1))[kind == "forkserver" :]:
+        job = start(kind)
+        for _ in range(num_batches):
+            job.ask("batch")
+        ends = [os.pidfd_open(int(pid)) for pid in job.ask("pids").split()]
+        if command == "terminate":
+            assert job.ask("terminate") == "0 0"
+        job.process.kill()
+        for end in ends:
+            assert select.select([end], [], [], 60)[0], "a worker is still there"
+            os.close(end)

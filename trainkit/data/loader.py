@@ -246,7 +246,8 @@ def worker_init_reset_seed(worker_id: int) -> None:
     """Seed Python, NumPy and torch in a loader worker, and make it ignore signals except a SIGTERM from its parent.
 
     A terminal, a scheduler and torchrun send signals to all processes, but a run that is stopped still needs batches
-    for its last step. Any ``DataLoader`` can have this as ``worker_init_fn``.
+    for its last step. Any ``DataLoader`` can have this as ``worker_init_fn``. Workers that are not forked may end by a
+    signal all the same, since imports have started threads before.
     """
     seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
     if get_worker_info() is not None and hasattr(signal, "sigtimedwait"):  # macOS, Windows: the sender is unknown
