@@ -20,10 +20,12 @@ def test_the_numbers_are_those_of_the_published_generator():
 
 def test_all_bits_of_a_number_matter_and_the_generators_draw_different_numbers():
     def drawn(number):
+        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
         with undisturbed_globals():
             seed_globals(number)
             integers = int(np.random.randint(2**31)), int(torch.randint(2**31, ())), random.getrandbits(31)
         assert len({*integers}) == 3
+        assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
         return integers
 
     first = drawn(1 << 32 | 1)

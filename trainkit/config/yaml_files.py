@@ -30,9 +30,12 @@ class _Loader(yaml.SafeLoader):
 class Dumper(yaml.SafeDumper):
     """Writes YAML that `load_yaml` reads back as the same values."""
 
+    def represent_data(self, data: Any) -> yaml.Node:
+        for kind in (dict, int):  # a node, and a length that was rounded
+            if isinstance(data, kind) and not isinstance(data, bool):
+                data = kind(data)  # type: ignore[arg-type]
+        return super().represent_data(data)
 
-Dumper.add_multi_representer(dict, Dumper.represent_dict)  # nodes
-Dumper.add_multi_representer(int, lambda dumper, length: dumper.represent_int(int(length)))  # one that was rounded
 
 # YAML 1.1 reads 1e-3 as text, because it has no dot; a text that looks like such a number is written with quotes.
 for _class in (_Loader, Dumper):
