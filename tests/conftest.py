@@ -48,9 +48,9 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def closed_log():
-    """Jobs that the tests of a file have set up do not log in those of the next file."""
+    """A job that a test has set up does not log in the next one."""
     yield
     close_logger()
     comm.set_data_ranks()

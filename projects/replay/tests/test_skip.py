@@ -69,6 +69,7 @@ def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain
 
 
 def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain, caplog):
+    caplog.set_level(logging.INFO)
     batches(tmp_path, hooks=[StopAt(6)])
 
     found = batches(tmp_path, "--resume", options=("DATALOADER.SKIP", [[2, 4], [8, 9]]))
