@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-from projects.charlm import sample
 from projects.digits.model import DigitsCNN
 from tests.docs.pages import PAGES, ROOT, blocks, commands, inline_commands, page, shell_lines
-from tests.forked import run_forked, script
 from tools import lazyconfig_train_net, train_net
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import LazyConfig, check_values, get_cfg
@@ -73,13 +71,7 @@ def here(folder, monkeypatch):
     close_logger()
 
 
-# ---------------------------------------------------------------------- each is understood
-
-
-def extras():
-    """Those of setup.py."""
-    (keys,) = re.findall(r"extras_require=\{(.*?)\n    \}", page("setup.py"), re.DOTALL)
-    return re.findall(r'^ +"(\w+)":', keys, re.MULTILINE)
+EXTRAS = re.findall(r'^ {8}"(\w+)":', page("setup.py").partition("extras_require={")[2], re.MULTILINE)
 
 
 def understand(words):
@@ -95,7 +87,7 @@ def understand(words):
             read = get_args_parser().parse_args(args)
             understand(["python", *["-m"] * read.module, read.training_script, *read.training_script_args])
         case ["pip", "install", *_, target]:
-            assert re.fullmatch(rf"(\.|trainkit)(\[({'|'.join(extras())})\])?|mlflow|s3fs", target)
+            assert re.fullmatch(rf"(\.|trainkit)(\[({'|'.join(EXTRAS)})\])?|mlflow|s3fs", target)
         case ["python", "-c", code]:
             compile(code, "page", "exec")
         case ["python", "-m", module, *_]:
@@ -158,49 +150,15 @@ def test_every_command_is_understood_and_one_that_would_fail_is_found(here):
     assert len(problems(words for line in WRONG for words in commands(line))) == len(WRONG)
 
 
-# ---------------------------------------------------------------------- what trains is run
+# tests of the projects run these: they end the process, or need a run, an address or a package that is not here
+ELSEWHERE = re.compile(r"--num-gpus|--preflight|--fork|s3://|weights\.safetensors|vision_text")
+ALONE = [words for words in IN_BLOCKS if {TRAIN, LAZY} & {*words[1:2]} and not ELSEWHERE.search(" ".join(words))]
 
 
-def train(words):
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ALONE, ids=" ".join)
+def test_what_trains_runs(here, capsys, words):
     tool = {TRAIN: train_net, LAZY: lazyconfig_train_net}[words[1]]
     tool.main(default_argument_parser().parse_args([*words[2:], "--fast-dev-run"]))
-
-
-# tests of the projects run these: they end the process, or need a run, an address or a package that is not here
-ELSEWHERE = {"--num-gpus", "--preflight", "--fork", "s3://bucket/run1", "weights.safetensors"}
-ALONE = [words for words in IN_BLOCKS if {TRAIN, LAZY} & {*words[1:2]} and not ELSEWHERE & {*words}]
-TOGETHER = next(words for words in IN_BLOCKS if words[0] == "torchrun" and "--nnodes" not in " ".join(words))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [words for words in ALONE if "charlm" not in IN_BLOCKS[words] and "vision_text" not in " ".join(words)],
-    ids=" ".join,
-)
-def test_what_trains_runs(here, capsys, words):
-    train(words)
-    assert re.search(
-        "(The|This) run has finished|The trial run was trained|Evaluation results", capsys.readouterr().out
-    )
-
-
-@pytest.mark.slow
-def test_a_language_model_is_trained_and_writes_on(here, capsys):
-    (words,) = [words for words in ALONE if "charlm" in IN_BLOCKS[words]]
-    (writes,) = [words for words in IN_BLOCKS if "projects.charlm.sample" in words]
-    train(words)
-    close_logger()
-    capsys.readouterr()
-    at = [word.replace("output/charlm", "output/charlm/fast_dev_run") for word in writes[3:]]
-    sample.main([*at, "--length", "9"])
-    assert re.fullmatch(r"def [\s\S]{9}\n", capsys.readouterr().out)
-
-
-@pytest.mark.slow
-def test_several_processes_run(here):
-    read = get_args_parser().parse_args(TOGETHER[1:])
-    command = script(read.training_script, *read.training_script_args, "--fast-dev-run")
-    done = run_forked(command, here, num_ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "The run has finished" in done.stdout
+    printed = capsys.readouterr().out
+    assert re.search("(The|This) run has finished|The trial run was trained|Evaluation results", printed)

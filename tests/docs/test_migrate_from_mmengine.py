@@ -75,7 +75,7 @@ def problem_of(span):
     return None if name in HOOK_POINTS else f"there is no {name}"
 
 
-def test_every_name_of_trainkit_exists_and_one_that_does_not_is_found():
+def test_every_name_of_the_tables_exists_and_one_that_does_not_is_found():
     rows = [row for table in tables(TEXT) for row in table if "trainkit" in row]
     named = [span for row in rows for span in spans(row["trainkit"])]
     entries = re.findall(r"`(\{NAME: \w.*?\})`", TEXT)
@@ -86,14 +86,13 @@ def test_every_name_of_trainkit_exists_and_one_that_does_not_is_found():
     unknown += ["{NAME: LinearLR}", "{NAME: ParamScheduler, SCHEDULES: [{NAME: Linear, T_MAX: 3}]}"]
     assert all(map(problem_of, unknown))
 
-
-def test_all_hook_points_are_there_and_the_priorities_are_those_of_the_enum():
+    # the tables of the points and of the priorities
     points = {spans(row["trainkit"])[0] for row in next(tables(TEXT))}
     assert points == {*HOOK_POINTS} - {"after_backward", "after_failure"}
-    table = next(table for table in tables(TEXT) if "Priority in MMEngine" in table[0])
-    found = [re.fullmatch(r"(\w+) \((\d+)\)", row["Priority in MMEngine"]).groups() for row in table]
-
-    assert [(name, int(value)) for name, value in found] == [(name, Priority[name].value) for name, _ in found]
+    (table,) = (table for table in tables(TEXT) if "Priority in MMEngine" in table[0])
+    for row in table:
+        name, value = row["Priority in MMEngine"].rstrip(")").split(" (")
+        assert Priority[name].value == int(value)
 
 
 @MODEL_REGISTRY.register()
@@ -113,8 +112,9 @@ def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
     cfg = tiny_cfg(tmp_path, "MODEL.NAME", "WithBackbone", "SOLVER.IMS_PER_BATCH", 4)
     cfg.merge_from_file(str(tmp_path / "config.yaml"))
 
+    depth_of = run(FUNCTION, "page")["depth_of"]
+    assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [(0, 6), (3, 6), (5, 6)]
     trainer = DefaultTrainer(cfg)
-
     assert trainer.max_iter == 12 * 10  # 40 samples by 4
     assert type(trainer.optimizer).__name__ == "AdamW"
     assert trainer.scheduler.base_lrs == [group["initial_lr"] for group in trainer.optimizer.param_groups]
@@ -144,11 +144,6 @@ def test_an_example_builds_the_optimizer_of_mmengine(tmp_path, python, config):
         assert optimizer.defaults[key] == wanted[key]
     assert max(group["lr"] for group in optimizer.param_groups) >= wanted["lr"] * 0.999
     assert max(group["weight_decay"] for group in optimizer.param_groups) == wanted["weight_decay"]
-
-
-def test_the_function_of_the_page_gives_depths():
-    depth_of = run(FUNCTION, "page")["depth_of"]
-    assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [(0, 6), (3, 6), (5, 6)]
 
 
 def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):

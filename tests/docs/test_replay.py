@@ -80,10 +80,8 @@ def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
     assert "first module whose output is not finite: normalize\n  for: signal_237.wav\n" in step.stdout
     assert (step.returncode, proof.returncode, alone.returncode) == (0, 0, 2)
     assert "proof: every byte equals model_0000079.pth: " in proof.stdout
-    assert "verdict: reproducible: " in proof.stdout
-    assert "failure: it has come back; 1 of 1 losses equal" in capsule.stdout
-    assert "not as in the run: number of processes: 2 in the run, 1 now" in capsule.stdout
-    assert "samples: the loss is not finite with signal_237.wav (1 of 2 samples, each alone)" in capsule.stdout
+    for text in ("failure: it has come back", "number of processes: 2 in the run, 1 now", "signal_237.wav (1 of 2"):
+        assert text in capsule.stdout
     assert "60 of 60 logged values equal those in capsule.rank0.pt, iterations 60 to 89" in hindsight.stdout
     assert len((folder / "replay_of_two/metrics.json").read_text().splitlines()) == 30
-    assert "the run had 2 processes, and this replay has 1; start it by torchrun --nproc-per-node 2" in alone.stderr
+    assert "the run had 2 processes, and this replay has 1" in alone.stderr
