@@ -33,9 +33,6 @@ def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether
     assert texts == [["row", "1.125 x", "<= 1.1 x", "MISSED", ""], ["row", "not measured", "<= 3 x", "", "no GPU"]]
 
 
-# ---------------------------------------------------------------------- the steps
-
-
 def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(tool, tmp_path):
     job = tool.job
     for name, make in job.TRAINERS.items():
@@ -52,8 +49,6 @@ def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(tool, tmp_path
 
         assert all(torch.equal(ours, theirs) for ours, theirs in parameters)
 
-
-# ---------------------------------------------------------------------- the rows
 
 # row -> arguments of a short measurement, and how many numbers it gives
 ROWS = {
@@ -77,9 +72,7 @@ def test_each_row_is_measured_and_has_its_goal(tool, tmp_path, forked_ranks, nam
 
     assert len({row.name for row in rows}) == number
     assert all(row.value is not None for row in rows)
-    assert [
-        row.name for row in rows if row.goal is None and "other" not in row.name and "AveragedModel" not in row.name
-    ] == []
+    assert sum(row.goal is None for row in rows) == (name in ("step", "ema"))  # of another library
     assert name != "save" or list(tmp_path.rglob("*.pth")) == []
 
 
@@ -112,9 +105,6 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, tmp_path):
     assert {"grad_norm", "[metric]grad_scaler", "skipped_updates", "total_loss", "lr"} <= {*trainer.storage.histories()}
     assert "IterationTimer, EMAHook, LRScheduler, PeriodicCheckpointer, EvalHook, " in trainer.describe_hooks()
     assert (row.name, row.goal, row.at_least) == ("GPU throughput over a bare loop", 0.99, True)
-
-
-# ---------------------------------------------------------------------- the command
 
 
 def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(tool, tmp_path, capsys, monkeypatch):

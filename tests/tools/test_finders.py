@@ -1,4 +1,4 @@
-"""The learning-rate range test."""
+"""The learning-rate range test, and the search for the largest batch size."""
 
 import math
 
