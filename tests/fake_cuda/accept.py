@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainkit.projects.logical_ranks.tests.logical_job import config
 
 from tests.engine.tiny import Weight, sgd
+from trainkit.config import get_cfg
 from trainkit.engine import DefaultTrainer, SimpleTrainer, create_ddp_model, launch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +33,6 @@ def python(call):
     """The command of a process that calls a function of this module."""
     start = "import tests.fake_cuda.device\n" if IS_FAKE else ""  # before torch
     return [sys.executable, "-c", f"{start}from tests.fake_cuda import accept\naccept.{call}"]
-
-
-def device(folder):
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 
 
 def all_tests(folder):
@@ -63,9 +59,12 @@ def benchmark(folder):
 
 def gpt(folder, options=()):
     """The model of projects/charlm in bfloat16, with its hooks and its evaluation."""
-    short = ("SOLVER.MAX_ITER", 6, "SOLVER.WARMUP_ITERS", 1, "TEST.MAX_BATCHES", 1, "TEST.IMS_PER_BATCH", 8)
-    short += ("MODEL.DEVICE", "cuda", "SOLVER.AMP.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
-    trainer = DefaultTrainer(config(folder, "charlm", [*short, *options]))
+    cfg = get_cfg()
+    cfg.merge_from_file(str(ROOT / "projects/charlm/config.yaml"))
+    options += ("SOLVER.MAX_ITER", 6, "SOLVER.WARMUP_ITERS", 1, "TEST.MAX_BATCHES", 1, "TEST.IMS_PER_BATCH", 8)
+    options += ("MODEL.DEVICE", "cuda", "SOLVER.AMP.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
+    cfg.merge_from_list(["OUTPUT_DIR", str(folder), *options])
+    trainer = DefaultTrainer(cfg)
     trainer.train()
     print(f"loss {trainer.storage.latest()['total_loss'][0]:.3f}")
 
@@ -97,7 +96,7 @@ def one_rank():
     assert "nccl" in torch.distributed.get_backend()
 
 
-ROWS = {"device": device, "tests": all_tests, "benchmark": benchmark, "device_assert": device_assert, "gpt": gpt}
+ROWS = {"tests": all_tests, "benchmark": benchmark, "device_assert": device_assert, "gpt": gpt}
 ROWS["gpt_graph"] = partial(gpt, options=("SOLVER.GRAPH.ENABLED", True))
 ON_GPU = {"nccl": nccl}
 for mode in ("default", "reduce-overhead"):
@@ -122,6 +121,7 @@ def run(name):
 
 def main():
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "projects"), os.environ.get("PYTHONPATH", "")])
+    print("torch", torch.__version__, "CUDA", torch.version.cuda, flush=True)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     names = sys.argv[1:] or [*ROWS, *([] if IS_FAKE else ON_GPU)]
     return 1 if [name for name in names if not is_true(name)] else 0

@@ -4,20 +4,16 @@ import argparse
 import json
 import os
 import signal
-from pathlib import Path
 
 import torch
 from torch import multiprocessing
 
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import IMPORTED_ONCE
-from trainkit.config import get_cfg
 from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import DefaultTrainer, HookBase, default_setup
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.utils import comm
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @TRANSFORM_REGISTRY.register()
@@ -62,20 +58,10 @@ EVERYTHING += ("EARLY_STOPPING.MIN_DELTA", 1.0)  # the second evaluation is the 
 EVERYTHING += ("TEST.EVALUATORS", ["ClassificationEvaluator", "LossEvaluator"], "INPUT.TRAIN_TRANSFORM", "Jitter")
 
 
-def config(folder, project, options):
-    """Of the tiny job, or of a project."""
-    if not project:
-        return tiny_cfg(folder, *options)
-    cfg = get_cfg()
-    cfg.merge_from_file(str(ROOT / "projects" / project / "config.yaml"))
-    cfg.merge_from_list(["OUTPUT_DIR", str(folder), "MODEL.DEVICE", "cpu", "LOG.WRITERS", ["json"], *options])
-    return cfg
-
-
-def train(folder, project="", options=(), resume=False, kill_at=-1):
+def train(folder, options=(), resume=False, kill_at=-1):
     """In this process, or this rank."""
     torch.set_num_threads(1)
-    cfg = config(folder, project, options)
+    cfg = tiny_cfg(folder, *options)
     default_setup(cfg, argparse.Namespace(resume=resume, eval_only=False))
     trainer = DefaultTrainer(cfg)
     trainer.register_hooks([Kill(kill_at)] if kill_at >= 0 else [])
@@ -91,11 +77,11 @@ def train_rank(rank, num_ranks, port, arguments):
     torch.distributed.destroy_process_group()
 
 
-def train_on(num_ranks, folder, project="", options=(), **more):
+def train_on(num_ranks, folder, options=(), **more):
     """On so many processes; whether none of them was killed."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
-    arguments = {"folder": folder, "project": project, "options": options, **more}
+    arguments = {"folder": folder, "options": options, **more}
     try:
         multiprocessing.start_processes(
             train_rank, (num_ranks, store.port, arguments), nprocs=num_ranks, start_method="forkserver"

@@ -12,16 +12,6 @@ from trainkit.data import DatasetCatalog
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("SOLVER.WARMUP_ITERS", 1, "TEST.EVAL_PERIOD", 2)
-PROJECTS = {  # dropout and batch norm; attention, the average of the weights
-    "digits": (*SHORT, "SOLVER.LOGICAL_RANKS", 8, "SOLVER.MAX_ITER", 6),
-    "charlm": (
-        *(*SHORT, "SOLVER.LOGICAL_RANKS", 4, "SOLVER.MAX_ITER", 3, "TEST.MAX_BATCHES", 1, "TEST.IMS_PER_BATCH", 8),
-        *("MODEL.GPT", {"WIDTH": 16, "DEPTH": 2, "NUM_HEADS": 2}),
-        *("HOOKS", [{"NAME": "SameCorpus"}, {"NAME": "EMAHook", "DECAY": 0.98}]),  # without the one that measures time
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory):
@@ -46,13 +36,6 @@ def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same
         assert not train_on(num_ranks, tmp_path, options=EVERYTHING, resume=True, kill_at=kill_at)
     assert train_on(4, tmp_path, options=EVERYTHING, resume=True)
     assert content(tmp_path) == content(of_four)
-
-
-@pytest.mark.parametrize("project", PROJECTS)
-def test_a_project_ends_with_the_same_bytes_on_one_and_on_two_processes(project, tmp_path):
-    for num_ranks in (1, 2):
-        assert train_on(num_ranks, tmp_path / str(num_ranks), project, PROJECTS[project])
-    assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
 def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):
