@@ -27,11 +27,15 @@ class CheckGradients(SimpleTrainer):
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         flag = torch.zeros((), dtype=torch.float32, device=losses.total.device)
-        grads = (parameter.grad for parameter in parameters_of(self.optimizer, self.model))
-        _set_if_not_finite((grad for grad in grads if grad is not None), flag)
+        _set_if_not_finite(self._checked(losses), flag)
         if comm.get_data_group_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return {**super().judge_gradients(losses), _FLAG: flag}
+
+    def _checked(self, losses: Losses) -> list[Tensor]:
+        """The tensors that must be finite."""
+        grads = (parameter.grad for parameter in parameters_of(self.optimizer, self.model))
+        return [grad for grad in grads if grad is not None]
 
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
         is_bad = values.pop(_FLAG, 0.0) and not values.get(SKIP_FLAG)
@@ -62,19 +66,20 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
         self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         return super().compute_gradients()
 
+    def _checked(self, losses: Losses) -> list[Tensor]:
+        return [*super()._checked(losses), losses.total]
+
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         extra = super().judge_gradients(losses)
         flag = extra.pop(_FLAG)
         by_scaler = extra.get(SKIP_FLAG)  # it skips the update itself, if its own tensor says so
         if by_scaler is not None:
             flag = by_scaler.add_(flag).clamp_(max=1.0)
-        _set_if_not_finite([losses.total], flag)
         if comm.get_world_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
-        is_skipped = flag.bool()
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in self.model.named_buffers() if self._former_buffers else ():
             if name in self._former_buffers:  # False: this forward pass has created the buffer
-                torch.where(is_skipped.to(buffer.device), self._former_buffers[name], buffer, out=buffer)
+                torch.where(flag.bool().to(buffer.device), self._former_buffers[name], buffer, out=buffer)
         self._former_buffers = {}
         self._skip_flag = None if by_scaler is not None else flag
         return {**extra, SKIP_FLAG: flag}
