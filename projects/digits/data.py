@@ -1,13 +1,13 @@
 """The scans with their split, and the transforms that turn them into inputs of the model."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from trainkit.config import CfgNode
@@ -15,11 +15,6 @@ from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 
 _FILE = Path(__file__).with_name("digits.npz")
 _SPLITS = ("train", "val", "test")  # a sample's split in the file is an index into this
-
-_MAX_ROTATION = math.radians(10)
-_MAX_SCALING = 0.1  # largest change of the size per axis
-_MAX_SHEAR = 0.1
-_MAX_SHIFT = 0.125  # a fraction of half the width: half a pixel
 
 
 def load_split(split: str) -> list[dict[str, Any]]:
@@ -53,19 +48,29 @@ class DigitsTrainTransform(DigitsTransform):
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         sample = super().__call__(sample)
-        return sample | {"image": _random_affine(sample["image"])}
+        # up to 10 degrees, a tenth of the size, and half a pixel
+        matrix = affine_matrix((2 * torch.rand(6) - 1).tolist(), math.radians(10), 0.1, 0.1, 0.125)
+        grid = F.affine_grid(torch.tensor([matrix]), [1, *sample["image"].shape], align_corners=False)
+        return sample | {"image": F.grid_sample(sample["image"][None], grid, align_corners=False)[0]}
 
 
-def _random_affine(image: Tensor) -> Tensor:
-    rotation, scale_x, scale_y, shear, shift_x, shift_y = (2 * torch.rand(6) - 1).tolist()
-    cos, sin = math.cos(_MAX_ROTATION * rotation), math.sin(_MAX_ROTATION * rotation)
-    scale_x, scale_y = 1 + _MAX_SCALING * scale_x, 1 + _MAX_SCALING * scale_y
-    matrix = [
-        [cos * scale_x, (_MAX_SHEAR * shear - sin) * scale_x, _MAX_SHIFT * shift_x],
-        [sin * scale_y, cos * scale_y, _MAX_SHIFT * shift_y],
+def affine_matrix(
+    draws: Sequence[float], rotation: float, scaling: float, shear: float, shift: float
+) -> list[list[float]]:
+    """The matrix of an affine map from six numbers in [-1, 1).
+
+    Args:
+        rotation: the largest one, in radians.
+        scaling: the largest change of the size per axis.
+        shift: the largest one, as a fraction of half the width.
+    """
+    turn, scale_x, scale_y, slant, shift_x, shift_y = draws
+    cos, sin = math.cos(rotation * turn), math.sin(rotation * turn)
+    scale_x, scale_y = 1 + scaling * scale_x, 1 + scaling * scale_y
+    return [
+        [cos * scale_x, (shear * slant - sin) * scale_x, shift * shift_x],
+        [sin * scale_y, cos * scale_y, shift * shift_y],
     ]
-    grid = F.affine_grid(torch.tensor([matrix]), [1, *image.shape], align_corners=False)
-    return F.grid_sample(image[None], grid, align_corners=False)[0]
 
 
 for _split in _SPLITS:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from projects.digits import DigitsTransform, load_split
+from projects.digits.data import affine_matrix
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 
 NUM_LABELLED = 10
@@ -17,10 +18,6 @@ NUM_LABELLED = 10
 LABELLED, UNLABELLED, EVALUATED = range(3)
 """The values of ``part`` in a sample of an evaluation dataset."""
 
-_MAX_ROTATION = math.radians(15)
-_MAX_SCALING = 0.15  # largest change of the size per axis
-_MAX_SHEAR = 0.2
-_MAX_SHIFT = 0.2  # a fraction of half the width: 0.8 pixels
 _MAX_CONTRAST = 0.2
 _NOISE = 0.05
 
@@ -57,23 +54,13 @@ class TwoViews(DigitsTransform):
         image = sample.pop("image")
         draws = (2 * torch.rand(2, 7) - 1).tolist()
         size = [2, *image.shape]
-        grid = F.affine_grid(torch.tensor([_matrix(*draw[:6]) for draw in draws]), size, align_corners=False)
+        # up to 15 degrees, and 0.8 pixels
+        matrices = [affine_matrix(draw[:6], math.radians(15), 0.15, 0.2, 0.2) for draw in draws]
+        grid = F.affine_grid(torch.tensor(matrices), size, align_corners=False)
         views = F.grid_sample(image.expand(size), grid, align_corners=False)
         contrast = torch.tensor([1 + _MAX_CONTRAST * draw[6] for draw in draws]).view(2, 1, 1, 1)
         view1, view2 = views * contrast + _NOISE * torch.randn(size)
         return sample | {"view1": view1, "view2": view2}
-
-
-def _matrix(
-    rotation: float, scale_x: float, scale_y: float, shear: float, shift_x: float, shift_y: float
-) -> list[list[float]]:
-    """The matrix of an affine map, computed from numbers in [-1, 1)."""
-    cos, sin = math.cos(_MAX_ROTATION * rotation), math.sin(_MAX_ROTATION * rotation)
-    scale_x, scale_y = 1 + _MAX_SCALING * scale_x, 1 + _MAX_SCALING * scale_y
-    return [
-        [cos * scale_x, (_MAX_SHEAR * shear - sin) * scale_x, _MAX_SHIFT * shift_x],
-        [sin * scale_y, cos * scale_y, _MAX_SHIFT * shift_y],
-    ]
 
 
 DatasetCatalog.register("digits_unlabeled", load_unlabeled)

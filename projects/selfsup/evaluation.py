@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from projects.selfsup.data import EVALUATED, LABELLED
-from projects.selfsup.mutual_info import normalized_mutual_info
 from trainkit.config import CfgNode, configurable
 from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
 from trainkit.utils import comm
@@ -118,6 +117,20 @@ def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: 
     with torch.enable_grad():
         optimizer.step(closure)
     return (queries @ weight.detach().T + bias.detach()).argmax(dim=1)
+
+
+def normalized_mutual_info(a: Tensor, b: Tensor) -> float:
+    """Mutual information of two labelings divided by the mean of their entropies, in [0, 1]; 1 if both are constant.
+
+    Args:
+        a, b: int64 ``[N]``, from 0.
+    """
+    width = int(b.max()) + 1
+    counts = torch.bincount(a * width + b, minlength=(int(a.max()) + 1) * width)
+    joint = counts.reshape(-1, width).to(torch.float64) / len(a)
+    entropy_a, entropy_b, entropy = (torch.special.entr(p).sum() for p in (joint.sum(1), joint.sum(0), joint))
+    mean = (entropy_a + entropy_b) / 2
+    return 1.0 if mean == 0 else float((entropy_a + entropy_b - entropy) / mean)
 
 
 def _cluster_agreement(features: Tensor, labels: Tensor) -> float:

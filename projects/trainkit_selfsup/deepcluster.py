@@ -27,7 +27,7 @@ from trainkit_selfsup.features import (
     use_loss_weight,
     whiten,
 )
-from trainkit_selfsup.protocol import Kind, check_count, model_of, refuse_sharded
+from trainkit_selfsup.protocol import check_count, model_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +101,9 @@ class DeepClusterHook(HookBase):
         self._is_loaded = False
 
     def before_train(self) -> None:
-        needed: dict[str, Kind] = {"extract_feat": "a method", "head.init_weights": "a method"}
-        if self._reweight:
-            needed["loss_weight"] = "a tensor"
-        if self._init_memory:
-            needed["memory_bank.init_memory"] = "a method"
-        self._model: Any = model_of(self, needed)
-        refuse_sharded(self, self._model)
+        needed = ["extract_feat", "head.init_weights", *["loss_weight"] * self._reweight]
+        needed += ["memory_bank.init_memory"] * self._init_memory
+        self._model: Any = model_of(self, *needed, whole=True)
         if self._reweight:
             use_loss_weight(self._model)
         self._cfg: Any = getattr(self.trainer, "cfg", None)
@@ -140,11 +136,6 @@ class DeepClusterHook(HookBase):
         if self._cfg is None and self._extract_dataloader is None:
             raise ConfigError("DeepClusterHook: the trainer has no config, so give extract_dataloader")
         if self._has_own_labels:
-            if self._unif_sampling and not hasattr(loader.sampler, "set_uniform_indices"):
-                raise ConfigError(
-                    f"unif_sampling needs a sampler with set_uniform_indices(labels, k), and "
-                    f"{type(loader.sampler).__name__} has none; add it, or leave unif_sampling out"
-                )
             if getattr(loader, "persistent_workers", False) and resume_obstacle(loader):
                 raise ConfigError(
                     "DeepClusterHook: workers that persist do not see new labels; set persistent_workers to False"

@@ -4,7 +4,7 @@ from typing import Any
 
 from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period
-from trainkit_selfsup.protocol import Kind, model_of
+from trainkit_selfsup.protocol import model_of
 
 
 @HOOK_REGISTRY.register()
@@ -32,10 +32,7 @@ class DenseCLHook(HookBase):
         self._model: Any = None
 
     def before_train(self) -> None:
-        needed: dict[str, Kind] = {"loss_lambda": "a number"}
-        if self._momentum is not None:
-            needed["update_key_encoder"] = "a method"
-        self._model = model_of(self, needed)
+        self._model = model_of(self, "loss_lambda", *["update_key_encoder"] * (self._momentum is not None))
         self._loss_lambda = self._model.loss_lambda
 
     def before_step(self) -> None:

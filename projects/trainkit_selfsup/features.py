@@ -14,7 +14,6 @@ from trainkit.utils import comm
 from trainkit.utils.device import move_to_device
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.events import EventStorage
-from trainkit_selfsup.protocol import is_number
 
 
 def train_dataset_name(cfg: CfgNode) -> str:
@@ -82,22 +81,17 @@ def uniform_indices(labels: Tensor, generator: torch.Generator) -> Tensor:
     drawn = []
     for cluster, size in zip(clusters, sizes.tolist(), strict=True):
         members = (labels == cluster).nonzero().flatten()
-        enough = len(members) >= size
-        places = (
-            torch.randperm(len(members), generator=generator)[:size]
-            if enough
-            else torch.randint(len(members), [size], generator=generator)
-        )
+        if len(members) >= size:
+            places = torch.randperm(len(members), generator=generator)[:size]
+        else:
+            places = torch.randint(len(members), [size], generator=generator)
         drawn.append(members[places])
     return torch.cat(drawn).sort().values
 
 
 def check_power(reweight_pow: float) -> float:
-    """
-    Raises:
-        ValueError: the power is not a number, or is negative.
-    """
-    if not is_number(reweight_pow) or reweight_pow < 0:
+    """Raises ValueError if the power is negative."""
+    if not reweight_pow >= 0:
         raise ValueError(f"reweight_pow must be a number >= 0, got {reweight_pow!r}")
     return reweight_pow
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
 from trainkit_selfsup.features import check_power, loss_weights, put_sizes, use_loss_weight
-from trainkit_selfsup.protocol import Kind, model_of, refuse_sharded
+from trainkit_selfsup.protocol import model_of
 
 
 @HOOK_REGISTRY.register()
@@ -42,43 +42,29 @@ class ODCHook(HookBase):
         reweight: bool = True,
         reweight_pow: float = 0.5,
     ) -> None:
-        intervals = {
-            "centroids_update_interval": centroids_update_interval,
-            "deal_with_small_clusters_interval": deal_with_small_clusters_interval,
-            "evaluate_interval": evaluate_interval,
-        }
-        for name, interval in intervals.items():
-            check_period(name, interval, minimum=1)
-        self._intervals = intervals
+        self._centroids_period = check_period("centroids_update_interval", centroids_update_interval, minimum=1)
+        small = check_period("deal_with_small_clusters_interval", deal_with_small_clusters_interval, minimum=1)
+        self._small_clusters_period = small
+        self._evaluate_period = check_period("evaluate_interval", evaluate_interval, minimum=1)
         self._reweight, self._power = reweight, check_power(reweight_pow)
 
     def before_train(self) -> None:
-        needed: dict[str, Kind] = {
-            "memory_bank.label_bank": "a tensor",
-            "memory_bank.num_classes": "a number",
-            "memory_bank.update_centroids_memory": "a method",
-            "memory_bank.deal_with_small_clusters": "a method",
-        }
-        if self._reweight:
-            needed["loss_weight"] = "a tensor"
-        self._model: Any = model_of(self, needed)
-        refuse_sharded(self, self._model)
+        names = ("label_bank", "num_classes", "update_centroids_memory", "deal_with_small_clusters")
+        needed = [*(f"memory_bank.{name}" for name in names), *["loss_weight"] * self._reweight]
+        self._model: Any = model_of(self, *needed, whole=True)
         if self._reweight:
             use_loss_weight(self._model)
 
     def after_step(self) -> None:
         memory = self._model.memory_bank
-        if self._is_due("centroids_update_interval"):
+        if is_due(self.trainer, self._centroids_period):
             memory.update_centroids_memory()
-        if self._is_due("deal_with_small_clusters_interval"):
+        if is_due(self.trainer, self._small_clusters_period):
             memory.deal_with_small_clusters()
         if self._reweight:
             self._model.loss_weight.copy_(loss_weights(self._sizes(), self._power))
-        if self._is_due("evaluate_interval"):
+        if is_due(self.trainer, self._evaluate_period):
             put_sizes(self.trainer.storage, self._sizes())
-
-    def _is_due(self, interval: str) -> bool:
-        return is_due(self.trainer, self._intervals[interval])
 
     def _sizes(self) -> Tensor:
         return torch.bincount(self._model.memory_bank.label_bank, minlength=self._model.memory_bank.num_classes)

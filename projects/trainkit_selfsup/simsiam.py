@@ -7,7 +7,6 @@ from torch import Tensor
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit_selfsup.protocol import is_number
 
 
 @HOOK_REGISTRY.register()
@@ -22,12 +21,12 @@ class SimSiamHook(HookBase):
         fix_pred_lr: if False, the hook does nothing.
 
     Raises:
-        ValueError: ``lr`` is not a number, or is negative.
+        ValueError: ``lr`` is negative.
         ConfigError: before training, if no group has the flag.
     """
 
     def __init__(self, fix_pred_lr: bool, lr: float) -> None:
-        if not is_number(lr) or lr < 0:
+        if not lr >= 0:
             raise ValueError(f"lr must be a number >= 0, got {lr!r}")
         self._fix_pred_lr, self._lr = fix_pred_lr, lr
 

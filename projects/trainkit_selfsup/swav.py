@@ -12,7 +12,7 @@ from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
-from trainkit_selfsup.protocol import Kind, check_count, model_of
+from trainkit_selfsup.protocol import check_count, model_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,7 @@ class SwAVHook(HookBase):
         self._waiting_state: dict[str, Any] | None = None
 
     def before_train(self) -> None:
-        needed: dict[str, Kind] = {}
-        if self._queue_length:
-            needed = {"head.loss.queue": "an attribute", "head.loss.use_queue": "an attribute"}
-        model = model_of(self, needed)
+        model = model_of(self, *["head.loss.queue", "head.loss.use_queue"] * bool(self._queue_length))
         self._loss = model.head.loss if self._queue_length else None
         self._device = device_of(model)
         self._rows = self._rows_per_rank()

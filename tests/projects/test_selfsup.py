@@ -209,12 +209,12 @@ def test_densecl_weighs_its_two_losses_from_an_iteration_on_and_remembers_the_ke
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DenseCLHook(), "DenseCLHook needs a number loss_lambda of the model, but Linear has none"),
+        (lambda: DenseCLHook(), "DenseCLHook needs loss_lambda of the model, .*Linear"),
         (lambda: SimSiamHook(True, 0.1), "SimSiamHook needs a parameter group with fix_lr or fixed_lr"),
-        (lambda: SwAVHook(4, queue_length=8), "SwAVHook needs an attribute head.loss.queue of the model"),
+        (lambda: SwAVHook(4, queue_length=8), "SwAVHook needs head.loss.queue of the model"),
         (lambda: SwAVHook(4, frozen_layers_cfg={"x_": 3}), "no parameter of Linear has 'x_' in its name"),
-        (lambda: DeepClusterHook({"k": 2}), "DeepClusterHook needs a method extract_feat of the model"),
-        (lambda: ODCHook(2, 3, 4), "ODCHook needs a tensor memory_bank.label_bank of the model"),
+        (lambda: DeepClusterHook({"k": 2}), "DeepClusterHook needs extract_feat of the model"),
+        (lambda: ODCHook(2, 3, 4), "ODCHook needs memory_bank.label_bank of the model"),
     ],
 )
 def test_a_model_that_lacks_a_name_is_refused_before_training(make, message):
