@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.engine.amp import SKIP_FLAG, SkippingTrainer, prepare_to_skip, skips_on_device
+from trainkit.engine.amp import SKIP_FLAG, SkippingTrainer, skips_on_device
 from trainkit.engine.build import POLICY_REGISTRY
 from trainkit.engine.step import SimpleTrainer, parameters_of
+from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
 from trainkit.utils.losses import Losses, describe_failure
 
@@ -60,7 +61,8 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
         """
         super().__init__(*args, **kwargs)
         self._former_buffers: dict[str, Tensor] = {}
-        prepare_to_skip(self.optimizer)
+        if skips_on_device(self.optimizer):
+            start_momentum(self.optimizer)
 
     def compute_gradients(self) -> Losses:
         self._former_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}

@@ -3,7 +3,6 @@
 import fnmatch
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.solver.build import OPTIMIZER_BUILDER_REGISTRY, build_one, start_late_buffers, with_optimizer
+from trainkit.solver.build import OPTIMIZER_BUILDER_REGISTRY, build_one, with_optimizer
 from trainkit.utils.errors import not_accepted
 from trainkit.utils.registry import did_you_mean
 
@@ -98,10 +97,4 @@ def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
             raise ConfigError(f"SOLVER.OPTIMIZERS, entry of {name}: {error}") from error
     if left:
         raise ConfigError(f"SOLVER.OPTIMIZERS: no PARAMS fit {', '.join([*left][:5])} ({len(left)} in all)")
-    if len(parts) == 1:
-        return parts[0]
-    optimizer = CombinedOptimizer(parts)
-    if any(type(part) is torch.optim.SGD and part.defaults["fused"] for part in parts):
-        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-        optimizer.register_step_pre_hook(partial(start_late_buffers, num_params))
-    return optimizer
+    return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)

@@ -48,7 +48,7 @@ autocast is left out | trainers | with torch.autocast(self._device_type, dtype=s
 autocast is always float16 | trainers | dtype=self.precision) | dtype=torch.float16)
 the update is not that of the scaler | trainers | self.grad_scaler.step(self.optimizer) | self.optimizer.step()
 the scale is not copied before it changes | trainers | _get_scale_async()).clone() | _get_scale_async())
-momentum is not prepared for a skipped update | trainers | prepare_to_skip(optimizer) | pass
+momentum is not prepared for a skipped update | trainers | start_momentum(optimizer) | pass
 projects/hooks/copy_ahead.py
 the computation does not wait for the copy | races | current.wait_stream(self._stream) | pass
 the memory of a batch is free during the computation | races | leaf.record_stream(current) | pass

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.engine.step import SimpleTrainer
+from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
-from trainkit.utils.errors import ConfigError
 from trainkit.utils.events.storage import get_event_storage, has_event_storage
 from trainkit.utils.losses import Losses, describe_failure
 from trainkit.utils.periods import check_period
@@ -116,8 +116,8 @@ class AMPTrainer(SkippingTrainer):
         self.precision, self.log_grad_scaler = precision, log_grad_scaler
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(self._device_type, enabled=precision == torch.float16)
         self._unscaled = False
-        if self.grad_scaler.is_enabled():
-            prepare_to_skip(optimizer)
+        if self.grad_scaler.is_enabled() and skips_on_device(optimizer):
+            start_momentum(optimizer)
 
     def compute_losses(self, batch: Any) -> Losses:
         with torch.autocast(self._device_type, dtype=self.precision):
@@ -183,23 +183,6 @@ def fixed_scaler(device_type: str, scale: float) -> torch.amp.GradScaler:
     scaler.set_growth_factor(1.0)
     scaler.set_backoff_factor(1.0)
     return scaler
-
-
-def prepare_to_skip(optimizer: torch.optim.Optimizer) -> None:
-    """Prepare fused SGD for skipping its very first update, after which torch leaves its momentum uninitialised.
-
-    With dampening 0 the first update from zeros equals the usual one: ``momentum * 0 + grad``.
-
-    Raises:
-        ConfigError: fused SGD with dampening.
-    """
-    for group in optimizer.param_groups if skips_on_device(optimizer) else ():
-        if group.get("fused") and group.get("momentum"):
-            if group.get("dampening"):
-                text = "fused SGD with dampening cannot skip its first update; set fused=False (SOLVER.OPTIMIZER.FUSED)"
-                raise ConfigError(text)
-            for parameter in group["params"]:
-                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from trainkit.solver.clipping import GradientClipType as GradientClipType  # det
 from trainkit.solver.clipping import maybe_add_gradient_clipping
 from trainkit.solver.lr_scheduler import LRMultiplier, WarmupParamScheduler
 from trainkit.solver.param_groups import _expand_param_groups as _expand_param_groups
-from trainkit.solver.param_groups import get_default_optimizer_params
+from trainkit.solver.param_groups import get_default_optimizer_params, start_momentum
 from trainkit.solver.param_groups import reduce_param_groups as reduce_param_groups
 from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
 from trainkit.utils.periods import is_whole
@@ -84,8 +83,7 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
     except (TypeError, ValueError, RuntimeError) as error:
         accepted = ", ".join(inspect.signature(factory).parameters)
         raise ConfigError(f"SOLVER.OPTIMIZER: {name} refuses {given}: {error}. It takes {accepted}") from error
-    if factory is torch.optim.SGD and optimizer.defaults["fused"]:
-        optimizer.register_step_pre_hook(partial(start_late_buffers, len(params)))
+    start_momentum(optimizer)
     _logger.info("%s of %d parameters in %d groups: %s", name, len(params), len(groups), given)
     return optimizer
 
@@ -131,20 +129,10 @@ def _can_be_fused(factory: Any, arguments: Mapping[str, Any], params: list[Tenso
     )
     return (
         (of_sgd or factory in (torch.optim.Adam, torch.optim.AdamW))
-        and not {"fused", "foreach", "differentiable"} & arguments.keys()
+        and not {"fused", "foreach", "differentiable", "dampening"} & arguments.keys()
         and all(param.is_floating_point() for param in params)
         and not any(getattr(module, "sparse", False) for module in model.modules())
     )
-
-
-def start_late_buffers(num_params: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Give parameters whose first gradient comes late a momentum buffer; torch's fused SGD fails without one."""
-    state = optimizer.state
-    if state and len(state) < num_params:
-        for group in optimizer.param_groups:
-            if group.get("fused") and group.get("momentum"):
-                late = [param for param in group["params"] if param.grad is not None and param not in state]
-                state.update({param: {"momentum_buffer": torch.zeros_like(param)} for param in late})
 
 
 def base_lr(solver: CfgNode) -> tuple[str, Any]:

@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from trainkit.utils.errors import ConfigError
 
 # _NormBase: all batch and instance norms
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
@@ -73,3 +77,18 @@ def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, 
         for param in members:
             per_param.setdefault(param, {}).update({**group, "params": [param]})
     return list(per_param.values())
+
+
+def start_momentum(optimizer: Optimizer) -> None:
+    """Give all parameters of fused SGD a momentum of 0, so that the first update of any may come late or be skipped.
+
+    Without it torch fails, or has an uninitialised momentum. With dampening 0 the first update from zeros equals the
+    usual one: ``momentum * 0 + grad``. Raises ConfigError if there is dampening.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused") and group.get("momentum"):
+            if group.get("dampening"):
+                text = "fused SGD with dampening has no right first update; set fused=False (SOLVER.OPTIMIZER.FUSED)"
+                raise ConfigError(text)
+            for param in group["params"]:
+                optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
