@@ -22,8 +22,6 @@ BATCH_SIZE = 32
 class Trivial(Dataset[tuple[Tensor, int]]):
     """Samples that take no time to make."""
 
-    draws_from_torch_alone = True
-
     def __init__(self) -> None:
         self._inputs = torch.randn(10_000, 16)
 
@@ -36,8 +34,6 @@ class Trivial(Dataset[tuple[Tensor, int]]):
 
 class Crops(Dataset[tuple[Tensor, int]]):
     """Random crops of pictures, flipped at random."""
-
-    draws_from_torch_alone = True
 
     def __init__(self) -> None:
         self._pictures = torch.randint(0, 256, (200, 3, 72, 72), dtype=torch.uint8)

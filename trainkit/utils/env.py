@@ -35,7 +35,7 @@ def seed_all_rng(seed: int | None = None) -> int:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The state of every global generator of this process, of CUDA that of the current device, as plain values."""
+    """The state of every global generator of this process, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
@@ -43,7 +43,7 @@ def get_rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():  # reading the state would initialize CUDA
-        state["cuda"] = [torch.cuda.get_rng_state()]
+        state["cuda"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
@@ -59,9 +59,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"][0])
+        for device, cuda_state in zip(_cuda_devices(), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(cuda_state, device)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+def _cuda_devices() -> list[int]:
+    """All CUDA devices, the current one first, since its number may differ in a resumed run."""
+    return sorted(range(torch.cuda.device_count()), key=lambda device: device != torch.cuda.current_device())
 
 
 def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, iteration: int) -> dict[str, Any] | None:
@@ -75,7 +81,7 @@ def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, i
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Context that at its end restores the global random state of this process and of its device."""
+    """Context that at its end restores the global random state of this process and of the devices that it uses."""
     state = get_rng_state()
     try:
         yield
