@@ -1,170 +1,176 @@
-"""The questions, in the order of the report; yours: a function ``check(job) -> Finding`` registered by `check`."""
+"""The checks: one for each part of the report, in its order."""
 
-import hashlib
-import itertools
+import json
 import math
 import os
-import pickle
+import resource
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from itertools import islice, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
-from trainkit.projects.preflight.findings import Finding, check, judge, not_asked, some
-from trainkit.projects.preflight.host_reads import HostReads
-from trainkit.projects.preflight.job import STEPS, Job
-from trainkit.projects.preflight.reads import reads
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+from trainkit.projects.preflight.findings import LOOK, Finding, NotAsked, check, judge, some
+from trainkit.projects.preflight.job import STEPS, Job, classes_of, digest, now
+from trainkit.projects.preflight.options import reads
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
-from trainkit.data import DatasetCatalog
-from trainkit.utils.device import device_of
-from trainkit.utils.events import EventStorage
+from trainkit.solver.param_groups import NORM_LAYERS
+from trainkit.utils import comm
+from trainkit.utils.device import accelerator_runs_ahead, unwrap_model
+from trainkit.utils.env import get_rng_state
 from trainkit.utils.plugins import CONFIG_KEYS
-
-WITH_PROCESSES = ("reproducible", "resumes")
-LOOK = "look at this"
 
 
 @check
 def runs(job: Job) -> Finding:
-    return judge(not job.ordinary, f"{STEPS} steps of {job.trainer.max_iter}")
+    return judge("runs", not job.ordinary, f"{STEPS} steps of {job.trainer.max_iter}")
 
 
 @check
-def learns(job: Job) -> Finding:
-    losses, labels = job.one_batch[1].losses, _labels(job.ordinary[1].batches[:1])
+def learns(job: Job) -> Iterator[Finding]:
+    """Does it learn at all?"""
+    losses = [value for value, _ in job.one_batch.storage.history("total_loss").values()]
+    known, *others = [classes_of(batch, ndim=1) for batch in job.batches]
     # the cross entropy of the best answer that is the same for all samples
-    constant = -sum(n / len(labels) * math.log(n / len(labels)) for n in Counter(labels).values())
+    constant = -sum(n / len(known) * math.log(n / len(known)) for n in Counter(known).values())
     text = f"the loss of one batch goes from {losses[0]:.3g} to {losses[-1]:.3g} in {len(losses)} steps"
     text += f"; the same answer for each sample has {constant:.3g}" if constant else ""
     is_bad = not losses[-1] < min(losses[0], constant or math.inf)
-    return judge(is_bad, text, "try a lower SOLVER.BASE_LR; does the model see its input?")
+    yield judge("learns", is_bad, text, "try a lower SOLVER.BASE_LR; does the model see its input?")
 
+    classes = Counter(label for labels in (known, *others) for label in labels)
+    if len(classes) < 2:
+        raise NotAsked("no classification", "first_loss, labels")
+    ratio = losses[0] / math.log(len(classes))
+    text = f"{losses[0]:.3g}, {ratio:.2g} times that of a guess among {len(classes)} classes"
+    is_bad = not job.cfg.MODEL.WEIGHTS and not 0.5 < ratio < 2
+    yield judge("first_loss", is_bad, text, "let the first outputs be small", LOOK)
 
-@check
-def labels(job: Job) -> Finding:
-    trainer, batches = job.one_batch[0], job.ordinary[1].batches
-    classes, known = _labels(batches), _labels(batches[:1])
-    if len(known) < 4 * len({*classes}) or len(classes) == len(known):
-        return not_asked("no classification, or a batch has few samples of each class")
-    model = trainer.model.eval()
+    model = job.one_batch.model.eval()
     with torch.no_grad():
-        outputs = [model(_on_device(batch, model)) for batch in batches[1:]]
-    if not all(isinstance(output, Tensor) and output.ndim == 2 for output in outputs):
-        return not_asked("the model returns no logits")
-    answers = torch.cat(outputs).argmax(1).tolist()
-    number, chance = len(answers), max(Counter(classes).values()) / len(classes)
-    share = sum(a == b for a, b in zip(answers, classes[len(known) :], strict=True)) / number
+        outputs = [model(batch) for batch in job.batches[1:]]
+    if len(known) < 4 * len(classes) or not all(isinstance(each, Tensor) and each.ndim == 2 for each in outputs):
+        raise NotAsked("a batch has few samples of each class, or the model returns no logits", "labels")
+    truth = torch.tensor([label for labels in others for label in labels])
+    share = (torch.cat(outputs).argmax(1).cpu() == truth).double().mean().item()
+    chance = max(classes.values()) / classes.total()
     text = f"with one batch learned, {share:.0%} of others are right; the most frequent class has {chance:.0%}"
-    return judge(share <= chance + 2 * math.sqrt(chance / number), text, "do the labels belong to their inputs?")
+    is_bad = share <= chance + 2 * math.sqrt(chance / len(truth))
+    yield judge("labels", is_bad, text, "do the labels belong to their inputs?")
 
 
 @check
-def gradients(job: Job) -> Finding:
-    names = [*job.ordinary[1].unused]
-    return judge(names, f"always zero or missing: {some(names)}", "are they used in the loss?")
-
-
-@check
-def optimizer(job: Job) -> Finding:
-    model = {id(value): name for name, value in job.model.named_parameters() if value.requires_grad}
+def optimizer(job: Job) -> Iterator[Finding]:
+    """Does every part learn?"""
+    named, model = dict(job.model.named_parameters()), unwrap_model(job.ordinary.model)
     held = {id(value) for group in job.trainer.optimizer.param_groups for value in group["params"]}
-    text = f"trained, but not in it: {some([name for key, name in model.items() if key not in held])}"
-    text += f"; in it, but not trained: {len(held - model.keys())}"
-    return judge(held != model.keys(), text, "build it after the model is complete and frozen")
+    frozen = [name for name, value in named.items() if not value.requires_grad]
+    lost = [name for name, value in named.items() if value.requires_grad and id(value) not in held]
+    foreign = len(held - {id(value) for value in named.values() if value.requires_grad})
+    text = f"trained, but not in it: {some(lost)}; in it, but not trained: {foreign}"
+    yield judge("optimizer", lost or foreign, text, "build it after the model is complete and frozen")
+    yield judge("frozen", frozen, some(frozen), "unfreeze them, or allow it", LOOK)
+    kinds = (_BatchNorm, nn.Dropout, type(model))
+    names = [
+        name or "the model" for name, part in model.named_modules() if isinstance(part, kinds) and not part.training
+    ]
+    yield judge("modes", names, f"in eval mode: {some(names)}", "call train()")
+    names = [name for name in named if name not in (*frozen, *job.watched.trained)]
+    yield judge("gradients", names, f"always zero or missing: {some(names)}", "are they used in the loss?")
+    silent = [((~fires).double().mean(), place) for (_, place), fires in job.watched.fired.items() if not fires.all()]
+    text = f"channels never above zero in 8 batches: {some(f'{share:.0%} of {place}' for share, place in silent)}"
+    is_bad = any(share > 0.25 for share, _ in silent)
+    yield judge("dead", is_bad, text, "lower the learning rate, or initialize otherwise", LOOK)
 
 
 @check
-def frozen(job: Job) -> Finding:
-    names = [name for name, value in job.model.named_parameters() if not value.requires_grad]
-    return judge(names, some(names), "unfreeze them, or allow it", LOOK)
-
-
-@check
-def modes(job: Job) -> Finding:
-    return judge(job.ordinary[1].evaluating, f"in eval mode: {some([*job.ordinary[1].evaluating])}", "call train()")
-
-
-@check
-def values(job: Job) -> Finding:
+def values(job: Job) -> Iterator[Finding]:
+    """Is the data what you think?"""
     texts, is_bad = [], False
-    for name, tensors in _inputs(job.ordinary[1].batches):
-        joined = torch.cat([tensor.flatten().float() for tensor in tensors])
-        mean, std = joined.mean().item(), joined.std().item()
-        texts.append(f"{name} {[*tensors[0].shape]} has mean {mean:.2g} and std {std:.2g}")
-        is_bad = is_bad or not (0.02 < std < 2 and abs(mean) < 2)
-    return judge(is_bad, "; ".join(texts), "normalize once, not twice; find values that are not finite", LOOK)
+    for leaves in zip(*map(tree_leaves_with_path, job.batches), strict=False):
+        path, first = leaves[0]
+        if isinstance(first, Tensor) and first.numel() > 1:
+            of_all = torch.cat([leaf.flatten().float() for _, leaf in leaves])
+            kind, low, high = str(first.dtype).removeprefix("torch."), of_all.min(), of_all.max()
+            field = keystr(path).strip("[]'")
+            texts.append(f"{field} {[*first.shape]} {kind} from {low:.3g} to {high:.3g}")
+            if first.is_floating_point() and first.ndim > 1:
+                texts[-1] += f" has mean {of_all.mean():.2g} and std {of_all.std():.2g}"
+                is_bad |= not (0.02 < of_all.std() < 2 and abs(of_all.mean()) < 2)
+    yield judge("values", is_bad, "; ".join(texts), "normalize once; find values that are not finite", LOOK)
+    for images in [leaf for leaf in tree_leaves(job.batches[0]) if isinstance(leaf, Tensor) and leaf.ndim == 4][:1]:
+        yield judge("picture", False, _drawn(images))
 
+    digests = [digest(batch) for batch in job.batches]
+    steps = [i for i, (one, other) in enumerate(pairwise(digests), 1) if one == other]
+    yield judge(
+        "repeats", steps, f"batches that equal the one before, of {len(digests)}: {some(steps)}", "shuffle", LOOK
+    )
+    again, state = digest(next(iter(job.build().data_loader))), digest(get_rng_state())
+    is_idle = len({digest(dataset[0]) for dataset in job.datasets[0][:1] for _ in range(8)}) == 1
+    is_idle = is_idle and digest(get_rng_state()) != state
+    text = "first batches of two runs with one seed" + "; a sample draws random numbers that change nothing" * is_idle
+    yield judge("augmentation", is_idle or again != digests[0], text, "use the global random generators")
 
-@check
-def overlap(job: Job) -> Finding:
-    names = job.cfg.DATASETS
-    of_train, of_others = names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN}
-    if _fields(of_train) < _fields(of_others):
-        return not_asked("TRAIN has fewer fields than VAL and TEST: it has no labels")
-    train, others = {*_digests(of_train)}, [*_digests(of_others)]
-    common = sum(digest in train for digest in others)
+    train, others = ([*_facts(datasets)] for datasets in job.datasets)
+    of_train, of_others = ({label for labels, _ in each for label in labels} for each in (train, others))
+    if not train or not others or len(of_train) < min(2, len(of_others)):
+        raise NotAsked("no datasets with indices, or TRAIN has no labels", "overlap, classes")
+    known = {each for _, each in train}
+    common = sum(each in known for _, each in others)
     text = f"{common} of {len(others)} samples of VAL and TEST are among {len(train)} of TRAIN"
-    return judge(common > len(others) / 100, text, "divide the data before anything else")
+    yield judge("overlap", common > len(others) / 100, text, "divide the data before anything else")
+    text = f"only in TRAIN: {some(of_train - of_others)}; only in VAL and TEST: {some(of_others - of_train)}"
+    if of_others:
+        yield judge("classes", of_train != of_others, text, "divide each class in the same way", LOOK)
 
 
 @check
-def augmentation(job: Job) -> Finding:
-    one, other = (_digest(next(iter(job.build().data_loader))) for _ in range(2))
-    return judge(one != other, "first batches of two runs with one seed", "use the global random generators")
+def reproducible(job: Job) -> Iterator[Finding]:
+    """Is it reproducible, does it resume?"""
+    verdict, text = job.replayed["verdict"], f"{job.replayed['on the way']}; {job.replayed['proof']}"
+    yield judge("reproducible", "differs" in verdict, verdict, "seed what draws; DETERMINISTIC on a GPU")
+    lost = "; ".join(job.ordinary.describe_inexact())
+    yield judge("resumes", "DIFFERENT" in text, text, lost or "give what has a state a state_dict")
 
 
 @check
-def reproducible(job: Job) -> Finding:
-    names = _differences(job.whole, job.start(6))
-    return judge(names, f"other bits in a second process: {some(names)}", "seed what draws; DETERMINISTIC on a GPU")
-
-
-@check
-def resumes(job: Job) -> Finding:
-    killed = Path(shutil.copytree(job.whole, f"{job.whole}_killed"))  # after the checkpoint of iteration 2
-    for name in ("model_final.pth", "finished"):
-        (killed / name).unlink()
-    (killed / "last_checkpoint").write_text("model_0000002.pth")
-    job.start(6, "OUTPUT_DIR", killed, "--resume")
-    names, lost = _differences(job.whole, killed), "; ".join(job.ordinary[0].describe_inexact())
-    return judge(names, f"other bits after a kill: {some(names)}", lost or "give what has a state a state_dict")
-
-
-@check
-def host_reads(job: Job) -> Finding:
-    trainer, probe = job.ordinary
-    with EventStorage(), HostReads() as reader:
-        trainer.compute_losses(_on_device(probe.batches[0], trainer.model))
-    own = [line for line in reader.lines if "site-packages" not in line]
-    text = f"in the forward pass: {some(own)}; {len(reader.lines) - len(own)} reads in installed packages"
-    return judge(own, text, "the device would wait; keep it a tensor", LOOK)
-
-
-@check
-def loader(job: Job) -> Finding:
-    sec, batches = dict(job.ordinary[1].sec), iter(job.build().data_loader)
+def host_reads(job: Job) -> Iterator[Finding]:
+    """Does it wait?"""
+    own = [line for line in job.watched.reads if "site-packages" not in line]
+    text = f"in the forward pass: {some({*own})}; {len(job.watched.reads) - len(own)} reads in installed packages"
+    yield judge("host_reads", own, text, "the device would wait; keep it a tensor", LOOK)
+    step, wait = (job.ordinary.storage.history(name).median(STEPS) for name in ("time", "data_time"))
+    sec = {"data": wait} | {name: median(each) for name, each in job.watched.sec.items()}
+    sec["hooks"] = max(0.0, step - sum(sec.values()))
+    shares = ", ".join(f"{name} {part / sum(sec.values()):.0%}" for name, part in sec.items())
+    batches = iter(job.build().data_loader)
     next(batches)  # starts the workers
-    started = time.perf_counter()
-    number = sum(1 for _ in itertools.islice(batches, STEPS))
-    alone, step = (time.perf_counter() - started) / max(1, number), sec.pop("step") / STEPS
-    shares = ", ".join(f"{name} {part / STEPS / step:.0%}" for name, part in sec.items())
+    started = now()
+    number = sum(1 for _ in islice(batches, STEPS))
+    alone = (now() - started) / max(1, number)
     text = f"a step has {1000 * step:.1f} ms ({shares}), a batch alone {1000 * alone:.1f} ms"
     workers = math.ceil(max(1, job.cfg.DATALOADER.NUM_WORKERS) * alone / step)
-    return judge(alone > max(step, 0.02), text, f"{workers} workers would suffice", LOOK)
+    yield judge("loader", alone > max(step, 0.02), text, f"{workers} workers would suffice", LOOK)
 
 
 @check
-def fits(job: Job) -> Finding:
-    trainer, cfg, steps = job.ordinary[0], job.trainer.cfg, job.trainer.max_iter
-    save_sec = _seconds(lambda: trainer.checkpointer.save("preflight"))
-    eval_sec = _seconds(lambda: job.trainer.test(cfg, job.trainer.model))
+def disk(job: Job) -> Iterator[Finding]:
+    """Does it fit?"""
+    trainer, cfg, steps, started = job.ordinary, job.trainer.cfg, job.trainer.max_iter, now()
+    trainer.checkpointer.save("preflight")
+    saved_at = now()
+    job.trainer.test(cfg, job.trainer.model)
+    save_sec, eval_sec = saved_at - started, now() - saved_at
     periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
     saves, evaluations = (steps // period if period else 0 for period in periods)
     files = Path(trainer.checkpointer.save_dir).rglob("preflight*")
@@ -172,92 +178,92 @@ def fits(job: Job) -> Finding:
     need = size * (min(saves, cfg.CHECKPOINT.MAX_TO_KEEP or saves) + 2)
     place = Path(os.path.abspath(job.cfg.CHECKPOINT.DIR or job.cfg.OUTPUT_DIR))
     free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
-    total = job.ordinary[1].sec["step"] / STEPS * steps + saves * save_sec + (evaluations + 1) * eval_sec
-    text = f"about {total / 60:.1f} min; checkpoints of {size / 2**20:.1f} MiB need {need / 2**30:.2f} of "
-    text += f"{free / 2**30:.0f} GiB; an evaluation takes {eval_sec:.1f} s"
-    if torch.cuda.is_available():
-        text += f"; {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB on the GPU"
-    return judge(need > free, text, "set CHECKPOINT.MAX_TO_KEEP")
+    text = f"a checkpoint has {size / 2**20:.1f} MiB and takes {save_sec:.1f} s; all need {need / 2**30:.2f} of "
+    yield judge("disk", need > free, f"{text}{free / 2**30:.0f} GiB", "set CHECKPOINT.MAX_TO_KEEP")
+    total = trainer.storage.history("time").median(STEPS) * steps + saves * save_sec + (evaluations + 1) * eval_sec
+    yield judge("time", False, f"about {total / 60:.1f} min; an evaluation takes {eval_sec:.1f} s")
+
+    peak = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if accelerator_runs_ahead():
+        peak, memory = torch.accelerator.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    size = next((len(leaf) for leaf in tree_leaves(job.batches) if isinstance(leaf, Tensor)), 1)
+    text = (
+        f"{peak / 2**20:,.0f} of {memory / 2**20:,.0f} MiB; a batch can have at least {size * memory // peak} samples"
+    )
+    yield judge("memory", peak > 0.9 * memory, text, "make the batch smaller", LOOK)
 
 
 @check
-def schedule(job: Job) -> Finding:
-    if not hasattr(scheduler := job.trainer.scheduler, "schedule"):
-        return not_asked("a scheduler of another kind")
-    length, base = job.trainer.max_iter, scheduler.base_lrs[0]
-    rates = {at: scheduler.schedule(at, base) for at in range(0, length, max(1, length // 30))}
-    at = max(rates, key=rates.__getitem__)
-    bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * rate / (rates[at] or 1)))] for rate in rates.values())
-    text = f"{bars} from {rates[0]:.2g} to {rates[at]:.2g} at {at}, then {[*rates.values()][-1]:.2g}"
-    return judge(at > length / 2, text, "the rate rises for more than half of the run", LOOK)
+def schedule(job: Job) -> Iterator[Finding]:
+    """Is the schedule what you think?"""
+    named, scheduler, length = job.model.named_parameters(), job.trainer.scheduler, job.trainer.max_iter
+    if hasattr(scheduler, "schedule"):  # it is not one of torch
+        rates = {i: scheduler.schedule(i, scheduler.base_lrs[0]) for i in range(0, length, max(1, length // 30))}
+        peak = max(rates, key=rates.__getitem__)
+        bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * rate / (rates[peak] or 1)))] for rate in rates.values())
+        text = f"{bars} from {rates[0]:.2g} to {rates[peak]:.2g} at {peak}, then {[*rates.values()][-1]:.2g}"
+        yield judge("schedule", peak > length / 2, text, "the rate rises for more than half of the run", LOOK)
+    decaying = [group for group in job.trainer.optimizer.param_groups if group.get("weight_decay")]
+    held = {id(value) for group in decaying for value in group["params"]}
+    norms = [part for part in job.model.modules() if isinstance(part, NORM_LAYERS)]
+    number = len(held & {id(value) for part in norms for value in part.parameters()})
+    biases = [name for name, value in named if name.endswith("bias") and id(value) in held]
+    text = f"of {number} weights and biases of norms; of {len(biases)} biases in all"
+    yield judge("decay", number, text, "set SOLVER.WEIGHT_DECAY_NORM 0", LOOK)
+
+    clip = job.cfg.SOLVER.CLIP_GRADIENTS
+    if not clip.ENABLED or clip.CLIP_TYPE != "full_model":
+        raise NotAsked("SOLVER.CLIP_GRADIENTS does not clip the norm of the whole model", "clipping")
+    seen = [value for value, _ in job.ordinary.storage.history("grad_norm").values()]
+    number = sum(value > clip.CLIP_VALUE for value in seen)
+    text = f"{clip.CLIP_VALUE:g} clips {number} of {len(seen)} steps; norms from {min(seen):.2g} to {max(seen):.2g}"
+    yield judge("clipping", number in (0, len(seen)), text, "choose a value among the norms", LOOK)
 
 
 @check
 def settings(job: Job) -> Finding:
+    """Is every setting used?"""
     known = {key for key, _ in changed_settings(get_cfg(), CfgNode())}
     changed = [key for key, _ in changed_settings(job.cfg, get_cfg()) if key not in known]
     checked = (*CONFIG_KEYS, "SOLVER.OPTIMIZER")  # their keys are errors if they are not known
     own = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in checked)]
     names = [key for key in own if key not in reads]
-    return judge(names, f"of {len(own)} keys of your own, nobody reads {some(names)}", "correct or remove them")
+    return judge(
+        "settings", names, f"of {len(own)} keys of your own, nobody reads {some(names)}", "correct or remove them"
+    )
 
 
-# ---------------------------------------------------------------------- helpers
+@check
+def processes(job: Job) -> Finding:
+    """Do several processes do the same as one?"""
+    if comm.get_world_size() == 1:
+        raise NotAsked("the job has one process")
+    trainer, losses = job.ordinary, job.ordinary.storage.history("total_loss").values()
+    hooks, buffers = [type(hook).__name__ for hook in trainer.hooks], unwrap_model(trainer.model).named_buffers()
+    own = {"hooks": hooks, "buffers": digest(dict(buffers)), "metrics": {*trainer.storage.latest()}}
+    first, *others = comm.all_gather(own)
+    different = [name for name in ("hooks", "buffers") if any(each[name] != first[name] for each in others)]
+    different += ["metrics"] * any(each["metrics"] - first["metrics"] for each in others)  # rank 0 also has results
+    lines = map(json.loads, (job.short_run / "metrics.json").read_text().splitlines())
+    alone = next(line["total_loss"] for line in lines if "total_loss" in line)
+    text = f"different among them: {some(different)}; the first loss is {losses[0][0]:.4g}, of one process {alone:.4g}"
+    is_bad = different or abs(losses[0][0] - alone) > 0.01 * abs(alone)
+    return judge(
+        "processes", is_bad, text, "a loss is a mean over samples; SyncBatchNorm or the hook SyncBuffers", LOOK
+    )
 
 
-def _on_device(batch: Any, model: nn.Module) -> Any:
-    return tree_map_only(Tensor, lambda value: value.to(device_of(model)), batch)
+def _facts(datasets: list[Any]) -> Iterator[tuple[list[int], str]]:
+    """The class of a sample, and the digest of all but single numbers; of up to 2,000 of each dataset."""
+    for dataset in datasets:
+        for i in range(0, len(dataset), len(dataset) // 2000 + 1):
+            sample = dataset[i]
+            yield classes_of(sample), digest([x for x in tree_leaves(sample) if not isinstance(x, int | float)])
 
 
-def _inputs(batches: list[Any]) -> Iterator[tuple[str, list[Tensor]]]:
-    """The floating point fields of batches, by name."""
-    first = batches[0]
-    for name in first if isinstance(first, dict) else range(len(first)) if isinstance(first, list | tuple) else ():
-        if isinstance(first[name], Tensor) and first[name].is_floating_point() and first[name].ndim > 1:
-            yield str(name), [batch[name] for batch in batches]
-
-
-def _labels(batches: list[Any]) -> list[int]:
-    """The classes of all samples; none if batches have no label for each sample."""
-    found: list[Any] = [batch.get("label", batch.get("labels")) for batch in batches if isinstance(batch, dict)]
-    found += [batch[1] for batch in batches if isinstance(batch, list | tuple) and len(batch) == 2]
-    are_classes = [isinstance(each, Tensor) and each.ndim == 1 and not each.is_floating_point() for each in found]
-    return [int(label) for each in found for label in each] if all(are_classes) else []
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def _digest(value: Any) -> str:
-    leaves = [
-        leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else pickle.dumps(leaf) for leaf in tree_leaves(value)
-    ]
-    return hashlib.sha256(b"".join(leaves)).hexdigest()
-
-
-def _samples(names: Iterable[str]) -> Iterator[Any]:
-    """Up to 2,000 samples of each dataset that has indices."""
-    for name in names:
-        dataset: Any = DatasetCatalog.get(name) if name in DatasetCatalog else None
-        yield from (dataset[i] for i in range(min(2000, len(dataset)) if hasattr(dataset, "__getitem__") else 0))
-
-
-def _digests(names: Iterable[str]) -> Iterator[str]:
-    """Of samples without single numbers, such as a label."""
-    for sample in _samples(names):
-        yield _digest([leaf for leaf in tree_leaves(sample) if not isinstance(leaf, int | float)])
-
-
-def _fields(names: Iterable[str]) -> set[str]:
-    """Of the first sample, if it is a dict; without its number."""
-    sample = next(_samples(names), None)
-    return {*sample} - {"index", "id"} if isinstance(sample, dict) else set()
-
-
-def _differences(one: Path, other: Path) -> list[str]:
-    """Names in the models of two runs that differ."""
-    first, second = (torch.load(folder / "model_final.pth", weights_only=True)["model"] for folder in (one, other))
-    return [name for name in first if not torch.equal(first[name], second[name])]
+def _drawn(images: Tensor) -> str:
+    """The first four images, in characters."""
+    gray = F.interpolate(images[:4].float().nan_to_num().mean(1, keepdim=True), (8, 16))[:, 0]
+    levels = (4 * (gray - gray.min()) / (gray.max() - gray.min()).clamp(min=1e-9)).round().int().tolist()
+    return "\n".join("  ".join("".join("·░▒▓█"[level] for level in image[row]) for image in levels) for row in range(8))

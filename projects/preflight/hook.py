@@ -1,19 +1,23 @@
 """The hook that checks the job before its first step."""
 
-import json as json_module
+import json
 import logging
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from trainkit.projects.preflight import checks
-from trainkit.projects.preflight.findings import PREFLIGHT_REGISTRY, report
+import trainkit.projects.preflight.checks  # noqa: F401 - registers the checks
+from trainkit.projects.preflight.findings import PREFLIGHT_REGISTRY, Finding
 from trainkit.projects.preflight.job import Job
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
+from trainkit.utils.logger import format_table
+
+WITH_PROCESSES = ("reproducible", "processes")
 
 
 @HOOK_REGISTRY.register()
@@ -21,30 +25,32 @@ class Preflight(HookBase):
     """Checks the job and ends the process, with code 0 if it is sound, else with code 3.
 
     Args:
-        given: the settings of the job, as YAML.
-        quick: leave out the checks that need new processes.
-        allow: names of findings to accept; ``json``: a file for the findings.
+        given: the settings of the user; ``args``: the options of the command line.
     """
 
-    def __init__(self, given: str, quick: bool = False, allow: Sequence[str] = (), json: str = "") -> None:
-        self._given, self._is_quick, self._allow, self._json = given, quick, allow, json
+    def __init__(self, given: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+        self._given, self._args = given, args
 
     def before_train(self) -> None:
-        questions = dict(PREFLIGHT_REGISTRY)
-        if unknown := {*self._allow} - questions.keys():
-            raise ConfigError(
-                f"--preflight-allow: there is no check {', '.join(sorted(unknown))}; there are {[*questions]}"
-            )
-        job, found = Job(self.trainer, self._given), []
-        for name, question in questions.items():
+        job, found = Job(self.trainer, self._given, self._args["command"]), list[Finding]()
+        for name, check in PREFLIGHT_REGISTRY:
             if sys.stderr.isatty():
                 print(f"\r{name:<20}", end="", file=sys.stderr, flush=True)
-            if not (self._is_quick and name in checks.WITH_PROCESSES):
-                found.append(job.ask(name, question))
+            if not (self._args["preflight_quick"] and name in WITH_PROCESSES):
+                found += job.ask(check)
+            if found[0].verdict != "sound":  # the job does not run
+                break
+        found, allowed = comm.broadcast(found), {*self._args["preflight_allow"]}
         shutil.rmtree(job.folder, ignore_errors=True)
+        bad = [each.name for each in found if each.verdict not in ("sound", "not asked") and each.name not in allowed]
         if comm.is_main_process():
-            print(report(found, self._allow), flush=True)
-            if self._json:
-                Path(self._json).write_text(json_module.dumps([finding._asdict() for finding in found], indent=2))
+            rows = [(n, v + " (allowed)" * (n in allowed), f"{t}: {a}" if a else t) for n, v, t, a in found]
+            print(format_table(rows, ("question", "answer", "what was found"), maxcolwidths=[None, None, 84]))
+            accept = f". To accept one: --preflight-allow {bad[0]}" if bad else ""
+            print(f"\nFindings: {', '.join(bad)}{accept}" if bad else "\nThe job is sound.", flush=True)
+            if file := self._args["preflight_json"]:
+                Path(file).write_text(json.dumps([finding._asdict() for finding in found], indent=2))
+        if unknown := not bad and allowed - {each.name for each in found}:
+            raise ConfigError(f"--preflight-allow: no finding is called {', '.join(sorted(unknown))}")
         logging.disable()  # the end of this process is no failure of a run
-        sys.exit(0 if all(finding.is_sound or finding.name in self._allow for finding in found) else 3)
+        sys.exit(3 if bad else 0)

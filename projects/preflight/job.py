@@ -1,82 +1,86 @@
 """The user's job: it is built again, with other settings, and run for some steps in a temporary folder."""
 
-import contextlib
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
+from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
-from trainkit.projects.preflight.findings import Finding, not_asked
-from trainkit.projects.preflight.options import INSIDE
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
+from trainkit.projects.preflight.findings import Finding, NotAsked, judge
+from trainkit.projects.preflight.options import record_reads
 
-from trainkit.config import CfgNode, get_cfg
-from trainkit.engine.hook_base import HookBase
-from trainkit.utils.device import unwrap_model
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultTrainer
+from trainkit.utils import comm
+from trainkit.utils.device import accelerator_runs_ahead, device_of, move_to_device, unwrap_model
 from trainkit.utils.env import seed_all_rng
+from trainkit.utils.events import EventStorage
 
 STEPS = 20  # of the ordinary run
-ONE_BATCH_STEPS = 30
+_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
+_LIBRARIES = ("<", __file__, f"{Path(torch.__file__).parent}{os.sep}", f"{Path(comm.__file__).parents[1]}{os.sep}")
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
-class Probe(HookBase):
-    """Notes what is seen in the steps of a run.
+class Watcher(TorchDispatchMode):
+    """Notes what happens in steps; a place is the innermost line that is not in torch or trainkit.
 
     Attributes:
-        batches: the first 8, on the CPU.
-        unused: names of parameters whose gradients are missing or zero in each step.
-        sec: part of a step -> seconds in all.
-        evaluating: modules in eval mode.
+        sec: part of a step -> seconds of each step.
+        trained: names of the parameters that had a gradient which is not zero.
+        reads: the place of each read of a tensor in a forward pass, and of each copy from or to the host.
+        fired: (number of the ReLU in its pass, place) -> for each channel, whether it was ever above zero.
     """
 
-    priority = "HIGHEST"
-
     def __init__(self) -> None:
-        self.batches, self.losses = list[Any](), list[float]()
-        self.evaluating = set[str]()
-        self.sec: dict[str, float] = defaultdict(float)
+        super().__init__()
+        self.sec: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
+        self.trained, self.reads, self.fired = set[str](), list[str](), dict[tuple[int, str], Tensor]()
 
-    def before_step(self) -> None:
-        if not self.sec:  # not in before_train: other hooks copy the model there
-            self._model, self._context = unwrap_model(self.trainer.model), contextlib.ExitStack()
-            self.unused = {name for name, value in self._model.named_parameters() if value.requires_grad}
-            self._context.callback(self._model.register_forward_pre_hook(self._before_forward).remove)
-            self._context.callback(self._model.register_forward_hook(self._after_forward).remove)
-        self._started = self._forward_at = self._backward_at = time.perf_counter()
+    def step(self, trainer: Any, batch: Any) -> None:
+        """Make a step by its parts, and its forward pass again."""
+        trainer.optimizer.zero_grad()
+        losses = self._timed("forward", trainer.compute_losses, batch)
+        self._timed("backward", trainer.backward, losses.total)
+        named = unwrap_model(trainer.model).named_parameters()
+        self.trained |= {name for name, value in named if value.grad is not None and value.grad.any()}
+        self._timed("update", trainer.update)
+        self._number = 0
+        with self:
+            trainer.compute_losses(batch)
 
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
-        self._forward_at = time.perf_counter()
-        kinds = (_BatchNorm, nn.Dropout, type(model))
-        if torch.is_grad_enabled():  # else it is an evaluation
-            parts = [(name or "the model", part) for name, part in model.named_modules() if isinstance(part, kinds)]
-            self.evaluating |= {name for name, part in parts if not part.training}
+    def _timed(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+        started = now()
+        result = call(*args)
+        self.sec[part].append(now() - started)
+        return result
 
-    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.sec["forward"] += time.perf_counter() - self._forward_at
-
-    def after_backward(self) -> None:
-        self._backward_at, trainer = time.perf_counter(), self.trainer
-        grads = {name: value.grad for name, value in self._model.named_parameters() if name in self.unused}
-        self.unused = {name for name, grad in grads.items() if grad is None or not grad.any()}
-        self.losses.append(sum(float(trainer.losses[name]) for name in trainer.trained_losses))
-        if len(self.batches) < 8:
-            self.batches.append(tree_map_only(Tensor, lambda value: value.detach().cpu(), trainer.batch))
-
-    def after_step(self) -> None:
-        now = time.perf_counter()
-        self.sec["step"] += now - self._started
-        self.sec["update and hooks"] += now - self._backward_at
-
-    def after_train(self) -> None:
-        self._context.close()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        devices = {leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)}
+        stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_LIBRARIES)][-1:]
+        place = "".join(f"{name} at {frame.filename}:{frame.lineno}" for frame in stack)
+        if name in _READS or (name in ("copy_", "_to_copy") and len(devices) > 1):
+            self.reads.append(place)
+        elif name in ("relu", "relu_"):
+            self._number += 1
+            fires = (results > 0).movedim(-1 if results.ndim == 3 else 1, 0).flatten(1).any(1)  # 3: [N, length, C]
+            self.fired[self._number, place] = fires | self.fired.get((self._number, place), fires)
+        return results
 
 
 class Job:
@@ -88,73 +92,115 @@ class Job:
         folder: a temporary one.
     """
 
-    def __init__(self, trainer: Any, given: str) -> None:
-        self.trainer, self.cfg, self.folder = trainer, get_cfg(), trainer.cfg.OUTPUT_DIR
-        self.model = unwrap_model(trainer.model)
-        self.cfg.merge_from_other_cfg(CfgNode.load_cfg(given))
-        self._error: BaseException | None = None
-        self._runs = 0
+    def __init__(self, trainer: Any, given: Mapping[str, Any], command: Sequence[str]) -> None:
+        self.trainer, self.model, self.folder = trainer, unwrap_model(trainer.model), trainer.cfg.OUTPUT_DIR
+        self._command = [*command, *(["--num-gpus", "1"] if comm.get_world_size() > 1 else [])]
+        self._number, self.cfg = 0, get_cfg()
+        self.cfg.merge_from_other_cfg(given)
+        record_reads(self.cfg)
 
-    def ask(self, name: str, question: Callable[["Job"], Finding]) -> Finding:
-        """The finding of a check. An error of the job is the finding of "runs" alone."""
+    def ask(self, check: Any) -> Iterator[Finding]:
+        """The findings of a check."""
         try:
-            finding = question(self)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"[:300]
-            is_known = error is self._error and name != "runs"
-            finding = not_asked("the job does not run") if is_known else Finding("wrong", text, "the job has to run")
-        return finding._replace(name=name)
-
-    def options(self, *options: Any) -> list[Any]:
-        """Settings of a short run in a folder of its own, and further ones."""
-        self._runs += 1
-        own = ["OUTPUT_DIR", f"{self.folder}/{self._runs}", "CHECKPOINT.DIR", "''", "SEED", max(self.cfg.SEED, 0)]
-        return [*own, "TEST.MAX_BATCHES", 1, *options]
+            found = check(self)
+            yield from [found] if isinstance(found, Finding) else found
+        except NotAsked as error:
+            reason, name = (*error.args, check.__name__)[:2]
+            yield Finding(name, "not asked", reason)
+        except (Exception, SystemExit) as error:
+            yield judge(check.__name__, True, f"{type(error).__name__}: {error}"[:300], "the job has to run")
 
     def build(self, *options: Any) -> Any:
         """A new trainer, as in a process that has just started."""
-        cfg = self.cfg.clone()
-        cfg.merge_from_list(self.options(*options))
+        cfg, self._number = self.cfg.clone(), self._number + 1
+        own = ["OUTPUT_DIR", f"{self.folder}/{self._number}", "CHECKPOINT.DIR", "", "SEED", max(cfg.SEED, 0)]
+        cfg.merge_from_list([*own, "TEST.MAX_BATCHES", 1, *options])
         seed_all_rng(cfg.SEED)
         trainer = self.trainer.__class__(cfg)
         trainer.resume_or_load(resume=False)
         return trainer
 
     @cached_property
-    def ordinary(self) -> tuple[Any, Probe]:
-        """A trainer after `STEPS` steps, and what was seen."""
-        if self._error is None:
-            try:
-                return self._train(self.build(), STEPS)
-            except (Exception, SystemExit) as error:
-                self._error = error if isinstance(error, Exception) else RuntimeError(f"exit code {error.code}")
-        raise self._error
+    def ordinary(self) -> Any:
+        """A trainer after `STEPS` steps."""
+        trainer = self.build()
+        trainer.train(0, min(STEPS, trainer.max_iter))
+        return trainer
 
     @cached_property
-    def one_batch(self) -> tuple[Any, Probe]:
-        """A trainer after steps with one batch and the full learning rate."""
+    def one_batch(self) -> Any:
+        """A trainer after 30 steps with one batch and the full learning rate."""
         options = ["SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), "SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR"]
-        batch, trainer = self.ordinary[1].batches[0], self.build(*options)
-        trainer.data_loader = [batch] * ONE_BATCH_STEPS
-        return self._train(trainer, ONE_BATCH_STEPS)
-
-    def _train(self, trainer: Any, steps: int) -> tuple[Any, Probe]:
-        probe = Probe()
-        trainer.register_hooks([probe])
-        trainer.train(0, min(steps, trainer.max_iter))
-        return trainer, probe
+        trainer = self.build(*options)
+        trainer.data_loader = self.batches[:1] * 30
+        trainer.train(0, min(30, trainer.max_iter))
+        return trainer
 
     @cached_property
-    def whole(self) -> Path:
-        """The folder of a run of six steps in a new process, with a checkpoint after three."""
-        return self.start(6)
+    def batches(self) -> list[Any]:
+        """The first 8 batches, on the device of the model."""
+        device = device_of(self.model) or torch.device("cpu")
+        return [move_to_device(batch, device) for batch in islice(self.build().data_loader, 8)]
 
-    def start(self, steps: int, *options: Any) -> Path:
-        """The folder of a run of the user's command in a new process; raises RuntimeError if it fails."""
-        own = self.options("SOLVER.MAX_ITER", steps, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), *options)
-        own = [str(word) for word in ("SOLVER.CHECKPOINT_PERIOD", 3, *own)]
-        environment = {**os.environ, INSIDE: "1"}
-        done = subprocess.run([*sys.orig_argv, *own], env=environment, capture_output=True, text=True, check=False)
+    @cached_property
+    def watched(self) -> Watcher:
+        """What happens in steps with the first batches, after the ordinary run."""
+        if self.trainer.__class__.run_step is not DefaultTrainer.run_step:
+            raise NotAsked("this trainer makes its steps itself")
+        watcher = Watcher()
+        for batch in self.batches:
+            with EventStorage():
+                watcher.step(self.ordinary, batch)
+        return watcher
+
+    @cached_property
+    def datasets(self) -> list[list[Any]]:
+        """The datasets of TRAIN, and those of VAL and TEST, as far as they have indices."""
+        names = self.cfg.DATASETS
+        both = names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN}
+        found = [[DatasetCatalog.get(name) for name in each if name in DatasetCatalog] for each in both]
+        return [
+            [one for one in each if isinstance(one, Sized) and not isinstance(one, IterableDataset)] for each in found
+        ]
+
+    @cached_property
+    def short_run(self) -> Path:
+        """The folder of six steps of the user's command in a new process, which saves after three steps."""
+        done = self._run(
+            *self._command, "--fast-dev-run", "OUTPUT_DIR", self.folder, "SEED", f"{max(self.cfg.SEED, 0)}"
+        )
         if done.returncode:
-            raise RuntimeError(f"a process ended with code {done.returncode}: {done.stderr.strip()[-200:]}")
-        return Path(dict(zip(own[::2], own[1::2], strict=False))["OUTPUT_DIR"])
+            raise RuntimeError(f"with --fast-dev-run the command ends with {done.returncode}: {done.stderr[-200:]}")
+        return Path(self.folder, "fast_dev_run")
+
+    @cached_property
+    def replayed(self) -> dict[str, str]:
+        """What a replay of a step of the short run says: "on the way", "proof" and "verdict"."""
+        words = [sys.executable, "-m", "trainkit.projects.replay", str(self.short_run), "--iter", "4", "--prove", "--"]
+        lines = self._run(*words, *self._command).stdout.splitlines()
+        return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+    def _run(self, *words: str) -> Any:
+        """What happens with a command in one new process, which rank 0 starts."""
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(_OF_RANKS)}
+        options: Any = {"env": environ, "capture_output": True, "text": True, "check": False}
+        return comm.broadcast(subprocess.run(words, **options) if comm.is_main_process() else None)
+
+
+def now() -> float:
+    if accelerator_runs_ahead():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def digest(value: Any) -> str:
+    leaves = [leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(value)]
+    return hashlib.sha256(pickle.dumps(leaves)).hexdigest()
+
+
+def classes_of(item: Any, ndim: int = 0) -> list[int]:
+    """The class of a sample, or those of a batch (``ndim`` 1); none if it has none."""
+    is_pair = isinstance(item, list | tuple) and len(item) == 2
+    found = item.get("label", item.get("labels")) if isinstance(item, dict) else item[1] if is_pair else None
+    label = torch.as_tensor(found) if isinstance(found, Tensor | Integral) else torch.empty(())
+    return [] if label.is_floating_point() or label.ndim != ndim else label.reshape(-1).tolist()

@@ -1,16 +1,43 @@
-"""``--preflight``: check the job instead of training it."""
+"""``--preflight``: check the job instead of training it; and the keys of the config that are read."""
 
 import argparse
-import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
-
-from trainkit.projects.preflight.reads import record_reads
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
 
-INSIDE = "TRAINKIT_PREFLIGHT"  # a variable of the environment: in such a process the options do nothing
+reads = set[str]()  # full keys that were read
+
+
+class RecordedCfg(CfgNode):
+    """Adds the keys that are read to `reads`; the key of the node itself is in its __dict__."""
+
+    def __getitem__(self, name: str) -> Any:  # an attribute is read by it too
+        reads.add(self.__dict__.get("__key__", "") + name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        reads.add(self.__dict__.get("__key__", "") + name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[Any]:  # with a method of its own, ``**node`` gets each item
+        return super().__iter__()
+
+    def dump(self, **kwargs: Any) -> str:
+        before, text = {*reads}, super().dump(**kwargs)  # which gets each item
+        reads.intersection_update(before)
+        return text
+
+
+def record_reads(node: CfgNode, key: str = "") -> None:
+    for name, value in node.items():
+        if isinstance(value, CfgNode):
+            record_reads(value, f"{key}{name}.")
+    object.__setattr__(node, "__class__", RecordedCfg)  # the node may be frozen
+    node.__dict__["__key__"] = key
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,17 +47,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preflight-quick", action="store_true", help="the same, without new processes")
     parser.add_argument("--preflight-allow", action="append", default=[], metavar="NAME", help="accept this finding")
     parser.add_argument("--preflight-json", default="", metavar="FILE", help="write the findings to FILE too")
+    parser.set_defaults(command=sys.orig_argv)  # that of the first process, before `launch` starts others
 
 
 def apply(cfg: Any, args: argparse.Namespace) -> None:
     """Let the trainer of this config check the job before its first step, in a temporary folder."""
-    if INSIDE in os.environ:
+    if getattr(args, "fast_dev_run", False):  # as in the new processes that a check starts
         return
     if not isinstance(cfg, CfgNode) or args.eval_only:
         raise ConfigError("--preflight is for a job with a config of get_cfg that trains")
-    options = {"GIVEN": cfg.dump(), "QUICK": args.preflight_quick, "ALLOW": args.preflight_allow}
-    cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Preflight", **options, "JSON": args.preflight_json}]
+    record_reads(cfg)
+    cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": vars(args)}]
     folder = comm.broadcast(tempfile.mkdtemp(prefix="preflight-") if comm.is_main_process() else "")
     cfg["OUTPUT_DIR"] = cfg.CHECKPOINT["DIR"] = folder
     cfg["SEED"], cfg.LOG["LEVEL"] = max(cfg.SEED, 0), "ERROR"
-    record_reads(cfg)

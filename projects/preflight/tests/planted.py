@@ -1,4 +1,4 @@
-"""A job in which ``MODEL.PLANT`` plants one mistake."""
+"""A job in which ``MODEL.PLANT`` plants mistakes."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog, ToIterableDataset  # noqa: F401
-from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, run
+from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, launch, run
 from trainkit.modeling import MODEL_REGISTRY
 
 CLASSES, SAMPLES = 4, 240
@@ -26,7 +26,34 @@ def make_samples(seed, plant=""):
         return [{"image": each, "index": i} for i, each in enumerate(image)]
     if plant == "shuffled labels":
         label = label[torch.randperm(SAMPLES, generator=generator)]
-    return [{"image": a, "label": int(b)} for a, b in zip(image, label, strict=True)]
+    samples = [{"image": a, "label": int(b)} for a, b in zip(image, label, strict=True)]
+    if "no class 3" in plant and seed == 2:
+        return [sample for sample in samples if sample["label"] < 3]
+    return Augmented(samples, plant) if "augmentation" in plant and seed == 1 else samples
+
+
+class Augmented:
+    def __init__(self, samples, plant):
+        self.samples, self.plant = samples, plant
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        sample = self.samples[index]
+        noise = random.SystemRandom() if "unseeded" in self.plant else random
+        changed = {**sample, "image": sample["image"] + 0.01 * noise.random()}
+        return sample if "idle" in self.plant else changed
+
+
+class Twice:
+    """Gives each batch twice."""
+
+    def __init__(self, loader):
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __iter__(self):
+        return (batch for batch in self.loader for _ in range(2))
 
 
 @MODEL_REGISTRY.register()
@@ -37,17 +64,21 @@ class Planted(nn.Module):
         self.body = nn.Linear(16, cfg.MODEL.get("HIDDEN", 32))
         self.norm, self.head = nn.BatchNorm1d(self.body.out_features), nn.Linear(self.body.out_features, CLASSES)
         self.body.requires_grad_(self.plant != "frozen")
+        if "unused part" in self.plant:
+            self.other = nn.Linear(4, 4)
+        if "dead channels" in self.plant:
+            self.norm.bias.data[:20] = -100
 
     def forward(self, batch):
         features = F.relu(self.norm(self.body(batch["image"])))
         if self.plant == "item" and features.mean().item() > 1e9:
             features = features / 2
-        logits = self.head(features)
+        logits = self.head(features) * (50 if "large outputs" in self.plant else 1)
         if not self.training:
             return logits
         if self.plant == "no labels":
             return {"loss": F.mse_loss(logits, batch["image"][:, :CLASSES])}
-        loss = F.cross_entropy(logits, batch["label"])
+        loss = F.cross_entropy(logits, batch["label"], reduction="sum" if self.plant == "sum" else "mean")
         return {"loss": loss.detach() if self.plant == "detached" else loss}
 
 
@@ -75,13 +106,13 @@ class Trainer(DefaultTrainer):
     @classmethod
     def build_train_loader(cls, cfg):
         if cfg.MODEL.PLANT != "loader without state":
-            return super().build_train_loader(cfg)
+            loader = super().build_train_loader(cfg)
+            return Twice(loader) if "repeated batches" in cfg.MODEL.PLANT else loader
         dataset = DatasetCatalog.get("planted_train")
         return DataLoader(dataset, 32, shuffle=True, generator=torch.Generator().manual_seed(1), drop_last=True)
 
 
-def main():
-    args = default_argument_parser().parse_args()
+def main(args):
     plant = args.opts[args.opts.index("MODEL.PLANT") + 1] if "MODEL.PLANT" in args.opts else ""
     DatasetCatalog.register("planted_train", lambda: make_samples(1, plant))
     DatasetCatalog.register(
@@ -97,4 +128,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    args = default_argument_parser().parse_args()
+    launch(main, args.num_gpus, args=(args,))

@@ -1,11 +1,9 @@
-"""Twelve jobs with one planted mistake each, and two without."""
+"""Jobs with planted mistakes, and jobs without."""
 
 import json
 from pathlib import Path
 
 import pytest
-import trainkit.projects.preflight.checks  # noqa: F401
-from trainkit.projects.preflight.findings import PREFLIGHT_REGISTRY
 
 from tests.docs.pages import blocks, page
 from tests.forked import run_forked, script
@@ -13,6 +11,9 @@ from tests.forked import run_forked, script
 PAGE = "docs/preflight.md"
 (OWN,) = blocks(PAGE, "python")
 JOB = Path(__file__).with_name("planted.py")
+CLIP = ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"]
+KEEP = ["CHECKPOINT.MAX_TO_KEEP", 10**9]
+CLIP += ["SOLVER.CLIP_GRADIENTS.CLIP_VALUE"]
 
 
 def preflight(folder, *options):
@@ -30,13 +31,14 @@ def problems(verdicts):
 @pytest.mark.slow
 def test_a_sound_job_is_sound_and_nothing_is_written(tmp_path):
     code, verdicts, text = preflight(tmp_path, "--preflight")
-    assert (code, problems(verdicts)) == (0, set())
+    assert (code, problems(verdicts)) == (0, set()), text
     assert {"reproducible", "resumes"} <= verdicts.keys()
+    assert [name for name in verdicts if f"`{name}`" not in page(PAGE)] == []
     assert text.endswith("The job is sound.\n")
 
 
 @pytest.mark.parametrize(
-    ("plant", "name", "options"),
+    ("plant", "names", "options"),
     [
         ("shuffled labels", "labels", []),
         ("overlap", "overlap", []),
@@ -48,12 +50,20 @@ def test_a_sound_job_is_sound_and_nothing_is_written(tmp_path):
         ("frozen", "frozen", []),
         ("item", "host_reads", []),
         ("typo", "settings", ["MODEL.HIDEN", 64]),
+        ("large outputs", "first_loss", []),
+        ("dead channels, unused part", "dead gradients", []),
+        ("no class 3, repeated batches, idle augmentation", "classes repeats augmentation", []),
+        ("unseeded augmentation", "augmentation", []),
+        ("", "disk", ["SOLVER.MAX_ITER", 10**10, "SOLVER.CHECKPOINT_PERIOD", 1, *KEEP]),
+        ("", "schedule decay", ["SOLVER.WARMUP_ITERS", 80, "SOLVER.WEIGHT_DECAY_NORM", 0.1]),
+        ("", "clipping", [*CLIP, 1e6]),
+        ("", "clipping", [*CLIP, 1e-6]),
     ],
 )
-def test_a_planted_mistake_is_named(tmp_path, plant, name, options):
+def test_a_planted_mistake_is_named(tmp_path, plant, names, options):
     code, verdicts, text = preflight(tmp_path, "--preflight-quick", "MODEL.PLANT", plant, *options)
     assert code == 3
-    assert name in problems(verdicts), text
+    assert {*names.split()} <= problems(verdicts), text
     assert "reproducible" not in verdicts
 
 
@@ -78,7 +88,7 @@ def test_a_finding_is_allowed_by_its_name(tmp_path):
     assert (code, problems(verdicts)) == (0, {"frozen"}), text
     assert "look at this (allowed)" in text
     done = run_forked(script(JOB, "--preflight-quick", "--preflight-allow", "frzen"), tmp_path)
-    assert (done.returncode, "there is no check frzen" in done.stderr) == (2, True)
+    assert (done.returncode, "no finding is called frzen" in done.stderr) == (2, True)
 
 
 def test_a_check_of_ones_own_is_asked(tmp_path, monkeypatch):
@@ -86,8 +96,13 @@ def test_a_check_of_ones_own_is_asked(tmp_path, monkeypatch):
     (tmp_path / "own_check.py").write_text(OWN)
     options = ["--preflight-quick", "IMPORTS", "[own_check]"]
     code, verdicts, text = preflight(tmp_path, *options)
-    assert (code, verdicts["clipping"]) == (3, "look at this"), text
+    assert (code, verdicts["epochs"]) == (3, "look at this"), text
 
 
-def test_the_page_names_all_questions():
-    assert [name for name, _ in PREFLIGHT_REGISTRY if f"`{name}`" not in page(PAGE)] == []
+@pytest.mark.slow
+def test_several_processes_are_compared_with_one(tmp_path):
+    """Their loss is smaller, and batch norm has other statistics in each process."""
+    options = ["--num-gpus", "2", "--preflight-allow", "first_loss", "MODEL.PLANT", "sum"]
+    code, verdicts, text = preflight(tmp_path, "--preflight", *options)
+    assert (code, problems(verdicts)) == (3, {"first_loss", "processes"}), text
+    assert "different among them: buffers" in text
