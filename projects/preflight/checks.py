@@ -1,4 +1,4 @@
-"""The checks: one for each part of the report, in its order."""
+"""The checks: one for each part of the report, in its order; each has the name of its first finding."""
 
 import json
 import math
@@ -80,12 +80,12 @@ def optimizer(job: Job) -> Iterator[Finding]:
     yield judge("optimizer", lost or foreign, text, "build it after the model is complete and frozen")
     yield judge("frozen", frozen, some(frozen), "unfreeze them, or allow it", LOOK)
     kinds = (_BatchNorm, nn.Dropout, type(model))
-    names = [
+    modes = [
         name or "the model" for name, part in model.named_modules() if isinstance(part, kinds) and not part.training
     ]
-    yield judge("modes", names, f"in eval mode: {some(names)}", "call train()")
-    names = [name for name in named if name not in (*frozen, *job.watched.trained)]
-    yield judge("gradients", names, f"always zero or missing: {some(names)}", "are they used in the loss?")
+    yield judge("modes", modes, f"in eval mode: {some(modes)}", "call train()")
+    unused = [name for name in named if name not in (*frozen, *job.watched.trained)]
+    yield judge("gradients", unused, f"always zero or missing: {some(unused)}", "are they used in the loss?")
     silent = [((~fires).double().mean(), place) for (_, place), fires in job.watched.fired.items() if not fires.all()]
     text = f"channels never above zero in 8 batches: {some(f'{share:.0%} of {place}' for share, place in silent)}"
     is_bad = any(share > 0.25 for share, _ in silent)
@@ -112,9 +112,8 @@ def values(job: Job) -> Iterator[Finding]:
 
     digests = [digest(batch) for batch in job.batches]
     steps = [i for i, (one, other) in enumerate(pairwise(digests), 1) if one == other]
-    yield judge(
-        "repeats", steps, f"batches that equal the one before, of {len(digests)}: {some(steps)}", "shuffle", LOOK
-    )
+    text = f"batches that equal the one before, of {len(digests)}: {some(steps)}"
+    yield judge("repeats", steps, text, "shuffle the samples", LOOK)
     again, state = digest(next(iter(job.build().data_loader))), digest(get_rng_state())
     is_idle = len({digest(dataset[0]) for dataset in job.datasets[0][:1] for _ in range(8)}) == 1
     is_idle = is_idle and digest(get_rng_state()) != state
@@ -129,7 +128,7 @@ def values(job: Job) -> Iterator[Finding]:
     common = sum(each in known for _, each in others)
     text = f"{common} of {len(others)} samples of VAL and TEST are among {len(train)} of TRAIN"
     yield judge("overlap", common > len(others) / 100, text, "divide the data before anything else")
-    text = f"only in TRAIN: {some(of_train - of_others)}; only in VAL and TEST: {some(of_others - of_train)}"
+    text = f"only in TRAIN: {some(sorted(of_train - of_others))}; not in it: {some(sorted(of_others - of_train))}"
     if of_others:
         yield judge("classes", of_train != of_others, text, "divide each class in the same way", LOOK)
 
@@ -147,7 +146,7 @@ def reproducible(job: Job) -> Iterator[Finding]:
 def host_reads(job: Job) -> Iterator[Finding]:
     """Does it wait?"""
     own = [line for line in job.watched.reads if "site-packages" not in line]
-    text = f"in the forward pass: {some({*own})}; {len(job.watched.reads) - len(own)} reads in installed packages"
+    text = f"in the forward pass: {some(dict.fromkeys(own))}; {len(job.watched.reads) - len(own)} in installed packages"
     yield judge("host_reads", own, text, "the device would wait; keep it a tensor", LOOK)
     step, wait = (job.ordinary.storage.history(name).median(STEPS) for name in ("time", "data_time"))
     sec = {"data": wait} | {name: median(each) for name, each in job.watched.sec.items()}

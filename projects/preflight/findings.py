@@ -32,5 +32,5 @@ def judge(name: str, is_bad: object, text: str, advice: str = "", verdict: str =
 
 def some(names: Iterable[object]) -> str:
     """The first names of a list, and how many more there are."""
-    first, more = [*map(str, names)][:3], len([*names]) - 3
-    return (", ".join(first) or "none") + (f" and {more} more" if more > 0 else "")
+    texts = [*map(str, names)]
+    return (", ".join(texts[:3]) or "none") + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")

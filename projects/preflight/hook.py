@@ -32,7 +32,7 @@ class Preflight(HookBase):
         self._given, self._args = given, args
 
     def before_train(self) -> None:
-        job, found = Job(self.trainer, self._given, self._args["command"]), list[Finding]()
+        job, found = Job(self.trainer, self._given, self._args["preflight_command"]), list[Finding]()
         for name, check in PREFLIGHT_REGISTRY:
             if sys.stderr.isatty():
                 print(f"\r{name:<20}", end="", file=sys.stderr, flush=True)

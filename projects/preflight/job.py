@@ -72,11 +72,12 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
         devices = {leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)}
-        stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_LIBRARIES)][-1:]
-        place = "".join(f"{name} at {frame.filename}:{frame.lineno}" for frame in stack)
-        if name in _READS or (name in ("copy_", "_to_copy") and len(devices) > 1):
-            self.reads.append(place)
-        elif name in ("relu", "relu_"):
+        is_read = name in _READS or (name in ("copy_", "_to_copy") and len(devices) > 1)
+        if is_read or name in ("relu", "relu_"):
+            stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_LIBRARIES)][-1:]
+            place = "".join(f"{name} at {frame.filename}:{frame.lineno}" for frame in stack)
+            self.reads += [place] * is_read
+        if name in ("relu", "relu_"):
             self._number += 1
             fires = (results > 0).movedim(-1 if results.ndim == 3 else 1, 0).flatten(1).any(1)  # 3: [N, length, C]
             self.fired[self._number, place] = fires | self.fired.get((self._number, place), fires)
@@ -146,7 +147,7 @@ class Job:
     def watched(self) -> Watcher:
         """What happens in steps with the first batches, after the ordinary run."""
         if self.trainer.__class__.run_step is not DefaultTrainer.run_step:
-            raise NotAsked("this trainer makes its steps itself")
+            raise NotAsked("this trainer makes its steps itself", "gradients, dead, host_reads, loader")
         watcher = Watcher()
         for batch in self.batches:
             with EventStorage():

@@ -9,26 +9,27 @@ from typing import Any
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
 
-reads = set[str]()  # full keys that were read
+reads: dict[str, None] = {}  # full keys that were read
 
 
 class RecordedCfg(CfgNode):
     """Adds the keys that are read to `reads`; the key of the node itself is in its __dict__."""
 
     def __getitem__(self, name: str) -> Any:  # an attribute is read by it too
-        reads.add(self.__dict__.get("__key__", "") + name)
+        reads[self.__dict__.get("__key__", "") + name] = None
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        reads.add(self.__dict__.get("__key__", "") + name)
+        reads[self.__dict__.get("__key__", "") + name] = None
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[Any]:  # with a method of its own, ``**node`` gets each item
         return super().__iter__()
 
     def dump(self, **kwargs: Any) -> str:
-        before, text = {*reads}, super().dump(**kwargs)  # which gets each item
-        reads.intersection_update(before)
+        before, text = dict(reads), super().dump(**kwargs)  # which gets each item
+        reads.clear()
+        reads.update(before)
         return text
 
 
@@ -47,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preflight-quick", action="store_true", help="the same, without new processes")
     parser.add_argument("--preflight-allow", action="append", default=[], metavar="NAME", help="accept this finding")
     parser.add_argument("--preflight-json", default="", metavar="FILE", help="write the findings to FILE too")
-    parser.set_defaults(command=sys.orig_argv)  # that of the first process, before `launch` starts others
+    parser.set_defaults(preflight_command=sys.orig_argv)  # that of the first process, before `launch` starts others
 
 
 def apply(cfg: Any, args: argparse.Namespace) -> None:
