@@ -50,7 +50,8 @@ class Preflight(HookBase):
             print(f"\nFindings: {', '.join(bad)}{accept}" if bad else "\nThe job is sound.", flush=True)
             if file := self._args["preflight_json"]:
                 Path(file).write_text(json.dumps([finding._asdict() for finding in found], indent=2))
-        if unknown := not bad and allowed - {each.name for each in found}:
-            raise ConfigError(f"--preflight-allow: no finding is called {', '.join(sorted(unknown))}")
+        names = [each.name for each in found]
+        if unknown := not bad and allowed.difference(names):
+            raise ConfigError(f"--preflight-allow: no finding is called {', '.join(unknown)}; there are {names}")
         logging.disable()  # the end of this process is no failure of a run
         sys.exit(3 if bad else 0)
