@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from trainkit.projects.lazy.locate import locate
-from trainkit.projects.lazy.nodes import TARGET, is_node, name_of, path_of, to_container, to_node, to_plain, update
+from trainkit.projects.lazy.nodes import TARGET, is_node, name_of, to_container, to_node, to_plain, update
 from trainkit.projects.lazy.python_files import run_file
 
 from trainkit.config import CfgNode, get_cfg
@@ -20,7 +20,6 @@ from trainkit.utils.errors import ConfigError, UnknownKeyError
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)
-_WRITABLE = (str, int, float, bool, bytes, type(None))
 
 
 class LazyCall:
@@ -183,22 +182,16 @@ def to_yaml(cfg: Any) -> str:
     """The text that `LazyConfig.save` writes."""
     lost: list[str] = []
 
-    def writable(value: Any, key: str) -> Any:
-        if isinstance(value, dict):
-            return {name: writable(item, f"{key}.{name}") for name, item in value.items()}
-        if isinstance(value, list):
-            return [writable(item, f"{key}.{i}") for i, item in enumerate(value)]
-        if key.endswith(f".{TARGET}"):
-            value = path_of(value)
-        if type(value) in _WRITABLE:
-            return value
-        lost.append(f"{key[1:]} is {name_of(value)}")
-        return name_of(value)
+    class Names(Dumper):
+        def represent_undefined(self, data: Any) -> yaml.Node:
+            lost.append(name_of(data))
+            return self.represent_str(lost[-1])
 
-    plain = writable(to_plain(cfg), "")
+    Names.add_representer(None, Names.represent_undefined)
+    text: str = yaml.dump(to_plain(cfg), Dumper=Names, sort_keys=False)
     if lost:
-        _logger.warning("The saved config has only the names of these values: %s", "; ".join(lost))
-    return yaml.dump(plain, Dumper=Dumper, sort_keys=False)
+        _logger.warning("The saved config has only the names of these values: %s", ", ".join(lost))
+    return text
 
 
 def _check_key(node: Any, names: Sequence[str], *, may_be_new: bool) -> None:

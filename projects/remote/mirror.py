@@ -138,11 +138,11 @@ class Mirror:
     def _is_of_run(self, name: str) -> bool:
         """Whether a local or remote name is that of a file of the run, in its folder or beside a checkpoint."""
         parent, file = os.path.split(name)
-        if not parent:  # `_MANIFEST` and TAG_FILE are read and written separately
-            is_other = file[:1] == "." or file in (LOCK_FILE, TAG_FILE, _MANIFEST)
-            return not is_other and is_file_of(str(self._folder), file)
-        is_part = owner_of_part(parent) and is_file_of(str(self._folder), parent)
-        return bool(is_part) and is_file_of(str(self._folder / parent), file)
+        if parent and not (owner_of_part(parent) and is_file_of(str(self._folder), parent)):
+            return False
+        # TAG_FILE and `_MANIFEST` are read and written separately
+        is_other = not parent and (file[:1] == "." or file in (LOCK_FILE, TAG_FILE, _MANIFEST))
+        return not is_other and is_file_of(str(self._folder / parent), file)
 
     def _upload_or_log(self) -> str:
         try:

@@ -233,7 +233,7 @@ def test_loading_a_saved_config_runs_and_imports_nothing(tmp_path, monkeypatch):
 def test_of_what_yaml_cannot_hold_only_the_name_is_saved_with_a_warning(tmp_path, caplog):
     cfg = {"call": LazyCall(dict)(floor=math.floor, act=lambda x: x, number=Fraction(1, 2), width=3)}
     saved = reloaded(cfg, tmp_path).call
-    assert "call.floor is math.floor; call.act is test_lazy_config" in caplog.text
+    assert "these values: math.floor, test_lazy_config" in caplog.text
     assert (saved["_target_"], saved.floor, saved.width) == ("builtins.dict", "math.floor", 3)
 
 
