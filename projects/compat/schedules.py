@@ -1,6 +1,5 @@
 """Schedules that older code of detectron2's users builds by hand."""
 
-import contextlib
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -64,10 +63,10 @@ class KeepLastValue(ParamScheduler):
     """A schedule that keeps its last value from the end on; `LRMultiplier` does so itself."""
 
     def __init__(self, scheduler: ParamScheduler) -> None:
-        self._scheduler, self._last = scheduler, 1.0 - 2 * ParamScheduler.WHERE_EPSILON
-        with contextlib.suppress(Exception):  # fvcore's step-like schedules raise an error at 1
-            scheduler(1.0)
-            self._last = 1.0
+        self._scheduler = scheduler
 
     def __call__(self, where: float) -> float:
-        return self._scheduler(min(where, self._last))
+        try:
+            return self._scheduler(min(where, 1.0))
+        except RuntimeError:  # fvcore's step-like schedules end just before 1
+            return self._scheduler(1.0 - 2 * self.WHERE_EPSILON)

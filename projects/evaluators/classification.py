@@ -42,7 +42,6 @@ class ClassificationEvaluator(CountingEvaluator):
         return {"samples": (num_classes,), "right": (num_classes,), "hits_at": (self._topk[-1],)}
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Count one batch; raises as `compare`."""
         scores, labels, valid = self.compare(inputs, outputs)
         self.count(labels, scores.topk(self._topk[-1], dim=1).indices, valid)
 

@@ -43,11 +43,7 @@ class CountingEvaluator(DatasetEvaluator):
         raise NotImplementedError
 
     def compare(self, inputs: Any, outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The scores of a batch; its labels, int64, where those that do not count are 0; and which of them count.
-
-        Raises:
-            KeyError, TypeError, ValueError: the batch has another form, or C differs from that of earlier batches.
-        """
+        """The scores of a batch; its labels, int64, where those that do not count are 0; and which of them count."""
         scores = scores_of(outputs, self.dims)
         labels = labels_of(inputs, self._label_key).to(scores.device, non_blocking=True)
         num_classes, shape = scores.shape[1], [len(scores), *scores.shape[2:]]
@@ -73,8 +69,6 @@ class CountingEvaluator(DatasetEvaluator):
     def evaluate(self) -> dict[str, Any]:
         """``{task: metrics}`` of all ranks, on rank 0; ValueError, on every rank, if a label was out of range."""
         parts = [part for part in comm.all_gather({k: count.cpu() for k, count in self._counts.items()}) if part]
-        if not parts:
-            raise ValueError("no batch was processed on any rank; call process() before evaluate()")
         counts: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
         if num_bad_labels := int(counts.pop("bad labels")):
             raise ValueError(f"{num_bad_labels} labels are not below {len(next(iter(counts.values())))} classes")

@@ -86,8 +86,6 @@ class LossEvaluator(DatasetEvaluator):
             # fsum rounds once, so neither the order nor the division of batches over processes changes the result
             total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
             means[name] = total / sum(theirs[name][1] for theirs in by_rank if name in theirs)
-        if not means:
-            raise ValueError("no sample was processed on any rank, so there is no loss; call process() first")
         return {self._task: means} if comm.is_main_process() else {}
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:

@@ -20,12 +20,7 @@ class SemSegEvaluator(CountingEvaluator):
 
     The results are ``mIoU``, ``aAcc``, ``mAcc`` and ``IoU-<class>``. The IoU of a class without labels and predictions
     is NaN and left out of the mean. ``aAcc`` is the accuracy over all pixels, ``mAcc`` the mean accuracy of the classes
-    with labels.
-
-    Args:
-        class_names: C names for the results and the table; None: their numbers.
-        ignore_label: pixels with this label do not count.
-        task: the key of the results.
+    with labels. Pixels with the ``ignore_label`` do not count.
     """
 
     dims = "NCHW"
@@ -51,7 +46,6 @@ class SemSegEvaluator(CountingEvaluator):
         return {"confusion": (num_classes, num_classes)}
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Count one batch; raises as `compare`."""
         scores, labels, valid = self.compare(inputs, outputs)
         self.count_predictions(labels, scores.argmax(dim=1), valid)
 

@@ -33,7 +33,8 @@ def averaging_rule(
     """The weight of the new values in an average, ``average += weight * (new - average)``.
 
     The first update copies. Later, only each ``interval``-th update changes the average, but all count as steps.
-    With ``m = 1 - decay`` (momentum in OpenMMLab) and ``steps`` updates before this one, the weight is
+    With ``m = 1 - decay`` (momentum in OpenMMLab) and ``steps`` updates before this one, the weight is, as a function
+    of ``steps``:
 
     - "exponential": ``m``;
     - "annealing": ``max(m, gamma / (gamma + steps))``, OpenMMLab's ``MomentumAnnealingEMA``;
@@ -44,9 +45,6 @@ def averaging_rule(
     Args:
         decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
         gamma: about the number of updates that the start lasts; default is 2000 for "warmup", 100 for the others.
-
-    Returns:
-        A function from ``steps`` to the weight: 1 copies the new values, 0 keeps the average.
     """
     m, scale = 1 - (0.999 if decay is None else decay), gamma
     if scale is None:
@@ -110,7 +108,6 @@ class ModelAverage:
         """The averaged tensors, under the names of the model's state dict."""
         return self._averages
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
@@ -122,18 +119,16 @@ class ModelAverage:
     @contextmanager
     def held(self) -> Iterator[nn.Module]:
         """Context in which the model holds the average, without its own weights; every rank enters it."""
-        with torch.no_grad():
-            own = [_local_part(tensor) for tensor in self._tensors().values()]
-            former = [tensor.clone() for tensor in own]
-            torch._foreach_copy_(own, [_local_part(average) for average in self._averages.values()])
+        own = [_local_part(tensor.detach()) for tensor in self._tensors().values()]
+        former = [tensor.clone() for tensor in own]
+        torch._foreach_copy_(own, [_local_part(average) for average in self._averages.values()])
         self.is_held = True
         try:
             yield self._model
         finally:
             self.is_held = False
-            with torch.no_grad():
-                self._tensors()
-                torch._foreach_copy_(own, former)
+            self._tensors()
+            torch._foreach_copy_(own, former)
 
     def _tensors(self) -> dict[str, Tensor]:
         if self._is_sharded:
@@ -148,7 +143,6 @@ class ModelAverage:
         sources.append(_local_part(source))
         return sources
 
-    @torch.no_grad()
     def _move(self, weight: float) -> None:
         """Move the averages to the model's values by ``weight``, from 0 to 1, and copy all other tensors."""
         for sources, i, buffers, name in self._buffers:

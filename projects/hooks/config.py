@@ -1,7 +1,5 @@
 """The config keys of this project."""
 
-from typing import Any
-
 from trainkit.projects.hooks.time_limit import parse_time
 
 from trainkit.config import CfgNode, ConfigError
@@ -23,12 +21,10 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong."""
-    accepted: dict[Any, str] = {
-        ("", "model", "ema"): "CHECKPOINT.PUBLISH",
-        ("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT",
-        "[1, inf)": "CHECKPOINT.BEST_TO_KEEP TEST.PRECISE_BN.NUM_ITER",
-    }
-    check_accepted(cfg, accepted)
+    check_accepted(
+        cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH", ("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT"}
+    )
+    check_accepted(cfg, {"[1, inf)": "CHECKPOINT.BEST_TO_KEEP TEST.PRECISE_BN.NUM_ITER"})
     if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
         raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set")
     if cfg.MAX_TIME:

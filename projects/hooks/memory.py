@@ -100,10 +100,10 @@ class GarbageCollection(HookBase):
     """
 
     priority = SAVE_POINT + 4  # after the hooks that use memory
+    _was_enabled = False
 
     def __init__(self, period: int = 1000, generation: int = 1) -> None:
         self._period, self._generation = check_period("period", period, minimum=1), generation
-        self._was_enabled = False
 
     def before_train(self) -> None:
         self._was_enabled = gc.isenabled()
@@ -117,4 +117,3 @@ class GarbageCollection(HookBase):
     def after_train(self) -> None:
         if self._was_enabled:
             gc.enable()
-            self._was_enabled = False  # after_train may be called again without a before_train

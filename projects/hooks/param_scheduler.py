@@ -12,8 +12,6 @@ from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.solver.lr_scheduler import Schedule
 from trainkit.utils.periods import is_number
 
-_ANY_LENGTH = 2**40  # stands for the unknown length of the run
-
 
 @HOOK_REGISTRY.register()
 class ParamScheduler(HookBase):
@@ -37,7 +35,7 @@ class ParamScheduler(HookBase):
         self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule, max_iter: int | None = None
     ) -> None:
         self.param, self._given, self._max_iter = param, schedules, max_iter
-        self._build(_ANY_LENGTH)  # raises its errors now
+        self._build(2**40)  # raises its errors now; the length of the run is not known yet
 
     def _build(self, max_iter: int) -> Schedule:
         if callable(self._given):

@@ -20,7 +20,7 @@ class TorchProfiler(HookBase):
     Args:
         enable_predicate: a function of the trainer, or ``[begin, end]``, where ``end`` is not included.
         output_dir: default is the folder ``profile`` in the config's OUTPUT_DIR.
-        activities: default is all that the machine has, see ``torch.profiler.profile``.
+        activities: default is all that the machine has.
         save_tensorboard: True: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for a browser.
     """
 

@@ -52,10 +52,7 @@ class PublishWeights(HookBase):
 
     def after_train(self) -> None:
         if self.trainer.status == "finished":
-            try:
-                together(self._publish)
-            except CheckpointError as error:
-                raise CheckpointError(f"weights could not be published: {error}") from error
+            together(self._publish)
 
     def _publish(self) -> None:
         hooks: list[Any] = [hook for hook in self.trainer.hooks if isinstance(hook, BestCheckpointer)]
@@ -80,9 +77,6 @@ def publish_weights(
     Args:
         weights: "model", or "ema": the average of the `EMAHook`, and the model's own weights where nothing is averaged.
         format: "safetensors" writes only the tensors, by their names, to a file that ends in ``.safetensors``.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read or lacks these weights, or the file cannot be written.
     """
     folder, name = Path(os.path.abspath(path)).parent, Path(path).name.removesuffix(".pth")
     unnamed = folder / f"{name}_published.{format}"

@@ -80,7 +80,12 @@ class VisualizationHook(HookBase):
         rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
         for image, name in zip(images, self._names_of(inputs, len(images)), strict=True):
             batch = f"batch{index:04d}{name}"
-            _write(self._folder / phase / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png", image)
+            path = self._folder / phase / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                importlib.import_module("PIL.Image").fromarray(image).save(path)
+            except OSError as error:
+                logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)
             if has_event_storage():
                 tensor = torch.from_numpy(image).permute(2, 0, 1)
                 get_event_storage().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
@@ -101,11 +106,3 @@ def _as_array(image: Any) -> np.ndarray:
     if array.dtype != np.uint8 or array.shape[2:] != (3,) or 0 in array.shape:
         raise TypeError(f"draw must return images of shape [H, W, 3], uint8, got {array.shape}, {array.dtype}")
     return array
-
-
-def _write(path: Path, image: np.ndarray) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        importlib.import_module("PIL.Image").fromarray(image).save(path, format="png")
-    except OSError as error:
-        logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)

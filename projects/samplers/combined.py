@@ -64,8 +64,7 @@ class CombinedLoader:
             loader.load_state_dict(state["loaders"][name])  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
-        iterators = {name: _endless(name, iter(loader), loader) for name, loader in self.loaders.items()}
-        return self._draw(iterators)  # the workers of all loaders have started
+        return self._draw({name: _endless(name, iter(loader), loader) for name, loader in self.loaders.items()})
 
     def _draw(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
         while True:

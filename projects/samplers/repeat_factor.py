@@ -21,11 +21,8 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
     The fractional part of a factor is the probability that the factor is rounded up. This is drawn again in each epoch,
     so epochs have different lengths; ``samples_per_epoch`` is still the size of the dataset. To find a position, the
-    lengths of earlier epochs are drawn again, starting with the last known epoch; a state holds this epoch.
-
-    Args:
-        repeat_factors: one factor per sample, >= 0, shape ``[N]``.
-        shuffle: False: in the order of the dataset, with the repetitions of a sample in a row.
+    lengths of earlier epochs are drawn again, starting with the last known epoch; a state holds this epoch. Without
+    ``shuffle`` samples are in the order of the dataset, with the repetitions of a sample in a row.
     """
 
     @configurable

@@ -74,13 +74,13 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "fast_dev": "options: LoadsAgain fast_dev_config",
         "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
         "hooks": (
-            "accumulation: AccumulationSchedule; best_checkpoints: BestCheckpoints; copy_ahead: CopyAhead; "
-            "ema: EMAHook; freeze: Freeze; gradients: CheckFiniteLoss GradNorm UnusedParameters; "
-            "memory: EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats; param_scheduler: ParamScheduler; "
-            "precise_bn: PreciseBN; profiler: AutogradProfiler TorchProfiler; publish_weights: PublishWeights; "
+            "accumulation: AccumulationSchedule; batch_norm: PreciseBN SyncBuffers; best_checkpoints: BestCheckpoints; "
+            "copy_ahead: CopyAhead; ema: EMAHook; freeze: Freeze; param_scheduler: ParamScheduler; "
+            "gradients: CheckFiniteLoss GradNorm UnusedParameters; "
+            "memory: EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats; "
+            "profiler: AutogradProfiler TorchProfiler; publish_weights: PublishWeights; "
             "reduce_on_plateau: ReduceOnPlateau; runtime_info: RuntimeInfo; sampler_seed: SamplerSeed is_due_epoch; "
-            "sync_buffers: SyncBuffers; throughput: Throughput; time_limit: TimeLimit; "
-            "visualization: VISUALIZER_REGISTRY VisualizationHook"
+            "throughput: Throughput; time_limit: TimeLimit; visualization: VISUALIZER_REGISTRY VisualizationHook"
         ),
         "lazy": (
             "config: LazyCall LazyConfig instantiate reload_lazy_config; locate: locate _convert_target_to_string"
@@ -96,8 +96,8 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "remote": "mirror: Mirror; store: CheckpointStore STORE_REGISTRY register_addresses",
         "replay": "skip: SkipBatches",
         "samplers": (
-            "combined: CombinedLoader; grouped: GroupedBatchSampler; limited: limited_sampler; "
-            "random_subset: RandomSubsetTrainingSampler; repeat_factor: RepeatFactorTrainingSampler"
+            "combined: CombinedLoader; grouped: GroupedBatchSampler; "
+            "parts: RandomSubsetTrainingSampler limited_sampler; repeat_factor: RepeatFactorTrainingSampler"
         ),
         "scaling": "scaling: scale_lr_to_batch scale_workers",
         "sharding": "format: shards; fsdp: fsdp",

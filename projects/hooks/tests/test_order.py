@@ -32,7 +32,7 @@ LISTED = [
 ]
 ORDER = """\
 before_train: IterationTimer, Throughput, RuntimeInfo, SamplerSeed, EMAHook, LRScheduler, ParamScheduler,
- UnusedParameters, TorchMemoryStats, MemorySnapshot, Freeze, VisualizationHook, TorchProfiler, SyncBuffers,
+ UnusedParameters, TorchMemoryStats, MemorySnapshot, Freeze, VisualizationHook, TorchProfiler,
  PeriodicCheckpointer, EvalHook, ReduceOnPlateau, BestCheckpointer, BestCheckpointer#2, EarlyStopping, FinalEvalHook,
  GarbageCollection, PublishWeights, PeriodicWriter
 after_step: IterationTimer, Throughput, RuntimeInfo, EMAHook, LRScheduler, ParamScheduler, PreciseBN,

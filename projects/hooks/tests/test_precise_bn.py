@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import Steps, batches
-from tests.two_ranks import on_two_ranks
 from trainkit.engine.hooks import PreciseBN
 from trainkit.utils.events import EventStorage, get_event_storage
 
@@ -24,22 +23,16 @@ class Net(nn.Module):
         return self.second(self.first(batch).mean((2, 3)))
 
 
-DATA = [x for x, _ in batches(5, size=40)]
-
-
-def statistics(rank, folder=None):
-    layer = nn.BatchNorm1d(3)
-    PreciseBN(1, layer, DATA if rank is None else DATA[rank::2], num_iter=100).update_stats()
-    return layer.running_mean, layer.running_var
-
-
-def test_the_statistics_are_those_of_the_population_of_batches_also_of_several_ranks(tmp_path):
-    exact = torch.stack(DATA).double()
+def test_the_statistics_are_those_of_the_population_of_batches():
+    """Several ranks are in tests/engine/test_metrics.py."""
+    data = [x for x, _ in batches(5, size=40)]
+    layer, exact = nn.BatchNorm1d(3), torch.stack(data).double()
+    PreciseBN(1, layer, data, num_iter=100).update_stats()
     mean = exact.mean((0, 1))
     # the law of total variance: within the batches (torch's unbiased one), and between their means
     var = exact.var(1, correction=1).mean(0) + exact.mean(1).var(0, correction=0)
-    for found in [statistics(None), *on_two_ranks([statistics], tmp_path)["statistics"]]:
-        torch.testing.assert_close(found, (mean.float(), var.float()), rtol=1e-5, atol=1e-6)
+    found = layer.running_mean.double(), layer.running_var.double()
+    torch.testing.assert_close(found, (mean, var), rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_but_the_running_statistics_is_touched():

@@ -65,7 +65,7 @@ def test_weights_that_cannot_be_published_fail_the_run_and_leave_its_checkpoints
     damage = AfterStep(lambda trainer: (tmp_path / "model_best.pth").write_bytes(b"broken"))
     damage.priority = "LOWEST"
     trainer = run_of(tmp_path, damage)
-    with pytest.raises(CheckpointError, match=r"weights could not be published: .*model_best.pth' is damaged"):
+    with pytest.raises(CheckpointError, match=r"model_best.pth' is damaged"):
         trainer.train(0, 4)
     assert trainer.status == "failed"
     assert (tmp_path / "model_final.pth").exists()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
-from trainkit.projects.samplers.limited import LimitedSampler
+from trainkit.projects.samplers.parts import LimitedSampler
 
 from tests.data import test_loader, test_samplers
 from tests.data.conftest import as_rank  # noqa: F401
