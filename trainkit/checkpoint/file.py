@@ -52,10 +52,6 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
         refuse(value, path)
     copy: Any = kind()
     for key, item in value.items():
-        is_final = type(item) in _PLAIN or (take is None and type(item) is Tensor and not item.requires_grad)
-        if is_final and type(key) in _PLAIN:
-            copy[key] = item
-            continue
         here = f"{path}[{key!r}]" if type(key) is not str else f"{path}.{key}" if path else key
         if type(key) not in _PLAIN:
             key = plain_state(key, here, refuse)
