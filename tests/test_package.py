@@ -11,8 +11,6 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-import trainkit
-
 ROOT = Path(__file__).parents[1]
 JOBS = {"charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"}
 CAPABILITIES = sorted({path.parent.name for path in ROOT.glob("projects/*/__init__.py")} - JOBS)
@@ -86,12 +84,3 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
     version, version_of_metadata, places = json.loads(done.stdout)
     assert version == version_of_metadata == "9.8.7"
     assert {place[: len(str(tmp_path / "site"))] for place in places} == {str(tmp_path / "site")}
-
-
-def test_the_version_stands_in_one_place():
-    files = [path for folder in ("docs", "tools", "trainkit") for path in (ROOT / folder).rglob("*.py")]
-    files += [path for path in ROOT.iterdir() if path.suffix in (".py", ".toml", ".cfg", ".md")]
-    literal = re.compile(rf"""["']{re.escape(trainkit.__version__)}["']""")
-    assert [path.relative_to(ROOT).as_posix() for path in files if literal.search(path.read_text())] == [
-        "trainkit/__init__.py"
-    ]

@@ -77,11 +77,10 @@ def _be_killed_on_rank_1(folder):
 
 @pytest.fixture
 def interruptible():
-    """A process in the background ignores SIGINT, and one under nohup SIGHUP; those that it starts do so too."""
-    former = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """A process in the background ignores SIGINT; those that it starts do so too."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, former[0])
-    signal.signal(signal.SIGHUP, former[1])
+    signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.slow
@@ -136,11 +135,6 @@ def test_a_run_that_finishes_in_spite_of_a_signal_has_finished(forked_ranks, tmp
     assert launch(_finish_all_the_same, 2, args=(tmp_path,)) is None
 
 
-def test_one_process_is_a_plain_call_without_a_process_group():
-    assert launch(str, 1, args=("x",)) == "x"
-    assert not dist.is_initialized()
-
-
 @pytest.fixture
 def be_rank(monkeypatch):
     """Have the variables of torchrun, which keeps one store for all starts."""
@@ -170,26 +164,25 @@ def test_under_torchrun_its_process_is_one_of_the_run_and_each_start_has_names_o
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_devices", "num_local", "slurm", "device", "backend"),
+    ("kind", "num_devices", "environ", "device", "backend"),
     [
-        ("xpu", 4, 2, False, "xpu:1", "cpu:gloo,xpu:xccl"),
-        ("cuda", 1, 2, False, None, "gloo"),  # for a model on the CPU of a machine with one GPU
-        ("cuda", 1, 2, True, "cuda:0", "cpu:gloo,cuda:nccl"),  # the one that SLURM shows this task
-        ("mps", 1, 1, False, None, "gloo"),
+        ("xpu", 4, {}, "xpu:1", "cpu:gloo,xpu:xccl"),
+        ("cuda", 1, {}, None, "gloo"),  # for a model on the CPU of a machine with one GPU
+        ("cuda", 1, {"SLURM_PROCID": 1}, "cuda:0", "cpu:gloo,cuda:nccl"),  # the one that SLURM shows this task
+        ("mps", 2, {}, None, "gloo"),
     ],
 )
 def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
-    kind, num_devices, num_local, slurm, device, backend, be_rank, monkeypatch
+    kind, num_devices, environ, device, backend, be_rank, monkeypatch
 ):
-    be_rank(LOCAL_RANK=num_local - 1, LOCAL_WORLD_SIZE=num_local, **({"SLURM_PROCID": 1} if slurm else {}))
+    be_rank(LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, **environ)
     found, init_process_group = {}, dist.init_process_group
 
     def init(backend, **kwargs):
         found.update(kwargs, backend=backend)
         init_process_group("gloo", **{**kwargs, "device_id": None})
 
-    accelerator = torch.device(kind) if num_devices else None
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: found.update(index=index))
     monkeypatch.setattr(dist, "init_process_group", init)
@@ -199,7 +192,9 @@ def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
     assert found.get("index") == (None if device is None else int(device[-1]))
 
 
-def test_arguments_that_make_no_sense_are_refused():
+def test_one_process_is_a_plain_call_without_a_process_group_and_arguments_without_sense_are_refused():
+    assert launch(str, 1, args=("x",)) == "x"
+    assert not dist.is_initialized()
     for arguments, message in (
         ((-1,), "got -1, 0 and 1"),
         ((1, 2, 2), "got 1, 2 and 2"),
