@@ -39,9 +39,6 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ---------------------------------------------------------------------- assembling
-
-
 def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
     every = ["CHECKPOINT.BEST_METRIC", "classification/top1", "EARLY_STOPPING.METRIC", "classification/top1"]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *every, "DATASETS.VAL", ("tiny_val",)))
@@ -221,9 +218,6 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
     assert type(note.period) is int
 
 
-# ---------------------------------------------------------------------- running
-
-
 def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1"))
     assert set(trainer.train()) == {"classification"}
@@ -259,9 +253,6 @@ def test_unexpected_results_end_the_process_with_code_1_and_without_an_evaluator
         ).train()
     assert DefaultTrainer(tiny_cfg(tmp_path / "2", "TEST.EVALUATORS", [])).train() == {}
     assert "name evaluators in TEST.EVALUATORS" in caplog.text
-
-
-# ---------------------------------------------------------------------- resuming and loading
 
 
 def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_last_checkpoint(tmp_path, caplog):

@@ -28,7 +28,7 @@ def command(launcher, folder, *options, **hooks):
     return [*launcher, JOB, "OUTPUT_DIR", str(folder), *options, "HOOKS", str(entries)]
 
 
-def run(*commands, timeout_sec=120):
+def run(*commands, timeout_sec=300):
     """Of all of them together: the exit codes, and what was printed."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -357,7 +357,7 @@ def test_asynchronously_a_loss_that_is_not_finite_ends_the_run_within_one_log_pe
 
     def wait(trainer):  # these steps are too short for a worker thread to get its turn for sure
         if trainer.iter == 12:
-            assert listener.called.wait(20)
+            assert listener.called.wait(120)
 
     trainer.register_hooks([PeriodicWriter([listener], period=10), AfterStep(wait)])
     with pytest.raises(FloatingPointError, match="not finite in iteration 3"):

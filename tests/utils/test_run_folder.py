@@ -16,7 +16,7 @@ from trainkit.utils.run_folder import is_owned, is_owned_by_another, own_folder,
 
 OWN = (
     "import sys, time; from trainkit.utils.run_folder import own_folder; own_folder(sys.argv[1]); "
-    "print('owned', flush=True); time.sleep(60)"
+    "print('owned', flush=True); time.sleep(600)"
 )
 
 

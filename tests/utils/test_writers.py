@@ -28,9 +28,6 @@ def read_strictly(path):
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------- JSON
-
-
 def test_json_has_the_newest_values_smoothed_by_the_iterations_of_the_scalars(path):
     writer = JSONWriter(path, window_size=3)
     with EventStorage() as storage:
@@ -67,9 +64,6 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
     first, second = path.read_text().splitlines()
     assert first == json.dumps({"iteration": 0, **row}, sort_keys=True)
     assert second == '{"bad": null, "iteration": 0, "worse": null}'  # a second run goes on in the same file
-
-
-# ---------------------------------------------------------------------- a run that goes on
 
 
 def train(storage, writer, iters):
@@ -158,9 +152,6 @@ def test_a_file_that_is_deleted_during_the_run_is_an_error_of_the_next_write(pat
     assert not path.parent.exists()
 
 
-# ---------------------------------------------------------------------- a disk without room
-
-
 @pytest.fixture
 def file_size():
     """Sets how many bytes a file of this process may have; ``None``: as many as before."""
@@ -188,9 +179,6 @@ def test_a_write_without_room_leaves_no_part_of_a_line_and_the_next_one_has_the_
     writer.close()
     lines = expected.splitlines(keepends=True)
     assert path.read_bytes() == b"".join(line for line in lines if not re.search(rb'"iteration": [78]\b', line))
-
-
-# ---------------------------------------------------------------------- console
 
 
 @pytest.fixture

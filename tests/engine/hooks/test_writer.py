@@ -103,9 +103,6 @@ def test_the_remaining_seconds_are_stored_from_the_median_time_until_the_end():
     assert trainer.storage.history("eta_seconds").values() == [(8.0, 1), (4.0, 3), (0.0, 5)]
 
 
-# ---------------------------------------------------------------------- going on
-
-
 def put_some(trainer):
     trainer.storage.put_scalar("mine", trainer.iter)
     trainer.storage.put_scalar("time", 1.0)
@@ -174,9 +171,6 @@ def test_each_writer_gets_the_state_of_its_class_and_place():
     assert [writer.got for writer in new] == ["b", "a", "c", None]
 
 
-# ---------------------------------------------------------------------- a disk without room
-
-
 def test_a_writer_without_room_is_named_and_the_run_goes_on_but_at_the_end_it_has_failed(caplog, asynchronous):
     full, log = Log({1, 2, 5}), Log()
     trainer = steps(PeriodicWriter([full, log], period=1), asynchronous=asynchronous)
@@ -189,9 +183,6 @@ def test_a_writer_without_room_is_named_and_the_run_goes_on_but_at_the_end_it_ha
     with pytest.raises(OSError, match=r"not all of its values are on the disk: Log.write failed: no .*; Log.close fa"):
         trainer.train(0, 3)
     assert trainer.status == "failed"
-
-
-# ---------------------------------------------------------------------- images
 
 
 class Gallery(EventWriter):
