@@ -1,4 +1,4 @@
-"""The commands of docs/tools.md and docs/plots.md, run after a short run of the default job, do what the pages show."""
+"""The commands of docs/tools.md, run after a short run of the default job, do what the pages show."""
 
 import importlib
 import re
@@ -75,20 +75,6 @@ def test_each_command_prints_what_the_page_shows(folder, monkeypatch, capsys):
                 assert line in lines, f"{command}: {line!r} is not printed, or elsewhere"
         if shown and not shown.endswith("...\n"):
             assert [*lines] == [], command
-
-
-def test_the_commands_that_plot_write_what_the_page_says(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    monkeypatch.chdir(tmp_path)
-    for name in ("sgd", "adamw"):
-        (tmp_path / "output" / name).mkdir(parents=True)
-        (tmp_path / "output" / name / "metrics.json").write_text('{"iteration": 19, "total_loss": 1.0}\n')
-    tool = importlib.import_module("plot_metrics")
-    commands = re.findall(r"^python tools/plot_metrics.py (.+)$", page("docs/plots.md"), re.MULTILINE)
-    written = [tool.main(tool.parse_args(shlex.split(command))) for command in commands]
-    expected = [["output/sgd/metrics.png"], ["compare.html"]]
-    assert [[file.resolve() for file in files] for files in written] == [[tmp_path / f for f in fs] for fs in expected]
 
 
 def test_every_tool_has_its_line_in_the_table():

@@ -14,21 +14,18 @@ def plot(load):
     return lambda *args: tool.main(tool.parse_args([str(arg) for arg in args]))
 
 
-def test_the_picture_goes_into_the_folder_of_the_first_run(plot, write_run, tmp_path):
+def test_the_picture_goes_into_the_folder_of_the_first_run_and_the_suffix_names_its_format(
+    plot, load, write_run, tmp_path
+):
     pytest.importorskip("matplotlib")
     first, second = write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", ROWS)
 
     assert plot(first, second) == [tmp_path / "a/metrics.png"]
     assert (tmp_path / "a/metrics.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_suffix_names_the_format_of_the_picture(plot, load, write_run, tmp_path):
-    pytest.importorskip("matplotlib")
-    run = write_run(tmp_path / "a", ROWS)
-    plot(run, "--output", tmp_path / "x.svg")
+    plot(first, "--output", tmp_path / "x.svg")
     assert (tmp_path / "x.svg").read_bytes()[:5] == b"<?xml"
     with pytest.raises(load("plots.runs").RunError, match="cannot write .*x.doc.*: .*png.*svg"):
-        plot(run, "--output", tmp_path / "x.doc")
+        plot(first, "--output", tmp_path / "x.doc")
 
 
 def test_a_page_needs_no_matplotlib(plot, write_run, tmp_path, monkeypatch):

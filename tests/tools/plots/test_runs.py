@@ -39,15 +39,13 @@ def test_what_a_resumed_run_did_again_replaces_what_it_did_before(read):
     assert run.series == {"x": [(1, 1), (2, 20), (3, 30), (4, 40)]}
 
 
-@pytest.mark.parametrize(
-    "line",
-    ['{"iteration": 39, "x"', "[" * 100_000, '{"iteration": ' + "9" * 5000 + "}", '{"iteration": NaN, "x": 2}'],
-)
-def test_a_line_that_cannot_be_parsed_is_left_out_with_a_warning(runs_module, tmp_path, caplog, line):
-    (tmp_path / "metrics.json").write_text(line + '\n{"iteration": 1, "loss": 2.0, "large": ' + "9" * 400 + "}\n")
+def test_a_line_that_cannot_be_parsed_is_left_out_with_a_warning(runs_module, tmp_path, caplog):
+    lines = ['{"iteration": 39, "x"', "[" * 100_000, '{"iteration": ' + "9" * 5000 + "}", '{"iteration": NaN, "x": 2}']
+    good = '{"iteration": 1, "loss": 2.0, "large": ' + "9" * 400 + "}"
+    (tmp_path / "metrics.json").write_text("\n".join([*lines, good, ""]))
     (run,) = runs_module.read_runs([str(tmp_path)])
     assert run.series == {"loss": [(2, 2.0)]}
-    assert "lines without metrics are left out (line 1)" in caplog.text
+    assert "lines without metrics are left out (4 lines, the first is line 1)" in caplog.text
 
 
 def test_a_run_without_metrics_is_left_out_with_a_warning(runs_module, write_run, tmp_path, caplog):
@@ -57,39 +55,29 @@ def test_a_run_without_metrics_is_left_out_with_a_warning(runs_module, write_run
     assert f"{empty}/metrics.json has no metrics" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("places", "message"),
-    [
-        (["nowhere"], "there is no run at 'nowhere'; give an output folder with a metrics.json"),
-        (["folder"], "there is no run at 'folder'"),
-        (["empty"], "no metrics in .*empty/metrics.json"),
-        (["binary.json"], "no metrics in .*binary.json"),
-        (["full", "full/metrics.json"], "'full/metrics.json' is given twice"),
-    ],
-)
-def test_what_cannot_be_shown_is_an_error_of_one_line(runs_module, write_run, tmp_path, monkeypatch, places, message):
+def test_what_cannot_be_shown_is_an_error_of_one_line(runs_module, write_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "full", [{"iteration": 1, "x": 1}])
     write_run(tmp_path / "empty", [])
-    (tmp_path / "folder").mkdir()
     (tmp_path / "binary.json").write_bytes(bytes(range(256)))
+    for places, message in (
+        (["nowhere"], "there is no run at 'nowhere'; give an output folder with a metrics.json"),
+        (["empty"], "no metrics in .*empty/metrics.json"),
+        (["binary.json"], "no metrics in .*binary.json"),
+        (["full", "full/metrics.json"], "'full/metrics.json' is given twice"),
+    ):
+        with pytest.raises(runs_module.RunError, match=message) as error:
+            runs_module.read_runs(places)
+        assert "\n" not in str(error.value)
 
-    with pytest.raises(runs_module.RunError, match=message) as error:
-        runs_module.read_runs(places)
-    assert "\n" not in str(error.value)
 
-
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["/out/lr1/run", "/out/lr2/run"], ["lr1", "lr2"]),
+def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(runs_module):
+    for paths, names in (
         (["/one/a", "/two/a", "/two/b"], ["one/a", "two/a", "b"]),
         (["/x/1/a/run", "/y/1/a/run"], ["x", "y"]),
         (["/a", "/b/a"], ["/", "b"]),
-    ],
-)
-def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(runs_module, paths, names):
-    assert runs_module.shortest_names([Path(path) for path in paths]) == names
+    ):
+        assert runs_module.shortest_names([Path(path) for path in paths]) == names
 
 
 def test_the_config_is_read_with_dotted_keys(runs_module, write_run, tmp_path):
@@ -102,9 +90,6 @@ def test_the_config_is_read_with_dotted_keys(runs_module, write_run, tmp_path):
     }
 
 
-# ---------------------------------------------------------------------- forks
-
-
 def forked(parent, iteration):
     return f"FORK: {{RUN: {parent}, ITER: {iteration}, CHANGES: []}}\n"
 
@@ -113,23 +98,17 @@ def points(*iters):
     return [{"iteration": iter, "x": iter} for iter in iters]
 
 
-@pytest.fixture
-def family(write_run, tmp_path):
+def test_the_parent_of_a_fork_is_drawn_up_to_the_fork(runs_module, write_run, tmp_path):
     """Runs b and c are forks of a, d is one of c."""
     a = write_run(tmp_path / "a", points(0, 10, 20, 30, 40))
     b = write_run(tmp_path / "b", points(11, 21), forked(a, 10))
     c = write_run(tmp_path / "c", points(25, 35), forked(a, 20))
-    return a, b, c, write_run(tmp_path / "d", points(30), forked(c, 25))
+    d = write_run(tmp_path / "d", points(30), forked(c, 25))
 
+    def seen(*places):
+        return {run.name: [iter for iter, _ in run.series["x"]] for run in runs_module.read_runs(places)}
 
-def seen(runs):
-    return {run.name: [iter for iter, _ in run.series["x"]] for run in runs}
-
-
-def test_the_parent_of_a_fork_is_drawn_up_to_the_fork(runs_module, family):
-    a, b, c, d = family
-
-    assert seen(runs_module.read_runs([b])) == {"b": [12, 22], "a up to 11": [1, 11]}
-    assert seen(runs_module.read_runs([b, c])) == {"b": [12, 22], "c": [26, 36], "a up to 21": [1, 11, 21]}
-    assert seen(runs_module.read_runs([b, a])) == {"b": [12, 22], "a": [1, 11, 21, 31, 41]}
-    assert seen(runs_module.read_runs([d])) == {"d": [31], "c up to 26": [26], "a up to 21": [1, 11, 21]}
+    assert seen(b) == {"b": [12, 22], "a up to 11": [1, 11]}
+    assert seen(b, c) == {"b": [12, 22], "c": [26, 36], "a up to 21": [1, 11, 21]}
+    assert seen(b, a) == {"b": [12, 22], "a": [1, 11, 21, 31, 41]}
+    assert seen(d) == {"d": [31], "c up to 26": [26], "a up to 21": [1, 11, 21]}
