@@ -15,8 +15,6 @@ from trainkit.engine import DefaultPredictor, DefaultTrainer, default_argument_p
 from trainkit.solver import build_lr_scheduler
 from trainkit.utils.logger import close_logger
 
-# ---------------------------------------------------------------------- a config from somewhere else
-
 
 class Detectron2CfgNode(fvcore.common.config.CfgNode):
     pass
@@ -32,9 +30,6 @@ def test_a_config_of_another_program_is_refused_with_what_to_use_and_its_setting
     cfg.merge_from_other_cfg(settings)
     assert cfg.SOLVER.MAX_ITER == 10
     assert isinstance(cfg.SOLVER, CfgNode)
-
-
-# ---------------------------------------------------------------------- defaults that nobody has chosen
 
 
 @pytest.mark.parametrize("name", ["WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR"])
@@ -53,9 +48,6 @@ def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, 
     assert rates[0] == pytest.approx(1e-3)
     assert rates.index(max(rates)) in (4, 5)  # the warm-up is 5 % of the run
     assert max(rates) == pytest.approx(1.0, abs=0.01)
-
-
-# ---------------------------------------------------------------------- keys of other projects
 
 
 def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_path):
@@ -77,11 +69,9 @@ def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_pa
         assert name == trainer.cfg.SOLVER.OPTIMIZER
         return trainer.optimizer
 
-    assert type(optimizer("ADAMW")) is torch.optim.AdamW
-    assert optimizer("ADAMW").param_groups[0]["initial_lr"] == pytest.approx(0.1 / 2 * 0.2)
-    assert type(optimizer("SGD")) is torch.optim.SGD
-    with pytest.raises(ConfigError, match="SOLVER.OPTIMIZER.NAME: unknown 'ADAM'; did you mean 'Adam'?"):
-        optimizer("ADAM")
+    adamw = optimizer("ADAMW")
+    assert (type(adamw), type(optimizer("SGD"))) == (torch.optim.AdamW, torch.optim.SGD)
+    assert adamw.param_groups[0]["initial_lr"] == pytest.approx(0.1 / 2 * 0.2)
 
 
 def test_a_config_of_detectron2s_version_is_read_and_an_unknown_key_is_a_key_error(tmp_path):
@@ -93,9 +83,6 @@ def test_a_config_of_detectron2s_version_is_read_and_an_unknown_key_is_a_key_err
     (tmp_path / "c.yaml").write_text("SOLVER: {BASE_LRR: 7}\n")
     with pytest.raises(KeyError, match="c.yaml: unknown key SOLVER.BASE_LRR;"):
         cfg.merge_from_file(tmp_path / "c.yaml")
-
-
-# ---------------------------------------------------------------------- the CPU
 
 
 def test_no_gpus_is_one_process_on_the_cpu(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
+from tests.engine.tiny import Weight
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import ConfigError, get_cfg, prepare_projects
 from trainkit.engine import DefaultTrainer, SimpleTrainer, default_argument_parser, default_setup, hooks
@@ -85,16 +86,9 @@ def test_the_store_keeps_files_by_name(tmp_path):
         store.get("a/b", str(tmp_path / "there"))
 
 
-class Regression(nn.Linear):
-    def forward(self, batch):
-        x, y = batch
-        return (super().forward(x) - y).square().mean()
-
-
 def test_the_loader_goes_on_after_a_resume(page, tmp_path):
     def make():
-        torch.manual_seed(0)
-        model = Regression(1, 1)
+        model = Weight(lambda weight, batch: (weight * batch[0] - batch[1]).square().mean())
         trainer = SimpleTrainer(model, page["Sine"](8), torch.optim.SGD(model.parameters(), lr=0.1))
         checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
         trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 3, save_last=False)])
@@ -114,18 +108,19 @@ def pairs(monkeypatch):
     module = ModuleType("pairs")
     vars(module).update(run(KEYS, "docs/extending.md"))
     monkeypatch.setitem(sys.modules, "pairs", module)
-    before = {table: dict(getattr(plugins, table)) for table in ("CONFIG_KEYS", "OPTIONS")}
+    tables = plugins.CONFIG_KEYS, plugins.OPTIONS
+    before = [dict(table) for table in tables]
     run(TABLES, "docs/extending.md")
-    yield
-    for table, entries in before.items():
-        getattr(plugins, table).clear()
-        getattr(plugins, table).update(entries)
+    yield module
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 def test_a_key_is_declared_checked_and_prepares_the_run(pairs, tmp_path, monkeypatch):
     by_option = tiny_cfg(tmp_path)
     with monkeypatch.context() as patch:  # one process is an odd number
-        patch.setattr(sys.modules["pairs"], "check", lambda cfg: None)
+        patch.setattr(pairs, "check", lambda cfg: None)
         default_setup(by_option, default_argument_parser().parse_args(["--pairs"]))
     release_folder(tmp_path)
     assert by_option.MODEL.PAIRS is True
@@ -140,4 +135,4 @@ def test_a_key_is_declared_checked_and_prepares_the_run(pairs, tmp_path, monkeyp
     assert found[-1] == (1, 2)
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)
     with pytest.raises(ConfigError, match="MODEL.PAIRS is True with 3 processes"):
-        sys.modules["pairs"].check(cfg)
+        pairs.check(cfg)

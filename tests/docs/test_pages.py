@@ -89,9 +89,6 @@ def test_every_key_that_a_page_names_is_there():
         reduce(getattr, ["SOLVER", "BASE_LRS"], cfg)
 
 
-# ---------------------------------------------------------------------- the reference of the config
-
-
 def leaves(node, prefix=""):
     for key, value in node.items():
         yield from leaves(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else [(prefix + key, value)]

@@ -121,11 +121,6 @@ def run(folder, *options):
     return trainer
 
 
-def metrics(folder, name):
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.json").read_text().splitlines()]
-    return {row["iteration"]: row[name] for row in rows if name in row}
-
-
 def test_a_run_does_not_go_on_with_another_corpus(tmp_path, monkeypatch):
     run(tmp_path / "run", "SOLVER.MAX_ITER", 4)
     digest = corpus.python_corpus().digest
@@ -138,11 +133,16 @@ def test_a_run_does_not_go_on_with_another_corpus(tmp_path, monkeypatch):
 
 def test_tokens_per_second_and_the_utilization_are_among_the_metrics(tmp_path):
     flops = run(tmp_path, "HOOKS", [{"NAME": "Throughput", "PERIOD": 4, "PEAK_TFLOPS": 0.5}]).model.flops_per_sample()
-    samples_per_sec = metrics(tmp_path, "samples_per_sec")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+
+    def metrics(name):
+        return {row["iteration"]: row[name] for row in rows if name in row}
+
+    samples_per_sec = metrics("samples_per_sec")
     assert [*samples_per_sec] == [3, 7]
     for name, factor in (("tokens_per_sec", 128), ("mfu_pct", 100 * flops / 0.5e12)):
-        assert metrics(tmp_path, name) == {k: pytest.approx(v * factor) for k, v in samples_per_sec.items()}
-    nats, bits = (metrics(tmp_path, f"loss/{name}") for name in ("loss_char", "bits_per_char"))
+        assert metrics(name) == {k: pytest.approx(v * factor) for k, v in samples_per_sec.items()}
+    nats, bits = (metrics(f"loss/{name}") for name in ("loss_char", "bits_per_char"))
     assert [*nats] == [3, 8]  # as EVAL_PERIOD says, and at the end
     assert bits == {iter: pytest.approx(loss / math.log(2)) for iter, loss in nats.items()}
 

@@ -99,9 +99,6 @@ def test_it_gives_the_loss_and_the_logits_of_the_library_and_keeps_all_names(job
         assert torch.equal(found, expected)
 
 
-# ---------------------------------------------------------------------- the page
-
-
 @pytest.mark.slow
 def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypatch, capsys):
     need("torchvision", "torchmetrics")

@@ -114,13 +114,11 @@ def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(to
 
     record = json.loads(files["json"].read_text())
     assert record.keys() == {"date", "command", "machine", "bare_loop", "rows"}
-    assert record["machine"].keys() == {"CPU", "GPU", "system", "versions", "threads"}
     assert record["rows"][0] | {"goal": 0, "holds": None, "note": "no GPU", "value": None} == record["rows"][0]
     printed = capsys.readouterr().out
-    for text in (printed, files["markdown"].read_text()):
-        assert "GPU throughput over a bare loop" in text
-        assert f"torch {torch.__version__}" in text
-    assert "optimizer.zero_grad()\n" in record["bare_loop"]
+    for text in ("GPU throughput over a bare loop", f"torch {torch.__version__}"):
+        assert text in printed
+        assert text in files["markdown"].read_text()
     assert record["bare_loop"] in printed
 
     asked = {}

@@ -169,16 +169,8 @@ class Mistaken(DefaultTrainer):
         raise RuntimeError("a mistake")
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ([], "on a CPU, memory that runs out may end other programs too; give --max-batch-size"),
-        (["--steps", "0"], "--steps is 0; accepted: 1 or more"),
-        (["--max-batch-size", "9", "MODEL.NAME", "Absent"], "Absent"),
-    ],
-)
-def test_a_mistake_is_an_error_and_no_lack_of_memory(job, words, error):
-    with pytest.raises(ConfigError, match=error):
-        find_batch_size.main(find_batch_size.parse_args([*job(), *words]))
+def test_a_mistake_is_an_error_and_no_lack_of_memory(job):
+    with pytest.raises(ConfigError, match="memory that runs out may end other programs too; give --max-batch-size"):
+        find_batch_size.main(find_batch_size.parse_args(job()))
     with pytest.raises(RuntimeError, match="a mistake"):
         find_batch_size.try_size(tiny_cfg("output"), Mistaken, 4, 1)
