@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from tests.docs.pages import ROOT, page
+from tests.tools.command import call
 from tests.tools.digits_run import OPTIONS
 from tools import train_net
 from trainkit.engine import default_argument_parser
@@ -44,12 +45,8 @@ def run(command, capsys):
         exec(args[0], {})
         return "", 0
     tool = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    try:
-        code = tool.main(tool.parse_args(args)) or 0
-    except SystemExit as end:
-        code = end.code
-    captured = capsys.readouterr()
-    return captured.out or captured.err, code
+    code, out, err = call(tool, capsys, *args)
+    return out or err, code
 
 
 def masked(text):

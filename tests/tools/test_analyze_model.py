@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
+from tests.tools import command
 from tools import analyze_model
 from tools.model_memory import estimate_memory
 from trainkit.engine import DefaultTrainer
@@ -76,35 +77,30 @@ def test_attention_is_counted_although_torch_has_one_operator_for_it():
 
 @pytest.fixture
 def call(tmp_path, capsys):
-    """Run the command for the tiny job with changed options; returns the output, the errors and the exit code."""
+    """Run the command for the tiny job with changed options."""
 
     def call(*args, options=()):
         (tmp_path / "config.yaml").write_text(tiny_cfg(tmp_path / "out", *options).dump())
-        code = 0
-        try:
-            arguments = ["--config-file", str(tmp_path / "config.yaml"), *args]
-            analyze_model.main(analyze_model.parse_args(arguments))
-        except SystemExit as end:
-            code = end.code
+        found = command.call(analyze_model, capsys, "--config-file", tmp_path / "config.yaml", *args)
         assert not (tmp_path / "out").exists()
-        return *capsys.readouterr(), code
+        return found
 
     return call
 
 
 def test_the_command_counts_one_sample_of_the_test_data_or_of_a_shape(call):
-    out, _, code = call()
+    code, out, _ = call()
     assert code == 0
     assert table(out)["(model)"] == ["TinyClassifier", "74", "74", "17", str(4 * 8 + 8 * 2), "10"]
     assert "For the input {'x': [1, 4], 'label': [1]}, in eval mode.\n" in out
-    assert call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[0] == out
+    assert call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[1] == out
 
-    of_shape = call("--input-shape", "x=4", "--depth", "1", options=("DATASETS.TEST", (), "DATASETS.TRAIN", ()))[0]
+    of_shape = call("--input-shape", "x=4", "--depth", "1", options=("DATASETS.TEST", (), "DATASETS.TRAIN", ()))[1]
     assert table(of_shape) == {name: table(out)[name] for name in ("(model)", "layers")}
     assert "For the input {'x': [1, 4]}, in eval mode.\n" in of_shape
 
     def mistake(*args, **kwargs):
-        out, err, code = call(*args, **kwargs)
+        code, out, err = call(*args, **kwargs)
         assert (out, code) == ("", 2)
         return err.splitlines()[-1].partition("error: ")[2]
 

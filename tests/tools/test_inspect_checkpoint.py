@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from trainkit.projects.replay.contents import differing
 
 from tests.checkpoint.conftest import Counter, linear
 from tests.engine.job import tiny_cfg
+from tests.tools.command import call
 from tools import inspect_checkpoint
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file, write_file
@@ -20,16 +22,8 @@ from trainkit.engine import DefaultTrainer
 
 @pytest.fixture
 def inspect(capsys):
-    """Run the command; returns its exit code, its output and its errors."""
-
-    def inspect(*args):
-        try:
-            code = inspect_checkpoint.main(inspect_checkpoint.parse_args([str(arg) for arg in args]))
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return inspect
+    """Run the command."""
+    return partial(call, inspect_checkpoint, capsys)
 
 
 @pytest.fixture(scope="module")

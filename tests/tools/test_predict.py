@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 
 from tests.engine.job import tiny_cfg
+from tests.tools import command
 from tools import predict
 from trainkit.checkpoint import Checkpointer
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
@@ -49,15 +50,10 @@ def run(tmp_path):
 
 @pytest.fixture
 def call(capsys):
-    """Run the command; returns the rows that it prints and its errors, without the last line, and its exit code."""
+    """Run the command; returns the rows that it prints, its errors, and its exit code."""
 
     def call(*args):
-        code = 0
-        try:
-            predict.main(predict.parse_args([str(arg) for arg in args]))
-        except SystemExit as end:
-            code = end.code
-        out, err = capsys.readouterr()
+        code, out, err = command.call(predict, capsys, *args)
         return [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()], err, code
 
     return call
@@ -176,16 +172,15 @@ class FailsAtTwo(nn.Module):
         return torch.cat([batch["x"], bad], dim=1)
 
 
-def test_a_file_is_replaced_only_when_all_is_predicted_and_numbers_that_are_not_finite_are_null(tmp_path):
+def test_a_file_is_replaced_only_when_all_is_predicted_and_numbers_that_are_not_finite_are_null(tmp_path, call):
     save(tmp_path, **{"MODEL.NAME": "FailsAtTwo", "INPUT.TEST_TRANSFORM": ""})
     file = tmp_path / "old.jsonl"
     file.write_text("kept")
-    command = [str(tmp_path), "--dataset", "tiny_test", "--output", str(file)]
-    batches = ["--opts", "TEST.IMS_PER_BATCH", "4"]
+    words = [tmp_path, "--dataset", "tiny_test", "--output", file, "--opts", "TEST.IMS_PER_BATCH", 4]
     with pytest.raises(ZeroDivisionError):  # in the third batch
-        predict.main(predict.parse_args([*command, *batches]))
+        call(*words)
     assert file.read_text() == "kept"
-    predict.main(predict.parse_args([*command, "--num", "8", *batches]))
+    call(*words[:5], "--num", 8, *words[5:])
     assert [json.loads(line)["prediction"][4:] for line in file.read_text().splitlines()] == [[None, None]] * 8
     assert [path.name for path in tmp_path.iterdir() if "old" in path.name] == [file.name]
 
@@ -276,9 +271,9 @@ def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_
     Checkpointer(model, tmp_path).save("model_final")
     expected = nn.functional.softmax(model(torch.ones(4)), dim=0)
     (tmp_path / "x.jsonl").write_text('{"x": [1.0, 1.0, 1.0, 1.0]}\n')
-    command = [tmp_path, "--input", tmp_path / "x.jsonl", "--top-k", 2]
+    words = [tmp_path, "--input", tmp_path / "x.jsonl", "--top-k", 2]
     options = ["--opts", "INPUT.TEST_TRANSFORM", ""]
-    rows = call(*command, "--script", f"{script}:Trainer", *options)[0]
+    rows = call(*words, "--script", f"{script}:Trainer", *options)[0]
     found = {entry["index"]: entry["prob"] for entry in rows[0]["prediction"]}
     assert [found[0], found[1]] == pytest.approx(expected.tolist(), abs=1e-6)
 
@@ -286,11 +281,11 @@ def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_
     assert [(row["sample"], row["name"]) for row in of_loader] == [(0, "a"), (1, "b")]
 
     sys.path.insert(0, str(tmp_path))  # by IMPORTS
-    assert call(*command, *options, "IMPORTS", "[own_job]")[0] == rows
+    assert call(*words, *options, "IMPORTS", "[own_job]")[0] == rows
     sys.modules.pop("own_job")
 
-    assert "if a subclass of DefaultTrainer builds the model, name its file: --script" in call(*command, *options)[1]
+    assert "if a subclass of DefaultTrainer builds the model, name its file: --script" in call(*words, *options)[1]
     script.write_text(SCRIPT + "\nclass B(Base): pass\n")
-    assert "got several (B, Trainer); name one, such as " in mistake(call, *command, "--script", script)
+    assert "got several (B, Trainer); name one, such as " in mistake(call, *words, "--script", script)
     script.write_text("x = 1")
-    assert "must define a subclass of DefaultTrainer" in mistake(call, *command, "--script", script)
+    assert "must define a subclass of DefaultTrainer" in mistake(call, *words, "--script", script)
