@@ -1,6 +1,5 @@
 """Logical ranks get the same batches on any number of processes."""
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -11,7 +10,6 @@ from trainkit.config import ConfigError
 from trainkit.data.build import build_test_loader, build_train_loader, trivial_batch_collator
 from trainkit.data.common import MapDataset
 from trainkit.utils import comm
-from trainkit.utils.comm import tree_sum
 from trainkit.utils.periods import exact
 from trainkit.utils.protocol import iters_per_epoch
 
@@ -27,16 +25,6 @@ def as_rank(monkeypatch):
 
     yield set_ranks
     comm.set_data_ranks()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_sums_over_the_ranks_of_a_process_and_then_over_processes_are_those_of_one_tree(as_rank, world_size):
-    values, by_process = np.random.default_rng(0).standard_normal((8, 50)).astype(np.float32), []
-    for rank in range(world_size):
-        as_rank(rank, world_size)
-        by_process.append(tree_sum(values[sorted(own_ranks(8))]))
-    assert (tree_sum(np.stack(by_process)) == tree_sum(values)).all()
-    assert (values.sum(0) != tree_sum(values)).any()
 
 
 def train_loader(steps=1, mapper=None):

@@ -63,30 +63,6 @@ class Noisy(nn.Module):
         return (self.weight * self.norm(batch[0])).square().mean()
 
 
-def test_random_numbers_are_a_function_of_seed_iteration_and_logical_rank():
-    def drawn(start, seed=0):
-        torch.manual_seed(start)
-        model = Noisy()
-        made = trainer(model)
-        made.data_loader.seed = seed
-        made.train(start, 2)
-        return model.drawn
-
-    whole = drawn(0)
-    assert len({*whole}) == 8
-    assert drawn(1) == whole[4:]
-    assert drawn(0, seed=1)[0] != whole[0]
-
-
-def test_hooks_find_a_random_state_that_depends_on_the_iteration_alone():
-    found = []
-    for seed in (5, 6):
-        torch.manual_seed(seed)
-        trainer(Noisy()).train(0, 1)
-        found.append(torch.rand(()).item())
-    assert found[0] == found[1]
-
-
 def test_running_statistics_are_the_mean_of_those_of_the_logical_ranks_each_from_the_state_before_the_step():
     model, data = Noisy(), parts(2)
     made = trainer(model, data)

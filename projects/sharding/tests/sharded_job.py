@@ -1,5 +1,6 @@
 """A job with ``MODEL.PARALLEL: fsdp``, and what its runs must have in common."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,20 @@ from trainkit.utils import comm
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.linear = nn.Linear(6, 6)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
 
     def forward(self, x):
-        return x + torch.tanh(self.linear(self.norm(x)))
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 @MODEL_REGISTRY.register()
 class Blocks(nn.Module):
-    """Without batch norm and dropout; an uneven number of rows for any number of ranks above one."""
+    """Without batch norm and dropout; numbers of rows that ranks and groups do not divide. ``drawn`` is random."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.embed = nn.Linear(4, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(6, 2)
+        self.embed, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("scale", torch.full((6,), 0.5), persistent=False)
 
@@ -39,10 +38,9 @@ class Blocks(nn.Module):
         x = self.embed(batch["x"]) * self.scale
         for block in self.blocks:
             x = block(x)
-        logits = self.head(x)
         if not self.training:
-            return logits
-        return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"])}
+            return self.head(x)
+        return {"loss_cls": nn.functional.cross_entropy(self.head(x), batch["label"]), "drawn": torch.rand(())}
 
 
 EMA = {"NAME": "EMAHook", "DECAY": 0.5, "EVALUATE": "both"}
@@ -66,6 +64,16 @@ def train(cfg, resume=False, hooks=(), until=None, trainer_type=DefaultTrainer):
     return trainer
 
 
+def from_middle_of(folder, of, name):
+    """The folder of a run that is to go on from iteration 5 of another one."""
+    if comm.is_main_process():
+        left_out = shutil.ignore_patterns("model_final*", "finished")
+        shutil.copytree(f"{folder}/{of}/", f"{folder}/{name}", ignore=left_out)
+        Path(folder, name, "last_checkpoint").write_text("model_0000004.pth")
+    comm.synchronize()
+    return f"{folder}/{name}"
+
+
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
@@ -80,7 +88,7 @@ def outcome(trainer):
         "average": {name: whole(value) for name, value in average.state_dict()["model"].items()},
         "losses": losses["total_loss"],
         "norms": losses["grad_norm"],
-        "results": {name: losses[name] for name in losses if name.startswith(("classification/", "loss/", "raw/"))},
+        "results": {name: losses[name] for name in losses if name.endswith(("/top1", "/total_loss"))},
     }
 
 
