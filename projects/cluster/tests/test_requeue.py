@@ -61,25 +61,18 @@ def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_who
     assert start(tmp_path / "whole") == 0
     options = ("REQUEUE_SIGNAL", name)
     assert start(tmp_path / "run", *options, signum=signal.Signals[name]) == code
-    assert asked.read_text() == "requeue 42\n"
     AT_EXIT.clear()
     assert start(tmp_path / "run", *options, resume=True) == 0
     assert asked.read_text() == "requeue 42\n"
     log = (tmp_path / "run/log.txt").read_text()
     assert "The SLURM job 42 is requeued" in log
-    assert "Training from iteration 4 to 10" in log
-    files, lines = content(tmp_path / "run")
-    expected_files, expected_lines = content(tmp_path / "whole")
+    (files, lines), (expected_files, expected_lines) = content(tmp_path / "run"), content(tmp_path / "whole")
     assert (files["model_final.pth"], lines) == (expected_files["model_final.pth"], expected_lines)
 
 
-def test_without_the_key_the_signal_stops_the_run_alone(tmp_path, asked):
-    assert start(tmp_path / "run", signum=signal.SIGUSR1) == 138
+def test_a_job_that_slurm_does_not_requeue_says_why_and_without_the_key_nobody_asks(tmp_path, asked):
+    assert start(tmp_path / "one", signum=signal.SIGUSR1) == 138
     assert asked.read_text() == ""
-
-
-def test_a_job_that_slurm_does_not_requeue_says_why(tmp_path, asked):
     (asked.parent / "refuse").touch()
-    assert start(tmp_path / "run", "REQUEUE_SIGNAL", "SIGUSR1", signum=signal.SIGUSR1) == 138
-    log = (tmp_path / "run/log.txt").read_text()
-    assert "The SLURM job 42 is not requeued: no such job" in log
+    assert start(tmp_path / "two", "REQUEUE_SIGNAL", "SIGUSR1", signum=signal.SIGUSR1) == 138
+    assert "The SLURM job 42 is not requeued: no such job" in (tmp_path / "two/log.txt").read_text()

@@ -113,7 +113,5 @@ class RecordedTrainer(GraphTrainer):
         return self.recorder
 
 
-class RecordedAMPTrainer(GraphAMPTrainer):
-    def make_recorder(self):
-        self.recorder = CpuRecorder()
-        return self.recorder
+class RecordedAMPTrainer(RecordedTrainer, GraphAMPTrainer):
+    pass
