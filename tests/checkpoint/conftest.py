@@ -35,6 +35,14 @@ def weight_of(model: nn.Linear) -> float:
     return model.weight[0, 0].item()
 
 
+def resumed(folder: Path) -> object:
+    """The iteration from which a run goes on: that of its trainer and of its weights."""
+    model, trainer = linear(0), Counter()
+    Checkpointer(model, folder, trainer=trainer).resume_or_load("", resume=True)
+    assert trainer.value == weight_of(model)
+    return trainer.value
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """A folder with checkpoints of iterations 9, 19 and 29, whose weights are all 9, 19 and 29."""

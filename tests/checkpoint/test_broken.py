@@ -6,17 +6,10 @@ import os
 import pytest
 import torch
 
-from tests.checkpoint.conftest import Counter, linear, weight_of
+from tests.checkpoint.conftest import linear, resumed
 from trainkit.checkpoint import Checkpointer, CheckpointError
 
 NEWEST = "model_0000029.pth"
-
-
-def resume(folder):
-    model, trainer = linear(0), Counter()
-    Checkpointer(model, folder, trainer=trainer).resume_or_load("", resume=True)
-    assert trainer.value == weight_of(model)
-    return trainer.value
 
 
 def warnings_of(caplog):
@@ -28,12 +21,12 @@ def warnings_of(caplog):
 def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder, caplog):
     path = run_folder / NEWEST
     intact = path.read_bytes()
-    assert (resume(run_folder), warnings_of(caplog)) == (29, [])
+    assert (resumed(run_folder), warnings_of(caplog)) == (29, [])
 
     flipped = intact.replace(torch.tensor(29.0).numpy().tobytes(), torch.tensor(28.0).numpy().tobytes())
     for damaged in (flipped, intact[:-1], intact[: len(intact) // 2], b"", b"damaged", b"PK damaged"):
         path.write_bytes(damaged)
-        assert resume(run_folder) == 19
+        assert resumed(run_folder) == 19
         (warning,) = warnings_of(caplog)
         assert str(path) in warning
         assert f"Resuming from '{run_folder / 'model_0000019.pth'}' instead" in warning
@@ -45,7 +38,7 @@ def test_a_tag_that_names_no_checkpoint_is_passed_over(run_folder, caplog, make)
     torch.save({"model": linear(5).state_dict()}, run_folder / "weights.pth")
     make(run_folder / "model_0000039.pth")
     (run_folder / "last_checkpoint").write_text("model_0000039.pth")
-    assert resume(run_folder) == 29
+    assert resumed(run_folder) == 29
     (warning,) = warnings_of(caplog)
     assert "model_0000039.pth" in warning
     assert "weights.pth' holds no state for ['trainer']" in warning
@@ -55,12 +48,12 @@ def test_no_intact_checkpoint_is_an_error_that_lists_all_and_without_a_tag_there
     for path in run_folder.glob("*.pth"):
         path.write_bytes(b"PK damaged")
     with pytest.raises(CheckpointError, match=r"no checkpoint is intact: .*0029.*0019.*0009.*leave out --resume"):
-        resume(run_folder)
+        resumed(run_folder)
     tag = run_folder / "last_checkpoint"
     for change in (lambda: tag.write_text("\n"), tag.unlink):
         change()
         assert not Checkpointer(linear(0), run_folder).has_checkpoint()
-        assert resume(run_folder) == 0
+        assert resumed(run_folder) == 0
 
 
 def test_the_first_save_removes_what_a_killed_one_has_left_and_a_resume_nothing(run_folder):
@@ -68,7 +61,7 @@ def test_the_first_save_removes_what_a_killed_one_has_left_and_a_resume_nothing(
     leftover, mine = ".model_0000039.pth.trainkit-tmp", ".model_0000039.pth.mine"
     for name in (leftover, mine):
         (run_folder / name).touch()
-    assert resume(run_folder) == 29
+    assert resumed(run_folder) == 29
     assert {leftover, mine} <= set(os.listdir(run_folder))
 
     Checkpointer(linear(39), run_folder).save("model_0000049")

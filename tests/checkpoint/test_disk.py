@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from tests.checkpoint.conftest import Counter, linear, weight_of
+from tests.checkpoint.conftest import Counter, linear, resumed
 from tests.checkpoint.faults import CALLS_OF_A_SAVE, EACH_CALL, Faults
 from tests.engine.tiny import AfterStep, Steps
 from trainkit.checkpoint import Checkpointer, CheckpointError
@@ -18,13 +18,6 @@ from trainkit.engine.hooks import PeriodicCheckpointer
 def save_and_wait(checkpointer, name):
     checkpointer.save(name)
     checkpointer.wait()
-
-
-def resumed(folder):
-    model, trainer = linear(0), Counter(0)
-    Checkpointer(model, folder, trainer=trainer).resume_or_load("", resume=True)
-    assert weight_of(model) == trainer.value
-    return trainer.value
 
 
 def hidden_files(folder):

@@ -1,6 +1,15 @@
 import pytest
+from torch.utils.data import IterableDataset
 
 from trainkit.utils import comm
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
+from tests.data.conftest import Stream
 from trainkit.config.config import ConfigError
 from trainkit.config.defaults import get_cfg
 from trainkit.data.build import (
@@ -31,14 +32,6 @@ class Squares(Dataset):
 
     def __getitem__(self, index):
         return {"index": index, "square": float(index * index)}
-
-
-class Stream(IterableDataset):
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __iter__(self):
-        return iter(self.samples)
 
 
 class SizedStream(Stream):

@@ -5,15 +5,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from tests.data.conftest import Stream
 from trainkit.data.common import DatasetFromList, MapDataset
-
-
-class Stream(IterableDataset):
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __iter__(self):
-        return iter(self.samples)
 
 
 def times_ten_if_even(sample):

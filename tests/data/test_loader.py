@@ -9,8 +9,9 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
 
+from tests.data.conftest import Stream
 from trainkit.data import (
     InferenceSampler,
     MapDataset,
@@ -53,11 +54,6 @@ class Counting(Sampler):
 
     def load_state_dict(self, state):
         self.epoch, self.count = state["epoch"], state["count"]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(100))
 
 
 ORDERS = {  # the tests of other samplers have more
@@ -215,7 +211,7 @@ def test_a_loader_that_cannot_be_resumed_says_why_and_loads_what_a_plain_one_doe
         (make(in_order=False), "in_order=False"),
         (ResumableLoader([1], batch_size=None), "batch_size=None"),
         (ResumableLoader([1, 2], shuffle=True), "RandomSampler has no state_dict"),
-        (build_batch_data_loader(Stream(), None, 1), "Stream has no indices"),
+        (build_batch_data_loader(Stream(range(100)), None, 1), "Stream has no indices"),
     ):
         assert reason in resume_obstacle(loader)
     found = []
@@ -224,7 +220,7 @@ def test_a_loader_that_cannot_be_resumed_says_why_and_loads_what_a_plain_one_doe
         batches = loader_class(Drawing(), batch_size=4, shuffle=True, collate_fn=list)
         found.append([[(index, drawn) for batch in batches for index, _, _, drawn in batch], torch.rand(()).item()])
     assert found[0] == found[1] != found[2]
-    assert [*build_batch_data_loader(Stream(), None, 50)] == [[*range(50)], [*range(50, 100)]]
+    assert [*build_batch_data_loader(Stream(range(100)), None, 50)] == [[*range(50)], [*range(50, 100)]]
 
 
 # ---------------------------------------------------------------------------- random augmentation
