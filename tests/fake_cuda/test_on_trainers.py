@@ -204,7 +204,7 @@ def test_the_random_state_of_the_device_in_use_goes_to_the_one_that_a_resumed_ru
     torch.cuda.set_device(1)
     try:
         set_rng_state(state)
-        assert [generator.initial_seed() for generator in torch.cuda.default_generators] == [3, 3]
+        assert [generator.initial_seed() for generator in torch.cuda.default_generators] == [4, 3]
     finally:
         torch.cuda.set_device(0)
 
