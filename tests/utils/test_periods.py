@@ -18,6 +18,7 @@ def every_n(done, n, start=0):
 def test_the_rule_is_that_of_openmmlab_for_every_period_and_offset():
     cases = [(done, n, start) for done in range(1, 30) for n in range(-1, 8) for start in range(12)]
     assert [is_nth(*case) for case in cases] == [every_n(*case) for case in cases]
+    assert [periods_done(done, 3, 5) for done in (4, 5, 7, 8)] == [-1, 0, 0, 1]
     assert [is_nth(*case) for case in cases] != [every_n(done, n, start + 1) for done, n, start in cases]
 
 

@@ -175,15 +175,7 @@ def test_a_best_value_counts_only_if_its_file_is_there():
     assert recorder.saved == [("model_best", 0), ("model_best", 2)]
 
 
-class Uploading(Checkpointer):
-    """Returns the path of the file, as methods that upload it do."""
-
-    def save(self, name, **kwargs):
-        super().save(name, **kwargs)
-        return f"{self.save_dir}/{name}.pth"
-
-
-@pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer, Uploading])
+@BOTH
 def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tmp_path, checkpointer_class):
     def make(values, *more):
         trainer, results = Steps(), iter(values)
