@@ -40,7 +40,7 @@ class Watcher(TorchDispatchMode):
     """Notes what happens in steps; a place is the innermost line that is not in torch or trainkit.
 
     Attributes:
-        sec: part of a step -> seconds of each step.
+        sec: part of a step -> seconds, for each step.
         trained: names of the parameters that had a gradient which is not zero.
         reads: the place of each read of a tensor in a forward pass, and of each copy from or to the host.
         fired: (number of the ReLU in its pass, place) -> for each channel, whether it was ever above zero.
@@ -48,26 +48,20 @@ class Watcher(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sec: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
-        self.trained, self.reads, self.fired = set[str](), list[str](), dict[tuple[int, str], Tensor]()
+        self.sec, self.trained, self.reads = list[dict[str, float]](), set[str](), list[str]()
+        self.fired = dict[tuple[int, str], Tensor]()
 
     def step(self, trainer: Any, batch: Any) -> None:
         """Make a step by its parts, and its forward pass again."""
         trainer.optimizer.zero_grad()
-        losses = self._timed("forward", trainer.compute_losses, batch)
-        self._timed("backward", trainer.backward, losses.total)
+        losses, forward = timed(trainer.compute_losses, batch)
+        _, backward = timed(trainer.backward, losses.total)
         named = unwrap_model(trainer.model).named_parameters()
         self.trained |= {name for name, value in named if value.grad is not None and value.grad.any()}
-        self._timed("update", trainer.update)
+        self.sec.append({"forward": forward, "backward": backward, "update": timed(trainer.update)[1]})
         self._number = 0
         with self:
             trainer.compute_losses(batch)
-
-    def _timed(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
-        started = now()
-        result = call(*args)
-        self.sec[part].append(now() - started)
-        return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
@@ -188,10 +182,13 @@ class Job:
         return comm.broadcast(subprocess.run(words, **options) if comm.is_main_process() else None)
 
 
-def now() -> float:
-    if accelerator_runs_ahead():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
+def timed(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """The result of a call, and its seconds."""
+    wait = torch.accelerator.synchronize if accelerator_runs_ahead() else lambda: None
+    wait()
+    started, result = time.perf_counter(), call(*args)
+    wait()
+    return result, time.perf_counter() - started
 
 
 def digest(value: Any) -> str:
