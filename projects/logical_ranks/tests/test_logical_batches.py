@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import ChainDataset
 from trainkit.projects.logical_ranks.loader import divide
 from trainkit.projects.logical_ranks.ranks import own_ranks
 
@@ -86,14 +86,9 @@ def test_batches_to_evaluate_do_not_depend_on_the_number_of_processes(as_rank):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
-
-
 def test_what_cannot_be_divided_is_refused(as_rank):
     as_rank(0, 1)
     with pytest.raises(ConfigError, match="positive multiple of the world size 4, got 6"):
         build_train_loader([0], total_batch_size=6, seed=0)
     with pytest.raises(ConfigError, match="SOLVER.LOGICAL_RANKS: got .* accepted: a map-style dataset"):
-        divide(build_train_loader(Stream(), total_batch_size=8, seed=0), 4)
+        divide(build_train_loader(ChainDataset([]), total_batch_size=8, seed=0), 4)

@@ -51,20 +51,18 @@ def test_gradients_and_losses_are_added_in_a_tree_over_logical_ranks_after_the_m
             assert scalars(made)[name] == [((tree / 4).item(), 7)]
 
 
-class Noisy(nn.Module):
+class Norm(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.norm = nn.BatchNorm1d(3)
-        self.drawn = []
 
     def forward(self, batch):
-        self.drawn.append(torch.rand(()).item())
         return (self.weight * self.norm(batch[0])).square().mean()
 
 
 def test_running_statistics_are_the_mean_of_those_of_the_logical_ranks_each_from_the_state_before_the_step():
-    model, data = Noisy(), parts(2)
+    model, data = Norm(), parts(2)
     made = trainer(model, data)
     made.train(0, 1)
     for name in ("running_mean", "running_var"):
