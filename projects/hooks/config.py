@@ -29,8 +29,7 @@ def check(cfg: CfgNode) -> None:
         raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set")
     if cfg.MAX_TIME:
         parse_time(cfg.MAX_TIME)
-    reason = "its statistics depend on the number of processes"
-    check_conflicts(cfg, [("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", reason)])
+    check_conflicts(cfg, [("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "it depends on the number of ranks")])
 
 
 def prepare(cfg: CfgNode) -> None:

@@ -6,8 +6,6 @@ import time
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 
-_SECONDS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
-
 
 @HOOK_REGISTRY.register()
 class TimeLimit(HookBase):
@@ -33,7 +31,8 @@ class TimeLimit(HookBase):
 def parse_time(text: object) -> float:
     """The seconds of a text such as ``1d 12h``. Raises ConfigError if it is another text."""
     if re.fullmatch(r"( *\d+(\.\d+)?[dhms])+", str(text)):
-        seconds = sum(float(part) * _SECONDS[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text)))
+        units = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
+        seconds = sum(float(part) * units[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text)))
         if seconds > 0:
             return seconds
     raise ConfigError(f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h")

@@ -1,12 +1,11 @@
 """The samplers do what those of the core do, and each does its own."""
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 from trainkit.projects.samplers.parts import LimitedSampler
 
 from tests.data import test_loader, test_samplers
@@ -21,10 +20,8 @@ from trainkit.data import (
     ResumableLoader,
     TrainingSampler,
     build_train_loader,
-    iters_per_epoch,
     resume_obstacle,
 )
-from trainkit.utils.periods import exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few cores
 
@@ -86,17 +83,6 @@ def test_going_on_costs_the_same_everywhere():
     assert sampler.state_dict() == {"seed": 3, **place}
 
 
-def test_grouped_batches_of_a_finite_sampler_have_no_position():
-    loader = ResumableLoader([1], batch_sampler=GroupedBatchSampler(RandomSampler([1]), [0], 1))
-    assert "GroupedBatchSampler has no position in a RandomSampler" in resume_obstacle(loader)
-
-
-def test_an_epoch_has_the_size_of_the_subset():
-    sampler = RandomSubsetTrainingSampler(100, 0.1, seed_shuffle=0, seed_subset=0)
-    batches = GroupedBatchSampler(sampler, [0] * 100, batch_size=4)
-    assert exact(iters_per_epoch(DataLoader([*range(100)], batch_sampler=batches))) == Fraction(10, 4)
-
-
 def test_a_config_that_makes_no_sampler_says_why(cfg):  # noqa: F811
     cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.01
     for name, message in [
@@ -127,6 +113,7 @@ def test_samples_are_repeated_as_often_as_their_factors_say():
     assert {tuple(epoch) for epoch in epochs} == {(0, 1, 1), (0, 1, 1, 1), (0, 1, 1, 3), (0, 1, 1, 1, 3)}
     assert sum(epoch.count(1) for epoch in epochs) / 500 == pytest.approx(2.5, abs=0.08)
     assert sum(epoch.count(3) for epoch in epochs) / 500 == pytest.approx(0.25, abs=0.08)
+    assert take(RepeatFactorTrainingSampler([1.0] * 9, seed=0), 9) != [*range(9)]
 
 
 def test_repeat_factors_that_make_no_stream_are_refused():
@@ -151,6 +138,8 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
     groups = [0, 1, 0, 1, 1, 0, 0]
     batches = GroupedBatchSampler(SequentialSampler(groups), groups, batch_size=2)
     assert [*batches] == [[0, 2], [1, 3], [5, 6]]  # sample 4 has no partner
+    obstacle = resume_obstacle(ResumableLoader([*range(7)], batch_sampler=batches))
+    assert "GroupedBatchSampler has no position in a SequentialSampler" in obstacle
 
     endless = GroupedBatchSampler(TrainingSampler(7, shuffle=False), torch.tensor(groups), batch_size=2)
     assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]

@@ -1,0 +1,58 @@
+"""Hooks that act in some iterations of a run from a config: a limit of its time, a profile, growing windows."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trainkit.projects.hooks.time_limit import parse_time
+
+from tests.engine.job import tiny_cfg
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer
+
+
+def test_a_run_stops_at_its_limit_and_is_saved(tmp_path, monkeypatch, caplog):
+    hours = iter(range(100))  # a step takes an hour
+    clock = SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
+    monkeypatch.setattr("trainkit.projects.hooks.time_limit.time", clock)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MAX_TIME", "3h", "SOLVER.CHECKPOINT_PERIOD", 0))
+    caplog.set_level("INFO")
+    trainer.train()
+
+    assert (trainer.status, trainer.iter) == ("stopped", 3)
+    assert "Stopped after 3 of 10 iterations: MAX_TIME 3h is over" in caplog.messages
+    assert (tmp_path / "model_0000002.pth").exists()
+
+
+def test_times_have_units_and_other_texts_are_errors():
+    assert [parse_time(text) for text in ("150m", "0.25d", "1h 3600s")] == [9000, 21600, 7200]
+    for wrong in ("23", "h", "3x", "0h", "3h later", -1):
+        with pytest.raises(ConfigError, match="MAX_TIME"):
+            parse_time(wrong)
+
+
+def test_each_picked_iteration_has_a_chrome_trace_in_the_output_folder(tmp_path):
+    entry = {"NAME": "TorchProfiler", "ENABLE_PREDICATE": [1, 3], "SAVE_TENSORBOARD": False}
+    DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry])).train(0, 4)
+    paths = sorted((tmp_path / "profile").iterdir())
+    assert [path.name for path in paths] == ["trace_iter0000001.json", "trace_iter0000002.json"]
+    assert "aten::addmm" in {event.get("name") for event in json.loads(paths[0].read_text())["traceEvents"]}
+
+
+def test_iterations_draw_more_and_more_of_one_stream(tmp_path):
+    entry = {"NAME": "AccumulationSchedule", "FACTORS": [[3, 2], [6, 4]]}
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4, "HOOKS", [entry]))
+    drawn, fetch = [], trainer._trainer.fetch
+
+    def fetch_and_note():
+        batch = fetch()
+        drawn.append((trainer.iter, batch["x"]))
+        return batch
+
+    trainer._trainer.fetch = fetch_and_note
+    trainer.train()
+
+    assert [iter for iter, _ in drawn] == [0, 1, 2, 3, 3, 4, 4, 5, 5, *(i for i in (6, 7, 8, 9) for _ in range(4))]
+    stream = iter(DefaultTrainer.build_train_loader(trainer.cfg))
+    assert all(torch.equal(x, next(stream)["x"]) for _, x in drawn)
