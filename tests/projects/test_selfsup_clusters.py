@@ -87,47 +87,36 @@ def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_o
     assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx([1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4)
 
 
-class Recorder(HookBase):
-    """What each iteration trains on, and what it leaves."""
-
-    def __init__(self):
-        self.batches, self.states, self.momenta = [], [], []
-
-    def after_backward(self):
-        self.batches.append(self.trainer.batch)
-
-    def after_step(self):
-        model, state = unwrap_model(self.trainer.model), self.trainer.optimizer.state
-        self.states.append(self.trainer.state_dict()["hooks"]["DeepClusterHook"])
-        self.momenta.append(
-            [any(value.any() for value in state[p].values()) for p in (model.head.weight, *model.backbone.parameters())]
-        )
-
-    def column(self, key):
-        return torch.stack([batch[key] for batch in self.batches])
+def state_of(trainer):
+    """Of the hook after a step, and whether the optimizer has one for the head and for each weight of the backbone."""
+    model, state = unwrap_model(trainer.model), trainer.optimizer.state
+    parameters = (model.head.weight, *model.backbone.parameters())
+    momenta = [any(value.any() for value in state[parameter].values()) for parameter in parameters]
+    return trainer.state_dict()["hooks"]["DeepClusterHook"], momenta
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    recorder = Recorder()
-    run(config("deepcluster.yaml", tmp_path_factory.mktemp("recorded")), recorder)
-    return recorder
+def clustered(folder):
+    """A trainer, the states after its steps, and the indices and labels of the samples that it has trained on."""
+    batches = look(lambda trainer: (trainer.batch["index"], trainer.batch["label"]))
+    states = look(state_of, "after_step")
+    trainer = run(config("deepcluster.yaml", folder), batches, states)
+    return trainer, states.found, *map(torch.stack, zip(*batches.found, strict=True))
 
 
-def test_the_data_are_clustered_every_third_iteration_and_batches_have_the_labels_of_the_last_clustering(recorded):
-    assert [state["num_clusterings"] for state in recorded.states] == [1, 1, 2, 2, 2, 3, 3, 3]
-    labels = [state["labels"] for state in recorded.states]
+def test_the_data_are_clustered_every_third_iteration_and_batches_have_the_labels_of_the_last_clustering(tmp_path):
+    _, states, index, label = clustered(tmp_path)
+    assert [state["num_clusterings"] for state, _ in states] == [1, 1, 2, 2, 2, 3, 3, 3]
+    labels = [state["labels"] for state, _ in states]
     changed = [not torch.equal(before, after) for before, after in itertools.pairwise(labels)]
     assert changed == [False, True, False, False, True, False, False]
     assert [sorted(of_one.unique().tolist()) for of_one in labels] == [[*range(6)]] * 8
 
     known = torch.stack([labels[0], *labels[:-1]])
-    assert torch.equal(recorded.column("label"), known.gather(1, recorded.column("index")))
-    first = known[:1].expand_as(known)
-    assert not torch.equal(recorded.column("label"), first.gather(1, recorded.column("index")))
+    assert torch.equal(label, known.gather(1, index))
+    assert not torch.equal(label, known[:1].expand_as(known).gather(1, index))
 
     # the optimizer forgets the old head and nothing else
-    for iter, (head, *backbone) in enumerate(recorded.momenta):
+    for iter, (_, (head, *backbone)) in enumerate(states):
         assert head == (iter not in (2, 5))
         assert all(backbone)
 
@@ -275,10 +264,8 @@ def test_odc_follows_the_formulas_step_by_step(tmp_path):
 
 
 def check_deep_cluster(rank, folder):
-    recorder = Recorder()
-    trainer = run(config("deepcluster.yaml", f"{folder}/deepcluster"), recorder)
-    head = trainer.model.module.head.weight.detach()
-    return recorder.states[-1]["labels"], head, recorder.column("index"), recorder.column("label")
+    trainer, states, index, label = clustered(f"{folder}/deepcluster")
+    return states[-1][0]["labels"], unwrap_model(trainer.model).head.weight.detach(), index, label
 
 
 def check_odc(rank, folder):
@@ -288,13 +275,14 @@ def check_odc(rank, folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_same_labels_head_and_memory_and_share_the_batches_of_one(recorded, tmp_path):
+def test_two_ranks_have_the_same_labels_head_and_memory_and_share_the_batches_of_one(tmp_path):
     found = on_two_ranks([check_deep_cluster, check_odc], tmp_path)
     (*ours, index, label), (*theirs, other_index, other_label) = found["check_deep_cluster"]
     assert all(map(torch.equal, ours, theirs))
-    assert torch.equal(torch.stack([index, other_index], 2).flatten(1), recorded.column("index"))
+    *_, index_of_one, label_of_one = check_deep_cluster(0, tmp_path / "one")
+    assert torch.equal(torch.stack([index, other_index], 2).flatten(1), index_of_one)
     labels = torch.stack([label, other_label], 2).flatten(1)
-    assert torch.equal(labels[:3], recorded.column("label")[:3])  # later the weights differ, by batch norm
+    assert torch.equal(labels[:3], label_of_one[:3])  # later the weights differ, by batch norm
 
     *_, index_of_one = check_odc(0, tmp_path / "one")
     (*ours, index), (*theirs, other_index) = found["check_odc"]

@@ -130,16 +130,8 @@ def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(to
     assert asked["memory"] == asked["ema"] == {"rounds": 3}
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--rows", "step,speed"], "argument --rows: there is no row 'speed'; there are step, history, "),
-        (["--json", "missing/x.json"], "argument --json: cannot write 'missing/x.json'"),
-        (["--rows", "ema", "--against", "ignite"], "--against adds to the step rows; add step to --rows"),
-    ],
-)
-def test_wrong_arguments_end_with_one_message(tool, capsys, args, message):
-    with pytest.raises(SystemExit) as caught:
-        tool.parse_args(args)
-    assert caught.value.code == 2
-    assert f"benchmark.py: error: {message}" in capsys.readouterr().err
+def test_wrong_arguments_end_with_one_message(tool, capsys):
+    with pytest.raises(SystemExit):
+        tool.parse_args(["--rows", "step,speed"])
+    error = capsys.readouterr().err
+    assert "error: argument --rows: there is no row 'speed'; there are step, history, " in error

@@ -14,9 +14,8 @@ from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 
 
-def points_of(losses, low=1e-4, high=1.0):
-    growth = (high / low) ** (1 / (len(losses) - 1))
-    return [find_lr.Point(low * growth**i, loss, loss) for i, loss in enumerate(losses)]
+def points_of(losses):
+    return [find_lr.Point(1e-4 * 1.1**i, loss, loss) for i, loss in enumerate(losses)]
 
 
 def test_the_steepest_place_and_the_lowest_loss_are_found():
@@ -93,18 +92,15 @@ def test_the_picture_is_the_only_file_that_is_written(tmp_path, monkeypatch, cap
     assert f"suggested: SOLVER.BASE_LR {suggested:.2g}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
+def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words, error in (
         ("--min 1 --max 0.1", "--min is 1 and --max is 0.1; accepted: 0 < min < max"),
         ("--script absent.py", "--script 'absent.py' is no file of Python; name the file that trains"),
         ("--output absent/lr.png", "'absent/lr.png' cannot be written"),
-    ],
-)
-def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch, words, error):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=error):
-        find_lr.main(find_lr.parse_args(words.split()))
+    ):
+        with pytest.raises(ConfigError, match=error):
+            find_lr.main(find_lr.parse_args(words.split()))
     assert [*tmp_path.iterdir()] == []
 
 
@@ -137,21 +133,18 @@ class NeedsMemory(TinyClassifier):
         return super().forward(batch)
 
 
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    def job(*options):
-        cfg = tiny_cfg(tmp_path / "output", *options)
-        (tmp_path / "job.yaml").write_text(cfg.dump())
-        return ["--config-file", "job.yaml", "--steps", "2"]
-
-    monkeypatch.chdir(tmp_path)
-    return job
+class Mistaken(DefaultTrainer):
+    @classmethod
+    def build_optimizer(cls, cfg, model):
+        raise RuntimeError("a mistake")
 
 
 @pytest.mark.slow
-def test_real_steps_are_made_with_each_size_and_a_table_is_printed(job, tmp_path, capsys):
-    args = job("MODEL.NAME", "NeedsMemory", "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.REFERENCE_BATCH_SIZE", 16)
-
+def test_real_steps_are_made_with_each_size_and_a_mistake_is_no_lack_of_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["MODEL.NAME", "NeedsMemory", "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.REFERENCE_BATCH_SIZE", 16]
+    (tmp_path / "job.yaml").write_text(tiny_cfg("output", *options).dump())
+    args = ["--config-file", "job.yaml", "--steps", "2"]
     assert find_batch_size.main(find_batch_size.parse_args([*args, "--max-batch-size", "100"])) == 22
 
     _, _, *rows, fastest, suggested = capsys.readouterr().out.splitlines()
@@ -162,15 +155,7 @@ def test_real_steps_are_made_with_each_size_and_a_table_is_printed(job, tmp_path
     assert suggested.startswith("suggested: SOLVER.IMS_PER_BATCH 22 ")
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
-
-class Mistaken(DefaultTrainer):
-    @classmethod
-    def build_optimizer(cls, cfg, model):
-        raise RuntimeError("a mistake")
-
-
-def test_a_mistake_is_an_error_and_no_lack_of_memory(job):
     with pytest.raises(ConfigError, match="memory that runs out may end other programs too; give --max-batch-size"):
-        find_batch_size.main(find_batch_size.parse_args(job()))
+        find_batch_size.main(find_batch_size.parse_args(args))
     with pytest.raises(RuntimeError, match="a mistake"):
         find_batch_size.try_size(tiny_cfg("output"), Mistaken, 4, 1)
