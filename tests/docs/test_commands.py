@@ -125,7 +125,6 @@ WRONG = [
     "python tools/train_net.py SOLVER.BASE_LRS 0.1",
     "python tools/train_net.py --config-file their.yaml",
     "python tools/plot_metrics.py",
-    "python tools/lazyconfig_train_net.py train.max_iters=400",
     "torchrun --nproc=2 tools/train_net.py",
     "pip install -e '.[plots]'",
 ]

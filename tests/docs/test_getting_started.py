@@ -82,7 +82,7 @@ def test_two_processes_do_the_same(folder):
     (folder / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *TWO[1:]]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert TABLE_LINE in done.stdout
 

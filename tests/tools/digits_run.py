@@ -1,6 +1,8 @@
-"""A short digits job by ``tools/train_net.py``, and what it leaves behind."""
+"""A short digits job by ``tools/train_net.py``, what it leaves behind, and a hook that stops it at an exact moment."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,9 @@ import torch
 
 from tools import train_net
 from trainkit.config import get_cfg
-from trainkit.engine import default_argument_parser, default_setup
+from trainkit.engine import HookBase, default_argument_parser, default_setup
+from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.utils import comm
 from trainkit.utils.logger import close_logger
 
 MAX_ITER = 12  # four epochs of three iterations
@@ -62,3 +66,24 @@ def in_pieces(folder: Path, *options: Any) -> Run:
     train_net.main(_arguments(folder, options, "--resume"))
     close_logger()
     return Run(folder)
+
+
+@HOOK_REGISTRY.register()
+class SendSignal(HookBase):
+    """Send a signal from the last rank: in a step, or in an evaluation."""
+
+    def __init__(self, signum: str, iter: int, in_evaluation: bool = False, to_launcher: bool = False) -> None:
+        self._signum, self._iter, self._in_evaluation = signal.Signals[signum], iter, in_evaluation
+        self._process = os.getppid() if to_launcher else os.getpid()
+
+    def after_backward(self) -> None:
+        self._send(in_evaluation=False)
+
+    def before_eval_step(self, phase: str, index: int, inputs: Any) -> None:
+        if index == 0:
+            self._send(in_evaluation=True)
+
+    def _send(self, in_evaluation: bool) -> None:
+        is_last_rank = comm.get_rank() == comm.get_world_size() - 1
+        if is_last_rank and self.trainer.iter == self._iter and in_evaluation == self._in_evaluation:
+            os.kill(self._process, self._signum)

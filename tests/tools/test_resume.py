@@ -28,7 +28,7 @@ def arguments(folder, *options, **send):
     """Those of a run that is sent a signal from inside."""
     hooks = [{"NAME": "SendSignal", **{key.upper(): value for key, value in send.items()}}] if send else []
     options = (*OPTIONS, "OUTPUT_DIR", folder, *options, "HOOKS", hooks)
-    return [*map(str, options), "IMPORTS", "['projects.digits', 'tests.tools.digits_signals']"]
+    return [*map(str, options), "IMPORTS", "['projects.digits', 'tests.tools.digits_run']"]
 
 
 @pytest.fixture(scope="module")

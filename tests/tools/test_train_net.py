@@ -72,7 +72,6 @@ def test_the_trial_run_goes_through_every_part(tmp_path, tool):
         (["MODEL.NAME", "DigitsCNM"], "DigitsCNN"),
         (["DATASETS.TRAIN", "['digits_trian']"], "digits_train"),
         (["TEST.EVALUATORS", "['ClassificationEvaluatr']"], "ClassificationEvaluator"),
-        (["LOG.WRITERS", "['jsn']"], "jsn"),
         (["HOOKS", [{"NAME": "EMAHok"}]], "EMAHook"),
         (["SOLVER.OPTIMIZER.BETA", 0.9], "beta=0.9"),
         (["SOLVER.OPTIMIZER.NAME", "AdamW"], "SOLVER.NESTEROV"),  # digits sets it
