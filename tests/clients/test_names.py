@@ -12,14 +12,9 @@ from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Weight, sgd
 from trainkit import solver
-from trainkit.config import get_cfg, global_cfg, set_global_cfg
-from trainkit.data import (
-    DatasetCatalog,
-    MetadataCatalog,
-    build_test_loader,
-    build_train_loader,
-    trivial_batch_collator,
-)
+from trainkit.config import CfgNode, get_cfg, global_cfg, set_global_cfg
+from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader, build_train_loader
+from trainkit.data.build import trivial_batch_collator
 from trainkit.data.common import AspectRatioGroupedDataset, ToIterableDataset
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
 from trainkit.engine import SimpleTrainer, hooks
@@ -203,10 +198,6 @@ def test_a_call_without_enough_memory_is_made_again_and_then_on_the_cpu(caplog):
 
 
 def test_the_global_config_is_the_one_that_was_set_last():
-    cfg = get_cfg()
-    cfg.SOLVER.BASE_LR = 0.5
-    set_global_cfg(cfg)
-    try:
-        assert global_cfg.SOLVER.BASE_LR == 0.5
-    finally:
-        global_cfg.clear()
+    set_global_cfg(CfgNode({"SOLVER": {"BASE_LR": 0.5}}))
+    assert global_cfg.SOLVER.BASE_LR == 0.5
+    global_cfg.clear()

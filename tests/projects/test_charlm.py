@@ -6,19 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from projects.charlm import (
-    GPT,
-    UNKNOWN,
-    VOCABULARY,
-    WINDOW,
-    TextWindows,
-    corpus,
-    decode,
-    encode,
-    read_corpus,
-    sample,
-    split_of,
-)
+from projects.charlm import GPT, UNKNOWN, VOCABULARY, WINDOW, TextWindows, corpus, decode, encode, sample
+from projects.charlm.corpus import read_corpus, split_of
 from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultPredictor, DefaultTrainer
@@ -40,9 +29,8 @@ def config(*options):
 
 def write(root, files):
     for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
     return root
 
 

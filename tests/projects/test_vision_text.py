@@ -27,10 +27,10 @@ REGISTERED, SCRIPT, LAYERS, METRIC = blocks(PAGE, "python")
 BY_CONFIG, VIT_LAYERS, RESNET_LAYERS, OPTIMIZERS = blocks(PAGE, "yaml")
 FOLDER = ROOT / "projects/vision_text"
 NEEDS = {
-    "resnet18": ("torchvision",),
-    "vit": ("torchvision", "timm"),
-    "encoder": ("transformers",),
-    "lm": ("transformers",),
+    "resnet18": ["torchvision"],
+    "vit": ["torchvision", "timm"],
+    "encoder": ["transformers"],
+    "lm": ["transformers"],
 }
 SHORT = ["SOLVER.MAX_ITER", "3", "SOLVER.WARMUP_ITERS", "1", "TEST.MAX_BATCHES", "1", "MODEL.DEVICE", "cpu"]
 JOBS = pytest.mark.parametrize("job", NEEDS)

@@ -198,7 +198,6 @@ def test_mistakes_in_the_command_and_in_files_of_samples_are_one_line(run, call,
     assert "No such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
     assert "ends in .jsonl or .pt, got 'a.csv'" in mistake(call, run, *wanted, "--output", "a.csv")
 
-    np.savez(tmp_path / "lengths.npz", x=np.ones((2, 4)), y=np.ones(3))
     np.save(tmp_path / "objects.npy", np.array([{}]))
     np.save(tmp_path / "shape.npy", np.ones((2, 5), np.float32))
     torch.save([np.ones(4)], tmp_path / "pickle.pt")
@@ -209,7 +208,6 @@ def test_mistakes_in_the_command_and_in_files_of_samples_are_one_line(run, call,
     expected = {
         "absent.npy": "absent.npy' cannot be read: No such file or directory",
         "image.bmp": "has the suffix '.bmp'; accepted: ",
-        "lengths.npz": "holds arrays of different lengths: {'x': 2, 'y': 3}",
         "objects.npy": "objects.npy' cannot be read: ValueError: ",
         "pickle.pt": "pickle.pt' is refused: it needs numpy.",
         "flipped.pt": "flipped.pt' is damaged or not a file of torch.save: the content of its record ",
