@@ -30,19 +30,13 @@ def test_the_steepest_place_and_the_lowest_loss_are_found():
 
 
 def test_rates_grow_by_one_factor_groups_keep_theirs_and_a_loss_that_diverges_ends_the_test():
-    used = []
+    def forward(batch):
+        used.append([group["lr"] for group in optimizer.param_groups])
+        return {"loss": (model.weight * 1e3 - model.bias).square().sum()}
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
-
-        def forward(self, batch):
-            used.append([group["lr"] for group in optimizer.param_groups])
-            return {"loss": (self.inner * 1e3 - self.other).square().sum()}
-
-    model = Model()
-    groups = [{"params": [model.inner]}, {"params": [model.other], "lr": 0.05}]
+    model, used = nn.Linear(1, 1), []
+    model.forward = forward
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.05}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
     trainer = SimpleTrainer(model, [None] * 100, optimizer)
     test = find_lr.RangeTest(1e-9, 1e-1, base_lr=0.5)
