@@ -4,7 +4,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +13,17 @@ from trainkit.projects.replay.contents import CLOCK_READINGS, differing, is_of_t
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
-from trainkit.checkpoint.folder import checkpoint_files
 from trainkit.utils.plugins import FORMATS
 
 logger = logging.getLogger(__name__)
 
+CAPSULES = "capsule.rank*.pt"
 # errors of reading a file that is not a checkpoint of a trainer
 _UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 _OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")  # logged values that no sample changes
-_NOT_REPEATED = ("evaluated", "trainer/settings", "trainer/left_out", "trainer/position/finished_early")
+_NOT_REPEATED = re.compile(
+    r"evaluated|(ranks/\d+/)?trainer/(settings|left_out|position/finished_early|hooks/(Periodic|RunRecord).*)"
+)
 
 
 class Saved(NamedTuple):
@@ -38,10 +40,10 @@ class Saved(NamedTuple):
         return self.iteration - (self.stage == 1)
 
 
-def with_origin(paths: Iterable[str]) -> list[Saved]:
-    """The files that say how their run was started, by iteration; only entries that are used are read."""
+def saved_in(run: str, pattern: str = "[!.]*.pth") -> list[Saved]:
+    """The checkpoints of a run from which a replay can start, by iteration; only entries that are used are read."""
     found = list[Saved]()
-    for path in paths:
+    for path in map(str, Path(run).glob(pattern)):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             done, stage = state["trainer"]["iteration"], state["trainer"]["position"]["stage"]
@@ -52,16 +54,6 @@ def with_origin(paths: Iterable[str]) -> list[Saved]:
     return sorted(found, key=lambda saved: saved[:3])
 
 
-def checkpoints_of(run: str) -> list[Saved]:
-    """All checkpoints of a run from which a replay can start, in the order of their iterations."""
-    return with_origin(checkpoint_files(run))
-
-
-def capsules_of(run: str) -> list[Saved]:
-    """All capsules of a run."""
-    return with_origin(map(str, Path(run).glob("capsule.rank*.pt")))
-
-
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
     """The newest checkpoint from which ``iteration`` can be reached, and the first checkpoint after its update.
 
@@ -70,8 +62,8 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
     Raises:
         CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
     """
-    found = checkpoints_of(run)
-    capsules = [saved for saved in capsules_of(run) if saved.iteration >= iteration]
+    found = saved_in(run)
+    capsules = [saved for saved in saved_in(run, CAPSULES) if saved.iteration >= iteration]
     if not found and not capsules:
         raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer that says how its run was started")
     if sharded := [saved.path for saved in found if saved.state.keys() & FORMATS]:
@@ -82,30 +74,23 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
 
 
 def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
-    """Compare the state that the replay has reached with the state in a checkpoint; returns the result as text.
+    """Compare the state that the replay has reached (none: it has failed) with the state in a checkpoint, as text.
 
     Left out: clock readings, what was written to files, the text of settings, and the reason of an early end.
-
-    Args:
-        reached: one state; empty if the replay has failed.
     """
     name = os.path.basename(saved.path)
     if not reached:
         return f"DIFFERENT: the replay has not reached {name}"
 
     def skip(key: Any, path: str) -> bool:
-        of_other_hooks = "/hooks/Periodic" in path or "/hooks/RunRecord" in path
-        return is_of_the_clock(path) or of_other_hooks or path in _NOT_REPEATED
+        return is_of_the_clock(path) or _NOT_REPEATED.fullmatch(path) is not None
 
-    states = _with_trained_weights(reached[0]), _with_trained_weights(read_file(saved.path))
+    states = [dict(reached[0]), dict(read_file(saved.path))]
+    for state in states:
+        state["model"] = state.pop("trained_model", state["model"])
     if difference := next(differing(*states, skip=skip), ""):
         return f"DIFFERENT from {name} in {difference} (first here, second in the file)"
     return f"every byte equals {name}: model, optimizer, random state, data, hooks, storage"
-
-
-def _with_trained_weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in state.items() if key != "trained_model"}
-    return {**found, "model": state.get("trained_model", state["model"])}
 
 
 Values = dict[int, dict[str, float]]

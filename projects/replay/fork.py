@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.projects.replay.checkpoints import Saved, checkpoints_of
-from trainkit.projects.replay.origin import changes_since, other_settings, refuse_imports, settings_of
+from trainkit.projects.replay.checkpoints import Saved, saved_in
+from trainkit.projects.replay.origin import changes_since, refuse_imports, settings_of
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
@@ -83,7 +83,7 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
 
 def _find(run: str, iteration: int) -> Saved:
     """The checkpoint after this iteration; -1: the newest one."""
-    found = {saved.done: saved for saved in checkpoints_of(run)}
+    found = {saved.done: saved for saved in saved_in(run)}
     if not found or iteration not in (-1, *found):
         there = f"; there are those after {', '.join(str(done + 1) for done in found)}" if found else ""
         raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer after {iteration + 1} iterations{there}")
@@ -115,7 +115,7 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
     logger.info("The run is a fork of %s", describe_parent(parent))
     if (done := state["iteration"] + 1) >= trainer.max_iter:
         raise ConfigError(f"SOLVER.MAX_ITER is {trainer.max_iter}, but the checkpoint to fork has done {done}")
-    own, changed = trainer.state_dict(), [key for key, *_ in other_settings(record["settings"], trainer.cfg)]
+    own, changed = trainer.state_dict(), [key for key, *_ in fork.CHANGES]
     record = {"settings": settings_of(trainer.cfg), "parents": [*record["parents"], parent]}
     hooks = state["hooks"] | {"RunRecord": record}
     step, position = dict(state["_trainer"]), {**state["position"], "finished_early": None}

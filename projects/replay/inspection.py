@@ -24,13 +24,10 @@ class Inspection(HookBase):
     A step that a subclass makes by itself (``run_step``) is inspected too: all modules and optimizers that are
     attributes of the trainer, and the batches that it draws from a `ResumableLoader`.
 
-    Args:
-        samples: the names of the samples of each micro-batch, if the loader does not know them.
-
     Attributes:
         parts: the name and the digest of each part of the step, in the order of computation.
         outputs: (module, largest absolute value of its output) of each call, in the order in which the calls end.
-        batches: the batch of each micro-batch as the model gets it, or the last one that a loader gave.
+        batches, samples: the micro-batches as the model gets them, and the names of the samples of each.
         drawn: gets the batches that loaders give in this step.
         is_own_step: whether the trainer makes the step by itself.
         losses, gradients: copies of the losses, and of the gradients before clipping. If the trainer does not know its

@@ -201,8 +201,8 @@ def settings_of(cfg: CfgNode) -> dict[str, str]:
     return {**found, THREADS: str(torch.get_num_threads())}
 
 
-def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, str, str]]:
-    """(key, value, saved value) of each difference between ``settings_of(cfg)`` and saved settings."""
+def table_of_other_settings(saved: Mapping[str, str], cfg: CfgNode) -> str:
+    """A table of the differences between ``settings_of(cfg)`` and saved settings, and what is used; "" if none."""
     own, rows = settings_of(cfg), []
     saved = {THREADS: own[THREADS], **saved}  # an older file does not say it
     for key in dict.fromkeys([*own, *saved]):
@@ -210,14 +210,9 @@ def other_settings(saved: Mapping[str, str], cfg: CfgNode) -> list[tuple[str, st
         here, there = own.get(key) or _default(key), saved.get(key) or _default(key)
         # parsed: the order of keys may differ, since config.yaml has them in alphabetical order
         if key != "number of processes" and parse_literal(here) != parse_literal(str(there)):  # older states have it
-            rows.append((key, here, there))
-    return rows
-
-
-def table_of(rows: Iterable[tuple[str, str, str]]) -> str:
-    """The result of `other_settings` as a table, with the value that is used."""
-    used = [(*row, "checkpoint" if _OF_CHECKPOINT.fullmatch(row[0]) else "this run") for row in rows]
-    return format_table(used, ("setting", "of this run", "in the checkpoint", "what is used"), disable_numparse=True)
+            rows.append((key, here, there, "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run"))
+    titles = ("setting", "of this run", "in the checkpoint", "what is used")
+    return format_table(rows, titles, disable_numparse=True) if rows else ""
 
 
 def _default(key: str) -> str:

@@ -109,8 +109,8 @@ class RunRecord(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parents, saved = state_dict["parents"], state_dict["settings"]
-        if saved and (rows := facts.other_settings(saved, self.trainer.cfg)):  # older states have none
-            logger.warning("The checkpoint was written with other settings:\n%s", facts.table_of(rows))
+        if saved and (table := facts.table_of_other_settings(saved, self.trainer.cfg)):  # older states have none
+            logger.warning("The checkpoint was written with other settings:\n%s", table)
 
 
 def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any]) -> str:

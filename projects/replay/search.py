@@ -10,17 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from trainkit.projects.replay.checkpoints import (
-    Saved,
-    Values,
-    around,
-    capsules_of,
-    checkpoints_of,
-    compare_way,
-    logged_values,
-)
+from trainkit.projects.replay.checkpoints import CAPSULES, Saved, Values, around, compare_way, logged_values, saved_in
 from trainkit.projects.replay.inspection import floating_tensors
-from trainkit.projects.replay.session import Session, Start
+from trainkit.projects.replay.session import Folder, Session, Start
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
@@ -31,21 +23,13 @@ from trainkit.utils.device import unwrap_model
 
 
 def replay_range(
-    run: str | os.PathLike[str],
-    first: int,
-    end: int,
-    make_hook: Callable[[], HookBase],
-    output_dir: str | os.PathLike[str],
-    start: Start = None,
+    run: Folder, first: int, end: int, make_hook: Callable[[], HookBase], output_dir: Folder, start: Start = None
 ) -> str:
     """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; see `replay`.
 
     It writes the values that the hook puts into the storage, and those of the run, to ``metrics.json`` in
-    ``output_dir``: a line for each iteration, null for a value that is not finite.
-
-    Returns:
-        A comparison of the values with those that the run has stored; it shows whether the hook has changed the run. If
-        an iteration fails: "FAILED" and the reason; the values before this iteration are written.
+    ``output_dir``: a line for each iteration, null for a value that is not finite. Returns a comparison with the values
+    that the run has stored. It shows whether the hook has changed the run, or that an iteration has "FAILED".
     """
     values, text = _Range(os.path.abspath(run), first, end, make_hook).perform(start)
     if comm.is_main_process():
@@ -56,7 +40,7 @@ def replay_range(
     return str(text)
 
 
-def worst(run: str | os.PathLike[str], first: int, end: int, num: int, start: Start = None) -> str:
+def worst(run: Folder, first: int, end: int, num: int, start: Start = None) -> str:
     """The iterations from ``first`` to ``end`` - 1 with the largest losses, with their samples, as text."""
     losses = Quantity("loss")
     way = _Range(os.path.abspath(run), first, end, lambda: losses).perform(start)[1]
@@ -64,13 +48,11 @@ def worst(run: str | os.PathLike[str], first: int, end: int, num: int, start: St
     return "\n".join([*(f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows), way])
 
 
-def first_bad(
-    run: str | os.PathLike[str], last: int | None, quantity: str = "loss", times: float = 10.0, start: Start = None
-) -> str:
+def first_bad(run: Folder, last: int | None, quantity: str = "loss", times: float = 10.0, start: Start = None) -> str:
     """The first iteration, up to ``last`` (None: the end), in which a `Quantity` is out of its band."""
     run = os.path.abspath(run)
     if last is None:
-        last = max((saved.iteration for saved in capsules_of(run) + checkpoints_of(run)), default=0)
+        last = max((saved.iteration for saved in saved_in(run) + saved_in(run, CAPSULES)), default=0)
     return str(_Search(run, last, quantity, times).perform(start))
 
 
@@ -152,7 +134,7 @@ def _nan_is_largest(value: float) -> float:
 
 class _Search(Session):
     def __init__(self, run: str, last: int, quantity: str, times: float) -> None:
-        self._checkpoints = [saved for saved in checkpoints_of(run) if saved[:2] <= (last, 1)]
+        self._checkpoints = [saved for saved in saved_in(run) if saved[:2] <= (last, 1)]
         if not self._checkpoints:
             raise CheckpointError(f"'{run}' has no checkpoint before iteration {last}, from which a search could start")
         super().__init__(run, last, self._checkpoints[0], around(run, last)[1])

@@ -32,6 +32,7 @@ from trainkit.utils.device import device_of
 from trainkit.utils.plugins import OPTIONS
 from trainkit.utils.run_folder import release_folder
 
+Folder = str | os.PathLike[str]
 Start = Callable[[], Any] | Sequence[str] | None
 
 _BY_RESULTS = {"EvalHook", "FinalEvalHook", "EarlyStopping", "ReduceOnPlateau"}
@@ -48,7 +49,7 @@ class _Done(SystemExit):
 class Session:
     """Runs the command of a run again, and calls ``work``, which a subclass defines, where it would train."""
 
-    keeps_all_hooks = False  # True: also those that evaluate, which the next checkpoint depends on
+    keeps_all_hooks = False  # also those that evaluate, which the next checkpoint depends on
     _inspection: Inspection | None = None  # of the present step; it gets the batches that any `ResumableLoader` gives
     _trainer: Any
     _result: Any = None
@@ -67,12 +68,7 @@ class Session:
         raise NotImplementedError
 
     def perform(self, start: Start) -> Any:
-        """Run the command, and return what ``work`` returns.
-
-        Raises:
-            ConfigError: there is no command, or it does not call ``train()``; or the run has no such iteration.
-            CheckpointError: the run had another number of processes.
-        """
+        """Run the command, and return what ``work`` returns; raises as `replay`."""
         if start is None:
             known = facts.command_of(self.origin)
             raise ConfigError(f"give the command of the run after `--`; '{self._run}' says that it was: {known}")
@@ -155,9 +151,9 @@ class Session:
         """Called in the place of ``DefaultTrainer.train``."""
         if not 0 <= self._at < trainer.max_iter:
             raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
-        if self._start is None and (parents := self.origin.get("parents")):
-            run, last = parents[-1]["run"], parents[-1]["iteration"]
-            raise ConfigError(f"the run is a fork of {run}, which has done iterations 0 to {last}; replay them there")
+        if self._start is None and self.origin.get("parents"):
+            text = "the run is a fork of {run}, which has done iterations 0 to {iteration}; replay them there"
+            raise ConfigError(text.format_map(self.origin["parents"][-1]))
         if self._processes != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
                 f"the run had {self._processes} processes, and this replay has {comm.get_world_size()}; start it by "
@@ -223,11 +219,7 @@ def copy_of(state: Any) -> Any:
 
 
 def run_command(words: Sequence[str]) -> None:
-    """Run ``[python] FILE ...`` or ``[python] -m MODULE ...`` in this process, as Python does.
-
-    Raises:
-        ConfigError: the words are something else.
-    """
+    """Run ``[python] FILE ...`` or ``[python] -m MODULE ...`` in this process; other words are a ConfigError."""
     is_python = bool(words) and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(words[0])) is not None
     rest = [*words[is_python:]]
     is_module = rest[:1] == ["-m"]

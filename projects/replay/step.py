@@ -17,7 +17,7 @@ from trainkit.projects.replay.checkpoints import Saved, around, compare_way, log
 from trainkit.projects.replay.inspection import Inspection, Part
 from trainkit.projects.replay.origin import sizes_and_times
 from trainkit.projects.replay.result import Replay, judge
-from trainkit.projects.replay.session import Session, Start, copy_of
+from trainkit.projects.replay.session import Folder, Session, Start, copy_of
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
@@ -29,7 +29,7 @@ from trainkit.utils.env import get_rng_state, set_rng_state
 
 
 def replay(
-    run: str | os.PathLike[str],
+    run: Folder,
     iter: int | None = None,
     start: Start = None,
     *,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from trainkit.projects.replay import record, replay
-from trainkit.projects.replay.tests.job import Job, PlantNan, Scans
+from trainkit.projects.replay.tests.job import Job, Scans
 
 from tests.engine.job import TinyClassifier
 from trainkit.checkpoint import CheckpointError
@@ -145,19 +145,6 @@ def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sampl
 
     assert found.inspection.bad_samples == found.inspection.samples_of_first_bad_output == ["scan_017.png"]
     assert found.samples_at_fault.count("not finite with scan_017.png (1 of ") == 1
-
-
-def test_a_run_that_has_failed_before_its_first_checkpoint_is_replayed_from_the_beginning(tmp_path):
-    job, *_ = failed(
-        Job(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 100, make_hooks=lambda: [PlantNan("layers.0.weight", 7)])
-    )
-
-    found = replay(tmp_path, 7, job)
-
-    assert (found.start, found.error[:18]) == ("the beginning", "FloatingPointError")
-    assert "logged values equal those in capsule.rank0.pt, iterations 0 to 6" in found.on_the_way
-    with pytest.raises(CheckpointError, match="has no checkpoint after iteration"):
-        replay(tmp_path, 7, job, prove=True)
 
 
 def test_a_failure_before_the_batch_in_the_update_or_after_it_leaves_no_step(tmp_path, monkeypatch):

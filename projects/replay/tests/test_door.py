@@ -1,4 +1,4 @@
-"""A checkpoint or a capsule of a stranger chooses no code: the command and IMPORTS are those of the user."""
+"""The command line; a checkpoint or a capsule of a stranger chooses no code: command and IMPORTS are the user's."""
 
 import sys
 
@@ -17,6 +17,9 @@ from trainkit.projects.replay.tests.job import train
 open("words", "w").write(repr(sys.argv[1:]))
 train("output/new", *sys.argv[1:])
 """
+
+
+NO_COMMANDS = (["python"], ["python", "-c", "print()"], ["missing.py"], ["python", "-m"])
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +97,37 @@ def test_the_command_that_is_given_runs_in_this_process_whatever_the_file_says(p
         assert (tmp_path / "project/words").read_text() == repr([*several, *one, "--", "SEED", "1"])
 
 
-def test_another_command_is_one_message(plant, capsys):
+HOOK = """
+from trainkit.engine import CallbackHook
+Ten = lambda: CallbackHook(after_step=lambda trainer: trainer.storage.put_scalar("ten", 10))
+"""
+
+
+def test_each_question_has_its_options(plant, capsys, tmp_path):
     run = plant()
-    for words in (["python"], ["python", "-c", "print()"], ["missing.py"], ["python", "-m"]):
-        assert "accepted: python FILE ..., python -m MODULE ..." in refused(capsys, run, "--iter", 5, "--", *words)
+    (tmp_path / "project/mine.py").write_text(HOOK)
+    for words, start in [
+        (["--iter", "5", "--once"], f"Iteration 5 of {run}, from model_0000004.pth and 0 iterations after it"),
+        (["--range", "5:7", "--hook", "mine.py:Ten"], "4 of 4 logged values equal those in capsule.rank0.pt"),
+        (["--range", "5:7", "--worst", "1"], "iteration "),
+        (["--first-bad", "--quantity", "weight"], "weight stays within 10 times its running median"),
+    ]:
+        assert tool.main(tool.parse_args([str(run), *words, "--", "train.py"])) == 0
+        assert start in capsys.readouterr().out.splitlines()[0]
+    assert '"ten": 10.0' in (tmp_path / "project/replay_of_run/metrics.json").read_text()
+
+
+def test_wrong_arguments_are_one_message(plant, capsys):
+    run, hook = plant(), f"{__file__}:refused"
+    for words, message in [
+        ([], "iter=None, prove=False; accepted: the folder of a run and --iter"),
+        (["--range", "3:4"], "--hook is ''; accepted with --range: FILE.py:CLASS"),
+        (["--range", "4:4"], "argument --range: invalid iterations value: '4:4'"),
+        (["--range", "3:4", "--hook", hook, "--out", run / "x"], "in the folder of the run, which"),
+        (["--range", "9:11", "--worst", 3, "--", "train.py"], "--range ends with 11; the run ends with 10;"),
+        *((["--iter", 5, "--", *words], "accepted: python FILE ..., python -m MODULE ...") for words in NO_COMMANDS),
+    ]:
+        assert message in refused(capsys, run, *words)
 
 
 def test_modules_of_a_checkpoint_are_imported_only_if_the_users_own_command_names_them(plant, tmp_path):

@@ -60,13 +60,19 @@ class Keep(HookBase):
         self.steps.append((self.trainer.batch["x"], {**self.trainer.losses}, gradients))
 
 
+def draw_and_build(cfg):
+    """As a script that draws itself before it builds its trainer; with SEED -1 the seed was drawn before that."""
+    torch.rand(3)
+    return DefaultTrainer(cfg)
+
+
 def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_which_is_not_changed(tmp_path):
-    kept = Keep()
-    Job(tmp_path, make_hooks=lambda: [kept])()
+    kept, options = Keep(), ("SEED", -1)
+    Job(tmp_path, *options, make_hooks=lambda: [kept], base=draw_and_build)()
     folder = digest_of_folder(tmp_path)
 
-    for iter, start in ((0, "the beginning"), (9, "model_0000004.pth")):
-        found = replay(tmp_path, iter, Job(tmp_path), prove=True)
+    for iter, start, after in ((0, "the beginning", "model_0000004.pth"), (9, "model_0000004.pth", "model_final.pth")):
+        found = replay(tmp_path, iter, Job(tmp_path, *options, base=draw_and_build), prove=True)
 
         batch, losses, gradients = kept.steps[iter]
         assert torch.equal(found.batch["x"], batch)
@@ -75,10 +81,10 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_w
         assert all(torch.equal(found.gradients[name], gradients[name]) for name in gradients)
         assert (found.verdict, found.differences, found.start) == (REPRODUCIBLE, [], start)
         assert found.error == found.first_bad_module == found.first_bad_gradient == found.failure == ""
-    words = " ".join(str(found).split())
-    assert f"layers.0.weight {gradients['layers.0.weight'].norm().item():.4g}" in words
-    assert f"x [8, 4] torch.float32 {batch.min():.4g}" in words
-    assert words.endswith(f"proof: {proof('model_final.pth')} verdict: {REPRODUCIBLE}")
+        words = " ".join(str(found).split())
+        assert f"layers.0.weight {gradients['layers.0.weight'].norm().item():.4g}" in words
+        assert f"x [8, 4] torch.float32 {batch.min():.4g}" in words
+        assert words.endswith(f"proof: {proof(after)} verdict: {REPRODUCIBLE}")
     assert digest_of_folder(tmp_path) == folder
 
 
@@ -103,8 +109,9 @@ def test_a_step_on_a_gpu_is_repeated_and_proved_there(tmp_path):
     check_step_of_a_graph(tmp_path, "cuda")
 
 
-def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path):
-    job = Job(tmp_path, make_hooks=lambda: [PlantNan("layers.4.bias", 7)])
+def test_a_nan_in_a_weight_is_found_with_its_name_and_module_also_before_the_first_checkpoint(tmp_path):
+    options = ("SOLVER.CHECKPOINT_PERIOD", 100, "DATASETS.TEST", ())
+    job = Job(tmp_path, *options, make_hooks=lambda: [PlantNan("layers.4.bias", 7)])
     with pytest.raises(FloatingPointError):
         job()
 
@@ -112,8 +119,10 @@ def test_a_nan_in_a_weight_is_found_with_its_name_and_module(tmp_path):
 
     assert (found.inspection.not_finite_before, found.first_bad_module) == (["layers.4.bias"], "layers.4")
     assert found.error.startswith("FloatingPointError: the loss is not finite in iteration 7")
-    assert found.verdict == REPRODUCIBLE
-    assert found.on_the_way == "4 of 4 logged values equal those in capsule.rank0.pt, iterations 5 to 6"
+    assert (found.verdict, found.start) == (REPRODUCIBLE, "the beginning")
+    assert found.on_the_way == "14 of 14 logged values equal those in capsule.rank0.pt, iterations 0 to 6"
+    with pytest.raises(CheckpointError, match="has no checkpoint after iteration"):
+        replay(tmp_path, 7, job, prove=True)
 
 
 def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_path):
@@ -167,19 +176,6 @@ def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
 
     assert found.proof == proof("model_0000006.pth")
     assert found.differences == ["setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"]
-
-
-def test_a_seed_that_was_drawn_is_set_before_what_a_script_draws_itself(tmp_path):
-    def draw_and_build(cfg):
-        torch.rand(3)
-        return DefaultTrainer(cfg)
-
-    job = Job(tmp_path, "SEED", -1, base=draw_and_build)
-    job()
-
-    found = replay(tmp_path, 2, job, prove=True)
-
-    assert (found.start, found.proof) == ("the beginning", proof("model_0000004.pth"))
 
 
 def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):

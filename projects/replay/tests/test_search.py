@@ -65,15 +65,6 @@ def test_the_step_in_which_a_quantity_leaves_its_band_is_found_with_its_samples(
         first_bad(grown.folder, 11, "layer4", start=grown)
 
 
-def test_a_loss_that_is_not_finite_is_found_in_the_step_that_fails(tmp_path):
-    job = Job(tmp_path, *OPTIONS, make_hooks=lambda: [PlantNan("layers.0.weight", 9)])
-    with pytest.raises(FloatingPointError):
-        job()
-
-    assert "outside of its band in iteration 9: nan" in first_bad(tmp_path, None, start=job)
-    assert first_bad(tmp_path, 8, start=job).startswith("loss stays within 10 times its running median at")
-
-
 def test_the_steps_with_the_largest_losses_are_listed(grown):
     stored = read_file(grown.folder / "model_final.pth")["trainer"]["storage"]["histories"]["total_loss"]
     losses = dict(zip(stored["iterations"].tolist(), stored["values"].tolist(), strict=True))
@@ -104,12 +95,13 @@ def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothi
     assert disturbed.startswith("DIFFERENT: total_loss of iteration 5 is ")
 
 
-def test_a_range_that_ends_in_a_failure_is_written_up_to_it(tmp_path):
-    job = Job(tmp_path / "run", make_hooks=lambda: [PlantNan("layers.0.weight", 7)])
+def test_a_failure_is_found_in_its_step_and_a_range_that_ends_in_it_is_written_up_to_it(tmp_path):
+    job = Job(tmp_path / "run", *OPTIONS, make_hooks=lambda: [PlantNan("layers.0.weight", 9)])
     with pytest.raises(FloatingPointError):
         job()
 
-    text = replay_range(tmp_path / "run", 6, 9, Norm, tmp_path, job)
-
-    assert text.startswith("FAILED in iteration 7: FloatingPointError: the loss is not finite in iteration 7")
-    assert [row["iteration"] for row in rows(tmp_path) if "norm" in row] == [6]
+    assert "outside of its band in iteration 9: nan" in first_bad(job.folder, None, start=job)
+    assert first_bad(job.folder, 8, start=job).startswith("loss stays within 10 times its running median at")
+    text = replay_range(job.folder, 8, 11, Norm, tmp_path, job)
+    assert text.startswith("FAILED in iteration 9: FloatingPointError: the loss is not finite in iteration 9")
+    assert [row["iteration"] for row in rows(tmp_path) if "norm" in row] == [8]
