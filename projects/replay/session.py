@@ -152,8 +152,8 @@ class Session:
         if not 0 <= self._at < trainer.max_iter:
             raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
         if self._start is None and self.origin.get("parents"):
-            text = "the run is a fork of {run}, which has done iterations 0 to {iteration}; replay them there"
-            raise ConfigError(text.format_map(self.origin["parents"][-1]))
+            run, last = map(self.origin["parents"][-1].get, ("run", "iteration"))
+            raise ConfigError(f"the run is a fork of {run}, which has done iterations 0 to {last}; replay them there")
         if self._processes != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
                 f"the run had {self._processes} processes, and this replay has {comm.get_world_size()}; start it by "
