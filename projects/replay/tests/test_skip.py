@@ -1,7 +1,6 @@
 """The batches of some iterations are left out, and all others are those of the plain run."""
 
 import contextlib
-import logging
 
 import pytest
 import torch
@@ -35,6 +34,10 @@ def same(found, plain, numbers):
     return sorted(found) == sorted(numbers) and all(torch.equal(*pair) for pair in pairs)
 
 
+def log(folder):
+    return (folder / "log.txt").read_text()
+
+
 def left_out(folder, name="model_final"):
     return read_file(folder / f"{name}.pth")["trainer"]["hooks"]["SkipBatches"]["left_out"]
 
@@ -49,13 +52,12 @@ def plain(tmp_path_factory):
     return batches(tmp_path_factory.mktemp("plain"), options=("SOLVER.MAX_ITER", 13))
 
 
-def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, plain, caplog):
-    caplog.set_level(logging.INFO)
+def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, plain):
     found = batches(tmp_path, options=SKIP)
 
     assert same(found, plain, SHIFTED)
     assert not same(found, plain, {i: i for i in range(10)})
-    assert "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one" in caplog.text
+    assert "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one" in log(tmp_path)
     assert (left_out(tmp_path), left_out(tmp_path, "model_0000004")) == ([[3, 5], [6, 7]], [[3, 5]])
 
 
@@ -68,15 +70,14 @@ def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain
     assert same(first | batches(tmp_path, "--resume", options=SKIP), plain, SHIFTED)
 
 
-def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain, caplog):
-    caplog.set_level(logging.INFO)
+def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain):
     batches(tmp_path, hooks=[StopAt(6)])
 
     found = batches(tmp_path, "--resume", options=("DATALOADER.SKIP", [[2, 4], [8, 9]]))
 
     assert same(found, plain, {7: 7, 8: 9, 9: 10})
-    assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in caplog.text
-    assert "nothing of [8, 9]" not in caplog.text
+    assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in log(tmp_path)
+    assert "nothing of [8, 9]" not in log(tmp_path)
 
 
 def check_skip_of_a_rank(rank, folder):
