@@ -40,6 +40,5 @@ def _set_timeout(seconds: float) -> None:
 
 def trace_files() -> str:
     """Where torch's flight recorder, which is on for NCCL, writes when a rank waits too long; the rank follows."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    default = os.path.join(cache, "torch", "comm_lib_trace_rank_")
+    default = f"{os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')}/torch/comm_lib_trace_rank_"
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default)

@@ -47,7 +47,7 @@ class CudaRecorder:
     @contextmanager
     def watching(self, found: list[str]) -> Iterator[None]:
         """Context that adds to ``found`` the lines in which the host waits for the device, as a recording cannot."""
-        mode, profile = torch.cuda.get_sync_debug_mode(), sys.getprofile()
+        mode, is_free = torch.cuda.get_sync_debug_mode(), sys.getprofile() is None  # else a profiler is at work
 
         def note(frame: FrameType, event: str, call: Any) -> None:
             if event == "c_call" and "synchronize" in call.__name__:  # of a device or an event: torch does not warn
@@ -58,10 +58,12 @@ class CudaRecorder:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
-                sys.setprofile(note)
+                if is_free:
+                    sys.setprofile(note)
                 yield
         finally:
-            sys.setprofile(profile)
+            if is_free:
+                sys.setprofile(None)
             torch.cuda.set_sync_debug_mode(mode)
         waits = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
         found += [f"{warning.filename}:{warning.lineno}" for warning in waits]

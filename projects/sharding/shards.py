@@ -63,7 +63,7 @@ class Shards:
         Raises:
             CheckpointError: on every rank, if one of them cannot write.
         """
-        dcp, sharding = _import_dcp(), _import_dtensor()
+        dcp, sharding = _distributed("checkpoint"), _distributed("tensor")
         tensors = {}
         for path, part in self._local.items():
             ranks, placements, shape, stride = self._layouts[path]
@@ -118,7 +118,7 @@ def fill_shards(
         return state
     folder, files = _checked(manifest, path)
     like = None if model is None else _layout_for_reading(model)
-    dcp, prefixes = _import_dcp(), tuple(wanted)
+    dcp, prefixes = _distributed("checkpoint"), tuple(wanted)
     found: dict[str, Tensor] = {}
     try:
         rank, num = (0, 1) if model is None else (comm.get_rank(), comm.get_world_size())
@@ -171,7 +171,7 @@ def _layout_for_reading(model: nn.Module) -> Any:
     first = first_shard(model)
     if first is None or comm.get_data_group_size() == 1:
         return first
-    sharding, mesh = _import_dtensor(), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
+    sharding, mesh = _distributed("tensor"), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
     return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])
 
 
@@ -180,7 +180,8 @@ def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
     """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: not sharded."""
     if like is None:
         return torch.empty(size, dtype=dtype, device="cpu")
-    empty: Tensor = _import_dtensor().empty(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+    make = _distributed("tensor").empty
+    empty: Tensor = make(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
     return empty
 
 
@@ -192,9 +193,6 @@ def _digest_of(path: Path) -> str:
     return sha256.hexdigest()
 
 
-def _import_dcp() -> Any:
-    return importlib.import_module("torch.distributed.checkpoint")  # this import takes almost as long as that of torch
-
-
-def _import_dtensor() -> Any:
-    return importlib.import_module("torch.distributed.tensor")
+def _distributed(name: str) -> Any:
+    """A module of torch.distributed; to import one takes almost as long as to import torch."""
+    return importlib.import_module(f"torch.distributed.{name}")
