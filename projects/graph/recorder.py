@@ -44,8 +44,9 @@ class CudaRecorder:
         finally:
             current.wait_stream(self._stream)
 
+    @staticmethod
     @contextmanager
-    def watching(self, found: list[str]) -> Iterator[None]:
+    def watching(found: list[str]) -> Iterator[None]:
         """Context that adds to ``found`` the lines in which the host waits for the device, as a recording cannot."""
         mode, is_free = torch.cuda.get_sync_debug_mode(), sys.getprofile() is None  # else a profiler is at work
 

@@ -182,7 +182,8 @@ def disk(job: Job) -> Iterator[Finding]:
     peak = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if accelerator_runs_ahead():
-        peak, memory = torch.accelerator.memory.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+        peak = torch.accelerator.memory.max_memory_allocated()
+        memory = torch.get_device_module().get_device_properties().total_memory
     number = job.cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size() * memory // peak
     text = f"{peak / 2**20:,.0f} of {memory / 2**20:,.0f} MiB; a batch can have at least {number} samples"
     yield judge("memory", peak > 0.9 * memory, text, "make the batch smaller", LOOK)

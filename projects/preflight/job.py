@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
+from trainkit.projects.graph.recorder import CudaRecorder
 from trainkit.projects.preflight.findings import Finding, NotAsked, judge
 from trainkit.projects.preflight.options import record_reads
 
@@ -42,7 +43,8 @@ class Watcher(TorchDispatchMode):
     Attributes:
         sec: part of a step -> seconds, for each step.
         trained: names of the parameters that had a gradient which is not zero.
-        reads: the place of each read of a tensor in a forward pass, and of each copy from or to the host.
+        reads: the place of each read of a tensor in a forward pass, and of each copy from or to the host; on CUDA of
+            all that waits for the device.
         fired: (number of the ReLU in its pass, place) -> for each channel, whether it was ever above zero.
     """
 
@@ -52,7 +54,7 @@ class Watcher(TorchDispatchMode):
         self.fired = dict[tuple[int, str], Tensor]()
 
     def step(self, trainer: Any, batch: Any) -> None:
-        """Make a step by its parts, and its forward pass again."""
+        """Make a step by its parts, and its forward pass once more, or twice."""
         trainer.optimizer.zero_grad()
         losses, forward = timed(trainer.compute_losses, batch)
         _, backward = timed(trainer.backward, losses.total)
@@ -62,6 +64,11 @@ class Watcher(TorchDispatchMode):
         self._number = 0
         with self:
             trainer.compute_losses(batch)
+        if next(trainer.model.parameters()).is_cuda:  # the dispatcher does not see all
+            waits = list[str]()
+            with CudaRecorder.watching(waits):
+                trainer.compute_losses(batch)
+            self.reads += [f"a wait at {line}" for line in waits if not str(self.reads).count(line)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")

@@ -4,9 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from trainkit.projects.preflight.job import Watcher
 
+from tests.cuda import needs_cuda
 from tests.docs.pages import blocks, page
 from tests.forked import run_forked, script
+from trainkit.engine import SimpleTrainer
 
 PAGE = "docs/preflight.md"
 (OWN,) = blocks(PAGE, "python")
@@ -109,3 +114,15 @@ def test_several_processes_are_compared_with_one(tmp_path):
     code, verdicts, text = preflight(tmp_path, "--preflight", *options)
     assert (code, problems(verdicts)) == (3, {"first_loss", "processes"}), text
     assert "different among them: buffers" in text
+
+
+@needs_cuda
+def test_on_a_gpu_waits_that_the_dispatcher_does_not_see_are_found():
+    class Masked(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch)[batch[:, 0] > 0].sum()
+
+    batch, model, watcher = torch.ones(2, 4, device="cuda"), Masked(4, 1).cuda(), Watcher()
+    watcher.step(SimpleTrainer(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1)), batch)
+
+    assert {read.rpartition(":")[0] for read in watcher.reads} == {f"a wait at {__file__}"}
