@@ -30,6 +30,7 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
         {"NAME": "MultiStep", "BEGIN": 8, "MILESTONES": [16, "3ep"], "GAMMA": 0.5},
         {"NAME": "Cosine", "END": "2ep", "END_VALUE": 0.25, "END_RATIO": None},
         {"NAME": "UsersOwn", "PATIENCE": 8},
+        {"NAME": "Exponential", "GAMMA": 0.25},
     ]
     cfg = make_cfg(MAX_ITER=80, REFERENCE_WORLD_SIZE=8, SCHEDULES=schedules)
     scaled = scale_workers(cfg, 4).SOLVER
@@ -38,6 +39,7 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
         {"NAME": "MultiStep", "BEGIN": 16, "MILESTONES": [32, "3ep"], "GAMMA": 0.5},
         {"NAME": "Cosine", "END": "2ep", "END_VALUE": 0.125, "END_RATIO": None},
         {"NAME": "UsersOwn", "PATIENCE": 8},
+        {"NAME": "Exponential", "GAMMA": 0.5},
     ]
     assert (cfg.SOLVER.SCHEDULES[0]["END"], scaled.MAX_ITER) == (8, 160)
 
