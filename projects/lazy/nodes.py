@@ -18,9 +18,7 @@ def is_node(value: Any) -> bool:
 
 def to_node(value: Any) -> Any:
     """Make a node from a dict, a list or another node, with values as in `to_plain`."""
-    plain = to_plain(value)
-    node = _omegaconf().DictConfig if isinstance(plain, dict) else _omegaconf().ListConfig
-    return node(plain, flags={"allow_objects": True})
+    return _omegaconf().OmegaConf.create(to_plain(value), flags={"allow_objects": True})
 
 
 def to_plain(value: Any, *, resolve: bool = False) -> Any:

@@ -22,6 +22,10 @@ class Segmenter(nn.Module):
     Train mode returns ``losses(batch)``, eval mode logits ``[N, 11, 48, 48]``.
     """
 
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {"width": cfg.MODEL.WIDTH}
+
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
         return self.losses(batch) if self.training else self.logits(batch["image"])
 
@@ -84,10 +88,6 @@ class UNet(Segmenter):
         self.up = nn.ModuleList(_convs(large + small, large) for large, small in widths)
         self.classifier = nn.Conv2d(width, _NUM_CLASSES, kernel_size=1)
 
-    @classmethod
-    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"width": cfg.MODEL.WIDTH}
-
     def logits(self, image: Tensor) -> Tensor:
         *features, x = self.pyramid(image)
         for convs in reversed(self.up):
@@ -104,10 +104,6 @@ class FCN(Segmenter):
         super().__init__()
         self.pyramid = Pyramid(width)
         self.classifiers = nn.ModuleList(nn.Conv2d(channels, _NUM_CLASSES, 1) for channels in self.pyramid.widths)
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"width": cfg.MODEL.WIDTH}
 
     def logits(self, image: Tensor) -> Tensor:
         features = self.pyramid(image)

@@ -59,6 +59,7 @@ def test_a_file_gives_its_nodes_and_nothing_else(write):
     cfg = LazyConfig.load(path)
     assert isinstance(cfg, DictConfig)
     assert cfg == {"model": {"width": 3, "at": [1, [2, 3]]}}
+    assert LazyConfig.load(path, "number") == 1
     assert LazyConfig.load(path, ["number", "model"]) == (1, {"width": 3, "at": [1, [2, 3]]})
     with pytest.raises(ConfigError, match="has no 'modle'; did you mean 'model'"):
         LazyConfig.load(path, "modle")

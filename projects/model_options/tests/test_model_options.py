@@ -87,6 +87,8 @@ def test_blocks_are_computed_again_in_the_backward_pass_with_the_same_random_num
     assert_same_run(resumed, plain)
     calls = [[block.num_calls for block in trainer.model.blocks] for trainer in (again, plain)]
     assert [more - less for more, less in zip(*calls, strict=True)] == [10, 10]  # in each iteration, in no evaluation
+    with pytest.raises(ConfigError, match="COMPILE.MODE: got 'fast'"):
+        train(tmp_path, *COMPILED, "MODEL.COMPILE.MODE", "fast")
     with pytest.raises(ConfigError, match=r"BLOCKS: got \['Count'\].*accepted: .*Counting"):
         train(tmp_path, blocks[0], ["Count"])
 

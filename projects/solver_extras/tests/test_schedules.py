@@ -116,6 +116,7 @@ def test_cosine_restarts_begin_at_their_weights_and_keep_the_last_value():
 
 def test_an_exponential_warmup_is_the_factor_to_the_share_that_is_left():
     assert values_of(ExponentialWarmup(5, 0.0625), 1.0, 7) == [0.0625, 0.125, 0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [make(9)(0, 3.0) for make in (Constant, Linear, ExponentialWarmup)] == pytest.approx([1.0] * 3)
 
 
 def test_an_inverse_square_root_continues_a_warmup_of_its_timescale():
