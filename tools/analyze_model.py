@@ -28,7 +28,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from user_job import SCRIPT_HELP, find_trainer
+from user_job import SCRIPT_HELP, find_trainer, positive
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, user_errors_exit
@@ -242,9 +242,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config-file", required=True, metavar="FILE", help="a config; also the config.yaml of a run")
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
-    parser.add_argument("--depth", type=_depth, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
+    parser.add_argument("--depth", type=int, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
     text = "the memory of a training step, of one of so many ranks, in place of the counts"
-    parser.add_argument("--memory", type=_ranks, default=0, metavar="RANKS", help=text)
+    parser.add_argument("--memory", type=positive, default=0, metavar="RANKS", help=text)
     parser.add_argument(
         "--input-shape",
         action="append",
@@ -254,18 +254,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as MODEL.WIDTH 32")
     return parser.parse_intermixed_args(arguments)
-
-
-def _depth(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"need an integer >= 0, got {text!r}")
-    return int(text)
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"need an integer >= 1, got {text!r}")
-    return int(text)
 
 
 def _named_shape(text: str) -> tuple[str, list[int]]:

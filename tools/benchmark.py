@@ -28,6 +28,7 @@ import torch
 from benchmarks import averaging, checkpoint, cuda, graph, history, imports, job, loader, peers, ranks, resume, step
 from benchmarks.measure import Row
 from tabulate import tabulate
+from user_job import positive
 
 HEADERS = ["row", "value", "goal", "", "of"]
 
@@ -58,7 +59,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     )
     rows, others = ",".join(ROWS), ",".join(peers.names())
     parser.add_argument("--rows", type=partial(_names, "row", ROWS), default=[*ROWS], help=f"some of {rows}")
-    parser.add_argument("--rounds", type=_positive, help="this many rounds instead of each row's own number")
+    parser.add_argument("--rounds", type=positive, help="this many rounds instead of each row's own number")
     parser.add_argument("--full", action="store_true", help=f"memory after 10 million steps, not after {FEW_STEPS:,}")
     parser.add_argument(
         "--against",
@@ -99,12 +100,6 @@ def _folder(text: str) -> Path:
     if not os.access(text, os.W_OK) or not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"need a folder that is there and writable, got {text!r}")
     return Path(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"need a whole number >= 1, got {text!r}")
-    return int(text)
 
 
 def describe_machine() -> dict[str, str]:

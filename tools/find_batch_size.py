@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from find_lr import config_of_test
-from user_job import SCRIPT_HELP, find_trainer, only_logging
+from user_job import SCRIPT_HELP, find_trainer, only_logging, positive
 
 from predict import ROOT
 from trainkit.config import CfgNode, ConfigError, get_cfg
@@ -123,9 +123,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config-file", default=str(ROOT / "projects/digits/config.yaml"), metavar="FILE")
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
-    parser.add_argument("--steps", type=int, default=5, help="steps that are timed for each size (default %(default)s)")
     parser.add_argument(
-        "--max-batch-size", type=int, metavar="N", help="default: the samples of an epoch; needed on a CPU"
+        "--steps", type=positive, default=5, help="steps that are timed for each size (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-batch-size", type=positive, metavar="N", help="default: the samples of an epoch; needed on a CPU"
     )
     parser.add_argument("opts", nargs="*", default=[], metavar="KEY VALUE", help="changes to the config")
     return parser.parse_intermixed_args(args)
@@ -133,9 +135,6 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> int:
     """The suggested batch size."""
-    for name in ("steps", "max_batch_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; accepted: 1 or more")
     cfg = get_cfg()
     cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)

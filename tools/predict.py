@@ -45,7 +45,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 from trainkit.projects.evaluators.batches import num_samples
-from user_job import SCRIPT_HELP, find_trainer
+from user_job import SCRIPT_HELP, find_trainer, positive
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing
@@ -430,17 +430,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--dataset", metavar="NAME", help="a dataset that the modules of IMPORTS register")
     source.add_argument("--input", nargs="+", metavar="FILE", help="files with samples, see above")
     parser.add_argument("--key", default="image", help='name of a bare array in a sample, "" for none (image)')
-    parser.add_argument("--num", type=_positive, metavar="N", help="only the first N samples")
-    parser.add_argument("--top-k", type=_positive, metavar="K", help=f"number of classes ({TOP_K})")
+    parser.add_argument("--num", type=positive, metavar="N", help="only the first N samples")
+    parser.add_argument("--top-k", type=positive, metavar="K", help=f"number of classes ({TOP_K})")
     parser.add_argument("--output", type=_output, metavar="FILE", help="a .jsonl or .pt file")
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="changes to the config")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"need an integer >= 1, got {text!r}")
-    return int(text)
 
 
 def _output(text: str) -> str:

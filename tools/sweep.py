@@ -37,6 +37,7 @@ from typing import Any, TypeAlias
 from plots.runs import Run, RunError, read_runs
 from tabulate import tabulate
 from train_net import DEFAULT_CONFIG
+from user_job import positive
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError, get_cfg
@@ -289,9 +290,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="where the runs are, each in a folder of its own")
     parser.add_argument("specs", nargs="+", metavar="KEY=VALUES", help="VALUES: 1,2,3 or 0.1..1 or log:1e-4..1")
-    parser.add_argument("--random", type=int, metavar="N", help="draw N settings instead of taking all combinations")
+    parser.add_argument(
+        "--random", type=positive, metavar="N", help="draw N settings instead of taking all combinations"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the settings drawn (default %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="runs at the same time (default %(default)s)")
+    parser.add_argument("--processes", type=positive, default=1, help="runs at the same time (default %(default)s)")
     parser.add_argument(
         "--devices", default="", help="of CUDA, such as 0,1: each run sees one of them; default: each sees all"
     )
@@ -309,9 +312,6 @@ def main(args: argparse.Namespace) -> int:
     specs = dict(map(parse_spec, args.specs))
     if len(specs) < len(args.specs):
         raise ConfigError("a key is given twice; give all of its values at once: KEY=1,2,3")
-    for name in ("random", "processes"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}; accepted: 1 or more")
     if not Path(args.script).is_file():
         raise ConfigError(f"--script: there is no file {args.script!r}; name a training script")
     if args.mode == "auto" and args.metric:

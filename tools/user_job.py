@@ -1,5 +1,6 @@
-"""Shared by tools that need a user's model or data: find the trainer in a user's file, and make the log quiet."""
+"""Shared by tools: find the trainer in a user's file, read a number of the command line, and make the log quiet."""
 
+import argparse
 import importlib.util
 import logging
 import sys
@@ -14,6 +15,13 @@ from trainkit.engine import DefaultTrainer
 SCRIPT_HELP = (
     "the file of the subclass of DefaultTrainer that builds the model, and of its data; FILE:NAME if it has several"
 )
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a number of things."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"need an integer >= 1, got {text!r}")
+    return int(text)
 
 
 def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
