@@ -38,6 +38,8 @@ def runs(job: Job) -> Finding:
 @check
 def learns(job: Job) -> Iterator[Finding]:
     """Does it learn at all?"""
+    if "total_loss" not in job.one_batch.storage.latest():
+        raise NotAsked("this trainer stores no total_loss", "learns, first_loss, labels")
     losses = [value for value, _ in job.one_batch.storage.history("total_loss").values()]
     known, *others = [classes_of(batch, ndim=1) for batch in job.batches]
     # the cross entropy of the best answer that is the same for all samples
