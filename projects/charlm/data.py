@@ -26,8 +26,6 @@ class TextWindows(Dataset[dict[str, Any]]):
         ValueError: ``num_windows`` is larger than that.
     """
 
-    draws_from_torch_alone = True
-
     def __init__(self, tokens: np.ndarray, num_windows: int | None = None) -> None:
         most = max(len(tokens) - 1, 0) // WINDOW
         self._tokens, self._num_windows = tokens, most if num_windows is None else num_windows

@@ -33,8 +33,6 @@ def load_split(split: str) -> list[dict[str, Any]]:
 class DigitsTransform:
     """Turns a scan, uint8 ``[8, 8]``, into float32 ``[1, 8, 8]`` in [0, 1]; the rest of the sample does not change."""
 
-    draws_from_torch_alone = True
-
     def __init__(self, cfg: CfgNode | None = None) -> None:
         pass
 

@@ -3,13 +3,15 @@ import itertools
 import logging
 import os
 import random
+import subprocess
+import sys
 import threading
 import traceback
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 from tests.data.conftest import Stream
 from trainkit.data import (
@@ -19,7 +21,6 @@ from trainkit.data import (
     TrainingSampler,
     build_batch_data_loader,
     resume_obstacle,
-    trivial_batch_collator,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few cores
@@ -270,19 +271,38 @@ def test_each_pass_of_an_evaluation_draws_the_same_with_any_workers():
     assert len({sample[1] for batch in passes[0] for sample in batch}) == SIZE
 
 
-def test_a_dataset_may_say_that_it_draws_from_torch_alone():
-    class Torch(Drawing):
-        draws_from_torch_alone = True
+# Crops draws from torch, and from NumPy in a way that nobody sees in the source
+UNSEEN = """
+import importlib, sys, torch
+from trainkit.data import TrainingSampler, build_batch_data_loader
+class Crops(torch.utils.data.Dataset):
+    def __len__(self):
+        return 11
+    def __getitem__(self, index):
+        hidden = importlib.import_module("num" + "py.ran" + "dom").randint(1 << 30)
+        return torch.rand(()).item(), hidden
+def loader(num_workers):
+    return build_batch_data_loader(Crops(), TrainingSampler(11, seed=1), 4, num_workers=num_workers)
+def draw(num_workers, state=None):
+    made = loader(num_workers)
+    if state: made.load_state_dict(state)
+    batches = iter(made)
+    return [next(batches) for _ in range(3)], made.state_dict()
+whole, state = draw(2)
+later, _ = draw(1, state)
+batches = iter(loader(2))
+assert [next(batches) for _ in range(6)] == whole + later
+in_process, _ = draw(0)
+seen = lambda batches: [[sample[0] for sample in batch] for batch in batches]
+assert seen(in_process) == seen(whole) and in_process != whole  # it was not found
+"""
 
-    expected, options = columns(take(make(), 4)), {"collate_fn": trivial_batch_collator}
-    random_state = random.getstate()
-    found = columns(take(make(dataset=Torch(), **options), 4))
-    assert (found[0], found[3]) == (expected[0], expected[3])
-    assert {*found[1]}.isdisjoint(expected[1])
-    assert random.getstate() != random_state  # nobody restores it
-    # a transform or a collate function does not say it
-    for others in ({"dataset": MapDataset(Torch(), tuple), **options}, {"dataset": Torch()}):
-        assert columns(take(make(**others), 4)) == expected
+
+def test_what_a_search_in_the_source_does_not_find_still_resumes_exactly_with_workers(tmp_path):
+    script = tmp_path / "crops.py"
+    script.write_text(UNSEEN)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---------------------------------------------------------------------------- still a DataLoader
@@ -296,6 +316,20 @@ def test_it_looks_like_the_data_loader_that_was_asked_for():
     assert loader.dataset is dataset
     assert loader.sampler is loader.batch_sampler.sampler is sampler
     assert (loader.batch_size, loader.drop_last, loader.collate_fn) == (4, True, list)
+
+
+class Opened(Drawing):
+    def __getitem__(self, index):
+        return self.file
+
+
+def open_file(worker_id):
+    get_worker_info().dataset.file = f"opened by {worker_id}"
+
+
+def test_a_worker_init_function_of_the_user_configures_the_dataset():
+    batches = take(make(dataset=Opened(), num_workers=1, worker_init_fn=open_file), 1)
+    assert {*batches[0]} == {"opened by 0"}
 
 
 # ---------------------------------------------------------------------------- errors

@@ -72,6 +72,13 @@ def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
     assert caplog.messages == ["SOLVER.STEPS are (5, 10, 30), but the training ends at 10"]
 
 
+def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
+    with caplog.at_level(logging.INFO):
+        rates = lrs_of(make_cfg(MAX_ITER=100, WARMUP_ITERS=1000))  # the default, which is at most 5 % of the run
+    assert (rates[0], rates[5:]) == (0.001, [1.0] * 6)
+    assert "The learning rate is 0.001 at the start, and 1 after 5 iterations of warm-up" in caplog.messages
+
+
 def test_a_config_may_name_a_function_that_makes_the_schedule():
     @LR_SCHEDULER_BUILDER_REGISTRY.register()
     def test_exponential(cfg, optimizer):

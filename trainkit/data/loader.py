@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, new_generator
-from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
+from trainkit.data.seeding import draws_from_torch_alone, seed_globals, splitmix64, undisturbed_globals
 from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng, stop_signals
 
@@ -45,10 +45,9 @@ class ResumableLoader(DataLoader[Any]):
     there: at once with an `InfiniteSampler`; by drawing the indices of the pass again with another sampler or batch
     sampler that has ``state_dict`` and ``load_state_dict``. ``resume_obstacle`` says why there is no position.
 
-    Before ``dataset[index]`` the global generators of torch, Python and NumPy are seeded from the seed and the sample's
-    position; torch's alone if the dataset, its transforms and the collate function have an attribute
-    ``draws_from_torch_alone = True``; none for lists and tensors, collated by torch or this package. Without workers,
-    the generators are restored after each batch.
+    Before ``dataset[index]`` torch's global generator is seeded from the seed and the sample's position, and those of
+    Python and NumPy too unless `draws_from_torch_alone`. There are no seeds for lists and tensors, collated by torch or
+    this package. Without workers, the generators are restored after each batch.
 
     Args:
         seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
@@ -80,7 +79,7 @@ class ResumableLoader(DataLoader[Any]):
         if order.source is not None and not isinstance(dataset, data.IterableDataset):
             parts = _random_parts(dataset, self.collate_fn)
             order.seeds_samples = bool(parts) and (order.is_test or not self.resume_obstacle)
-            only_torch = all(getattr(part, "draws_from_torch_alone", False) for part in parts)
+            only_torch = order.seeds_samples and draws_from_torch_alone(*parts)
             for name in ("shuffle", "batch_sampler", "drop_last"):
                 kwargs.pop(name, None)
             kwargs |= {"sampler": order, "batch_size": None, "collate_fn": trivial_batch_collator}
@@ -213,11 +212,12 @@ class _Batches(data.Dataset[Any]):
     def __getitem__(self, drawn: Any) -> tuple[Any, Any]:
         bits, (*_, indices) = drawn
         samples: list[Any] = []
-        with undisturbed_globals(self._only_torch) if bits and get_worker_info() is None else nullcontext():
+        is_worker, only_torch = get_worker_info() is not None, self._only_torch
+        with nullcontext() if is_worker or not bits else undisturbed_globals(only_torch):
             try:
                 for number, index in zip_longest(bits, indices):
-                    if number is not None:
-                        seed_globals(number, self._only_torch)
+                    if number is not None:  # all generators of a worker are seeded at least once per batch
+                        seed_globals(number, only_torch and (bool(samples) or not is_worker))
                     samples.append(self.dataset[index])
                 return drawn[1], self._collate_fn(samples)
             except Exception as error:  # a StopIteration would end the data; torch waits for what cannot be pickled
