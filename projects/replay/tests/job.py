@@ -1,10 +1,10 @@
 """The tiny job as a script starts it, and faults to plant in it."""
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.data import DatasetCatalog
@@ -40,44 +40,43 @@ class Killed(Exception):
     pass
 
 
-class KillAt(HookBase):
-    def __init__(self, at):
-        self.at = at
+class At(HookBase):
+    """Raises an error, or calls a function with the trainer, at a point of one iteration."""
 
-    def before_step(self):
-        if self.trainer.iter == self.at:
-            raise Killed
+    def __init__(self, iter, action, point="before_step"):
+        self._iter, self._action = iter, action
+        setattr(self, point, self._act)
+
+    def _act(self):
+        if self.trainer.iter == self._iter:
+            if isinstance(self._action, Exception):
+                raise self._action
+            self._action(self.trainer)
 
 
-class Batches(HookBase):
-    """The inputs of the steps, by iteration."""
+def stop_at(iter):
+    return At(iter, lambda trainer: trainer.request_stop("enough"), "after_step")
+
+
+def plant(value, name, iter):
+    """Fills a parameter before a step."""
+    return At(iter, lambda trainer: nn.init.constant_(trainer.model.get_parameter(name), value))
+
+
+def plant_nan(name, iter):
+    return plant(float("nan"), name, iter)
+
+
+class Keep(HookBase):
+    """What the steps have had, by iteration."""
 
     def __init__(self):
-        self.xs = {}
+        self.xs, self.losses, self.gradients = {}, {}, {}
 
     def after_backward(self):
-        self.xs[self.trainer.iter] = self.trainer.batch["x"]
-
-
-class PlantNan(HookBase):
-    """Sets a weight to NaN before the step of one iteration."""
-
-    def __init__(self, name, at):
-        self.name, self.at = name, at
-
-    def before_step(self):
-        if self.trainer.iter == self.at:
-            with torch.no_grad():
-                self.trainer.model.get_parameter(self.name).view(-1)[0] = float("nan")
-
-
-class StopAt(HookBase):
-    def __init__(self, at):
-        self.at = at
-
-    def after_step(self):
-        if self.trainer.iter == self.at:
-            self.trainer.request_stop("enough")
+        iter = self.trainer.iter
+        self.xs[iter], self.losses[iter] = self.trainer.batch["x"], {**self.trainer.losses}
+        self.gradients[iter] = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
 
 
 @MODEL_REGISTRY.register()
@@ -108,9 +107,8 @@ DatasetCatalog.register("tiny_scans", Scans)
 def digest_of_folder(folder):
     """Of all names, contents and times of change."""
     found = hashlib.sha256()
-    for path in sorted(Path(folder).rglob("*")):
-        found.update(f"{path} {os.stat(path).st_mtime_ns}".encode())
+    for path in [Path(folder), *sorted(Path(folder).rglob("*"))]:
+        found.update(f"{path} {path.stat().st_mtime_ns}".encode())
         if path.is_file():
             found.update(path.read_bytes())
-    found.update(f"{os.stat(folder).st_mtime_ns}".encode())
     return found.hexdigest()

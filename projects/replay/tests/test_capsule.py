@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from trainkit.projects.replay import record, replay
-from trainkit.projects.replay.tests.job import Job, Scans
+from trainkit.projects.replay.tests.job import At, Job, Scans
 
 from tests.engine.job import TinyClassifier
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
-from trainkit.engine import HookBase
 from trainkit.modeling import MODEL_REGISTRY
 
 SCANS = ("DATASETS.TRAIN", ("tiny_scans",), "DATASETS.TEST", ())
@@ -28,18 +27,8 @@ def failed(job, kind=FloatingPointError):
     return job, job.folder / "capsule.rank0.pt", next((line for line in lines[::-1] if "To repeat" in line), "")
 
 
-class FailAt(HookBase):
-    def __init__(self, at, error, point="after_backward"):
-        self.at, self.error = at, error
-        setattr(self, point, self.fail)
-
-    def fail(self):
-        if self.trainer.iter == self.at:
-            raise self.error
-
-
-def failing(folder, *arguments):
-    return Job(folder, make_hooks=lambda: [FailAt(*arguments)])
+def failing(folder, iter, error, point="after_backward"):
+    return Job(folder, make_hooks=lambda: [At(iter, error, point)])
 
 
 @MODEL_REGISTRY.register()
@@ -94,11 +83,13 @@ def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path,
 
 
 def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a_small_file(tmp_path):
-    class AddPart(HookBase):
-        def after_backward(self):
-            self.trainer.batch["part"] = torch.zeros(1_000_000)[:1]
+    def add_part(trainer):
+        trainer.batch["part"] = torch.zeros(1_000_000)[:1]
 
-    job, file, _ = failed(Job(tmp_path, make_hooks=lambda: [AddPart(), FailAt(3, KeyError("mine"))]), KeyError)
+    added = At(3, add_part, "after_backward")
+    job, file, _ = failed(
+        Job(tmp_path, make_hooks=lambda: [added, At(3, KeyError("mine"), "after_backward")]), KeyError
+    )
 
     found = replay(file, start=job, verdict=False)
 

@@ -6,7 +6,7 @@ import pytest
 from trainkit.projects.replay import __main__ as tool
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.origin import describe_origin, describe_other_origin
-from trainkit.projects.replay.tests.job import Job, PlantNan, train
+from trainkit.projects.replay.tests.job import Job, plant_nan, train
 
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
@@ -27,7 +27,7 @@ def failed_run(tmp_path_factory):
     """The files of a run that has failed in iteration 7, with a checkpoint of iteration 4 and a capsule."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.raises(FloatingPointError):
-        Job(folder, make_hooks=lambda: [PlantNan("layers.0.weight", 7)])()
+        Job(folder, make_hooks=lambda: [plant_nan("layers.0.weight", 7)])()
     return folder
 
 

@@ -7,7 +7,7 @@ import torch
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.contents import CLOCK_READINGS, differing, is_of_the_clock
 from trainkit.projects.replay.tests import job
-from trainkit.projects.replay.tests.job import Batches, KillAt, Killed, digest_of_folder
+from trainkit.projects.replay.tests.job import At, Keep, Killed, digest_of_folder
 
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import CheckpointError
@@ -68,7 +68,7 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
 
     for kill_at in (7, 11):  # before its first checkpoint, and after it
         with pytest.raises(Killed):
-            fork(f"{parent}@5", tmp_path / "killed", *change, "--resume", hooks=[KillAt(kill_at)])
+            fork(f"{parent}@5", tmp_path / "killed", *change, "--resume", hooks=[At(kill_at, Killed())])
     trainer = fork(parent, tmp_path / "killed", *change, "--resume")  # without the iteration: it is known
 
     assert trainer.cfg.FORK.ITER == 4
@@ -116,7 +116,7 @@ def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and
 
 
 def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path, parent):
-    other, forked = Batches(), Batches()
+    other, forked = Keep(), Keep()
     train(tmp_path / "other", "SEED", 2, hooks=[other])
     fork(f"{parent}@5", tmp_path / "fork", "SEED", 2, hooks=[forked])
 

@@ -4,23 +4,10 @@ import pytest
 import torch
 from torch import nn
 from trainkit.projects.replay import replay
-from trainkit.projects.replay.tests.job import Job
+from trainkit.projects.replay.tests.job import Job, plant_nan
 
 from trainkit.engine import DefaultTrainer
 from trainkit.modeling import MODEL_REGISTRY
-
-
-class Overflow(nn.Module):
-    """Gives inf in iteration ``at``, counted by a buffer."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at = at
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.count += self.training
-        return x * float("inf") if self.training and self.count == self.at + 1 else x
 
 
 @MODEL_REGISTRY.register()
@@ -29,7 +16,7 @@ class Pair(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.generator, self.critic = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1), Overflow(cfg.MODEL.BAD_CALL))
+        self.generator, self.critic = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
 
 class Adversaries(DefaultTrainer):
@@ -56,13 +43,13 @@ class Adversaries(DefaultTrainer):
             raise FloatingPointError("the loss of the critic is not finite")
 
 
-def game(folder, own_iterator=False, bad_call=-1):
-    own = ("MODEL.NAME", "Pair", "MODEL.BAD_CALL", bad_call, "MODEL.OWN_ITERATOR", own_iterator, "DATASETS.TEST", ())
-    return Job(folder, *own, base=Adversaries)
+def game(folder, *hooks, own_iterator=False):
+    own = ("MODEL.NAME", "Pair", "MODEL.OWN_ITERATOR", own_iterator, "DATASETS.TEST", ())
+    return Job(folder, *own, make_hooks=lambda: hooks, base=Adversaries)
 
 
 def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_the_bad_module(tmp_path):
-    play = game(tmp_path, bad_call=22)  # the second call of the critic in iteration 7
+    play = game(tmp_path, plant_nan("critic.1.bias", 7))
     with pytest.raises(FloatingPointError):
         play()
 
@@ -71,7 +58,7 @@ def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_th
     assert (good.batch["x"].shape, len(good.samples)) == ((8, 4), 8)
     assert [name for name, _ in good.inspection.outputs][:3] == ["generator", "critic.0", "critic.1"]
     assert good.losses.keys() == {"loss_critic", "loss_generator", "lr"}
-    assert len(good.gradients) == 4  # weight and bias of both
+    assert len(good.gradients) == 6  # weights and biases of three layers
     assert good.on_the_way.startswith("6 of 6 logged values equal those in capsule.rank0.pt")
     assert good.verdict.startswith("reproducible: repeated in this process, every bit is equal")
     assert bad.error.startswith("FloatingPointError: the loss of the critic")

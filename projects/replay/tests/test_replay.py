@@ -10,14 +10,14 @@ import torch
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.result import judge
-from trainkit.projects.replay.tests.job import Job, PlantNan, StopAt, digest_of_folder
+from trainkit.projects.replay.tests.job import Job, Keep, digest_of_folder, plant_nan, stop_at
 
 from tests.cuda import needs_cuda
 from tests.docs.pages import ROOT
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer, GraphTrainer, HookBase
+from trainkit.engine import DefaultTrainer, GraphTrainer
 
 SAME = "repeated in this process, every bit is equal"
 REPRODUCIBLE = f"reproducible: {SAME}; not repeated in a new process: no command is given"
@@ -49,17 +49,6 @@ def changed_copy(run, folder, change):
 # ---------------------------------------------------------------------- a step
 
 
-class Keep(HookBase):
-    """What the steps had in the run itself."""
-
-    def __init__(self):
-        self.steps = []
-
-    def after_backward(self):
-        gradients = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
-        self.steps.append((self.trainer.batch["x"], {**self.trainer.losses}, gradients))
-
-
 def draw_and_build(cfg):
     """As a script that draws itself before it builds its trainer; with SEED -1 the seed was drawn before that."""
     torch.rand(3)
@@ -74,9 +63,9 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_w
     for iter, start, after in ((0, "the beginning", "model_0000004.pth"), (9, "model_0000004.pth", "model_final.pth")):
         found = replay(tmp_path, iter, Job(tmp_path, *options, base=draw_and_build), prove=True)
 
-        batch, losses, gradients = kept.steps[iter]
+        batch, gradients = kept.xs[iter], kept.gradients[iter]
         assert torch.equal(found.batch["x"], batch)
-        assert found.losses == losses
+        assert found.losses == kept.losses[iter]
         assert found.gradients.keys() == gradients.keys()
         assert all(torch.equal(found.gradients[name], gradients[name]) for name in gradients)
         assert (found.verdict, found.differences, found.start) == (REPRODUCIBLE, [], start)
@@ -111,7 +100,7 @@ def test_a_step_on_a_gpu_is_repeated_and_proved_there(tmp_path):
 
 def test_a_nan_in_a_weight_is_found_with_its_name_and_module_also_before_the_first_checkpoint(tmp_path):
     options = ("SOLVER.CHECKPOINT_PERIOD", 100, "DATASETS.TEST", ())
-    job = Job(tmp_path, *options, make_hooks=lambda: [PlantNan("layers.4.bias", 7)])
+    job = Job(tmp_path, *options, make_hooks=lambda: [plant_nan("layers.4.bias", 7)])
     with pytest.raises(FloatingPointError):
         job()
 
@@ -169,7 +158,7 @@ def test_every_byte_of_the_next_checkpoint_is_equal(tmp_path, iter, options):
 
 def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     """Resuming with another MAX_ITER writes another config.yaml."""
-    Job(tmp_path, make_hooks=lambda: [StopAt(6)])()
+    Job(tmp_path, make_hooks=lambda: [stop_at(6)])()
     Job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))("--resume")
 
     found = replay(tmp_path, 5, Job(tmp_path, "SOLVER.MAX_ITER", 20), prove=True)

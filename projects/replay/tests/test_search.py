@@ -3,23 +3,18 @@
 import json
 
 import pytest
-import torch
 from trainkit.projects.replay import replay_range
 from trainkit.projects.replay.search import first_bad, worst
-from trainkit.projects.replay.tests.job import Job, PlantNan, digest_of_folder
+from trainkit.projects.replay.tests.job import Job, digest_of_folder, plant, plant_nan
 
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 
 
-class Grow(HookBase):
+def grow():
     """From iteration 7 on one weight is a hundred times as large as any; the loss notices it only later."""
-
-    def before_step(self):
-        if self.trainer.iter == 7:
-            with torch.no_grad():
-                self.trainer.model.get_parameter("layers.4.bias").fill_(500.0)
+    return plant(500.0, "layers.4.bias", 7)
 
 
 class Norm(HookBase):
@@ -39,7 +34,7 @@ OPTIONS = ("SOLVER.CHECKPOINT_PERIOD", 2, "DATASETS.TEST", (), "SOLVER.MAX_ITER"
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory):
     """With checkpoints of each second iteration; the hook `Norm` has run in it from the beginning."""
-    job = Job(tmp_path_factory.mktemp("run"), *OPTIONS, make_hooks=lambda: [Grow(), Norm()])
+    job = Job(tmp_path_factory.mktemp("run"), *OPTIONS, make_hooks=lambda: [grow(), Norm()])
     job()
     return job
 
@@ -81,7 +76,7 @@ def test_the_steps_with_the_largest_losses_are_listed(grown):
 
 
 def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(grown, tmp_path):
-    before, plain = digest_of_folder(grown.folder), Job(grown.folder, *OPTIONS, make_hooks=lambda: [Grow()])
+    before, plain = digest_of_folder(grown.folder), Job(grown.folder, *OPTIONS, make_hooks=lambda: [grow()])
 
     whole = replay_range(grown.folder, 0, 12, Norm, tmp_path / "whole", plain)
     part = replay_range(grown.folder, 4, 7, Norm, tmp_path / "part", plain)
@@ -96,7 +91,7 @@ def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothi
 
 
 def test_a_failure_is_found_in_its_step_and_a_range_that_ends_in_it_is_written_up_to_it(tmp_path):
-    job = Job(tmp_path / "run", *OPTIONS, make_hooks=lambda: [PlantNan("layers.0.weight", 9)])
+    job = Job(tmp_path / "run", *OPTIONS, make_hooks=lambda: [plant_nan("layers.0.weight", 9)])
     with pytest.raises(FloatingPointError):
         job()
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from trainkit.projects.replay.tests.job import Batches, KillAt, Killed, StopAt, train
+from trainkit.projects.replay.tests.job import At, Keep, Killed, stop_at, train
 
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
@@ -21,7 +21,7 @@ def AddNoise(cfg: CfgNode):
 
 def batches(folder, *words, options=(), hooks=()):
     """What the steps of a run get, by iteration."""
-    seen = Batches()
+    seen = Keep()
     own = ("INPUT.TRAIN_TRANSFORM", "AddNoise", "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), *options)
     with contextlib.suppress(Killed):
         train(folder, *words, options=own, hooks=[seen, *hooks])
@@ -62,7 +62,7 @@ def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, pla
 
 
 def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain):
-    first = batches(tmp_path, options=SKIP, hooks=[StopAt(3)])
+    first = batches(tmp_path, options=SKIP, hooks=[stop_at(3)])
     state = read_file(path := tmp_path / "model_0000003.pth")
     state["trainer"]["left_out"] = state["trainer"]["hooks"].pop("SkipBatches")["left_out"]
     torch.save(state, path)
@@ -71,7 +71,7 @@ def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain
 
 
 def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain):
-    batches(tmp_path, hooks=[StopAt(6)])
+    batches(tmp_path, hooks=[stop_at(6)])
 
     found = batches(tmp_path, "--resume", options=("DATALOADER.SKIP", [[2, 4], [8, 9]]))
 
@@ -82,7 +82,7 @@ def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain):
 
 def check_skip_of_a_rank(rank, folder):
     options = (*SKIP, "DATALOADER.NUM_WORKERS", 2)
-    return batches(folder, options=options, hooks=[KillAt(4)]) | batches(folder, "--resume", options=options)
+    return batches(folder, options=options, hooks=[At(4, Killed())]) | batches(folder, "--resume", options=options)
 
 
 @pytest.mark.slow
