@@ -1,7 +1,6 @@
 import math
 import random
 
-import pytest
 import torch
 from fvcore.common.param_scheduler import ConstantParamScheduler, LinearParamScheduler
 from torch import nn
@@ -9,15 +8,12 @@ from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Steps, Weight, sgd
 from trainkit.engine.hooks import EvalHook, LRScheduler, ReduceOnPlateau
-from trainkit.solver import LRFunction, LRMultiplier
+from trainkit.solver import LRMultiplier
 
-SCHEDULERS = {
-    "multiplier": lambda optimizer: LRMultiplier(optimizer, ConstantParamScheduler(1.0), 1000),
-    "function": lambda optimizer: LRFunction(optimizer, lambda t, base: base),
-}
+CONSTANT = ConstantParamScheduler(1.0)
 
 
-def make(values, scheduler=SCHEDULERS["function"], lr=0.7, period=1, **kwargs):
+def make(values, schedule=CONSTANT, lr=0.7, period=1, **kwargs):
     """A trainer that is evaluated every ``period`` iterations, and the learning rate of each iteration."""
     results, used = iter(values), []
     optimizer = sgd(Weight(), lr=lr)
@@ -27,7 +23,7 @@ def make(values, scheduler=SCHEDULERS["function"], lr=0.7, period=1, **kwargs):
         used.append(optimizer.param_groups[0]["lr"])
 
     trainer = Steps(step=step)
-    trainer.optimizer, trainer.scheduler = optimizer, scheduler(optimizer)
+    trainer.optimizer, trainer.scheduler = optimizer, LRMultiplier(optimizer, schedule, 8)
     kwargs = {"mode": "min", "patience": 0, **kwargs}
     evaluate = EvalHook(period, lambda: {"loss": next(results)})
     trainer.register_hooks([LRScheduler(), evaluate, ReduceOnPlateau(period, "loss", **kwargs)])
@@ -56,12 +52,11 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_the_rates_are_those_of_torchs_scheduler_bit_by_bit(scheduler):
+def test_the_rates_are_those_of_torchs_scheduler_bit_by_bit():
     draw = random.Random(3)
     values = [math.nan if draw.random() < 0.1 else draw.uniform(0.1, 1.0) * 0.97**i for i in range(60)]
     for options in OPTIONS:
-        trainer, used = make(values, scheduler, **options)
+        trainer, used = make(values, **options)
         trainer.train(0, 60)
         assert used == torchs(values, **options)[:60], options
         assert len(set(used)) > 3
@@ -69,10 +64,7 @@ def test_the_rates_are_those_of_torchs_scheduler_bit_by_bit(scheduler):
 
 
 def test_the_factor_multiplies_the_schedule_which_goes_on():
-    def linear(optimizer):
-        return LRMultiplier(optimizer, LinearParamScheduler(1.0, 0.0), 8)
-
-    trainer, used = make([3.0, 3.0, 2.0, 2.0], linear, lr=1.0, period=2, factor=0.5)
+    trainer, used = make([3.0, 3.0, 2.0, 2.0], LinearParamScheduler(1.0, 0.0), lr=1.0, period=2, factor=0.5)
     trainer.train(0, 8)
     factors = [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]  # the last evaluation is that of the end
     assert used == [factor * (1 - iter / 8) for iter, factor in enumerate(factors)]

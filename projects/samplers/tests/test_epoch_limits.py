@@ -9,31 +9,24 @@ from trainkit.projects.samplers.config import apply
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError, check_values, scale_workers
 from trainkit.data import DatasetCatalog, TrainingSampler
-from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser
+from trainkit.engine import DefaultTrainer, default_argument_parser
+from trainkit.engine.hooks import CallbackHook
 
 
 def inputs_in_order(indices):
     return torch.stack([DatasetCatalog.get("tiny_train")[index]["x"] / 2 for index in indices])
 
 
-class Epochs(HookBase):
-    def __init__(self):
-        self.starts = []
-
-    def before_epoch(self):
-        self.starts.append((self.trainer.iter, self.trainer.epoch))
-
-
 def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_path):
     limit = ("SOLVER.MAX_BATCHES_PER_EPOCH", 2, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 2)
     cfg = tiny_cfg(tmp_path, *limit, "SOLVER.MAX_ITER", "3ep", "SOLVER.WARMUP_ITERS", 0, "TEST.EVAL_PERIOD", "1ep")
-    trainer, epochs = DefaultTrainer(cfg), Epochs()
+    trainer, starts = DefaultTrainer(cfg), []
     found = torch.cat([batch["x"] for batch in itertools.islice(trainer.data_loader, 12)])
-    trainer.register_hooks([epochs])
+    trainer.register_hooks([CallbackHook(before_epoch=lambda trainer: starts.append((trainer.iter, trainer.epoch)))])
     trainer.train()
 
     assert (trainer.max_iter, trainer.cfg.TEST.EVAL_PERIOD, trainer.iters_per_epoch) == (6, 2, 2)
-    assert epochs.starts == [(0, 0), (2, 1), (4, 2)]
+    assert starts == [(0, 0), (2, 1), (4, 2)]
     orders = [TrainingSampler(40, seed=1).epoch_indices(epoch)[:16] for epoch in range(3)]
     assert torch.equal(found, inputs_in_order(torch.cat(orders)))
 
