@@ -237,6 +237,8 @@ def processes(job: Job) -> Finding:
     """Do several processes do the same as one?"""
     if comm.get_world_size() == 1:
         raise NotAsked("the job has one process")
+    if "total_loss" not in job.ordinary.storage.latest():
+        raise NotAsked("this trainer stores no total_loss")
     trainer, losses = job.ordinary, job.ordinary.storage.history("total_loss").values()
     hooks, buffers = [type(hook).__name__ for hook in trainer.hooks], unwrap_model(trainer.model).named_buffers()
     own = {"hooks": hooks, "buffers": digest(dict(buffers)), "metrics": {*trainer.storage.latest()}}
