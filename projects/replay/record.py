@@ -79,8 +79,13 @@ class RunRecord(HookBase):
     def _full_origin(self) -> dict[str, Any]:
         """The origin, with what is true only now: the files of the last samples, where their names are paths."""
         names_of_last: Any = getattr(self.trainer.data_loader, "names_of_last", lambda num: [])
-        is_file = any(os.path.isfile(name) for names in names_of_last(1) for name in names[:1])
-        samples = [name for names in (names_of_last(64) if is_file else ()) for name in names][-1000:]
+        samples: list[str] = []
+        try:  # a dataset's own `sample_name`
+            newest = [name for names in names_of_last(1) for name in names]
+            if newest and os.path.isfile(newest[-1]):
+                samples = [name for names in names_of_last(1 + 1000 // len(newest)) for name in names][-1000:]
+        except Exception as error:
+            logger.warning("The files of the last samples are not recorded: %s: %s", type(error).__name__, error)
         now = {"samples": facts.sizes_and_times(samples), "saved_ns": time.time_ns()}
         return {**self.origin, **now, "parents": [*self._parents]}
 

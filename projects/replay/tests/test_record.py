@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
+from trainkit.projects.replay.tests.job import Scans, stop_at
 
 from tests.engine.job import tiny_cfg
 from trainkit.checkpoint.file import read_file
 from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.hooks import CallbackHook
 
@@ -78,6 +80,24 @@ def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_rep
     assert "A step of this run cannot be repeated: its checkpoints are in parts" in caplog.text
     assert "To repeat the step" not in caplog.text
     assert not (tmp_path / "capsule.rank0.pt").exists()
+
+
+class Nameless(Scans):
+    def sample_name(self, index):
+        raise LookupError("no name")
+
+
+DatasetCatalog.register("tiny_nameless", Nameless)
+
+
+def test_names_of_samples_that_cannot_be_had_do_not_end_a_run(tmp_path, caplog):
+    options = ("DATASETS.TRAIN", ("tiny_nameless",), "DATASETS.TEST", (), "SOLVER.NON_FINITE.POLICY", "ignore")
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.CHECKPOINT_PERIOD", 1))
+    trainer.register_hooks([stop_at(0)])
+    trainer.train()
+
+    assert "The files of the last samples are not recorded: LookupError: no name" in caplog.text
+    assert (tmp_path / "model_0000000.pth").exists()
 
 
 def test_a_run_goes_with_torchs_newer_setting_of_the_precision(tmp_path):
