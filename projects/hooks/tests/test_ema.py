@@ -9,6 +9,7 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, sgd
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, file
+from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import EMAHook
 from trainkit.engine.step import SimpleTrainer
@@ -76,6 +77,12 @@ def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warn
     job = Job(tmp_path, EMAHook(0.5, begin=begin)).train(3, 8)
     assert caplog.text.count("EMAHook has no average of the first 3 iterations") == warned
     assert job.hook.state_dict()["steps"] == 5
+
+
+def test_an_average_that_would_begin_after_the_end_is_an_error_before_training(tmp_path):
+    Job(tmp_path, EMAHook(begin=2)).train(0, 2)
+    with pytest.raises(ConfigError, match="begin of EMAHook is 3, .* only 2 iterations"):
+        Job(tmp_path, EMAHook(begin=3)).train(0, 2)
 
 
 def test_a_checkpoint_has_the_trained_weights_and_the_average_which_is_evaluated_without_training(tmp_path):
