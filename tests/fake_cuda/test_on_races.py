@@ -82,14 +82,13 @@ def test_the_memory_of_a_batch_is_kept_from_the_next_one_until_the_stream_that_r
 
 @needs_cuda
 def test_a_batch_that_is_used_before_its_copy_has_ended_is_found(watched, monkeypatch):
-    monkeypatch.setattr(CopyAhead, "move", lambda self, data, device: _on_another_stream(data, device))
+    def move(self, data, device):
+        with torch.Stream(device):
+            return tuple(tensor.to(device, non_blocking=True) for tensor in data)
+
+    monkeypatch.setattr(CopyAhead, "move", move)
     with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
         on_cuda(SimpleTrainer).train(0, 3)
-
-
-def _on_another_stream(data, device):
-    with torch.Stream(device):
-        return tuple(tensor.to(device, non_blocking=True) for tensor in data)
 
 
 @needs_cuda
