@@ -107,7 +107,6 @@ def train(cfg: Any, resume: bool) -> None:
             f"train.max_iter is {cfg.train.max_iter}, but the checkpoint has done {start_iter} iterations; "
             "raise it, or leave out --resume"
         )
-    logger.info("A step of this run cannot be repeated (docs/replay.md): that needs a DefaultTrainer")
     trainer.train(start_iter, cfg.train.max_iter)
 
 
