@@ -21,9 +21,7 @@ class StepTimeout(HookBase):
 
     def before_train(self) -> None:
         self._is_first = True
-        text = (
-            "Ranks wait %g s for each other in the first step, then %g s; after that GPUs write their exchanges to %s*"
-        )
+        text = "Ranks wait %g s for each other in the first step, then %g s; GPUs then write their exchanges to %s*"
         logger.info(text, self._first, self._seconds, trace_files())
         _set_timeout(self._first)
 
