@@ -84,6 +84,7 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
         accepted = ", ".join(inspect.signature(factory).parameters)
         raise ConfigError(f"SOLVER.OPTIMIZER: {name} refuses {given}: {error}. It takes {accepted}") from error
     start_momentum(optimizer)
+    optimizer.register_load_state_dict_post_hook(start_momentum)  # states of earlier versions have no zeros
     _logger.info("%s of %d parameters in %d groups: %s", name, len(params), len(groups), given)
     return optimizer
 
