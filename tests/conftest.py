@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainkit.data import DatasetCatalog, MetadataCatalog
 from trainkit.utils import comm
 from trainkit.utils.logger import close_logger
 
@@ -54,6 +55,16 @@ def closed_log():
     yield
     close_logger()
     comm.set_data_ranks()
+
+
+@pytest.fixture
+def catalogs():
+    """What a test registers is gone after it."""
+    before = dict(DatasetCatalog), dict(MetadataCatalog)
+    yield
+    for catalog, entries in zip((DatasetCatalog, MetadataCatalog), before, strict=True):
+        catalog.clear()
+        catalog.update(entries)
 
 
 @pytest.fixture

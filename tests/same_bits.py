@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("weights", "optimizer", "metrics")
 CLOCK_READING = re.compile(r"(rank_data_|data_|epoch_)?time|eta_seconds|mfu_pct|.*_(per_sec|sec|mib)|.*memory.*")
 
-# ---------------------------------------------------------------------- the jobs
 
 EXIT_CODE = 9  # of ExitAt
 EXIT = ("IMPORTS", ["projects.digits", "tests.same_bits_jobs"], "HOOKS", [{"NAME": "ExitAt", "AT": 40}])
@@ -86,9 +85,6 @@ def run(name: str, folder: Path) -> dict[str, str]:
     return digests(folder)
 
 
-# ---------------------------------------------------------------------- the digests
-
-
 def digests(folder: Path) -> dict[str, str]:
     """Of the final checkpoint and metrics.json of a run.
 
@@ -133,9 +129,6 @@ def without_clock(line: str) -> str:
     """A line of metrics.json without clock readings; "" if it had nothing else."""
     values = {key: value for key, value in json.loads(line).items() if not CLOCK_READING.fullmatch(key)}
     return json.dumps(values, sort_keys=True) if values.keys() - {"iteration"} else ""
-
-
-# ---------------------------------------------------------------------- the command line
 
 
 def main(args: argparse.Namespace) -> int:

@@ -210,9 +210,6 @@ def _is_pure(call):
     return name.lstrip("_")[:1].isupper() or name in PURE
 
 
-# ---------------------------------------------------------------------- the repository
-
-
 @pytest.fixture(scope="module")
 def sources():
     return Sources(ROOT, ["trainkit", "tools", "projects"])
@@ -236,9 +233,6 @@ def test_nothing_happens_at_import(sources):
         if module.split(".")[0] in ("trainkit", "trainkit_selfsup") and module != "trainkit.projects"  # see there
     }
     assert [effect for module, tree in trees.items() for effect in effects_at_import(module, tree)] == []
-
-
-# ---------------------------------------------------------------------- the rules can be broken
 
 
 @pytest.fixture

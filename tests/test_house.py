@@ -174,13 +174,7 @@ def test_the_capabilities_are_small():
     assert num_lines(sources(*FOLDERS)) <= 10_000
 
 
-@pytest.mark.parametrize(
-    "folders",
-    [
-        pytest.param(["trainkit"], id="core"),
-        pytest.param(FOLDERS, id="capabilities"),
-    ],
-)
+@pytest.mark.parametrize("folders", [pytest.param(["trainkit"], id="core"), pytest.param(FOLDERS, id="capabilities")])
 def test_no_file_has_more_than_400_lines_and_no_class_more_than_300(folders):
     sizes = {file: num_lines([file]) for file in sources(*folders)}
     long = [f"{file}: {size}" for file, size in sizes.items() if size > 400]

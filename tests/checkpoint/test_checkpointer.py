@@ -18,7 +18,6 @@ def resume(folder, path="", **checkpointables):
     return weight_of(model), rest
 
 
-# ---------------------------------------------------------------------------------------- saving and resuming
 def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_path):
     checkpointer = Checkpointer(linear(1), tmp_path / "new", trainer=Counter(1))
     checkpointer.save("model_0000009", iteration=9)
@@ -71,7 +70,6 @@ def test_a_folder_of_fvcore_can_be_resumed_but_not_weights_alone(tmp_path):
     assert trainer.value == 0
 
 
-# ---------------------------------------------------------------------------------------- loading
 def test_what_does_not_fit_is_named_and_the_rest_is_loaded(tmp_path, caplog):
     torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(3), "extra": torch.ones(1)}, tmp_path / "other.pth")
     model = linear(0)
@@ -132,7 +130,6 @@ def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):
     assert weight_of(own.module) == 1
 
 
-# ---------------------------------------------------------------------------------------- hooks of a save and a load
 class Observer(Counter):
     """Notes the names in each state, and does something to it."""
 

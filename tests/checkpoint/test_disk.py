@@ -115,25 +115,3 @@ def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
     assert "is not saved, training continues: cannot write" in error
     assert "model_0000003.pth" in error
     assert "File too large" in error
-
-
-def test_a_run_whose_last_save_does_not_fit_has_failed_and_goes_on_from_the_one_before(
-    tmp_path, file_size_limit, save_format
-):
-    def make():
-        state, model = Growing(), linear(1)
-        trainer = Steps(step=lambda iter: setattr(state, "value", iter))
-        checkpointer = Checkpointer(model, tmp_path, format=save_format, state=state, trainer=trainer)
-        trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2)])
-        return trainer, checkpointer
-
-    trainer, _ = make()
-    with pytest.raises(CheckpointError, match="model_final.pth.*File too large"):
-        trainer.train(0, 4)
-    assert trainer.status == "failed"
-
-    trainer, checkpointer = make()
-    checkpointer.resume_or_load("")
-    assert trainer.iter == 1
-    trainer.train(2, 6)
-    assert trainer.status == "finished"

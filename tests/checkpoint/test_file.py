@@ -73,7 +73,6 @@ def test_other_than_plain_values_are_named_by_their_path(path, state, message):
     assert not path.exists()
 
 
-# ---------------------------------------------------------------------------------------- damage
 def test_no_flipped_byte_and_no_truncated_file_loads_as_something_else(path):
     """Some flips are harmless: a zip archive has padding, and fields that nobody reads."""
     weight = torch.randn(500, generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,6 @@ import errno
 import logging
 import os
 
-import fvcore.common.checkpoint
 import pytest
 
 from tests.checkpoint.conftest import linear
@@ -77,9 +76,3 @@ def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(tmp_pa
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.endswith("Stale file handle")
     assert files(tmp_path) == ["model_0000000"]
-
-
-def test_works_around_an_fvcore_checkpointer(tmp_path):
-    checkpointer = fvcore.common.checkpoint.Checkpointer(linear(0), str(tmp_path))
-    run(tmp_path, range(6), checkpointer, period=2, max_iter=6, max_to_keep=2)
-    assert files(tmp_path) == ["model_0000003", "model_final"]

@@ -28,9 +28,6 @@ def equal(ours, theirs):
     return all(map(torch.equal, ours, theirs))
 
 
-# ---------------------------------------------------------------------- a run_step of one's own
-
-
 class DetrexLike(SimpleTrainer):
     """Calls the parts of detectron2's engine itself."""
 
@@ -120,9 +117,6 @@ def test_an_override_that_stores_nothing_leaves_nothing_stored_and_losses_are_st
     assert [value["total_loss"] for value in seen[:2]] == [1.0, 0.75]
     assert math.isnan(seen[2]["total_loss"])
     assert model.weight.item() == 0.5
-
-
-# ---------------------------------------------------------------------- trainers that build themselves
 
 
 class SelfBuilt(DefaultTrainer):
@@ -253,8 +247,6 @@ def test_a_list_of_hooks_that_is_edited_by_index_is_the_list_that_runs(tmp_path)
 def test_such_trainers_resume_exactly(tmp_path, trainer_class):
     check(Configured(trainer_class=trainer_class), tmp_path)
 
-
-# ---------------------------------------------------------------------- an optimizer whose step() clips
 
 CLIP = {"ENABLED": True, "CLIP_TYPE": "full_model", "CLIP_VALUE": 1e-3}
 OPTIONS = [item for key, option in CLIP.items() for item in (f"SOLVER.CLIP_GRADIENTS.{key}", option)]

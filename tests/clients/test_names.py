@@ -77,15 +77,6 @@ def test_hooks_are_used_and_subclassed_as_in_detectron2(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_iter0000001.json", "trace_iter0000002.json"]
 
 
-@pytest.fixture
-def catalogs():
-    before = dict(DatasetCatalog), dict(MetadataCatalog)
-    yield
-    for catalog, entries in zip((DatasetCatalog, MetadataCatalog), before, strict=True):
-        catalog.clear()
-        catalog.update(entries)
-
-
 @pytest.mark.usefixtures("catalogs")
 def test_the_catalogs_are_dicts():
     DatasetCatalog.clear()

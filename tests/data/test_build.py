@@ -76,9 +76,6 @@ def indices(loader, num_batches=None):
     return [batch["index"].tolist() for batch in itertools.islice(loader, num_batches)]
 
 
-# ---------------------------------------------------------------------------- build_batch_data_loader
-
-
 def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(cfg):
     def first(**options):
         return next(iter(build_batch_data_loader([*range(4)], SequentialSampler(range(4)), 2, **options)))
@@ -120,9 +117,6 @@ def test_pinned_memory_is_not_asked_for_without_a_device_that_runs_ahead(monkeyp
     next(iter(loader))  # no warning
 
 
-# ---------------------------------------------------------------------------- iters_per_epoch
-
-
 @pytest.mark.parametrize(("size", "expected"), [(24, 6), (25, Fraction(25, 4))])
 def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(size, expected, as_rank):
     for world_size in (1, 4):
@@ -140,9 +134,6 @@ def test_a_stream_without_a_length_and_batches_of_no_fixed_size_have_no_epochs()
     of_no_fixed_size = DataLoader([*range(10)], batch_sampler=ByTokens())
     for loader in (iter(()), build_batch_data_loader(Stream([0]), None, 1), of_no_fixed_size):
         assert iters_per_epoch(loader) is None
-
-
-# ---------------------------------------------------------------------------- build_train_loader
 
 
 def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg):
@@ -195,9 +186,6 @@ def test_a_training_config_that_makes_no_loader_says_why(cfg, key, value, messag
 
     with pytest.raises(ValueError, match=message):
         build_train_loader(cfg)
-
-
-# ---------------------------------------------------------------------------- build_test_loader
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with one core

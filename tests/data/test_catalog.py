@@ -2,24 +2,13 @@ import pytest
 
 from trainkit.data.catalog import DatasetCatalog
 
-
-@pytest.fixture
-def register():
-    names = []
-
-    def register(name, func):
-        DatasetCatalog.register(name, func)
-        names.append(name)
-
-    yield register
-    for name in {*names} & {*DatasetCatalog.list()}:
-        DatasetCatalog.remove(name)
+pytestmark = pytest.mark.usefixtures("catalogs")
 
 
-def test_a_dataset_is_made_when_it_is_asked_for_and_an_unknown_one_names_the_others(register):
+def test_a_dataset_is_made_when_it_is_asked_for_and_an_unknown_one_names_the_others():
     calls = []
-    register("cat_train", lambda: calls.append(None) or [1, 2])
-    register("cat_broken", lambda: {}["missing"])
+    DatasetCatalog.register("cat_train", lambda: calls.append(None) or [1, 2])
+    DatasetCatalog.register("cat_broken", lambda: {}["missing"])
 
     assert calls == []
     assert DatasetCatalog.get("cat_train") == [1, 2]
@@ -30,12 +19,12 @@ def test_a_dataset_is_made_when_it_is_asked_for_and_an_unknown_one_names_the_oth
         DatasetCatalog.get("cat_broken")
 
 
-def test_a_name_is_registered_once_and_free_after_removal(register):
-    register("cat_twice", list)
+def test_a_name_is_registered_once_and_free_after_removal():
+    DatasetCatalog.register("cat_twice", list)
     with pytest.raises(ValueError, match="'cat_twice' is registered already"):
         DatasetCatalog.register("cat_twice", list)
     assert DatasetCatalog.pop("cat_twice") is list
-    register("cat_twice", tuple)
+    DatasetCatalog.register("cat_twice", tuple)
     DatasetCatalog.remove("cat_twice")
 
     assert "cat_twice" not in DatasetCatalog.list()

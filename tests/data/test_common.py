@@ -13,9 +13,6 @@ def times_ten_if_even(sample):
     return None if sample % 2 else sample * 10
 
 
-# ---------------------------------------------------------------------------- MapDataset
-
-
 def test_the_sample_in_the_place_of_a_rejected_one_is_a_function_of_the_index():
     def draw(order):
         dataset = MapDataset(list(range(20)), times_ten_if_even)
@@ -51,9 +48,6 @@ def test_a_mapped_stream_is_a_stream_without_the_rejected_samples(dataset_class)
 def test_mapped_datasets_survive_pickling_into_a_spawned_worker():
     listed, stream = pickle.loads(pickle.dumps([MapDataset(of, times_ten_if_even) for of in ([2, 4], Stream([2, 4]))]))
     assert [listed[0], listed[1]] == [*stream] == [20, 40]
-
-
-# ---------------------------------------------------------------------------- DatasetFromList
 
 
 @pytest.mark.parametrize("serialize", [True, False])

@@ -1,4 +1,3 @@
-import io
 import itertools
 import logging
 import os
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 from tests.data.conftest import Stream
+from tests.engine.tiny import through_a_file
 from trainkit.data import (
     InferenceSampler,
     MapDataset,
@@ -78,18 +78,8 @@ def take(loader, num_batches):
     return [*itertools.islice(endless(loader), num_batches)]
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def columns(batches):
     return [*zip(*(sample for batch in batches for sample in batch), strict=True)]
-
-
-# ---------------------------------------------------------------------------- the position
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -168,12 +158,11 @@ def test_states_of_earlier_versions_are_loaded():
     assert take(loader, 2) == reference[3:]
 
 
-@pytest.mark.parametrize("order", ["training"])
-def test_another_number_of_ranks_goes_on_with_the_same_global_batches(order, as_rank):
+def test_another_number_of_ranks_goes_on_with_the_same_global_batches(as_rank):
     def loaders(world_size):
         for rank in range(world_size):
             as_rank(rank, world_size)
-            yield make(order, batch_size=12 // world_size)
+            yield make(batch_size=12 // world_size)
 
     def global_batches(loaders, num_batches):
         shares = zip(*(take(loader, num_batches) for loader in loaders), strict=True)
@@ -222,9 +211,6 @@ def test_a_loader_that_cannot_be_resumed_says_why_and_loads_what_a_plain_one_doe
         found.append([[(index, drawn) for batch in batches for index, _, _, drawn in batch], torch.rand(()).item()])
     assert found[0] == found[1] != found[2]
     assert [*build_batch_data_loader(Stream(range(100)), None, 50)] == [[*range(50)], [*range(50, 100)]]
-
-
-# ---------------------------------------------------------------------------- random augmentation
 
 
 class Greedy(Drawing):
@@ -305,19 +291,6 @@ def test_what_a_search_in_the_source_does_not_find_still_resumes_exactly_with_wo
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---------------------------------------------------------------------------- still a DataLoader
-
-
-def test_it_looks_like_the_data_loader_that_was_asked_for():
-    dataset, sampler = Drawing(), Counting()
-    loader = ResumableLoader(dataset, sampler=sampler, batch_size=4, drop_last=True, collate_fn=list)
-
-    assert isinstance(loader, DataLoader)
-    assert loader.dataset is dataset
-    assert loader.sampler is loader.batch_sampler.sampler is sampler
-    assert (loader.batch_size, loader.drop_last, loader.collate_fn) == (4, True, list)
-
-
 class Opened(Drawing):
     def __getitem__(self, index):
         return self.file
@@ -330,9 +303,6 @@ def open_file(worker_id):
 def test_a_worker_init_function_of_the_user_configures_the_dataset():
     batches = take(make(dataset=Opened(), num_workers=1, worker_init_fn=open_file), 1)
     assert {*batches[0]} == {"opened by 0"}
-
-
-# ---------------------------------------------------------------------------- errors
 
 
 class Failing(Drawing):
@@ -385,12 +355,7 @@ def error_of(dataset, num_workers=1, **options):
     ("num_workers", "dataset", "collate_fn", "text"),
     [
         (0, Failing(unreadable), list, "FileNotFoundError while loading sample 2 of Failing: [Errno 2] no such image"),
-        (
-            1,
-            MapDataset(FailingFiles(unreadable), str),
-            list,
-            "FileNotFoundError while loading scan_2.png: [Errno",
-        ),
+        (1, MapDataset(FailingFiles(unreadable), str), list, "FileNotFoundError while loading scan_2.png: [Errno"),
         (0, Failing(end), list, "StopIteration while loading sample 2 of Failing"),  # the data does not end
         # an error that cannot be pickled; the loader would wait for the worker
         (1, Drawing(), local_error, "Local while loading sample 3 of Drawing: is here"),

@@ -18,7 +18,6 @@ from tools import lazyconfig_train_net, train_net
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import LazyConfig, check_values, get_cfg
 from trainkit.engine import default_argument_parser
-from trainkit.utils.logger import close_logger
 
 TRAIN, LAZY = "tools/train_net.py", "tools/lazyconfig_train_net.py"
 
@@ -67,8 +66,7 @@ def here(folder, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("FVCORE_CACHE", str(folder / "cache"))  # for runs at an address
-    yield folder
-    close_logger()
+    return folder
 
 
 EXTRAS = re.findall(r'^ {8}"(\w+)":', page("setup.py").partition("extras_require={")[2], re.MULTILINE)

@@ -12,7 +12,6 @@ import pytest
 from tests.docs.pages import ROOT, blocks, contents, page, run
 from trainkit.data import DatasetCatalog
 from trainkit.engine import default_argument_parser
-from trainkit.utils.logger import close_logger
 
 PAGE = "docs/getting_started.md"
 SCRIPT, HOOK, REGISTER, NOTEBOOK = blocks(PAGE, "python")
@@ -40,8 +39,7 @@ def train(folder, monkeypatch, capsys):
         DatasetCatalog.remove("spirals_test")  # the next one registers it again
         return capsys.readouterr().out
 
-    yield train
-    close_logger()
+    return train
 
 
 @pytest.mark.slow
@@ -92,5 +90,4 @@ def test_the_cells_of_a_notebook_train_and_show_it(folder, monkeypatch, capsys):
     cells = SCRIPT.partition("def main(args)")[0] + NOTEBOOK.replace("30ep", "1ep")
     assert run(cells, "notebook")["results"]["classification"]["top1"] > 40
     DatasetCatalog.remove("spirals_test")
-    close_logger()
     assert "The run has finished after 20 of 20 iterations\n" in capsys.readouterr().out

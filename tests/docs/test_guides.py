@@ -32,15 +32,12 @@ from trainkit.engine import (
 )
 from trainkit.engine.hook_base import HOOK_POINTS
 from trainkit.utils import comm, events
-from trainkit.utils.logger import close_logger
 from trainkit.utils.plugins import RUN_HOOKS
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    yield
-    close_logger()
 
 
 def merged(text, cfg=None):
@@ -48,8 +45,6 @@ def merged(text, cfg=None):
     cfg.merge_from_other_cfg(CfgNode(CfgNode._load_cfg_from_yaml_str(text)))
     return cfg
 
-
-# ---------------------------------------------------------------------- hooks
 
 NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
@@ -129,9 +124,6 @@ def test_the_state_of_a_hook_survives_and_the_summary_tells_it(tmp_path, caplog)
         assert f"\n  {summary}\n" in caplog.messages[-1]
 
 
-# ---------------------------------------------------------------------- the loop
-
-
 def code_of(function):
     """The lines of a function without its docstring."""
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
@@ -170,9 +162,6 @@ def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
     assert counter.storage.history("square").values() == [(0, 0), (1, 1), (4, 2), (9, 3)]
 
 
-# ---------------------------------------------------------------------- data
-
-
 def test_the_dataset_of_the_page_is_transformed_and_batched():
     run(DATASET, "data.md")
     cfg = merged(NUMBERS)
@@ -202,8 +191,6 @@ def test_the_stream_of_the_page_is_divided_among_ranks(monkeypatch):
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)
     assert str([*itertools.islice(stream(), 3)]) == str([whole[0][0], whole[0][2], whole[1][1]])
 
-
-# ---------------------------------------------------------------------- moving over
 
 OPTIONS = ["SOLVER.MAX_ITER", "40", "SOLVER.BASE_LR", "0.05", "SOLVER.WARMUP_ITERS", "5", "SOLVER.STEPS", "()"]
 OPTIONS += ["TEST.EVAL_PERIOD", "20", "DATALOADER.NUM_WORKERS", "0"]
@@ -236,8 +223,6 @@ def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
     assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses
 
 
-# ---------------------------------------------------------------------- performance
-
 GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
 STORE_NORM, TRAINERS = blocks("docs/performance.md", "python")
 
@@ -263,8 +248,6 @@ def test_both_trainers_of_the_script_train_the_same():
         losses.append(trainer.storage.history("total_loss").values())
     assert losses[0] == losses[1]
 
-
-# ---------------------------------------------------------------------- writers
 
 PAGE = "docs/writers.md"
 WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
@@ -303,8 +286,6 @@ def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
     assert int((tmp_path / "number.txt").read_text()) == len(trainer.storage.latest())
     assert merged(CONFIG).LOG.PERIOD == 50
 
-
-# ---------------------------------------------------------------------- exact resuming
 
 (GAN,) = blocks("docs/exact_resume.md", "python")
 

@@ -18,15 +18,7 @@ PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recip
 (OF_PICTURES,) = blocks("docs/recipes.md", "yaml")
 
 
-@pytest.fixture
-def catalog():
-    before = dict(DatasetCatalog)
-    yield
-    DatasetCatalog.clear()
-    DatasetCatalog.update(before)
-
-
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogs")
 def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
@@ -64,7 +56,7 @@ def test_lora_starts_as_the_base_model_and_trains_little():
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * (6 + 5) + 2 * (5 + 2)
 
 
-@pytest.mark.usefixtures("catalog")
+@pytest.mark.usefixtures("catalogs")
 def test_folds_give_a_mean_and_a_deviation(tmp_path, capsys):
     k_folds = run(FOLDS, "recipes.md")["k_folds"]
     cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 3)

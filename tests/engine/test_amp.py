@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import (
-    AfterStep,
-    PlainOptimizer,
-    Regression,
-    Weight,
-    batches,
-    scalars,
-    sgd,
-)
+from tests.engine.tiny import AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
 from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer, fixed_scaler
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter

@@ -9,13 +9,6 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep
 from trainkit.config import get_cfg
 from trainkit.engine import DefaultTrainer, HookBase, default_argument_parser, run
-from trainkit.utils.logger import close_logger
-
-
-@pytest.fixture(autouse=True)
-def closed_logger():
-    yield
-    close_logger()
 
 
 def run_with(cfg, *arguments, trainer_class=DefaultTrainer):

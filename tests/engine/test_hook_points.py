@@ -66,14 +66,6 @@ for _point in HOOK_POINTS:
     setattr(Overriding, _point, _overriding(_point))
 
 
-class OverridingDefaultTrainer(Overriding, DefaultTrainer):
-    pass
-
-
-class OverridingEvaluationRun(Overriding, EvaluationRun):
-    pass
-
-
 @VISUALIZER_REGISTRY.register()
 def draw_predictions(inputs, outputs):
     """A row of pixels, one per sample: white for class 1, black for class 0."""
@@ -120,10 +112,7 @@ def default_trainer(output_dir, *options, trainer_class=DefaultTrainer):
     return trainer, recorder
 
 
-PLACES = [{}, {"before": "EvalHook"}, {"after": "FinalEvalHook"}]
-
-
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", [{}, {"before": "EvalHook"}, {"after": "FinalEvalHook"}], ids=str)
 def test_after_train_of_a_users_hook_comes_after_the_final_validation_and_test(place, tmp_path):
     evaluated, at_the_end = [], []
     hook = CallbackHook(
@@ -181,10 +170,6 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
     assert not np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[0]))
 
 
-def points_of(recorded):
-    return [line.split()[1] for line in recorded]
-
-
 def test_a_run_calls_the_points_of_its_hooks_and_those_that_a_trainer_class_overrides_and_no_others(
     tmp_path, monkeypatch
 ):
@@ -193,20 +178,20 @@ def test_a_run_calls_the_points_of_its_hooks_and_those_that_a_trainer_class_over
         noting = functools.wraps(getattr(HookBase, point))
         call = noting(lambda self, *_, point=point: base_calls.append((type(self), point)))
         monkeypatch.setattr(HookBase, point, call)
-    trainer, recorder = default_trainer(tmp_path, trainer_class=OverridingDefaultTrainer)
+    trainer, recorder = default_trainer(tmp_path, trainer_class=type("Trainer", (Overriding, DefaultTrainer), {}))
     trainer.register_hooks([HookBase(), CallbackHook(after_eval_step=lambda *_: None)])
     trainer.train()
     trainer.resume_or_load()
     found = recorder.take()
     assert found == [*WHOLE_RUN, "4 after_load iteration+model+trainer"]
-    recorded = points_of(found)
+    recorded = [line.split()[1] for line in found]
     # the method of the trainer is around the final evaluation, which hooks do in it
     at_the_end = len(WHOLE_RUN) - len(AT_THE_END)
     assert trainer.points == [*recorded[:at_the_end], "after_train", *recorded[at_the_end:-2], "after_load"]
     assert set(recorded) == set(HOOK_POINTS) - {"after_failure"}
     assert base_calls == []
 
-    run = OverridingEvaluationRun(tiny_cfg(tmp_path, *JOB), DefaultTrainer)
+    run = type("Run", (Overriding, EvaluationRun), {})(tiny_cfg(tmp_path, *JOB), DefaultTrainer)
     run.run()
     steps = ["before_eval_step", "after_eval_step"]
     assert run.points == ["after_load", "before_eval", *steps, *steps, "after_eval"]

@@ -51,9 +51,6 @@ def test_entries_on_another_device_than_the_loss_are_stored_too(asynchronous):
     }
 
 
-# ---------------------------------------------------------------------- two ranks; one spawn for all
-
-
 def names(rank, folder):
     """Each step has other names on the ranks: the same, in another order, others, more of them, a hundred."""
     script = [

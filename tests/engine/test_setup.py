@@ -11,22 +11,15 @@ from tests.engine.job import tiny_cfg
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup, default_writers, user_errors_exit
-from trainkit.utils.events import (
-    CommonMetricPrinter,
-    EventStorage,
-    JSONWriter,
-    TensorboardXWriter,
-)
-from trainkit.utils.logger import close_logger
+from trainkit.utils.events import CommonMetricPrinter, EventStorage, JSONWriter, TensorboardXWriter
 from trainkit.utils.run_folder import LOCK_FILE, release_folder
 
 NEW, RESUME, EVAL = Namespace(resume=False, eval_only=False), Namespace(resume=True), Namespace(eval_only=True)
 
 
 @pytest.fixture(autouse=True)
-def closed_logger(tmp_path):
+def released(tmp_path):
     yield
-    close_logger()
     for folder in (tmp_path, tmp_path / "run"):
         release_folder(folder)
 

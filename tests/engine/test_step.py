@@ -10,16 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import (
-    CLOCK_READINGS,
-    AfterStep,
-    PlainOptimizer,
-    Regression,
-    Weight,
-    batches,
-    scalars,
-    sgd,
-)
+from tests.engine.tiny import CLOCK_READINGS, AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.amp import AMPTrainer
@@ -39,9 +30,6 @@ def trained(loader, iters, **kwargs):
     trainer = SimpleTrainer(model, loader, sgd(model, momentum=0.9), **kwargs)
     trainer.train(0, iters)
     return weights(model), trainer
-
-
-# ---------------------------------------------------------------------- the step
 
 
 def bare_loop(data, iters, momentum=0.9):
@@ -166,9 +154,6 @@ def test_a_wrapped_optimizer_loader_and_model_work_unchanged():
     assert optimizer.calls == ["zero_grad", "update"] * 10
 
 
-# ---------------------------------------------------------------------- data
-
-
 def test_a_loader_that_ends_is_iterated_again():
     found = []
     model = Weight()
@@ -253,9 +238,6 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     assert (trainer.iters_per_epoch, trainer.iters_per_epoch.exact) == (3, Fraction(10, 3))
 
 
-# ---------------------------------------------------------------------- accumulation
-
-
 def joined(parts):
     return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
@@ -291,9 +273,6 @@ def test_batch_norm_under_accumulation_is_warned_about_once(caplog):
     with_norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     assert messages(with_norm, 4) == ["Batch norm treats each micro-batch separately: 4"]
     assert messages(with_norm, 1) == messages(nn.GroupNorm(1, 3), 4) == []
-
-
-# ---------------------------------------------------------------------- metrics
 
 
 def nan_at(index, count):

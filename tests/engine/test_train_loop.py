@@ -56,23 +56,6 @@ def raise_(error):
     raise error
 
 
-# ---------------------------------------------------------------------- the sequence of calls
-
-
-def test_hooks_run_at_all_five_points_in_the_order_of_their_registration_in_each_run():
-    calls = []
-    trainer = Trainer([Spy(calls, lambda t: ("a", t.iter)), Spy(calls, lambda t: ("b", t.iter))])
-
-    def both(point, iter):
-        return [(point, "a", iter), (point, "b", iter)]
-
-    for start_iter, max_iter in ((3, 5), (5, 5), (0, 1)):
-        calls.clear()
-        trainer.train(start_iter, max_iter)
-        steps = [call for iter in range(start_iter, max_iter) for point in POINTS[1:4] for call in both(point, iter)]
-        assert calls == [*both("before_train", start_iter), *steps, *both("after_train", max_iter)]
-
-
 def test_iter_status_storage_and_what_would_be_saved_at_each_point():
     def note(t):
         is_open = get_event_storage() is t.storage
@@ -114,9 +97,6 @@ def test_a_hook_registered_during_training_runs_from_the_next_point_on():
 
     Trainer([CallbackHook(after_backward=register)]).train(0, 3)
     assert calls == [("after_step", 1), *((point, 2) for point in POINTS[1:4]), ("after_train", 3)]
-
-
-# ---------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize(
@@ -166,9 +146,6 @@ def test_a_failure_in_after_train_does_not_hide_the_one_before_it(caplog):
     assert "CallbackHook failed in after_train: KeyError: 'later'" in caplog.text
 
 
-# ---------------------------------------------------------------------- stopping
-
-
 @pytest.mark.parametrize(
     ("point", "finished", "end"),
     [
@@ -199,9 +176,6 @@ def test_a_run_that_a_signal_has_stopped_ends_the_process_after_its_iteration():
     with pytest.raises(SystemExit, match="^143$"):
         trainer.train(0, 5)
     assert calls[-1] == ("after_train", 1, "stopped")
-
-
-# ---------------------------------------------------------------------- metrics of a worker
 
 
 class Failing(EventWriter):
@@ -248,9 +222,6 @@ def test_an_error_of_the_worker_ends_the_run_at_most_20_iterations_later_and_hid
     assert "ValueError: no number" in caplog.text
 
 
-# ---------------------------------------------------------------------- references
-
-
 def test_a_trainer_is_freed_with_its_last_reference():
     gc.collect()
     gc.disable()
@@ -267,9 +238,6 @@ def test_a_trainer_is_freed_with_its_last_reference():
             _ = hook.trainer.iter
     finally:
         gc.enable()
-
-
-# ---------------------------------------------------------------------- registration and order
 
 
 class A(HookBase):
@@ -380,9 +348,6 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
     assert f"Hooks in order:\n{trainer.describe_hooks()}" in caplog.messages
 
 
-# ---------------------------------------------------------------------- state
-
-
 class Counting(HookBase):
     def __init__(self, count=0):
         self.count = count
@@ -419,9 +384,6 @@ def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cann
     trainer = Trainer([forgetful])
     with pytest.raises(NotImplementedError, match="CallbackHook saves a state but has no load_state_dict"):
         trainer.load_state_dict(trainer.state_dict())
-
-
-# ---------------------------------------------------------------------- hooks that say when they are due
 
 
 class Every(HookBase):

@@ -9,12 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.evaluation import (
-    DatasetEvaluator,
-    inference_context,
-    inference_on_dataset,
-    observe_inference,
-)
+from trainkit.evaluation import DatasetEvaluator, inference_context, inference_on_dataset, observe_inference
 from trainkit.evaluation.observer import EvaluationAbandoned, InferenceObserver
 
 

@@ -7,7 +7,6 @@ import pytest
 from tests.docs.pages import blocks, run
 from tools import train_net
 from trainkit.engine import default_argument_parser
-from trainkit.utils.logger import close_logger
 
 FOLDER = Path(__file__).parents[2] / "projects" / "digits"
 (RULE,) = blocks("projects/digits/README.md", "python")
@@ -35,6 +34,5 @@ def test_the_last_checkpoint_of_the_job_without_arguments_reads_99_percent_of_th
     trained = train_net.main(default_argument_parser().parse_args(options))
     weights = ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
     evaluated = train_net.main(default_argument_parser().parse_args(["--eval-only", *options, *weights]))
-    close_logger()
     assert evaluated == trained
     assert trained["classification"]["top1"] >= 99.0

@@ -39,8 +39,6 @@ JOBS = pytest.mark.parametrize("job", NEEDS)
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    yield
-    close_logger()
 
 
 def config(job, *options):

@@ -5,12 +5,7 @@ import torch
 from torch import nn
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.solver import (
-    OPTIMIZER_BUILDER_REGISTRY,
-    OPTIMIZER_REGISTRY,
-    PARAM_GROUP_REGISTRY,
-    build_optimizer,
-)
+from trainkit.solver import OPTIMIZER_BUILDER_REGISTRY, OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, build_optimizer
 
 
 def make_cfg(solver=None, **optimizer):

@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from fvcore.common.param_scheduler import (
-    CosineParamScheduler,
-    LinearParamScheduler,
-    MultiStepParamScheduler,
-)
+from fvcore.common.param_scheduler import CosineParamScheduler, LinearParamScheduler, MultiStepParamScheduler
 from torch import nn
 
 from trainkit.solver import LRMultiplier, ScheduledLR, WarmupParamScheduler
@@ -37,8 +33,6 @@ SCHEDULERS = {
 }
 each_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 
-# ---------------------------------------------------------------------- warm-up
-
 
 def test_a_schedule_with_a_warm_up_has_these_values_and_a_wrong_warm_up_is_an_error():
     for arguments, expected in (
@@ -59,9 +53,6 @@ def test_the_last_value_stays_from_the_end_on():
     steps = MultiStepParamScheduler([1, 0.1], milestones=[5], num_updates=10)
     for schedule in (steps, CosineParamScheduler(1.0, 0.1), WarmupParamScheduler(steps, 0.5, 0.2)):
         assert run(LRMultiplier(make_optimizer(1.0), schedule, 10), 13)[10:] == [0.1] * 4
-
-
-# ---------------------------------------------------------------------- groups, states, factors
 
 
 @each_scheduler

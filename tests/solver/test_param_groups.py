@@ -87,8 +87,5 @@ def test_reducing_merges_equal_groups_and_the_last_mention_of_a_parameter_wins()
         ]
     ) == [{"params": [a, d], "lr": 1.0, "betas": [0.9, 0.99]}, {"params": [b, c, e], "lr": 2.0}]
     groups = [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]
-    assert reduce_param_groups(groups) == [
-        {"params": [a], "lr": 1.0, "weight_decay": 0.5},
-        {"params": [b], "lr": 1.0},
-    ]
+    assert reduce_param_groups(groups) == [{"params": [a], "lr": 1.0, "weight_decay": 0.5}, {"params": [b], "lr": 1.0}]
     assert groups == [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]

@@ -128,10 +128,3 @@ def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(to
     assert asked == {**{name: {} for name in tool.ROWS}, "step": {"peers": {}}, "memory": {"steps": 1_000_000}}
     list(tool.measure(tool.parse_args(["--rows", "memory,ema", "--rounds", "3", "--full"])))
     assert asked["memory"] == asked["ema"] == {"rounds": 3}
-
-
-def test_wrong_arguments_end_with_one_message(tool, capsys):
-    with pytest.raises(SystemExit):
-        tool.parse_args(["--rows", "step,speed"])
-    error = capsys.readouterr().err
-    assert "error: argument --rows: there is no row 'speed'; there are step, history, " in error

@@ -98,9 +98,6 @@ def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
 
 
-# ---------------------------------------------------------------------- the search for the largest batch size
-
-
 @pytest.mark.parametrize(
     ("memory", "start", "limit", "tried", "found"),
     [

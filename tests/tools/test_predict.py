@@ -22,14 +22,6 @@ INPUTS = torch.stack([sample["x"] for sample in SAMPLES])  # [10, 4]
 NAMES = ["no", "yes"]
 
 
-@pytest.fixture(autouse=True)
-def class_names():
-    MetadataCatalog.get("tiny_test").set(class_names=NAMES)
-    yield
-    MetadataCatalog.remove("tiny_test")
-    DatasetCatalog.pop("named", None)
-
-
 def save(folder, name="model_final", seed=0, **options):
     """The folder of a run as far as it is needed, with random weights in one more checkpoint."""
     cfg = tiny_cfg("elsewhere", "IMPORTS", ["tests.engine.job"])
@@ -38,6 +30,11 @@ def save(folder, name="model_final", seed=0, **options):
     torch.manual_seed(seed)
     Checkpointer(build_model(cfg), folder).save(name)
     return cfg
+
+
+@pytest.fixture(autouse=True)
+def class_names(catalogs):
+    MetadataCatalog.get("tiny_test").set(class_names=NAMES)
 
 
 @pytest.fixture

@@ -52,11 +52,7 @@ def in_three_groups(rank, folder):
     dist.destroy_process_group()  # that of `on_two_ranks`
     for index, backend in enumerate(("other", "other", "gloo")):
         dist.init_process_group(
-            backend,
-            init_method=f"file://{folder}/store{index}",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=60),
+            backend, init_method=f"file://{folder}/store{index}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
         )
         _check_two_ranks(rank)
         if index < 2:

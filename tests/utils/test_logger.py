@@ -18,7 +18,6 @@ NAME = "logger_under_test"
 def close():
     yield
     close_logger(NAME)
-    close_logger()
 
 
 def messages(text):

@@ -8,9 +8,7 @@ from torch import nn
 from tests.engine.tiny import AfterStep, Steps
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.engine.hooks import (
-    PeriodicCheckpointer,
-)
+from trainkit.engine.hooks import PeriodicCheckpointer
 
 
 def fail_on_rank_0(rank, folder, save_format=""):

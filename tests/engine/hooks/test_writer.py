@@ -5,25 +5,10 @@ import threading
 import pytest
 import torch
 
-from tests.engine.tiny import (
-    AfterStep,
-    Regression,
-    Steps,
-    batches,
-    defer,
-    fail_at,
-    sgd,
-    stop_at,
-    through_a_file,
-)
+from tests.engine.tiny import AfterStep, Regression, Steps, batches, defer, fail_at, sgd, stop_at, through_a_file
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils.events import (
-    CommonMetricPrinter,
-    EventWriter,
-    JSONWriter,
-    get_event_storage,
-)
+from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, get_event_storage
 
 
 class Log(EventWriter):
@@ -73,16 +58,6 @@ def test_metrics_json_has_the_iterations_of_the_period_the_last_one_and_the_fina
     longer.train(50, 70)
     assert path.read_text().startswith(shorter)
     assert [row["iteration"] for row in rows(path)][4:] == [59, 69, 70]
-
-
-def test_writers_write_each_period_after_the_last_step_and_at_the_end_in_each_run(tmp_path):
-    path, log = tmp_path / "metrics.json", Log()
-    trainer = writing_run(path, PeriodicWriter([log], period=3))
-    trainer.train(0, 7)
-    assert log.calls == ["write", "write", "write", "write", "close"]
-    trainer.train(3, 6)
-    assert log.calls[5:] == ["write", "write", "close"]
-    assert [row["iteration"] for row in rows(path) if "top1" not in row] == [2, 5, 6, 5]
 
 
 def test_a_failed_run_is_written_up_to_its_end_and_closed(tmp_path):

@@ -160,10 +160,7 @@ def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, w
     """
     assert look(page, script=script) == {
         "result": {
-            "shown": [
-                ["a · top1: 80", "b · top1: 70", "a · top1 · test data: 85 after 20"],
-                ["b · top1: 95.25"],
-            ],
+            "shown": [["a · top1: 80", "b · top1: 70", "a · top1 · test data: 85 after 20"], ["b · top1: 95.25"]],
             "hidden": [["b · top1: 70"], "none"],
             "left": [],
         },

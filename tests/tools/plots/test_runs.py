@@ -10,13 +10,6 @@ def runs_module(load):
     return load("plots.runs")
 
 
-def test_a_metric_is_its_values_by_the_iterations_done(read):
-    (run,) = read([{"iteration": 19, "lr": 0.1, "total_loss": 2}, {"iteration": 39, "lr": 0.2}])
-
-    assert run.series == {"lr": [(20, 0.1), (40, 0.2)], "total_loss": [(20, 2)]}
-    assert run.num_done == 40
-
-
 def test_an_evaluation_before_the_first_or_after_the_last_iteration_has_the_iterations_done(read):
     trained = [{"iteration": i, "lr": 0.1, **({"t/top1": i} if i == 19 else {})} for i in (9, 19, 29)]
     (run,) = read([{"iteration": 0, "t/top1": 5}, *trained, {"iteration": 30, "t/top1": 90, "test/t/top1": 91}])
