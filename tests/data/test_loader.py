@@ -158,11 +158,12 @@ def test_states_of_earlier_versions_are_loaded():
     assert take(loader, 2) == reference[3:]
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_global_batches(as_rank):
+@pytest.mark.parametrize("order", ["training"])
+def test_another_number_of_ranks_goes_on_with_the_same_global_batches(order, as_rank):
     def loaders(world_size):
         for rank in range(world_size):
             as_rank(rank, world_size)
-            yield make(batch_size=12 // world_size)
+            yield make(order, batch_size=12 // world_size)
 
     def global_batches(loaders, num_batches):
         shares = zip(*(take(loader, num_batches) for loader in loaders), strict=True)
