@@ -44,7 +44,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
-from trainkit.projects.evaluators.batches import num_samples
+from trainkit.projects.evaluators.counting import num_samples
 from user_job import SCRIPT_HELP, find_trainer, positive
 
 from trainkit.checkpoint import CheckpointError

@@ -1,4 +1,4 @@
-"""The common part of evaluators that compare scores with labels and count."""
+"""The common part of evaluators that compare scores with labels and count, and the samples of a batch."""
 
 import logging
 import math
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.evaluation.observer import for_details
@@ -112,3 +113,13 @@ def labels_of(inputs: Any, key: str) -> Tensor:
     other = "labels" if key == "label" else key  # Hugging Face calls them "labels"
     labels = [torch.as_tensor(sample[key if key in sample or other not in sample else other]) for sample in samples]
     return labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)
+
+
+def num_samples(batch: Any) -> int:
+    """The first dimension of the first tensor; for a list of samples, its length."""
+    if isinstance(batch, list) and not any(isinstance(entry, Tensor) for entry in batch):
+        return len(batch)
+    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise TypeError(f"a batch of type {type(batch).__name__} is no list of samples and holds no tensor to count")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from trainkit.projects.evaluators.batches import num_samples
+from trainkit.projects.evaluators.counting import num_samples
 
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
@@ -47,8 +47,8 @@ class LossEvaluator(DatasetEvaluator):
         num_samples: Callable[[Any], int] = num_samples,
         task: str = "loss",
     ) -> None:
-        self._given_model = None if model is None else unwrap_model(model)
-        self._model: Any = self._given_model
+        self._model: Any = None if model is None else unwrap_model(model)
+        self._given_model = self._model
         self._frozen_types: Any = (*_FROZEN_TYPES, *freeze)
         self._num_samples, self._task = num_samples, task
         self.reset()
@@ -79,18 +79,16 @@ class LossEvaluator(DatasetEvaluator):
     def evaluate(self) -> dict[str, Any]:
         """``{task: {"total_loss": mean, <name>: mean, ...}}`` over all ranks, with the names of a dict; on rank 0."""
         mine = {name: (torch.stack(sums).tolist(), self._counts[name]) for name, sums in self._sums.items()}
-        by_rank = comm.all_gather(mine)
-        means = {}
+        by_rank, means = comm.all_gather(mine), {}
         for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
-            sums = [value for theirs in by_rank if name in theirs for value in theirs[name][0]]
+            lists, counts = zip(*(theirs[name] for theirs in by_rank if name in theirs), strict=True)
+            sums = [value for values in lists for value in values]
             # fsum rounds once, so neither the order nor the division of batches over processes changes the result
-            total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
-            means[name] = total / sum(theirs[name][1] for theirs in by_rank if name in theirs)
+            means[name] = (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / sum(counts)
         return {self._task: means} if comm.is_main_process() else {}
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
-        """``total_loss`` first, then the single losses; detached, on the device."""
-        # Gradients are on, since an entry that requires grad is a loss.
+        """``total_loss``, then the single losses; detached. Gradients are on: what requires grad is a loss."""
         with inference_context(self._model), _preserve_buffers(self._model), torch.enable_grad():
             if callable(losses_of := getattr(self._model, "losses", None)):
                 returned = losses_of(inputs)
@@ -107,8 +105,9 @@ class LossEvaluator(DatasetEvaluator):
 @contextmanager
 def _preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Context that at its end restores the buffers, even if the model has replaced them."""
-    owned = [(module, *entry) for module in model.modules() for entry in module.named_buffers(recurse=False)]
-    saved = [(module, name, buffer, buffer.clone()) for module, name, buffer in owned]
+    saved = [
+        (part, *entry, entry[1].clone()) for part in model.modules() for entry in part.named_buffers(recurse=False)
+    ]
     try:
         yield
     finally:

@@ -20,7 +20,6 @@ class Metadata(types.SimpleNamespace):
             raise ValueError(f"metadata {key!r} of {self.name!r} is {known!r} and cannot become {value!r}")
 
     def set(self, **attributes: Any) -> "Metadata":
-        """Set several attributes; return the object itself."""
         for key, value in attributes.items():
             setattr(self, key, value)
         return self

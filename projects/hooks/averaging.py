@@ -46,9 +46,8 @@ def averaging_rule(
         decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
         gamma: about the number of updates that the start lasts; default is 2000 for "warmup", 100 for the others.
     """
-    m, scale = 1 - (0.999 if decay is None else decay), gamma
-    if scale is None:
-        scale = 2000.0 if kind == "warmup" else 100.0
+    m = 1 - (0.999 if decay is None else decay)
+    scale = gamma if gamma is not None else 2000.0 if kind == "warmup" else 100.0
     later: dict[str, Callable[[int], float]] = {
         "exponential": lambda steps: m,
         "annealing": lambda steps: max(m, scale / (scale + steps)),
@@ -57,9 +56,7 @@ def averaging_rule(
         "mmcv": lambda steps: min(m**interval, (1 + steps) / (scale + steps)),
     }
     if kind not in later or not is_whole(interval, 1) or not 0 < m <= 1 or not 0 < scale < math.inf:
-        accepted = (
-            f"kind must be one of {', '.join(later)}, decay in [0, 1), gamma > 0 and interval a whole number >= 1"
-        )
+        accepted = f"kind must be one of {', '.join(later)}, decay in [0, 1), gamma > 0, interval an int >= 1"
         raise ValueError(f"{accepted}; got {kind!r}, {decay!r}, {gamma!r} and {interval!r}")
     return lambda steps: 1.0 if steps == 0 else 0.0 if steps % interval else later[kind](steps)
 
@@ -105,16 +102,13 @@ class ModelAverage:
         self._move(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged tensors, under the names of the model's state dict."""
         return self._averages
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
-            saved = state_dict[name]
-            if self._is_sharded:
-                saved = _local_part(_sharding().shard_like(saved, average))
-            _local_part(average).copy_(saved)
+            saved = _sharding().shard_like(state_dict[name], average) if self._is_sharded else state_dict[name]
+            _local_part(average).copy_(_local_part(saved))
 
     @contextmanager
     def held(self) -> Iterator[nn.Module]:

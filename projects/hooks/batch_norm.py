@@ -54,17 +54,16 @@ class PreciseBN(HookBase):
         cfg = trainer.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
-        arguments = {"period": cfg.TEST.EVAL_PERIOD, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER, "model": trainer.model}
-        # a separate loader does not disturb the order of the training data
-        return {**arguments, "data_loader": trainer.build_train_loader(cfg)}
+        loader = trainer.build_train_loader(cfg)  # its own, which does not disturb the order of the training data
+        test = {"period": cfg.TEST.EVAL_PERIOD, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER}
+        return {**test, "model": trainer.model, "data_loader": loader}
 
     def after_step(self) -> None:
         if self._layers and is_due(self.trainer, self._period, or_last=True):
             self.update_stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """``data``: where the loader starts each time."""
-        return {"data": self._data_state}
+        return {"data": self._data_state}  # where the loader starts each time
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["data"] and not resume_obstacle(self._data_loader):
@@ -114,16 +113,16 @@ def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torc
 @contextmanager
 def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
     """Context in which running statistics are those of the last batch alone; they are restored at the end."""
-    saved = [(layer.momentum, {name: buffer.clone() for name, buffer in layer.named_buffers()}) for layer in layers]
+    saved = [(layer, layer.momentum, [(buffer, buffer.clone()) for buffer in layer.buffers()]) for layer in layers]
     try:
         for layer in layers:
             layer.momentum = 1.0
         yield
     finally:
-        for layer, (momentum, buffers) in zip(layers, saved, strict=True):
+        for layer, momentum, buffers in saved:
             layer.momentum = momentum
-            for name, buffer in layer.named_buffers():
-                buffer.copy_(buffers[name])
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 @HOOK_REGISTRY.register()
@@ -149,13 +148,12 @@ class SyncBuffers(HookBase):
             self._sync()
 
     def before_eval(self, phase: Phase, name: str) -> None:
-        if self._has_stepped:
-            self._sync()
+        self._sync()
 
     @torch.no_grad()
     def _sync(self) -> None:
-        self._has_stepped = False
-        if comm.get_world_size() == 1:
+        has_stepped, self._has_stepped = self._has_stepped, False
+        if not has_stepped or comm.get_world_size() == 1:
             return
         buffers = [buffer for buffer in unwrap_model(self.trainer.model).buffers() if buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):

@@ -21,10 +21,8 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong."""
-    check_accepted(
-        cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH", ("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT"}
-    )
-    check_accepted(cfg, {"[1, inf)": "CHECKPOINT.BEST_TO_KEEP TEST.PRECISE_BN.NUM_ITER"})
+    check_accepted(cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH", "[1, inf)": "CHECKPOINT.BEST_TO_KEEP"})
+    check_accepted(cfg, {("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT", "[1, inf)": "TEST.PRECISE_BN.NUM_ITER"})
     if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
         raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set")
     if cfg.MAX_TIME:
@@ -34,18 +32,18 @@ def check(cfg: CfgNode) -> None:
 
 def prepare(cfg: CfgNode) -> None:
     """Put the hooks that the keys switch on into HOOKS."""
-    factors, kept = cfg.SOLVER.ACCUMULATION_FACTORS, cfg.CHECKPOINT.BEST_TO_KEEP
+    kept = cfg.CHECKPOINT.BEST_TO_KEEP
     switches = {
         "PreciseBN": cfg.TEST.PRECISE_BN.ENABLED,
         "TimeLimit": cfg.MAX_TIME,
-        "AccumulationSchedule": factors,
+        "AccumulationSchedule": cfg.SOLVER.ACCUMULATION_FACTORS,
         "PublishWeights": cfg.CHECKPOINT.PUBLISH,
     }
     named = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
     added = [{"NAME": name} for name, is_on in switches.items() if is_on and name not in named]
     if kept > 1:
-        common = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": kept}
-        prefixes = best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items()
-        added += [{**common, "VAL_METRIC": metric, "FILE_PREFIX": prefix} for metric, prefix in prefixes]
+        for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items():
+            entry = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": kept, "VAL_METRIC": metric, "FILE_PREFIX": prefix}
+            added.append(entry)
         cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
     cfg.HOOKS = [*cfg.HOOKS, *added]

@@ -29,7 +29,6 @@ class CopyAhead(HookBase):
         self.trainer.feed.move = self.move
 
     def move(self, batch: Any, device: torch.device) -> Any:
-        """Like `move_to_device`."""
         if not runs_ahead(device) or not all(_is_plain(leaf) or _stays(leaf) for leaf in tree_leaves(batch)):
             return move_to_device(batch, device)
         if self._stream is None or self._stream.device != device:

@@ -38,9 +38,8 @@ class ParamScheduler(HookBase):
         self._build(2**40)  # raises its errors now; the length of the run is not known yet
 
     def _build(self, max_iter: int) -> Schedule:
-        if callable(self._given):
-            return self._given
-        return build_schedule(self._given, max_iter, f"ParamScheduler of {self.param}")
+        given, where = self._given, f"ParamScheduler of {self.param}"
+        return given if callable(given) else build_schedule(given, max_iter, where)
 
     def before_train(self) -> None:
         if self.param == "lr" and any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
@@ -70,10 +69,8 @@ class ParamScheduler(HookBase):
             old = _get(group, key, index)
             if isinstance(old, Tensor):
                 old.fill_(value)  # in place: a captured graph reads this tensor
-            elif index is None:
-                group[key] = value
             else:
-                group[key] = (*group[key][:index], value, *group[key][index + 1 :])
+                group[key] = value if index is None else (*group[key][:index], value, *group[key][index + 1 :])
 
 
 def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:

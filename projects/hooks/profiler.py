@@ -1,14 +1,18 @@
-"""Hooks that profile steps."""
+"""Hooks that profile steps, and hooks that log or free memory."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import profiler
 
-from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
+from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.utils import comm
+from trainkit.utils.device import accelerator_runs_ahead
+from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -74,5 +78,109 @@ class AutogradProfiler(TorchProfiler):
         *,
         use_cuda: bool = True,
     ) -> None:
-        cpu = [profiler.ProfilerActivity.CPU]
-        super().__init__(enable_predicate, output_dir, activities=None if use_cuda else cpu, save_tensorboard=False)
+        activities = None if use_cuda else [profiler.ProfilerActivity.CPU]
+        super().__init__(enable_predicate, output_dir, activities=activities, save_tensorboard=False)
+
+
+@HOOK_REGISTRY.register()
+class TorchMemoryStats(HookBase):
+    """Log the device's memory every ``period`` iterations, ``max_runs`` times; on CUDA also torch's summary, once.
+
+    The peak is not reset, so other readers of it see the same numbers. Does nothing on a CPU.
+    """
+
+    def __init__(self, period: int = 20, max_runs: int = 10) -> None:
+        self._period = check_period("period", period, minimum=1)
+        self._max_runs = check_period("max_runs", max_runs)
+
+    def before_train(self) -> None:
+        self._runs = 0
+
+    def after_step(self) -> None:
+        is_wanted = self._runs < self._max_runs and is_due(self.trainer, self._period, or_last=True)
+        if is_wanted and accelerator_runs_ahead():
+            self._runs += 1
+            names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+            used = [getattr(torch.accelerator.memory, name)() / 2**20 for name in names]
+            text = "Device memory after iteration %d: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f"
+            logger.info(text, self.trainer.iter, *used)
+            if self._runs == self._max_runs and torch.cuda.is_available():
+                logger.info("\n%s", torch.cuda.memory_summary())
+
+
+@HOOK_REGISTRY.register()
+class MemorySnapshot(HookBase):
+    """If CUDA runs out of memory, write torch's history of allocations to a file.
+
+    View the file, ``memory_<iteration>_rank<rank>.pickle``, at https://docs.pytorch.org/memory_viz. It is in
+    ``output_dir`` or the folder of the checkpoints. The newest ``max_entries`` allocations are kept; recording one
+    takes a few microseconds.
+    """
+
+    def __init__(self, output_dir: str = "", max_entries: int = 100_000) -> None:
+        self._output_dir, self._max_entries = output_dir, check_period("max_entries", max_entries, minimum=1)
+
+    def before_train(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=self._max_entries)
+
+    def after_failure(self, error: BaseException) -> None:
+        if torch.cuda.is_available() and isinstance(error, torch.OutOfMemoryError):
+            folder = Path(self._output_dir or getattr(getattr(self.trainer, "checkpointer", None), "save_dir", ""))
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"memory_{self.trainer.iter}_rank{comm.get_rank()}.pickle"
+            torch.cuda.memory._dump_snapshot(str(file))
+            logger.error("The history of the memory is in %s, for https://docs.pytorch.org/memory_viz", file)
+
+    def after_train(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@HOOK_REGISTRY.register()
+class EmptyCache(HookBase):
+    """Return the accelerator memory that torch has cached but does not use; nothing happens without an accelerator.
+
+    It waits for the device, and the next allocations are slow. An evaluation counts as an epoch, each of its batches as
+    a step.
+    """
+
+    priority = SAVE_POINT + 4  # after the hooks that use memory
+
+    def __init__(self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True) -> None:
+        points = ["before_epoch", "before_eval"] * before_epoch + ["after_step", "after_eval_step"] * after_step
+        for point in points + ["after_epoch", "after_eval"] * after_epoch:
+            setattr(self, point, _empty_cache)  # not in the class: the epoch points need a trainer with epochs
+
+
+def _empty_cache(*_: Any) -> None:
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
+
+
+@HOOK_REGISTRY.register()
+class GarbageCollection(HookBase):
+    """Collect cyclic garbage only every ``period`` iterations, on all ranks in the same step.
+
+    With Python's automatic collection each rank would pause at a different time, and all others would wait for it.
+    See ``gc.collect`` for ``generation``; 2 looks at every object and takes seconds in a large program.
+    """
+
+    priority = SAVE_POINT + 4  # after the hooks that use memory
+    _was_enabled = False
+
+    def __init__(self, period: int = 1000, generation: int = 1) -> None:
+        self._period, self._generation = check_period("period", period, minimum=1), generation
+
+    def before_train(self) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()  # the garbage from building the job
+
+    def after_step(self) -> None:
+        if is_due(self.trainer, self._period):
+            gc.collect(self._generation)
+
+    def after_train(self) -> None:
+        if self._was_enabled:
+            gc.enable()

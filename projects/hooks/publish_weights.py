@@ -42,12 +42,11 @@ class PublishWeights(HookBase):
         if weights not in ("", "model", "ema") or format not in ("pth", "safetensors"):
             accepted = 'accepted are weights "model" or "ema", format "pth" or "safetensors"'
             raise ValueError(f"{accepted}; got {weights}, {format}")
-        self._weights: Literal["model", "ema"] = weights or "model"
-        self._format: Literal["pth", "safetensors"] = format
+        self._arguments: Any = weights or "model", format
 
     def before_train(self) -> None:
         """Raises ConfigError if there will be no average to publish."""
-        if self._weights == "ema" and all(type(hook).__name__ != "EMAHook" for hook in self.trainer.hooks):
+        if self._arguments[0] == "ema" and all(type(hook).__name__ != "EMAHook" for hook in self.trainer.hooks):
             raise ConfigError('weights is "ema", but no EMAHook is registered; add one, or publish "model"')
 
     def after_train(self) -> None:
@@ -61,13 +60,11 @@ class PublishWeights(HookBase):
             folder, suffix = hook.checkpointer.save_dir, "" if isinstance(hook, BestCheckpointer) else "_final"
             path = os.path.join(folder, f"{hook.file_prefix}{suffix}.pth")
             if hook.checkpointer.save_to_disk and folder and os.path.exists(path):  # no best file: no finite value
-                logger.info("Weights published as %s", publish_weights(path, self._weights, self._format))
+                logger.info("Weights published as %s", publish_weights(path, *self._arguments))
 
 
 def publish_weights(
-    path: str | os.PathLike[str],
-    weights: Literal["model", "ema"] = "model",
-    format: Literal["pth", "safetensors"] = "pth",
+    path: str | os.PathLike[str], weights: Literal["model", "ema"] = "model", format: str = "pth"
 ) -> str:
     """Write ``{"model": weights}`` of a checkpoint into the same folder: one plain file, also for a sharded checkpoint.
 

@@ -71,12 +71,11 @@ class ReduceOnPlateau(MetricHook):
 
     def judge(self, value: float) -> bool:
         if self._cooling > 0:
-            self._cooling -= 1
-            self.not_better = 0
-        if self.not_better <= self._patience:
-            return False
-        self._cooling, self.not_better = self._cooldown, 0
-        return True
+            self._cooling, self.not_better = self._cooling - 1, 0
+        is_over = self.not_better > self._patience
+        if is_over:
+            self._cooling, self.not_better = self._cooldown, 0
+        return is_over
 
     def act(self, decision: bool) -> None:
         factors = [*self.trainer.scheduler.factors, self._factor]

@@ -1,16 +1,23 @@
-"""Facts about a run, in its log and among its metrics."""
+"""Facts about a run, samples per second, and the utilization of the device."""
 
 import logging
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from trainkit.projects.evaluators.counting import num_samples
 from trainkit.projects.solver_extras.names import group_names
 
+from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
+from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
+from trainkit.utils.events import get_event_storage
 from trainkit.utils.periods import check_period, exact, is_due
 
 logger = logging.getLogger(__name__)
@@ -36,8 +43,7 @@ class RuntimeInfo(HookBase):
         logger.info("This run: %s", "; ".join(self._describe(model)))
 
     def _groups(self) -> list[dict[str, Any]]:
-        optimizer = getattr(self.trainer, "optimizer", None)
-        return [] if optimizer is None else optimizer.param_groups
+        return getattr(getattr(self.trainer, "optimizer", None), "param_groups", [])
 
     def before_step(self) -> None:
         if is_due(self.trainer, self._period, or_last=True):  # the schedule changes the rates after the step
@@ -48,9 +54,8 @@ class RuntimeInfo(HookBase):
         if not is_due(self.trainer, self._period, or_last=True):
             return
         names = [*self._names, *map(str, range(len(self._names), len(self._used)))]  # a hook may add groups
-        found = {f"lr/{name}": lr for name, lr in zip(names, self._used, strict=True) if len(names) > 1}
-        if self.trainer.has_epochs:
-            found = {"epoch": self.trainer.epoch, **found}
+        found = {"epoch": self.trainer.epoch} if self.trainer.has_epochs else {}
+        found |= {f"lr/{name}": lr for name, lr in zip(names, self._used, strict=True) if len(names) > 1}
         for group in self._groups()[:1]:
             momentum = group.get("momentum", group.get("betas", (None,))[0])
             if momentum is not None and all(getattr(hook, "param", "") != "momentum" for hook in self.trainer.hooks):
@@ -76,3 +81,76 @@ class RuntimeInfo(HookBase):
             sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
             trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
             yield f"{trained:,} of {total:,} parameters trained"
+
+
+# 10^12 dense operations per second in 16 bits, from the makers' data sheets; the first part of a device's name counts
+PEAK_TFLOPS = {
+    **{"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148, "A100": 312, "A10G": 70},
+    **{"A10": 125, "V100": 125, "T4": 65, "L40S": 362, "L4": 121, "RTX 4090": 165, "MI300X": 1307, "MI250X": 383},
+}
+
+
+def peak_tflops_of(device_name: str) -> float | None:
+    """The entry of `PEAK_TFLOPS` for a device such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
+    name = f" {device_name.replace('-', ' ')} "
+    return next((peak for part, peak in PEAK_TFLOPS.items() if f" {part} " in name), None)
+
+
+@HOOK_REGISTRY.register()
+class Throughput(HookBase):
+    """Store ``samples_per_sec``, over all ranks and the last ``period`` iterations.
+
+    The time is the host time of the steps, with data loading, without the hooks between them. The hook does not wait
+    for the device. It counts the samples in ``trainer.batch`` by `num_samples`.
+
+    If the model has ``flops_per_sample`` (a number, or a method without arguments: operations of forward and backward
+    pass), ``mfu_pct`` is stored too: these operations as a percentage of ``peak_tflops``, see Chowdhery et al., "PaLM",
+    appendix B. If the model has ``tokens_per_sample`` (in the same form), ``tokens_per_sec`` is stored. ``peak_tflops``
+    is that of one device in the precision of the job; None: in 16 bits, if the device is in `PEAK_TFLOPS`.
+    """
+
+    priority = 41  # early: the time of a step must not include other hooks
+
+    def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:
+        self._period, self._peak_tflops = check_period("period", period, minimum=1), peak_tflops
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ValueError(f"peak_tflops must be a number > 0, or None, got {peak_tflops!r}")
+
+    def before_train(self) -> None:
+        self._samples, self._sec = 0, 0.0
+        model, peak = unwrap_model(self.trainer.model), self._peak_tflops
+        flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
+        if peak is not None and flops is None:
+            raise ConfigError(f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample")
+        if peak is None and any(parameter.is_cuda for parameter in model.parameters()):
+            peak = peak_tflops_of(torch.cuda.get_device_name())
+        self._mfu_pct_per_sample = 100 * flops / 1e12 / peak if flops and peak else None
+        comm.side_group("metrics")  # created here, in the thread of the loop
+
+    def before_step(self) -> None:
+        self._step_begin = time.perf_counter()
+
+    def after_step(self) -> None:
+        self._sec += time.perf_counter() - self._step_begin
+        number = self.trainer.feed.drawn if hasattr(self.trainer, "feed") else 1  # micro-batches, of equal size
+        self._samples += number * num_samples(self.trainer.batch)
+        if is_due(self.trainer, self._period, or_last=True):
+            # after the metrics of this step, which use the same process group
+            self.trainer.storage.publish(partial(self._store, self.trainer.iter, self._samples, self._sec))
+            self._samples, self._sec = 0, 0.0
+
+    def _store(self, iter: int, samples: int, sec: float) -> None:
+        [mean], _ = exchange_rows([Row(iter, sec, {"samples": float(samples)})], 1)
+        samples_per_sec = mean.values["samples"] / mean.data_time * comm.get_world_size() / comm.get_data_group_size()
+        get_event_storage().put_scalar("samples_per_sec", samples_per_sec)
+        if self._tokens_per_sample is not None:
+            get_event_storage().put_scalar("tokens_per_sec", samples_per_sec * self._tokens_per_sample)
+        if self._mfu_pct_per_sample is not None:
+            mfu_pct = samples_per_sec / comm.get_world_size() * self._mfu_pct_per_sample
+            get_event_storage().put_scalar("mfu_pct", mfu_pct)
+
+
+def _number(model: nn.Module, name: str) -> float | None:
+    """The attribute if it is a number, its result if it is a method; None if the model does not have it."""
+    value = getattr(model, name, None)
+    return None if value is None else float(value() if callable(value) else value)

@@ -91,7 +91,6 @@ class VisualizationHook(HookBase):
                 get_event_storage().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
 
     def _names_of(self, inputs: Any, count: int) -> list[str]:
-        """The suffix of each image's name, after the batch number."""
         if self._names is None:
             return [f"_{i}" for i in range(count)] if count > 1 else [""] * count
         of_samples = isinstance(inputs, list | tuple)

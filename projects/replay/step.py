@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
-from trainkit.projects.evaluators.batches import num_samples
+from trainkit.projects.evaluators.counting import num_samples
 from trainkit.projects.replay.checkpoints import Saved, around, compare_way, logged_values, prove
 from trainkit.projects.replay.inspection import Inspection, Part
 from trainkit.projects.replay.origin import sizes_and_times

@@ -68,19 +68,18 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "serialize: PicklableWrapper"
         ),
         "evaluators": (
-            "classification: ClassificationEvaluator ConfusionMatrixEvaluator; loss: LossEvaluator; "
-            "metadata: Metadata MetadataCatalog; segmentation: SemSegEvaluator"
+            "classification: ClassificationEvaluator ConfusionMatrixEvaluator SemSegEvaluator; loss: LossEvaluator; "
+            "metadata: Metadata MetadataCatalog"
         ),
         "fast_dev": "options: LoadsAgain fast_dev_config",
         "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
         "hooks": (
-            "accumulation: AccumulationSchedule; batch_norm: PreciseBN SyncBuffers; best_checkpoints: BestCheckpoints; "
-            "copy_ahead: CopyAhead; ema: EMAHook; freeze: Freeze; param_scheduler: ParamScheduler; "
-            "gradients: CheckFiniteLoss GradNorm UnusedParameters; "
-            "memory: EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats; "
-            "profiler: AutogradProfiler TorchProfiler; publish_weights: PublishWeights; "
-            "reduce_on_plateau: ReduceOnPlateau; runtime_info: RuntimeInfo; sampler_seed: SamplerSeed is_due_epoch; "
-            "throughput: Throughput; time_limit: TimeLimit; visualization: VISUALIZER_REGISTRY VisualizationHook"
+            "batch_norm: PreciseBN SyncBuffers; best_checkpoints: BestCheckpoints; copy_ahead: CopyAhead; "
+            "ema: EMAHook; gradients: AccumulationSchedule CheckFiniteLoss Freeze GradNorm UnusedParameters; "
+            "param_scheduler: ParamScheduler; publish_weights: PublishWeights; reduce_on_plateau: ReduceOnPlateau; "
+            "profiler: AutogradProfiler EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats TorchProfiler; "
+            "runtime_info: RuntimeInfo Throughput; sampler_seed: SamplerSeed is_due_epoch; time_limit: TimeLimit; "
+            "visualization: VISUALIZER_REGISTRY VisualizationHook"
         ),
         "lazy": (
             "config: LazyCall LazyConfig instantiate reload_lazy_config; locate: locate _convert_target_to_string"
@@ -96,8 +95,8 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "remote": "mirror: Mirror; store: CheckpointStore STORE_REGISTRY register_addresses",
         "replay": "skip: SkipBatches",
         "samplers": (
-            "combined: CombinedLoader; grouped: GroupedBatchSampler; "
-            "parts: RandomSubsetTrainingSampler limited_sampler; repeat_factor: RepeatFactorTrainingSampler"
+            "combined: CombinedLoader GroupedBatchSampler; "
+            "parts: RandomSubsetTrainingSampler RepeatFactorTrainingSampler limited_sampler"
         ),
         "scaling": "scaling: scale_lr_to_batch scale_workers",
         "sharding": "format: shards; fsdp: fsdp",

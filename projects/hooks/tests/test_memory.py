@@ -22,7 +22,7 @@ def test_it_reports_every_period_and_exactly_so_often(monkeypatch, caplog, max_i
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "summary")
-    caplog.set_level("INFO", logger="trainkit.projects.hooks.memory")
+    caplog.set_level("INFO", logger="trainkit.projects.hooks.profiler")
     Steps([TorchMemoryStats(period=3, max_runs=2)]).train(0, max_iter)
     line = "Device memory after iteration {}: 1 MiB allocated, peak 2; 3 MiB reserved, peak 4"
     assert caplog.messages == [*map(line.format, expected), "\nsummary"]

@@ -3,8 +3,8 @@ import time
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.evaluators.batches import num_samples
-from trainkit.projects.hooks.throughput import peak_tflops_of
+from trainkit.projects.evaluators.counting import num_samples
+from trainkit.projects.hooks.runtime_info import peak_tflops_of
 
 from tests.engine.tiny import AfterStep, metrics_by_worker, sgd
 from tests.two_ranks import on_two_ranks
