@@ -12,6 +12,7 @@ from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
 
 READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select"}
+READS |= {"aten::bincount"}
 
 
 class CountReads(TorchDispatchMode):

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.projects.evaluators.classification import ConfusionMatrixEvaluator
 
+from tests.engine.test_no_reads import CountReads
 from trainkit.config import get_cfg
 from trainkit.evaluation import ClassificationEvaluator
 from trainkit.utils.events import EventStorage
@@ -50,26 +50,15 @@ def test_batches_of_all_usual_kinds_are_read():
     assert evaluate((torch.ones(5, 2), LABELS)) == evaluate({"label": LABELS}, {"logits": SCORES}) == expected
 
 
-class HostReads(TorchDispatchMode):
-    """Counts the operations whose result or size the host has to wait for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        waiting = ("_local_scalar_dense", "nonzero", "bincount", "masked_select")
-        self.count += func.overloadpacket.__name__ in waiting
-        return func(*args, **(kwargs or {}))
-
-
 def test_counting_a_batch_does_not_wait_for_the_device():
     evaluator = ConfusionMatrixEvaluator(topk=(1, 2))
-    with HostReads() as reads:
+    with CountReads() as reads:
         evaluator.process({"label": LABELS}, SCORES)
         evaluator.process({"label": LABELS}, SCORES)
-    assert reads.count == 0
+    assert not reads.counts
     with reads:
         evaluator.evaluate()
-    assert reads.count > 0
+    assert reads.counts
 
 
 def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted():
@@ -85,9 +74,6 @@ def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted():
     ]:
         with pytest.raises(error, match=said):
             evaluate(inputs, outputs)
-
-
-# ---------------------------------------------------------------------- the confusion matrix
 
 
 def test_the_confusion_matrix_is_logged_and_written_with_what_it_belongs_to(tmp_path, caplog):

@@ -106,23 +106,18 @@ class Doubling(HookBase):
             parameter.grad *= 2
 
 
-# ---------------------------------------------------------------------- the same numbers
-
 SETTINGS = {
     "asynchronous metrics, AdamW": {"async_write_metrics": True, "make_optimizer": fused_adamw},
     "bfloat16": {"trainer_type": AMPTrainer, "precision": torch.bfloat16},
     "float16": {"trainer_type": AMPTrainer, "log_grad_scaler": True},
     "float16 of a fixed scale": {"trainer_type": AMPTrainer, "grad_scaler": fixed_scaler("cpu", 128.0)},
-    "accumulation": {"accumulation_steps": 2},
-    "clipping": {"clip_gradients": GradientClipper("full_model", 0.1)},
     "ignore": {"non_finite": "ignore", "zero_grad_before_forward": True},
-    "a hook in after_backward": {"hooks": lambda trainer: [Doubling()]},
     "all together": {
         "trainer_type": SkipAMP,
         "make_optimizer": fused_adamw,
         "log_grad_scaler": True,
         "accumulation_steps": 3,
-        "clip_gradients": GradientClipper("norm", 0.1),
+        "clip_gradients": GradientClipper("full_model", 0.1),
         "async_write_metrics": True,
         "hooks": lambda trainer: [Doubling(), EMAHook(decay=0.9)],
     },
@@ -153,9 +148,6 @@ def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
 
     with pytest.raises(RuntimeError, match=r"exchanged a gradient.*in place.*SOLVER.GRAPH.ENABLED False"):
         make(RecordedTrainer, hooks=lambda _: [CallbackHook(after_backward=remove)]).train(0, 10)
-
-
-# ---------------------------------------------------------------------- batches
 
 
 def test_each_shape_is_recorded_once_and_gives_the_same_numbers():
@@ -218,9 +210,6 @@ def test_a_step_that_has_failed_is_followed_by_ordinary_ones():
     assert trainer.recorder.num_recorded == 2 * 2
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "float16"])
 @pytest.mark.parametrize("to_graph", [False, True], ids=["from a graph", "to a graph"])
 def test_a_checkpoint_of_either_trainer_is_resumed_by_the_other_bit_for_bit(to_graph, amp):
@@ -244,9 +233,6 @@ def test_a_checkpoint_of_either_trainer_is_resumed_by_the_other_bit_for_bit(to_g
     assert same(result(whole), result(resumed))
     assert isinstance(state["trainer"]["optimizer"]["param_groups"][0]["lr"], float)
     assert state["trainer"]["optimizer"]["param_groups"][0]["capturable"] is False
-
-
-# ---------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, LARS])
@@ -293,9 +279,6 @@ def test_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones_and_the_log_
     assert message.startswith("Steps that wait for the device, as at _local_scalar_dense, cannot be recorded and stay")
 
 
-# ---------------------------------------------------------------------- from a config
-
-
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "float16"])
 def test_a_config_with_a_graph_gives_the_same_run(tmp_path, monkeypatch, amp):
     recorder, found = CpuRecorder(), []
@@ -308,9 +291,6 @@ def test_a_config_with_a_graph_gives_the_same_run(tmp_path, monkeypatch, amp):
         found.append((results, trainer.model.state_dict(), scalars(trainer)))
     assert same(*found)
     assert (recorder.num_recorded, recorder.num_replays) == (1, 7)
-
-
-# ---------------------------------------------------------------------- on CUDA
 
 
 def on_cuda(trainer_type, data=(), make_model=Net, **kwargs):
@@ -373,10 +353,8 @@ def test_on_cuda_a_replayed_step_never_waits_for_the_device():
     "read",
     [
         lambda x: x.sum().item(),
-        lambda x: x[x > 0],
         lambda x: x.clone().index_put_((x > 0,), torch.ones(1, device=x.device)),
         lambda x: torch.cuda.current_stream().synchronize(),
-        lambda x: torch.cuda.current_stream().record_event().synchronize(),
         lambda x: torch.cuda.synchronize(),
     ],
 )

@@ -111,8 +111,6 @@ def test_a_hook_runs_twice_and_stands_a_step_that_fails(name, tmp_path):
     job.train(job.trainer.iter, 14)
 
 
-# ---------------------------------------------------------------------- the state
-
 PAGE = (Path(__file__).parents[3] / "docs" / "exact_resume.md").read_text()
 NOT_KEPT = {tuple(row) for row in re.findall(r"^\| `(\w+)` \| `(\w+)` \|", PAGE, re.MULTILINE)}
 # what a hook only points to has a state of its own
@@ -195,7 +193,6 @@ def test_what_training_changes_is_resumed_from_a_file_or_in_the_table_and_a_miss
 
 def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
     for name, arguments, message in [
-        ("EMAHook", {"kind": "swa"}, "kind must be one of .* got 'swa'"),
         ("EMAHook", {"decay": 1}, "decay .* got .* 1,"),
         ("EMAHook", {"buffers": "keep"}, "buffers must be .* got 'keep'"),
         ("Freeze", {"names": "a", "begin": 2, "end": 2}, "end must be .* got 2"),

@@ -12,21 +12,14 @@ def draws_nothing(inputs, outputs):
 
 
 LISTED = [
-    {"NAME": "SyncBuffers"},
-    {"NAME": "UnusedParameters"},
-    {"NAME": "TorchMemoryStats"},
-    {"NAME": "MemorySnapshot"},
+    *({"NAME": name} for name in ("SyncBuffers", "UnusedParameters", "TorchMemoryStats", "MemorySnapshot")),
     {"NAME": "CheckFiniteLoss"},
     {"NAME": "Freeze", "NAMES": "layers.0*"},
     {"NAME": "VisualizationHook", "DRAW": "draws_nothing"},
     {"NAME": "TorchProfiler", "ENABLE_PREDICATE": [0, 1]},
-    {"NAME": "EmptyCache"},
-    {"NAME": "GarbageCollection"},
     {"NAME": "ReduceOnPlateau", "VAL_METRIC": "classification/top1"},
     {"NAME": "ParamScheduler", "PARAM": "weight_decay", "SCHEDULES": [{"NAME": "Constant"}]},
-    {"NAME": "EMAHook"},
-    {"NAME": "RuntimeInfo"},
-    {"NAME": "Throughput"},
+    *({"NAME": name} for name in ("EmptyCache", "GarbageCollection", "EMAHook", "RuntimeInfo", "Throughput")),
     {"NAME": "BestCheckpointer", "VAL_METRIC": "loss", "MODE": "min", "FILE_PREFIX": "b"},
     {"NAME": "SamplerSeed"},
 ]

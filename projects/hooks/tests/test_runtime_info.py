@@ -1,8 +1,8 @@
 import torch
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Regression, Weight, batches, scalars, sgd
-from trainkit.engine import DefaultTrainer, HookBase
+from tests.engine.tiny import Weight, scalars
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import LRScheduler, RuntimeInfo
 from trainkit.engine.step import SimpleTrainer
 
@@ -38,15 +38,3 @@ def test_the_rate_that_each_parameter_group_used_is_stored_by_its_name_and_the_m
         "lr/others weight": [(0.125, 0), (0.0625, 1)],
         "momentum": [(0.75, 0), (0.75, 1)],
     }
-
-
-def test_a_group_that_a_hook_adds_after_the_update_has_its_rate_from_the_next_one_on():
-    class Unfreeze(HookBase):
-        def after_step(self):
-            if self.trainer.iter == 2:
-                self.trainer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5})
-
-    trainer = SimpleTrainer(model := Regression(), batches(2), sgd(model))
-    trainer.register_hooks([Unfreeze(), RuntimeInfo()])
-    trainer.train(1, 5)
-    assert trainer.storage.history("lr/1").values() == [(0.5, 3), (0.5, 4)]

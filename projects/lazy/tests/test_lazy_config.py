@@ -5,9 +5,11 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from trainkit.config import ConfigError, LazyCall, LazyConfig, configurable, instantiate
+from trainkit.utils.registry import locate
 
 
 @pytest.fixture
@@ -51,9 +53,6 @@ def reloaded(cfg, folder):
     return LazyConfig.load(folder / "saved.yaml")
 
 
-# ---------------------------------------------------------------------- loading Python
-
-
 def test_a_file_gives_its_nodes_and_nothing_else(write):
     path = write(a="import math\nmodel = dict(width=3, at=[1, (2, 3)])\n_private = {}\nnumber = 1")
     cfg = LazyConfig.load(path)
@@ -94,9 +93,6 @@ def test_what_is_wrong_with_a_file_is_said(write, files, error, message):
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     with pytest.raises(ConfigError, match=name):
         LazyConfig.load(tmp_path / name)
-
-
-# ---------------------------------------------------------------------- calls
 
 
 def test_instantiate_makes_the_inner_calls_first_and_passes_plain_values():
@@ -143,6 +139,19 @@ def test_what_is_wrong_with_a_call_is_said_with_its_target_and_arguments(node, m
         instantiate({"outer": [node]})
 
 
+def test_a_dotted_path_leads_to_an_attribute_and_one_to_nowhere_says_where_it_ends(write, monkeypatch):
+    assert locate("torch.nn.Module.forward") is torch.nn.Module.forward
+    monkeypatch.syspath_prepend(write(located_broken="1 / 0", located_needy="import gone_module").parent)
+    for name, message in {
+        "torch.nn.Module.gone.x": "'Module' has no attribute 'gone'",
+        "": "cannot locate",
+        "located_broken.x": "ZeroDivisionError",
+        "located_needy.x": "No module named 'gone_module'",
+    }.items():
+        with pytest.raises(ImportError, match=message):
+            locate(name)
+
+
 class Sized:
     @configurable
     def __init__(self, size, depth=2):
@@ -156,9 +165,6 @@ class Sized:
 def test_a_configurable_takes_a_lazy_config_as_its_config():
     cfg = OmegaConf.create({"size": 3})
     assert (Sized(cfg).sizes, Sized(cfg=cfg, scale=2, depth=1).sizes, Sized(4).sizes) == ((3, 2), (6, 1), (4, 2))
-
-
-# ---------------------------------------------------------------------- overrides
 
 
 def overridden(*overrides):
@@ -199,9 +205,6 @@ def test_a_key_that_is_like_no_other_is_made_with_a_warning(caplog):
 def test_what_is_wrong_with_an_override_is_said(override, message):
     with pytest.raises(ConfigError, match=message):
         overridden(override)
-
-
-# ---------------------------------------------------------------------- saving
 
 
 def test_what_is_saved_loads_again_to_an_equal_config(write, tmp_path):

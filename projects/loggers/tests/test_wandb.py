@@ -102,9 +102,6 @@ def test_a_resumed_run_repeats_the_steps_after_the_checkpoint_in_the_same_run(tm
     assert killed["rows"][1:] == resumed["rows"]
 
 
-# ---------------------------------------------------------------------- what goes wrong
-
-
 class Broken:
     """Stands for the module wandb, and for its run."""
 

@@ -41,9 +41,6 @@ class RaisingClassifier(TinyClassifier):
         return super().forward(batch)
 
 
-# ---------------------------------------------------------------------- capsules with a step
-
-
 def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_path):
     job, file, line = failed(Job(tmp_path, *SCANS))
     at = int(line.rpartition(" --iter ")[2].split()[0])
@@ -111,9 +108,6 @@ def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_
     assert found.differences[0].startswith("random state and buffers are those after the forward pass")
     assert "has the largest one alone" in found.samples_at_fault
     assert found.samples_at_fault.endswith("statistics of each sample alone, so in the batch another one may be larger")
-
-
-# ---------------------------------------------------------------------- capsules without a step
 
 
 def assert_has_no_step(job, iter, kind=FloatingPointError):

@@ -48,9 +48,6 @@ def values(folder):
     return [row for row in rows if row.keys() != {"iteration"}]
 
 
-# ---------------------------------------------------------------------- bits
-
-
 def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path, parent):
     before = digest_of_folder(parent)
 
@@ -89,9 +86,6 @@ def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
 
     assert differences(tmp_path / "fork", tmp_path / "parent") == []
     assert differences(tmp_path / "other", tmp_path / "parent") != []
-
-
-# ---------------------------------------------------------------------- settings and parents
 
 
 def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and_the_differences(tmp_path, parent):

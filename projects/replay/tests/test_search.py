@@ -43,9 +43,6 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------- where did it first go wrong?
-
-
 def test_the_step_in_which_a_quantity_leaves_its_band_is_found_with_its_samples(grown):
     before = digest_of_folder(grown.folder)
 
@@ -70,9 +67,6 @@ def test_the_steps_with_the_largest_losses_are_listed(grown):
     assert [line.partition(";")[0] for line in lines[:2]] == [f"iteration {i}: loss {losses[i]:.4g}" for i in largest]
     assert lines[0].count("sample ") == 8
     assert lines[2].startswith("30 of 30 logged values equal those in model_final.pth")
-
-
-# ---------------------------------------------------------------------- a new hook
 
 
 def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(grown, tmp_path):

@@ -44,9 +44,6 @@ def values_by_name(model, groups, key):
     return {name: group[key] for group in named_groups(model, groups) for name in group["params"]}
 
 
-# ---------------------------------------------------------------------- rules
-
-
 @pytest.mark.parametrize(
     ("factors", "changed"),
     [
@@ -87,36 +84,23 @@ def test_without_rules_the_groups_are_those_of_the_detectron2_function():
     assert build_param_groups(model, 0.1, None, rules) == get_default_optimizer_params(model, 0.1, bias_lr_factor=2.0)
 
 
-def test_factors_of_a_custom_key_multiply_the_other_ones_and_its_options_reach_the_group():
+def test_factors_of_a_custom_key_multiply_the_other_ones_or_switch_them_off_and_its_options_reach_the_group():
     model = Net()
-    rules = ParamRules(
-        lr_factors={"bias": 2.0},
-        decay_factors={"norm": 0.5},
-        custom_keys={"norm": {"lr_factor": 0.25, "decay_factor": 0.5, "lars_exclude": True}, "head.w": {"taps": [1]}},
-    )
-    assert named_groups(model, build_param_groups(model, 1.0, 1.0, rules)) == [
+    keys = {"norm": {"lr_factor": 0.25, "decay_factor": 0.5, "lars_exclude": True}, "head.w": {"taps": [1]}}
+    rules = {"lr_factors": {"bias": 2.0}, "decay_factors": {"norm": 0.5}, "custom_keys": keys}
+    assert named_groups(model, build_param_groups(model, 1.0, 1.0, ParamRules(**rules))) == [
         {"params": ["conv.weight"], "lr": 1.0, "weight_decay": 1.0},
         {"params": ["conv.bias", "head.bias"], "lr": 2.0, "weight_decay": 1.0},
         {"params": ["norm.weight", "norm.bias"], "lr": 0.25, "weight_decay": 0.25, "lars_exclude": True},
         {"params": ["head.weight"], "lr": 1.0, "weight_decay": 1.0, "taps": [1]},
     ]
-
-
-def test_as_in_openmmlab_a_custom_key_may_switch_all_other_rules_off():
-    model = Net()
-    rules = ParamRules(
-        weight_decay_norm=0.0,
-        bias_lr_factor=2.0,
-        lr_factors={"flat": 3.0},
-        decay_factors={"flat": 0.0},
-        lr_factor_func=lambda name: 0.5,
-        custom_keys={"norm": {"decay_factor": 0.5}},
-        custom_keys_only=True,
-    )
-    assert named_groups(model, build_param_groups(model, 1.0, 1.0, rules)) == [
-        {"params": ["conv.weight", "head.weight"], "lr": 0.5, "weight_decay": 1.0},
-        {"params": ["conv.bias", "head.bias"], "lr": 3.0, "weight_decay": 0.0},
-        {"params": ["norm.weight", "norm.bias"], "lr": 1.0, "weight_decay": 0.5},
+    rules |= {"weight_decay_norm": 0.0, "bias_lr_factor": 2.0, "lr_factor_func": lambda name: 0.125}
+    as_in_openmmlab = ParamRules(**rules, custom_keys_only=True)
+    assert named_groups(model, build_param_groups(model, 1.0, 1.0, as_in_openmmlab)) == [
+        {"params": ["conv.weight"], "lr": 0.125, "weight_decay": 1.0},
+        {"params": ["conv.bias", "head.bias"], "lr": 0.5, "weight_decay": 1.0},
+        {"params": ["norm.weight", "norm.bias"], "lr": 0.25, "weight_decay": 0.5, "lars_exclude": True},
+        {"params": ["head.weight"], "lr": 1.0, "weight_decay": 1.0, "taps": [1]},
     ]
 
 
@@ -150,9 +134,6 @@ def test_wrong_rules_are_an_error():
         ParamRules(lr_factors={"nrom": 1.0})
     with pytest.raises(ValueError, match="norm in decay_factors must be a number >= 0, got -1.0"):
         ParamRules(decay_factors={"norm": -1.0})
-
-
-# ---------------------------------------------------------------------- the config
 
 
 def optimizer_of(model, groups=None, **solver):

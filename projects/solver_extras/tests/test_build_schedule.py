@@ -68,8 +68,6 @@ def test_a_schedule_of_the_users_is_found_and_gets_its_length():
     ("entry", "make"),
     [
         ({"NAME": "Cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, 6)),
-        ({"NAME": "Linear", "START_FACTOR": 0.5}, lambda o: lr_scheduler.LinearLR(o, 0.5, total_iters=5)),
-        ({"NAME": "Exponential", "GAMMA": 0.5}, lambda o: lr_scheduler.ExponentialLR(o, 0.5)),
         ({"NAME": "MultiStep", "MILESTONES": ["2ep", "4ep"]}, lambda o: lr_scheduler.MultiStepLR(o, [2, 4])),
     ],
 )

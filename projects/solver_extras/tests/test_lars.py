@@ -79,37 +79,26 @@ DEFAULTS = {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "eta": 0.001
     ],
     ids=str,
 )
-def test_many_steps_equal_the_rule_in_plain_numbers_also_when_the_rate_changes(setting):
+def test_many_steps_equal_the_rule_also_in_an_excluded_group_and_when_the_rate_changes(setting):
     values, grads = random_job()
     lrs = [0.5] * 6 + [0.05] * 6
     params = as_parameters(values)
-    optimizer = LARS(params, lr=0.5, **setting)
+    groups = [{"params": params[:2]}, {"params": params[2:], "lars_exclude": True}]
+    optimizer = LARS(groups, lr=0.5, **setting)
     for lr, grad in zip(lrs, grads, strict=True):
-        optimizer.param_groups[0]["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         step(optimizer, grad)
 
     def difference(**changed):
-        expected = scalar_lars(values, grads, **{"lrs": lrs, **DEFAULTS, **setting, **changed})
+        expected = scalar_lars(values, grads, **{"lrs": lrs, "exclude": (2, 3), **DEFAULTS, **setting, **changed})
         pairs = zip(params, expected, strict=True)
         return max(abs(a - b) for param, value in pairs for a, b in zip(param.tolist(), value, strict=True))
 
     assert difference() < 1e-12
-    for name, value in {"lrs": [0.5] * 12, "momentum": 0.8, "weight_decay": 0.2, "eta": 0.002, "eps": 0.1}.items():
+    others = {"lrs": [0.5] * 12, "exclude": (), "momentum": 0.8, "weight_decay": 0.2, "eta": 0.002, "eps": 0.1}
+    for name, value in others.items():
         assert difference(**{name: value}) > 1e-6
-
-
-def test_excluded_groups_have_no_local_rate_and_keep_their_weight_decay():
-    values, grads = random_job()
-    params = as_parameters(values)
-    groups = [{"params": params[:2]}, {"params": params[2:], "lars_exclude": True}]
-    optimizer = LARS(groups, lr=0.5, momentum=0.9, weight_decay=0.1)
-    for grad in grads:
-        step(optimizer, grad)
-    settings = {**DEFAULTS, "lrs": [0.5] * 12, "momentum": 0.9, "weight_decay": 0.1}
-    expected = scalar_lars(values, grads, **settings, exclude=(2, 3))
-    for param, value in zip(params, expected, strict=True):
-        assert param.tolist() == pytest.approx(value, abs=1e-12)
-    assert params[2].tolist() != pytest.approx(scalar_lars(values, grads, **settings)[2], abs=1e-3)
 
 
 def test_norms_beyond_the_range_of_float16_are_finite():

@@ -38,9 +38,10 @@ def powers(exponents, rate):
 
 def test_the_printed_factors_of_vit_and_of_the_stages_of_convnext():
     names = ["cls_token", *(f"layers.{b}.attn.qkv.weight" for b in range(12)), "ln1.weight"]
-    found = factors(names, 0.75, "vit", num_layers=12)
-    assert found["cls_token"] == pytest.approx(0.023757, abs=1e-6)
-    assert [found[name] for name in names[-3:]] == [0.5625, 0.75, 1.0]
+    for scheme in ("vit", "beit", "mae"):
+        found = factors(names, 0.75, scheme, num_layers=12)
+        assert found["cls_token"] == pytest.approx(0.023757, abs=1e-6)
+        assert [found[name] for name in names[-3:]] == [0.5625, 0.75, 1.0]
     stages = ["downsample_layers.3.0.weight", *(f"stages.{s}.1.gamma" for s in range(4)), "head.weight"]
     for num_layers, expected in {
         12: [0.2542, 0.2824, 0.3138, 0.3487, 0.3874, 1.0],
@@ -50,26 +51,55 @@ def test_the_printed_factors_of_vit_and_of_the_stages_of_convnext():
         assert [*found.values()] == pytest.approx(expected, abs=5e-5)
 
 
-MIXMIM = {  # depths 2, 1, 3, so 7 layers
-    "patch_embed.proj.weight": 6,
-    "absolute_pos_embed": 6,
-    "pos_embed": 6,
-    "layers.0.blocks.0.norm1.weight": 5,
-    "layers.0.blocks.1.norm1.weight": 4,
-    "layers.0.downsample.norm.weight": 4,
-    "layers.1.blocks.0.norm1.weight": 3,
-    "layers.1.downsample.reduction.weight": 3,
-    "layers.2.blocks.0.norm1.weight": 2,
-    "layers.2.blocks.1.norm1.weight": 1,
-    "layers.2.blocks.2.norm1.weight": 0,
-    "norm.weight": 0,
+# (scheme, prefix of OpenMMLab, timm or Hugging Face) -> names at depth 0 | 1 | ...
+NAMES = {
+    ("vit", "backbone."): "cls_token pos_embed patch_embed.proj.b mask_token | layers.0.ln1.w | layers.1.ln1.w | ln1.w",
+    ("vit", ""): "cls_token pos_embed patch_embed.proj.w | blocks.0.attn.qkv.b | blocks.1.attn.qkv.b | norm.w",
+    ("vit", "vit."): "embeddings.cls_token embeddings.proj.w | encoder.layer.0.w | encoder.layer.1.w | layernorm.w",
+    ("swin", "backbone."): "mask_token patch_embed.proj.w | stages.0.blocks.0.w"
+    " | stages.0.blocks.1.w stages.0.downsample.norm.w | stages.1.blocks.0.w | norm3.w absolute_pos_embed",
+    ("swin", ""): "patch_embed.proj.w | layers.0.blocks.0.w"
+    " | layers.0.blocks.1.w layers.1.downsample.norm.w | layers.1.blocks.0.w | norm.w",
+    ("swin", "swin."): "embeddings.norm.w | encoder.layers.0.blocks.0.w"
+    " | encoder.layers.0.blocks.1.w encoder.layers.0.downsample.norm.w | encoder.layers.1.blocks.0.w | layernorm.w",
+    ("mixmim", ""): "patch_embed.proj.w absolute_pos_embed pos_embed | layers.0.blocks.0.w"
+    " | layers.0.blocks.1.w layers.0.downsample.norm.w | layers.1.blocks.0.w norm.w",
+    ("convnext", "backbone."): "downsample_layers.0.1.w | stages.0.2.w | downsample_layers.1.0.w stages.1.0.w"
+    " | downsample_layers.2.0.w stages.2.2.w | stages.2.3.w | stages.2.8.w"
+    " | downsample_layers.3.0.w stages.3.2.w | norm3.w",
+    ("convnext", ""): "stem.0.w stem.1.b | stages.0.blocks.2.w | stages.1.downsample.0.w stages.1.blocks.0.w"
+    " | stages.2.downsample.0.w stages.2.blocks.2.w | stages.2.blocks.3.w | stages.2.blocks.8.w"
+    " | stages.3.downsample.0.w stages.3.blocks.2.w | head.norm.w",
+    ("convnext_stage", "backbone."): "downsample_layers.0.1.w downsample_layers.2.0.w"
+    " | stages.0.2.w | stages.1.0.w | stages.2.8.w | stages.3.2.w | norm3.w",
+    ("convnext_stage", "convnext."): "embeddings.layernorm.w encoder.stages.1.downsampling_layer.0.w"
+    " | encoder.stages.0.layers.2.w | encoder.stages.1.layers.0.w | encoder.stages.2.layers.8.w"
+    " | encoder.stages.3.layers.2.w | layernorm.w",
 }
+ARGUMENTS = {"vit": {"num_layers": 2}, "swin": {"depths": (2, 1)}, "convnext": {"num_layers": 6}}
+ARGUMENTS |= {"mixmim": ARGUMENTS["swin"], "convnext_stage": {}}
 
 
-def test_mixmim_names_by_default_without_and_by_name_with_mmselfsups_extra_factor():
-    assert factors([*MIXMIM], 0.7, "mixmim", depths=(2, 1, 3)) == powers(MIXMIM, 0.7)
-    extra = {name: exponent + 1 for name, exponent in MIXMIM.items()}
-    assert factors([*MIXMIM], 0.7, "mixmim_mmselfsup", depths=(2, 1, 3)) == powers(extra, 0.7)
+@pytest.mark.parametrize(("scheme", "prefix"), NAMES)
+def test_the_names_of_libraries_have_the_depths_of_their_scheme(scheme, prefix):
+    by_depth = [names.split() for names in NAMES[scheme, prefix].split(" | ")]
+    by_depth[-1].append("decode_head.w" if prefix else "head.w")  # without the prefix
+    last = len(by_depth) - 1
+    exponents = {
+        name if "head" in name else prefix + name: last - depth
+        for depth, names in enumerate(by_depth)
+        for name in names
+    }
+    model = Named([*exponents])
+    model.base_model_prefix = prefix.removesuffix(".")  # of Hugging Face
+    factor_of = build_layer_decay(model, 0.75, scheme, **ARGUMENTS[scheme])
+    assert {name: factor_of(name) for name in exponents} == powers(exponents, 0.75)
+
+
+def test_by_name_mixmim_has_mmselfsups_extra_factor():
+    names = NAMES["mixmim", ""].replace("|", "").split()
+    plain, extra = (factors(names, 0.5, scheme, depths=(2, 1)) for scheme in ("mixmim", "mixmim_mmselfsup"))
+    assert extra == {name: factor / 2 for name, factor in plain.items()}
 
 
 def test_a_prefix_can_be_given_and_what_is_outside_is_not_scaled():
@@ -128,77 +158,3 @@ def test_what_does_not_fit_the_model_is_an_error(arguments, message):
     names = ["patch_embed.weight", "blocks.0.weight", "blocks.1.weight", "stages.0.blocks.1.w", "head.weight"]
     with pytest.raises(ValueError, match=message):
         build_layer_decay(Named(names), 0.5, **arguments)
-
-
-# ---------------------------------------------------------------------- names of libraries
-
-# library -> prefix, stem, block, rest, head
-VITS = {
-    "OpenMMLab": ("backbone.", "cls_token pos_embed patch_embed.projection.b mask_token", "layers", "ln1.w", "head.w"),
-    "timm": ("", "cls_token pos_embed patch_embed.proj.weight", "blocks", "norm.weight", "head.bias"),
-    "Hugging Face": (
-        *("vit.", "embeddings.cls_token embeddings.projection.w", "encoder.layer", "layernorm.w", "classifier.w"),
-    ),
-}
-# library -> prefix, stem, stage, rest; the stage of the downsampling after stage s is s, or s + 1
-SWINS = {
-    "OpenMMLab": ("backbone.", "mask_token patch_embed.projection.w", "stages", 0, "norm3.w absolute_pos_embed"),
-    "timm": ("", "patch_embed.proj.weight", "layers", 1, "norm.weight"),
-    "Hugging Face": ("swin.", "embeddings.norm.weight embeddings.proj.w", "encoder.layers", 0, "layernorm.weight"),
-}
-# library -> prefix, stem, downsampling before a stage, block, rest
-CONVNEXTS = {
-    "OpenMMLab": ("backbone.", "downsample_layers.0.1.w", "downsample_layers.{s}", "stages.{s}.{b}", "norm3.weight"),
-    "timm": ("", "stem.0.weight stem.1.bias", "stages.{s}.downsample", "stages.{s}.blocks.{b}", "head.norm.weight"),
-    "Hugging Face": (
-        *("convnext.", "embeddings.layernorm.weight"),
-        *("encoder.stages.{s}.downsampling_layer", "encoder.stages.{s}.layers.{b}", "layernorm.weight"),
-    ),
-}
-
-
-def check(prefix, expected, head, last, scheme, **arguments):
-    """Every factor is ``rate ** (last - depth)``, of every parameter; None: the rest, as the head."""
-    exponents = {prefix + name: 0 if depth is None else last - depth for name, depth in expected.items()}
-    exponents[head] = 0
-    model = Named(list(exponents))
-    model.base_model_prefix = prefix.removesuffix(".")  # of Hugging Face
-    factor_of = build_layer_decay(model, 0.75, scheme, **arguments)
-    assert {name: factor_of(name) for name, _ in model.named_parameters()} == powers(exponents, 0.75)
-
-
-@pytest.mark.parametrize("library", VITS)
-def test_the_names_of_a_vit(library):
-    prefix, stem, block, rest, head = VITS[library]
-    depths = dict.fromkeys(stem.split(), 0) | {f"{block}.{b}.attn.qkv.bias": b + 1 for b in range(12)} | {rest: None}
-    for scheme in ("vit", "beit", "mae"):
-        check(prefix, depths, head, 13, scheme, num_layers=12)
-
-
-@pytest.mark.parametrize("library", SWINS)
-def test_the_names_of_a_swin(library):
-    prefix, stem, stage, offset, rest = SWINS[library]
-    depths, done = dict.fromkeys(stem.split(), 0) | dict.fromkeys(rest.split()), 0
-    for s, size in enumerate((2, 2, 6, 2)):
-        depths |= {f"{stage}.{s}.blocks.{b}.norm1.weight": done + b + 1 for b in range(size)}
-        done += size
-        if s < 3:
-            depths[f"{stage}.{s + offset}.downsample.reduction.weight"] = done
-    check(prefix, depths, "head.fc.weight", 13, "swin", depths=(2, 2, 6, 2))
-
-
-@pytest.mark.parametrize("library", CONVNEXTS)
-def test_the_names_of_a_convnext(library):
-    prefix, stem, downsampling, block, rest = CONVNEXTS[library]
-    for num_layers, blocks in ((6, (3, 3, 9, 3)), (12, (3, 3, 27, 3))):
-        by_layer = dict.fromkeys(stem.split(), 0) | {rest: None}
-        by_stage = dict(by_layer)
-        for s, size in enumerate(blocks):
-            if s:
-                name = downsampling.format(s=s) + ".0.weight"
-                by_layer[name], by_stage[name] = [0, 2, 3, num_layers][s], 0
-            for b in range(size):
-                name = block.format(s=s, b=b) + ".gamma"
-                by_layer[name], by_stage[name] = [1, 2, 3 + b // 3, num_layers][s], s + 1
-        check(prefix, by_layer, "decode_head.weight", num_layers + 1, "convnext", num_layers=num_layers)
-        check(prefix, by_stage, "decode_head.weight", 5, "convnext_stage")

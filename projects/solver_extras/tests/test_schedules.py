@@ -130,14 +130,6 @@ def test_warmup_stable_decay_is_a_chain_of_two():
     assert values_of(schedule, 4.0, 13) == [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 3.5, 3.0, 2.5, 2.0, 2.0, 2.0]
 
 
-def test_an_end_can_be_a_value_or_a_ratio_of_the_base():
-    for make in (Cosine, Polynomial):
-        by_value, by_ratio = make(8, end_value=0.5), make(8, end_ratio=0.25)
-        assert values_of(by_value, 2.0, 8) == values_of(by_ratio, 2.0, 8)
-        assert values_of(by_value, 4.0, 8) != values_of(by_ratio, 4.0, 8)
-        assert values_of(make(8), 2.0, 8) == values_of(make(8, end_value=0.0), 2.0, 8)
-
-
 def test_segments_continue_each_other_and_keep_their_last_value():
     schedule = Chain([Segment(Linear(3, 0.5), 0, 3), Segment(Step(2, 0.5), 4, 7)])
     assert values_of(schedule, 8.0, 10) == [4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 4.0]
