@@ -34,11 +34,6 @@ class Squares(Dataset):
         return {"index": index, "square": float(index * index)}
 
 
-class SizedStream(Stream):
-    def __len__(self):
-        return len(self.samples)
-
-
 @TRANSFORM_REGISTRY.register()
 def data_test_add(cfg):
     return lambda sample: {**sample, "index": sample["index"] + cfg.INPUT.ADDEND}
@@ -90,7 +85,8 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
 @pytest.mark.parametrize(("drop_last", "batches"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1], [2, 3], [4]])])
 def test_a_finite_loader_has_a_length_and_ends(drop_last, batches):
     samples = [*range(5)]
-    for dataset, sampler in ((SizedStream(samples), None), (samples, SequentialSampler(samples))):
+    sized = type("SizedStream", (Stream,), {"__len__": lambda self: len(samples)})
+    for dataset, sampler in ((sized(samples), None), (samples, SequentialSampler(samples))):
         loader = build_batch_data_loader(dataset, sampler, 2, drop_last=drop_last)
         assert [*loader] == batches
         assert len(loader) == iters_per_epoch(loader) == len(batches)

@@ -32,35 +32,22 @@ class Job:
         self.process.communicate()
 
 
-@pytest.fixture
-def start():
-    jobs = []
-
-    def start(kind):
-        jobs.append(Job(kind))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fork", "plain"])
-def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_their_loader(start, kind, monkeypatch):
+def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_their_loader(kind, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")  # there a run takes SIGUSR1 too
-    job = start(kind)
-    assert [job.ask("batch"), job.ask("batch")] == ["0", "1"]  # one of each worker: both have started
-    pids = job.ask("pids")
+    with contextlib.closing(Job(kind)) as job:
+        assert [job.ask("batch"), job.ask("batch")] == ["0", "1"]  # one of each worker: both have started
+        pids = job.ask("pids")
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
-        os.killpg(job.process.pid, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+            os.killpg(job.process.pid, number)
 
-    assert [job.ask("batch") for _ in range(4)] == ["2", "3", "4", "5"]
-    assert job.ask("pids") == pids
-    assert (job.ask("drop"), job.ask("pids")) == ("dropped", "")
-    _, errors = job.process.communicate(timeout=60)
-    assert (job.process.returncode, errors) == (0, "")
+        assert [job.ask("batch") for _ in range(4)] == ["2", "3", "4", "5"]
+        assert job.ask("pids") == pids
+        assert (job.ask("drop"), job.ask("pids")) == ("dropped", "")
+        _, errors = job.process.communicate(timeout=60)
+        assert (job.process.returncode, errors) == (0, "")
 
 
 def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
@@ -77,15 +64,15 @@ def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 @pytest.mark.parametrize("kind", ["fork", "forkserver"])
-def test_workers_end_by_the_sigterm_of_their_parent_in_an_endless_fetch_too_and_do_not_outlive_it(start, kind):
+def test_workers_end_by_the_sigterm_of_their_parent_in_an_endless_fetch_too_and_do_not_outlive_it(kind):
     for command, num_batches in (("terminate", 7), ("batch", 1))[kind == "forkserver" :]:
-        job = start(kind)
-        for _ in range(num_batches):
-            job.ask("batch")
-        ends = [os.pidfd_open(int(pid)) for pid in job.ask("pids").split()]
-        if command == "terminate":
-            assert job.ask("terminate") == "0 0"
-        job.process.kill()
-        for end in ends:
-            assert select.select([end], [], [], 60)[0], "a worker is still there"
-            os.close(end)
+        with contextlib.closing(Job(kind)) as job:
+            for _ in range(num_batches):
+                job.ask("batch")
+            ends = [os.pidfd_open(int(pid)) for pid in job.ask("pids").split()]
+            if command == "terminate":
+                assert job.ask("terminate") == "0 0"
+            job.process.kill()
+            for end in ends:
+                assert select.select([end], [], [], 60)[0], "a worker is still there"
+                os.close(end)

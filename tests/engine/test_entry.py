@@ -46,19 +46,19 @@ def test_a_finished_run_is_evaluated_without_a_trace_and_resumed_where_it_was(tm
     assert "Training from iteration 10 to 12" in (tmp_path / "run/log.txt").read_text()
 
 
+def with_hook(hook):
+    """A trainer that builds one hook more."""
+    return type("Trainer", (DefaultTrainer,), {"build_hooks": lambda self: [hook, *DefaultTrainer.build_hooks(self)]})
+
+
 class Cows(HookBase):
     def summary(self):
         return "42 cows were seen"
 
 
-class WithCows(DefaultTrainer):
-    def build_hooks(self):
-        return [*super().build_hooks(), Cows()]
-
-
 def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_and_what_there_is(tmp_path, capsys):
     cfg = tiny_cfg(tmp_path, "LOG.WRITERS", ["console"], "CHECKPOINT.BEST_METRIC", "classification/top1")
-    run_with(cfg, trainer_class=WithCows)
+    run_with(cfg, trainer_class=with_hook(Cows()))
     terminal, log = capsys.readouterr().out, (tmp_path / "log.txt").read_text()
     assert terminal.count("Evaluated after 5 of 10 iterations: classification/top1 ") == 1
     # the final evaluation alone is a table
@@ -78,20 +78,11 @@ def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_
     assert files == f"files in {tmp_path}: {names}"
 
 
-class Stopped(DefaultTrainer):
-    def build_hooks(self):
-        return [AfterStep(lambda trainer: trainer.iter == 2 and trainer.request_stop("enough")), *super().build_hooks()]
-
-
-class Failed(DefaultTrainer):
-    def build_hooks(self):
-        return [AfterStep(lambda trainer: 1 / 0), *super().build_hooks()]
-
-
 def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finished_early_says_why(tmp_path):
-    run_with(tiny_cfg(tmp_path / "stopped"), trainer_class=Stopped)
+    stop = AfterStep(lambda trainer: trainer.iter == 2 and trainer.request_stop("enough"))
+    run_with(tiny_cfg(tmp_path / "stopped"), trainer_class=with_hook(stop))
     with pytest.raises(ZeroDivisionError):
-        run_with(tiny_cfg(tmp_path / "failed"), trainer_class=Failed)
+        run_with(tiny_cfg(tmp_path / "failed"), trainer_class=with_hook(AfterStep(lambda trainer: 1 / 0)))
     for case, end in (
         ("stopped", "was stopped after 3 of 10 iterations"),
         ("failed", "has failed after 0 of 10 iterations"),

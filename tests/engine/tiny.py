@@ -137,11 +137,6 @@ def metrics_by_worker():
         yield
 
 
-def defer(storage):
-    """Let a worker store what is put into ``storage``, as in an asynchronous run."""
-    storage.start_worker()
-
-
 def state_of(trainer):
     """The tensors that updates change."""
     return [

@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from tests.engine.tiny import defer, through_a_file
+from tests.engine.tiny import through_a_file
 from trainkit.utils.events import EventStorage, get_event_storage, has_event_storage
 
 
@@ -74,7 +74,7 @@ def test_histories_and_what_waits_are_bounded_and_the_global_average_is_of_all()
 def test_rows_that_share_names_keep_the_order_in_which_they_were_put(with_worker):
     with EventStorage() as storage:
         if with_worker:
-            defer(storage)
+            storage.start_worker()
         for storage.iter in range(3000):
             storage.put_scalar("b", -storage.iter)
             storage.put_scalar("b", 10.0 + storage.iter)
@@ -126,7 +126,7 @@ def put_and_publish(with_worker):
     seen = []
     with EventStorage(history_length=12) as storage:
         if with_worker:
-            defer(storage)
+            storage.start_worker()
 
         def read():
             here = get_event_storage()
@@ -150,7 +150,7 @@ def test_a_worker_stores_and_shows_the_same_as_the_loop_would():
 def test_a_reader_sees_what_was_put_before_it_and_the_loop_does_not_wait_for_it():
     go, seen = threading.Event(), []
     with EventStorage() as storage:
-        defer(storage)
+        storage.start_worker()
         storage.put_scalar("loss", 1.0)
         storage.publish(lambda: go.wait(120) and get_event_storage().put_scalar("late", 1.0))
         storage.publish(lambda: seen.append((get_event_storage().iter, get_event_storage().latest())))
@@ -171,13 +171,13 @@ def test_the_first_error_of_a_worker_is_raised_once_and_what_follows_is_stored(c
 
     def run(error=None):
         with EventStorage() as storage:
-            defer(storage)
+            storage.start_worker()
             storage.publish(lambda: fail("unseen"))
             if error is not None:
                 raise error
 
     with EventStorage() as storage:
-        defer(storage)
+        storage.start_worker()
         storage.publish(lambda: fail("first"))
         storage.publish(lambda: fail("second"))
         storage.put_scalar("loss", 1.0)
@@ -201,7 +201,7 @@ def test_images_that_no_reader_clears_or_that_are_held_stay_in_their_order(with_
 
     with EventStorage() as storage:
         if with_worker:
-            defer(storage)
+            storage.start_worker()
         for iter in (4, 9, 14):
             put(storage, [iter])
             storage.publish(lambda: hold(storage) if storage.iter == 4 else None)
@@ -240,8 +240,8 @@ def read_all(storage):
 def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(with_worker):
     with EventStorage(history_length=12) as first, EventStorage(9, history_length=12) as second:
         if with_worker:
-            defer(first)
-            defer(second)
+            first.start_worker()
+            second.start_worker()
         put(first, range(33))
         second.put_scalars(other=1.0, loss=2.0)
         second.put_image("other", torch.zeros(1, 1, 1))

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tests.engine.tiny import AfterStep, Regression, Steps, batches, defer, fail_at, sgd, stop_at, through_a_file
+from tests.engine.tiny import AfterStep, Regression, Steps, batches, fail_at, sgd, stop_at, through_a_file
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, get_event_storage
@@ -31,7 +31,7 @@ class Log(EventWriter):
 
 def steps(*hooks, asynchronous=False, **kwargs):
     """A loop, whose writers are called by a worker if it is asynchronous."""
-    start = CallbackHook(before_train=lambda trainer: defer(trainer.storage)) if asynchronous else None
+    start = CallbackHook(before_train=lambda trainer: trainer.storage.start_worker()) if asynchronous else None
     return Steps([start, *hooks], **kwargs)
 
 
@@ -204,7 +204,7 @@ def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
     release, waited = threading.Event(), []
 
     def before_step(trainer):
-        defer(trainer.storage)
+        trainer.storage.start_worker()
         if trainer.iter == 4:
             trainer.storage.publish(lambda: waited.append(release.wait(120)))
         if trainer.iter == 11:
