@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,31 +103,11 @@ def test_a_resumed_run_repeats_the_steps_after_the_checkpoint_in_the_same_run(tm
     assert killed["rows"][1:] == resumed["rows"]
 
 
-class Broken:
-    """Stands for the module wandb, and for its run."""
-
-    disabled = False
-
-    def __init__(self):
-        self.error, self.steps = RuntimeError("no answer"), []
-
-    def init(self, **kwargs):
-        return self
-
-    def define_metric(self, *args, **kwargs):
-        pass
-
-    def log(self, row, step, commit):
-        self.steps.append(step)
-        if self.error is not None:
-            raise self.error
-
-    def finish(self):
-        self.log({}, -1, True)
-
-
 def test_an_error_of_wandb_is_logged_and_nothing_more_is_written_in_this_training(tmp_path, monkeypatch, caplog):
-    wandb, real = Broken(), importlib.import_module
+    wandb, real = Mock(), importlib.import_module
+    run = wandb.init.return_value
+    run.disabled = False
+    run.log.side_effect = run.finish.side_effect = RuntimeError("no answer")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("importlib.import_module", lambda name: wandb if name == "wandb" else real(name))
     writer = WandbWriter(tmp_path)
@@ -134,11 +115,12 @@ def test_an_error_of_wandb_is_logged_and_nothing_more_is_written_in_this_trainin
         write(writer, iter, loss=1.0)
     writer.close()
 
-    assert wandb.steps == [0, -1]
+    run.log.assert_called_once()
+    run.finish.assert_called_once()
     assert caplog.messages == ["Nothing more is written for Weights & Biases, training continues: no answer"] * 2
-    wandb.error = None
+    run.log.side_effect = None
     write(writer, 4, loss=1.0)
-    assert wandb.steps == [0, -1, 4]
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 4]
 
 
 def test_the_writers_are_there_by_name_and_a_missing_package_is_an_error(tmp_path, monkeypatch):

@@ -1,19 +1,28 @@
-"""A run whose OUTPUT_DIR is an address of fsspec, here of a store in memory."""
+"""A run whose OUTPUT_DIR is an address of fsspec, here of a store in memory, or in the store of docs/extending.md."""
 
+import argparse
 import json
+import os
+import pickle
 from argparse import Namespace
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from trainkit.projects.remote.store import register_addresses
 
+from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep
 from tests.exactness.machine import content
+from tools.convert_checkpoint import convert
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.folder import local_folder, mirrors
 from trainkit.checkpoint.format import make_format
-from trainkit.engine import DefaultTrainer, default_setup
+from trainkit.engine import DefaultPredictor, DefaultTrainer, default_setup
+from trainkit.utils.file_io import PathManager
 from trainkit.utils.logger import close_logger
 
 ADDRESS, ROOT = "memory://bucket/run", "/bucket/run/"
@@ -22,10 +31,12 @@ KEEP += ("CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.BEST_TO_KE
 
 
 @pytest.fixture(autouse=True)
-def store():
+def empty_store():
+    register_addresses()
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
-    return MemoryFileSystem.store
+    yield
+    mirrors.clear()  # a run that a test breaks off goes on copying its files otherwise
 
 
 @pytest.fixture
@@ -206,3 +217,45 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
     remote.take()
     assert remote.release() == ""
     assert there() == {f"{shards[9]}/.metadata", "model_0000009.pth", "last_checkpoint", "last_upload.json"}
+
+
+def test_weights_at_an_address_are_loaded_and_downloaded_again_when_they_have_changed(on, tmp_path):
+    on("a")
+    weights = DefaultTrainer(tiny_cfg(tmp_path)).model.state_dict()
+    for value in (1.0, 2.0):
+        torch.save({name: torch.full_like(weight, value) for name, weight in weights.items()}, tmp_path / "weights.pth")
+        PathManager.copy_from_local(str(tmp_path / "weights.pth"), "memory://bucket/weights.pth")
+        cfg = tiny_cfg(tmp_path, "MODEL.WEIGHTS", "memory://bucket/weights.pth")
+        trainer = DefaultTrainer(cfg)
+        trainer.resume_or_load(resume=False)
+        for model in (trainer.model, DefaultPredictor(cfg).model):
+            assert torch.equal(model.layers[0].bias, torch.full((8,), value))
+
+
+def test_a_pickle_is_converted_from_an_address_to_another_one(on):
+    on("a")
+    MemoryFileSystem().pipe_file("/bucket/x.pkl", pickle.dumps({"weight": numpy.ones(3, numpy.float32)}))
+    assert convert("memory://bucket/x.pkl", "memory://bucket/x.pth") == []
+    assert torch.equal(torch.load(PathManager.get_local_path("memory://bucket/x.pth"))["weight"], torch.ones(3))
+    with pytest.raises(CheckpointError, match="'s3://bucket/x.pth' cannot be written: Install s3fs"):
+        convert("memory://bucket/x.pkl", "s3://bucket/x.pth")
+
+
+STORE = blocks("docs/extending.md", "python")[4]
+
+
+def test_a_run_in_an_archive_is_resumed_on_another_machine(tmp_path, monkeypatch):
+    page = run(STORE, "docs/extending.md")
+    page["ARCHIVE"] = str(tmp_path / "archive")
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "a"))
+    cfg = tiny_cfg("archive://run1")
+    default_setup(cfg, argparse.Namespace(resume=False))
+    trainer = DefaultTrainer(cfg)
+    trainer.train(0, 5)
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "b"))
+    cfg = tiny_cfg("archive://run1")
+    default_setup(cfg, argparse.Namespace(resume=True))
+    again = DefaultTrainer(cfg)
+    again.resume_or_load()
+    assert again.start_iter == 5
+    assert {"model_final.pth", "log.txt", "config.yaml"} <= {*os.listdir(tmp_path / "archive/run1")}
