@@ -90,9 +90,6 @@ def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(asyn
     assert rates(trainer) == [(2.5, 1), (1.5, 3), (5.0, 4)]
     assert trainer.storage.smoothing_hints()["samples_per_sec"] is True
     assert "mfu_pct" not in trainer.storage.latest()
-
-
-def test_micro_batches_are_added_up():
     assert rates(run(2.0, (2, 2), Throughput(1), 2, accumulation_steps=2)) == [(1.0, 0), (1.0, 1)]
 
 

@@ -1,8 +1,9 @@
-"""Factors by the kind and the name of a parameter: `ParamRules`, and SOLVER.PARAM_GROUPS of a config."""
+"""Parameter groups by the kind and the name of a parameter, of `ParamRules` and of a config; their names and table."""
 
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.solver_extras import describe_param_groups, group_names
 
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.solver import (
@@ -226,3 +227,36 @@ def test_a_users_function_makes_the_groups_as_it_likes():
 def test_what_does_not_fit_is_an_error_that_names_its_key(groups, message):
     with pytest.raises(ConfigError, match=message):
         optimizer_of(Net(), groups)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)) for _ in range(2))
+        self.head = nn.Linear(2, 2)
+
+
+def test_a_group_is_called_by_what_and_where_its_parameters_are():
+    model = Layers()
+    assert group_names(get_default_optimizer_params(model, 0.1, 0.1, 0.0), model) == ["weight+bias", "layers norm"]
+    by_layer = [{"params": [*layer.parameters()]} for layer in model.layers]
+    alike = [{"params": [param]} for param in (model.head.weight, nn.Parameter(torch.zeros(1)))]
+    own = [{"params": [model.head.bias], "name": "mine"}, {"params": [model.head.weight]}]
+    assert group_names([*by_layer, *alike, *own], model) == [
+        *("layers.0 weight+bias+norm", "layers.1 weight+bias+norm"),
+        *("head weight", "weight", "mine", "head weight 2"),
+    ]
+
+
+def test_the_table_of_groups_shows_what_tells_them_apart():
+    model = Layers()
+    overrides = {"head.bias": {"lr": 0.05}}
+    groups = get_default_optimizer_params(model, 0.5, 0.0001, overrides=overrides)
+    table = describe_param_groups(torch.optim.SGD(groups, lr=0.5, momentum=0.9), model)
+    assert [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if ":" not in line
+    ] == [
+        ["group", "lr", "decay", "parameters", "values"],
+        ["weight+bias+norm", "0.5", "0.0001", "9", "24"],
+        ["head bias", "0.05", "0.0001", "1", "2"],
+    ]

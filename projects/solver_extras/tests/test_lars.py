@@ -22,17 +22,13 @@ def scalar_lars(params, grads_per_step, lrs, momentum, weight_decay, dampening, 
             if param_norm and grad_norm and index not in exclude:
                 local = eta * param_norm / (grad_norm + weight_decay * param_norm + eps)
             update = [(g + weight_decay * w) * local * lr for g, w in zip(grad, param, strict=True)]
-            if momentum:
-                if index in buffers:
-                    pairs = zip(buffers[index], update, strict=True)
-                    buffers[index] = [momentum * b + (1 - dampening) * u for b, u in pairs]
-                else:
-                    buffers[index] = list(update)
-                if nesterov:
-                    update = [u + momentum * b for u, b in zip(update, buffers[index], strict=True)]
-                else:
-                    update = buffers[index]
-            params[index] = [w - u for w, u in zip(param, update, strict=True)]
+            buffer = update
+            if index in buffers:
+                buffer = [momentum * b + (1 - dampening) * u for b, u in zip(buffers[index], update, strict=True)]
+            buffers[index] = buffer
+            if nesterov:
+                buffer = [u + momentum * b for u, b in zip(update, buffer, strict=True)]
+            params[index] = [w - u for w, u in zip(param, buffer, strict=True)]
     return params
 
 
