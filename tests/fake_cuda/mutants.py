@@ -25,7 +25,7 @@ FILES = {name: f"tests/fake_cuda/test_on_{name}.py" for name in ("races", "train
     "ahead": "tests/engine/test_cuda.py",
     "graph": "projects/graph/tests/test_graph.py",
     "not finite": "projects/non_finite/tests/test_non_finite.py",
-    "copies": "projects/hooks/tests/test_copy_ahead.py",
+    "copies": "projects/hooks/tests/test_memory.py",
 }
 
 # below each file: name | the tests | text | its replacement
