@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from trainkit.projects.evaluators.counting import num_samples
-from trainkit.projects.solver_extras.names import group_names
+from trainkit.projects.solver_extras.rules import group_names
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase

@@ -4,8 +4,7 @@ from trainkit.projects.solver_extras.combined import CombinedOptimizer
 from trainkit.projects.solver_extras.composed import build_schedule
 from trainkit.projects.solver_extras.lars import LARS
 from trainkit.projects.solver_extras.layer_decay import LAYER_DEPTH_REGISTRY, build_layer_decay
-from trainkit.projects.solver_extras.names import describe_param_groups, group_names
-from trainkit.projects.solver_extras.rules import ParamRules, build_param_groups
+from trainkit.projects.solver_extras.rules import ParamRules, build_param_groups, describe_param_groups, group_names
 from trainkit.projects.solver_extras.schedules import SCHEDULE_REGISTRY
 
 __all__ = ["LARS", "LAYER_DEPTH_REGISTRY", "SCHEDULE_REGISTRY", "CombinedOptimizer", "ParamRules"]

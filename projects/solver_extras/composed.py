@@ -29,14 +29,13 @@ def listed_schedules(cfg: CfgNode, optimizer: Optimizer) -> ScheduledLR:
 
 
 def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedule:
-    """Chain the schedules that a config lists.
+    """Chain the schedules that a config lists; ``where`` is the name of the list in errors.
 
     Args:
         entries: each ``{NAME: a name in SCHEDULE_REGISTRY, ...}`` with the arguments in upper case. The default of
             ``BEGIN`` is 0, that of ``END`` (not included) ``max_iter``. If a schedule has an argument ``LENGTH``, its
             default is ``END - BEGIN``. With ``STEP_SIZE`` a value is held for so many iterations: the schedule counts
             steps of this size in place of iterations, as in OpenMMLab with ``by_epoch``.
-        where: name of the list in errors.
 
     Raises:
         ConfigError: an entry is malformed, or its schedule is unknown or refuses a value.
@@ -62,9 +61,8 @@ def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule
     known = inspect.signature(factory).parameters
     arguments = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "BEGIN", "END")}
     if unknown := arguments.keys() - {"step_size", *known}:
-        raise unknown_name(
-            here, min(unknown).upper(), "it takes", ["BEGIN", "END", "STEP_SIZE", *map(str.upper, known)]
-        )
+        accepted = ["BEGIN", "END", "STEP_SIZE", *map(str.upper, known)]
+        raise unknown_name(here, min(unknown).upper(), "it takes", accepted)
     if "length" in known:
         arguments.setdefault("length", length)
     step_size = None

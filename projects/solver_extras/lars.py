@@ -10,11 +10,6 @@ from torch.optim import Optimizer
 from trainkit.solver.build import OPTIMIZER_REGISTRY
 
 
-def _whole(norms: Any) -> Tensor:
-    """The norms over all ranks that hold parts of the tensors."""
-    return norms.full_tensor() if hasattr(norms, "full_tensor") else norms
-
-
 @OPTIMIZER_REGISTRY.register()
 class LARS(Optimizer):
     """SGD with a learning rate per parameter, scaled by the norms of the parameter and its gradient.
@@ -85,10 +80,9 @@ def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> 
     """The learning rate of each parameter, shape ``[]``."""
     dtype = torch.promote_types(params[0].dtype, torch.float32)  # in float16, the norm of many small values overflows
     # cast before the norm: for sharded tensors, torch 2.15 mistakes the norm's argument dtype for a dimension
-    param_norms, grad_norms = (
-        _whole(torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors])))
-        for tensors in (params, grads)
-    )
+    both: Any = (torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in part])) for part in (params, grads))
+    # the norms over all ranks that hold parts of the tensors
+    param_norms, grad_norms = (norms.full_tensor() if hasattr(norms, "full_tensor") else norms for norms in both)
     local = group["eta"] * param_norms / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
     local = local.where((param_norms > 0) & (grad_norms > 0), 1.0)
     return list((local * group["lr"]).unbind())

@@ -62,12 +62,11 @@ def build_layer_decay(
         raise ValueError(f"rate must be in (0, 1], got {rate}")
     names = [name for name, _ in model.named_parameters()]
     if scheme in _SCHEMES:
-        usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
         if prefix is None:
+            usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
             prefix = next((part for part in usual if any(name.startswith(part) for name in names)), "")
         needed = _SCHEMES[scheme].needs
-        argument = {"": 4, "num_layers": num_layers, "depths": depths}[needed]
-        if not argument:
+        if not (argument := {"": 4, "num_layers": num_layers, "depths": depths}[needed]):
             raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
         found = _named_depths(argument, scheme, names, prefix)
     elif scheme in LAYER_DEPTH_REGISTRY or (scheme == "model" and hasattr(model, "get_layer_depth")):
@@ -146,14 +145,12 @@ def _in_stages_of_convnext(_: int, name: str, __: Sequence[str]) -> int | None:
 
 # names in OpenMMLab, timm and Hugging Face
 _STEM = r"(?:cls_token|mask_token|pos_embed)$|(?:patch_embed|embeddings)\."
-_STEM_OF_SWIN = r"mask_token$|(?:patch_embed|embeddings)\."
 _STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
 _STEM_OF_CONVNEXT = rf"{_STEM}|stem\."
-
 _VIT = _Scheme("num_layers", _STEM, _in_vit)
 _SCHEMES = {
     **{"vit": _VIT, "beit": _VIT, "mae": _VIT},
-    "swin": _Scheme("depths", _STEM_OF_SWIN, _in_stages),
+    "swin": _Scheme("depths", r"mask_token$|(?:patch_embed|embeddings)\.", _in_stages),
     "mixmim": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0, num_layers=1),
     "mixmim_mmselfsup": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0),
     "convnext": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_convnext),

@@ -1,21 +1,27 @@
-"""Factors of learning rates and weight decays by the kind and the name of a parameter."""
+"""Parameter groups: factors of learning rates and weight decays by kind and name, and what the groups are."""
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from trainkit.projects.solver_extras.layer_decay import build_layer_decay
 
+from trainkit.config import CfgNode, ConfigError
+from trainkit.solver.build import PARAM_GROUP_REGISTRY, collect_arguments
 from trainkit.solver.param_groups import NORM_LAYERS, reduce_param_groups
+from trainkit.utils.errors import not_accepted
+from trainkit.utils.logger import format_table
 from trainkit.utils.periods import is_number
 
 _logger = logging.getLogger(__name__)
 
 ParamKind = Literal["norm", "bias", "dwconv", "embedding", "flat"]
 """The kind of a parameter; see ``ParamRules``."""
-
-KEY_MATCHES = ("longest", "shortest", "exact")
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,8 @@ class ParamRules:
     lr_factor_func: Callable[[str], float] | None = None
 
     def __post_init__(self) -> None:
-        if self.key_match not in KEY_MATCHES:
-            raise ValueError(f"key_match must be one of {', '.join(KEY_MATCHES)}, got {self.key_match!r}")
+        if self.key_match not in ("longest", "shortest", "exact"):
+            raise ValueError(f"key_match must be one of longest, shortest, exact, got {self.key_match!r}")
         if unknown := {*self.lr_factors, *self.decay_factors} - {*get_args(ParamKind)}:
             raise ValueError(f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}")
         _check_factors("lr_factors", self.lr_factors)
@@ -78,9 +84,7 @@ class ParamRules:
             return full_name if full_name in self.custom_keys else None
         dotted = full_name if "." in full_name else f".{full_name}"
         matching = sorted((key for key in self.custom_keys if key in dotted), key=lambda key: (-len(key), key))
-        if not matching:
-            return None
-        return matching[0] if self.key_match == "longest" else matching[-1]
+        return next(iter(matching if self.key_match == "longest" else reversed(matching)), None)
 
 
 def build_param_groups(
@@ -114,8 +118,7 @@ def _check_factors(where: str, factors: Mapping[Any, Any]) -> None:
 def _hyperparams(
     modules: Mapping[str, nn.Module], name: str, param: Tensor, lr: float, decay: float | None, rules: ParamRules
 ) -> dict[str, Any]:
-    owner, _, leaf_name = name.rpartition(".")
-    key = rules.key_of(name)
+    (owner, _, leaf_name), key = name.rpartition("."), rules.key_of(name)
     options = {} if key is None else dict(rules.custom_keys[key])
     lr, decay_factor = lr * options.pop("lr_factor", 1.0), options.pop("decay_factor", 1.0)
     kind_factor = 1.0
@@ -145,3 +148,75 @@ def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[
         yield "embedding"
     if param.ndim == 1:
         yield "flat"
+
+
+def group_names(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> list[str]:
+    """A name for each group, such as ``norm`` or ``backbone.layers.3 weight+bias``: where its parameters are, and what.
+
+    A group that has a ``name`` keeps it. Groups alike get a number.
+    """
+    modules = dict(model.named_modules())
+    names = {param: name for name, param in model.named_parameters()}
+
+    def kind_of(name: str) -> str:
+        owner, _, leaf = name.rpartition(".")
+        return "norm" if isinstance(modules.get(owner), NORM_LAYERS) else "bias" if leaf == "bias" else "weight"
+
+    seen, found = Counter[str](), []
+    for group in groups.param_groups if isinstance(groups, Optimizer) else groups:
+        own = [names.get(param, "") for param in group["params"]]
+        places = [name.split(".")[:-1] for name in own]
+        same = itertools.takewhile(lambda parts: len({*parts}) == 1, itertools.zip_longest(*places))
+        place = ".".join(parts[0] for parts in same)
+        kinds = "+".join(dict.fromkeys(map(kind_of, own)))
+        name = group.get("name") or f"{place} {kinds}".strip()
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} {seen[name]}")
+    return found
+
+
+def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:
+    """A table of an optimizer's groups with their rates and sizes; if a rate is a tensor, this waits for its device."""
+    groups, rows = list(groups.param_groups if isinstance(groups, Optimizer) else groups), []
+    for name, group in zip(group_names(groups, model), groups, strict=True):
+        rates = [f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")]
+        rows.append([name, *rates, len(group["params"]), f"{sum(param.numel() for param in group['params']):,}"])
+    headers = ["group", "lr", "decay", "parameters", "values"]
+    return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
+
+
+_GROUPS = "SOLVER.PARAM_GROUPS"
+
+
+@PARAM_GROUP_REGISTRY.register()
+def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
+    """The builder for SOLVER.PARAM_GROUP_BUILDER. Raises ConfigError as `ParamRules` and `build_layer_decay` do."""
+    options, values = cfg.SOLVER.PARAM_GROUPS, collect_arguments(cfg)
+    decay, kinds = values.get("weight_decay"), get_args(ParamKind)
+    entries = [entry for entry in options.CUSTOM_KEYS if isinstance(entry, Mapping) and entry.get("KEY")]
+    custom_keys = {entry["KEY"]: {name.lower(): entry[name] for name in entry if name != "KEY"} for entry in entries}
+    if len(custom_keys) < len(options.CUSTOM_KEYS):
+        accepted = "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+        raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", options.CUSTOM_KEYS, accepted)
+    lr_factors, decay_factors = (
+        {kind: factor for kind in kinds if (factor := options[f"{kind.upper()}_{what}_FACTOR"]) is not None}
+        for what in ("LR", "DECAY")
+    )
+    layers = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
+    try:
+        rules = ParamRules(
+            cfg.SOLVER.WEIGHT_DECAY_NORM,
+            cfg.SOLVER.WEIGHT_DECAY_BIAS,
+            cfg.SOLVER.BIAS_LR_FACTOR,
+            lr_factors=lr_factors,
+            decay_factors=decay_factors,
+            custom_keys=custom_keys,
+            key_match=options.KEY_MATCH,
+            custom_keys_only=options.CUSTOM_KEYS_ONLY,
+            lr_factor_func=None if layers["rate"] == 1.0 else build_layer_decay(model, **layers),
+        )
+        groups = build_param_groups(model, values["lr"], decay, rules)
+    except ValueError as error:
+        raise ConfigError(f"{_GROUPS}: {error}") from error
+    _logger.info("Parameter groups:\n%s", describe_param_groups(groups, model))
+    return groups

@@ -131,8 +131,7 @@ def OneCycle(
 
     def schedule(t: int, base: float) -> float:
         start = base / div_factor
-        low = start / final_div_factor
-        values = [start, base, start, low] if three_phase else [start, base, low]
+        values = [start, base, *[start] * three_phase, start / final_div_factor]
         t = min(t, last)
         i = next(i for i, end in enumerate(ends) if t <= end)
         begin = ends[i - 1] if i else 0.0
@@ -185,6 +184,5 @@ def _half_cosine(start: float, end: float, t: int, length: float) -> float:
 
 def _interpolate(anneal: str, start: float, end: float, done: float) -> float:
     """The formulas of torch's OneCycleLR."""
-    if anneal == "linear":
-        return (end - start) * done + start
-    return end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
+    cosine = end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
+    return (end - start) * done + start if anneal == "linear" else cosine

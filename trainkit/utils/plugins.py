@@ -102,8 +102,8 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "sharding": "format: shards; fsdp: fsdp",
         "solver_extras": (
             "combined: CombinedOptimizer combined_optimizer; composed: listed_schedules build_schedule; "
-            "groups: groups_by_rules; lars: LARS; layer_decay: LAYER_DEPTH_REGISTRY build_layer_decay; "
-            "names: describe_param_groups; rules: ParamRules build_param_groups; schedules: SCHEDULE_REGISTRY"
+            "lars: LARS; layer_decay: LAYER_DEPTH_REGISTRY build_layer_decay; schedules: SCHEDULE_REGISTRY; "
+            "rules: ParamRules build_param_groups describe_param_groups groups_by_rules"
         ),
         "trainable_only": "frozen: FrozenWeights",
         "weights": "pickles: load_trusted_pickle; safetensors: safetensors",
