@@ -1,4 +1,4 @@
-"""Log lines that do not repeat, and small tables."""
+"""Log lines that do not repeat, small tables, and a config for programs that do not pass theirs on."""
 
 import logging
 import math
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+
+from trainkit.config import CfgNode
 
 _counts: Counter[Hashable] = Counter()
 _last_times: dict[Hashable, float] = {}
@@ -66,3 +68,13 @@ def _caller() -> tuple[str, tuple[str, int]]:
     """(module name, (file, line)) of the code that has called this module."""
     frame = sys._getframe(2)
     return frame.f_globals.get("__name__", "__main__"), (frame.f_code.co_filename, frame.f_lineno)
+
+
+global_cfg = CfgNode()
+"""Empty until `set_global_cfg`."""
+
+
+def set_global_cfg(cfg: CfgNode) -> None:
+    """Replace the content of ``global_cfg`` by the keys of ``cfg``."""
+    global_cfg.clear()
+    global_cfg.update(cfg)

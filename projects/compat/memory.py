@@ -1,6 +1,7 @@
-"""Retry when the memory of a GPU is full."""
+"""Functions that are retried when the memory of a GPU is full, or that pickle refuses."""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -34,3 +35,26 @@ def retry_if_cuda_oom(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _to_cpu(value: Any) -> Any:
     return value.to(device="cpu") if getattr(getattr(value, "device", None), "type", None) == "cuda" else value
+
+
+class PicklableWrapper:
+    """Acts like the wrapped object, and is pickled by cloudpickle; unpickling returns the wrapped object.
+
+    Raises:
+        ImportError: cloudpickle is missing; when the wrapper is pickled.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self._obj: Any = obj._obj if isinstance(obj, PicklableWrapper) else obj
+
+    def __reduce__(self) -> Any:
+        cloudpickle = importlib.import_module("cloudpickle")
+        return cloudpickle.loads, (cloudpickle.dumps(self._obj),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._obj(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_obj":  # the object is not initialized yet
+            raise AttributeError(name)
+        return getattr(self._obj, name)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from trainkit.projects.lazy.locate import locate
-from trainkit.projects.lazy.nodes import TARGET, is_node, name_of, to_container, to_node, to_plain, update
+from trainkit.projects.lazy.nodes import TARGET, is_node, locate, name_of, to_container, to_node, to_plain, update
 from trainkit.projects.lazy.python_files import run_file
 
 from trainkit.config import CfgNode, get_cfg
@@ -28,8 +27,7 @@ class LazyCall:
     The node holds the arguments, which can be changed, and under ``_target_`` the dotted path of the target; the target
     itself if it has no path.
 
-    Args:
-        target: a callable, its dotted path, or a node that describes a call which returns a callable.
+    ``target`` is a callable, its dotted path, or a node that describes a call which returns a callable.
     """
 
     def __init__(self, target: Callable[..., Any] | str | Mapping[Any, Any]) -> None:
@@ -121,12 +119,8 @@ class LazyConfig:
 def instantiate(cfg: Any) -> Any:
     """Make every call that ``cfg`` describes, inner calls first.
 
-    Args:
-        cfg: a node, dict, list or tuple, which stays unchanged. A value without a call is returned as it is.
-
-    Returns:
-        The result of the call for a node with a ``_target_``; else a dict, list or tuple. Targets get dicts and lists,
-        never omegaconf's types.
+    ``cfg``, a node, dict, list or tuple, stays unchanged; a value without a call is returned as it is. Targets get
+    dicts and lists, never omegaconf's types.
 
     Raises:
         ConfigError: a target is not found, or raises a TypeError or ValueError; the message has its name and those of
@@ -203,12 +197,13 @@ def _check_key(node: Any, names: Sequence[str], *, may_be_new: bool) -> None:
             raise UnknownKeyError(f"{here}: {node!r} is neither a node nor a long enough list")
         elif name in node:
             node = node[name]
-        elif not may_be_new and (did_you_mean(name, map(str, node)) or not name.isidentifier()):
+        elif may_be_new:
+            return
+        elif did_you_mean(name, map(str, node)) or not name.isidentifier():
             raise UnknownKeyError(f"there is no {here!r}; {_nearest(name, node)} (new keys: +{here}=...)")
         else:
-            if not may_be_new:
-                key = ".".join(names)
-                _logger.warning("%s is used as a new key; write +%s if this is what you mean", key, key)
+            key = ".".join(names)
+            _logger.warning("%s is used as a new key; write +%s if this is what you mean", key, key)
             return
 
 

@@ -1,14 +1,46 @@
-"""Nodes of a `LazyConfig`, which come from omegaconf (an optional package), and their form as plain Python."""
+"""Nodes of a `LazyConfig`, which come from omegaconf (an optional package), and objects by their dotted path."""
 
+import contextlib
 import dataclasses
 import importlib
+from functools import reduce
 from typing import Any
-
-from trainkit.projects.lazy.locate import locate
 
 from trainkit.utils.errors import ConfigError
 
 TARGET = "_target_"  # the key of the callable in a node that describes a call
+
+
+def locate(name: str) -> Any:
+    """The object of a dotted path, such as ``"torch.optim.SGD"``; imports the module that holds it.
+
+    Raises:
+        ImportError: there is no such module or attribute, or importing the module fails.
+    """
+    parts = name.split(".")
+    try:
+        for depth in range(len(parts), 0, -1):
+            module = ".".join(parts[:depth])
+            try:
+                found = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if depth > 1 and f"{module}.".startswith(f"{error.name}."):
+                    continue  # the last part may be an attribute
+                raise
+            return reduce(getattr, parts[depth:], found)
+    except Exception as error:  # the module's code may raise anything
+        raise ImportError(f"cannot locate {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _convert_target_to_string(t: Any) -> str:
+    """The shortest path by which ``locate`` finds a class or function, such as ``"torch.optim.SGD"``."""
+    parents = t.__module__.split(".")
+    for depth in range(1, len(parents)):
+        path = ".".join([*parents[:depth], t.__qualname__])
+        with contextlib.suppress(ImportError):
+            if locate(path) is t:
+                return path
+    return f"{t.__module__}.{t.__qualname__}"
 
 
 def is_node(value: Any) -> bool:
@@ -36,17 +68,12 @@ def to_plain(value: Any, *, resolve: bool = False) -> Any:
 
 
 def to_container(value: Any, *, resolve: bool) -> Any:
-    """A node as dicts, lists and tuples; any other value as it is.
-
-    Args:
-        resolve: replace references by their values; a missing value is then an error.
-    """
+    """A node as dicts, lists and tuples; any other value as it is. ``resolve``: with values in place of references."""
     omegaconf = _omegaconf()
     if not omegaconf.OmegaConf.is_config(value):
         return value
-    mode = omegaconf.SCMode.INSTANTIATE  # keeps dataclasses
-    container = omegaconf.OmegaConf.to_container
-    return container(value, resolve=resolve, throw_on_missing=resolve, structured_config_mode=mode)
+    mode = {"structured_config_mode": omegaconf.SCMode.INSTANTIATE}  # keeps dataclasses
+    return omegaconf.OmegaConf.to_container(value, resolve=resolve, throw_on_missing=resolve, **mode)
 
 
 def update(cfg: Any, key: str, value: Any) -> None:

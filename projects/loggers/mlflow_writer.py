@@ -16,8 +16,6 @@ from trainkit.config.config import changed_settings
 from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.events.writers import WRITER_REGISTRY, Row
 
-_ENVIRONMENT = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
-
 
 class MLflowWriter(ServiceWriter):
     """Smoothed scalars, and images, for MLflow; histograms are left out, because MLflow has none.
@@ -54,7 +52,7 @@ class MLflowWriter(ServiceWriter):
         self._run_id = state["run_id"]
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
-        with default_environment(_ENVIRONMENT):
+        with default_environment({"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}):
             mlflow = importlib.import_module("mlflow")  # imported late: it takes as long as torch
             uri = os.environ.get("MLFLOW_TRACKING_URI") or (self._dir / "mlruns").as_uri()
             client = mlflow.MlflowClient(tracking_uri=uri)

@@ -19,8 +19,7 @@ class _Bar(tqdm):
 class ProgressBar(CommonMetricPrinter):
     """tqdm's bar, with total loss and learning rate; it moves with every ``write()``.
 
-    Other output goes above the bar. The line of `CommonMetricPrinter` is logged with the level DEBUG, so `log.txt` has
-    it.
+    Other output goes above the bar. The line of `CommonMetricPrinter` has the level DEBUG, so `log.txt` has it.
     """
 
     _level = logging.DEBUG
@@ -32,9 +31,8 @@ class ProgressBar(CommonMetricPrinter):
             self._iters_per_epoch = trainer.iters_per_epoch
         if can_show_bars():
             self._stdout = sys.stdout
-            self._bar = _Bar(
-                desc="Training", total=trainer.max_iter, initial=trainer.start_iter, file=sys.stdout, dynamic_ncols=True
-            )
+            length = {"total": trainer.max_iter, "initial": trainer.start_iter}
+            self._bar = _Bar(desc="Training", file=sys.stdout, dynamic_ncols=True, **length)
             if sys.stdout.isatty():
                 sys.stdout = DummyTqdmFile(sys.stdout)  # writes above the bar
 

@@ -91,8 +91,8 @@ class ServiceWriter(ScalarWriter):
 @contextlib.contextmanager
 def default_environment(defaults: Mapping[str, str]) -> Iterator[None]:
     """Context in which environment variables that are not set have these values."""
-    added = [name for name in defaults if name not in os.environ]
-    os.environ.update({name: defaults[name] for name in added})
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:

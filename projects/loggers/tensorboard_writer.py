@@ -44,9 +44,8 @@ class TensorboardXWriter(ScalarWriter):
             opened.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after all events are given to the operating system."""
         if self._opened is not None:
-            self._opened.flush()
+            self._opened.flush()  # gives all events to the operating system
         return {"last_step": self._last_step, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

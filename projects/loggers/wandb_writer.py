@@ -66,16 +66,15 @@ class WandbWriter(ServiceWriter):
             self._next_step = step + 1
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
-        wandb_dir = self._dir / "wandb"
-        wandb_dir.mkdir(parents=True, exist_ok=True)
+        (self._dir / "wandb").mkdir(parents=True, exist_ok=True)
         # by default wandb's process logs into the cache, reports errors to its makers, and asks a terminal for a key
-        defaults = {"WANDB_CACHE_DIR": str(wandb_dir / "cache"), "WANDB_ERROR_REPORTING": "false"}
+        defaults = {"WANDB_CACHE_DIR": str(self._dir / "wandb/cache"), "WANDB_ERROR_REPORTING": "false"}
         with default_environment({**defaults, "WANDB_LOGIN_TIMEOUT": "1"}):
             wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
             # without create_new it could be a run that other code has started
             options = {"dir": str(self._dir), "resume": "allow", "reinit": "create_new", **self._kwargs}
-            options["settings"] = _SETTINGS | options.get("settings", {})
-            run = wandb.init(**{**options, "id": self._run_id})
+            settings = _SETTINGS | options.get("settings", {})
+            run = wandb.init(**{**options, "settings": settings, "id": self._run_id})
         if run.disabled:
             logger.warning("Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login")
         run.define_metric("*", step_metric="iteration")

@@ -61,11 +61,9 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "compat": (
             "comm: create_local_process_group get_local_process_group get_local_rank get_local_size reduce_dict; "
             "datasets: AspectRatioGroupedDataset ToIterableDataset set_default_dataset_from_list_serialize_method; "
-            "global_config: global_cfg set_global_cfg; "
-            "log: _log_api_usage create_small_table log_every_n log_every_n_seconds log_first_n; "
-            "memory: retry_if_cuda_oom; "
-            "schedules: KeepLastValue WarmupCosineLR WarmupMultiStepLR _get_warmup_factor_at_iter; "
-            "serialize: PicklableWrapper"
+            "log: _log_api_usage create_small_table global_cfg log_every_n log_every_n_seconds log_first_n "
+            "set_global_cfg; memory: PicklableWrapper retry_if_cuda_oom; "
+            "schedules: KeepLastValue WarmupCosineLR WarmupMultiStepLR _get_warmup_factor_at_iter"
         ),
         "evaluators": (
             "classification: ClassificationEvaluator ConfusionMatrixEvaluator SemSegEvaluator; loss: LossEvaluator; "
@@ -81,9 +79,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "runtime_info: RuntimeInfo Throughput; sampler_seed: SamplerSeed is_due_epoch; time_limit: TimeLimit; "
             "visualization: VISUALIZER_REGISTRY VisualizationHook"
         ),
-        "lazy": (
-            "config: LazyCall LazyConfig instantiate reload_lazy_config; locate: locate _convert_target_to_string"
-        ),
+        "lazy": "config: LazyCall LazyConfig instantiate reload_lazy_config; nodes: locate _convert_target_to_string",
         "loggers": (
             "csv_writer: CSVWriter csv; mlflow_writer: MLflowWriter mlflow; progress_bar: ProgressBar progress_bar; "
             "tensorboard_writer: TensorboardXWriter tensorboard; wandb_writer: WandbWriter wandb"
