@@ -35,7 +35,7 @@ from inspect_checkpoint import parts_of
 from tabulate import tabulate
 from torch import nn
 from trainkit.projects.replay import contents
-from trainkit.projects.replay.contents import CLOCK_READINGS, is_of_the_clock
+from trainkit.projects.replay.checkpoints import CLOCK_READINGS, is_of_the_clock
 
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file

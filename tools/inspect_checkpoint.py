@@ -25,7 +25,7 @@ from zipfile import is_zipfile
 
 from tabulate import tabulate
 from torch import Tensor
-from trainkit.projects.replay.contents import differing, is_of_the_clock
+from trainkit.projects.replay.checkpoints import differing, is_of_the_clock
 from trainkit.projects.replay.fork import describe_parent
 
 from trainkit.checkpoint import CheckpointError

@@ -40,8 +40,7 @@ def _to_cpu(value: Any) -> Any:
 class PicklableWrapper:
     """Acts like the wrapped object, and is pickled by cloudpickle; unpickling returns the wrapped object.
 
-    Raises:
-        ImportError: cloudpickle is missing; when the wrapper is pickled.
+    Raises ImportError: cloudpickle is missing; when the wrapper is pickled.
     """
 
     def __init__(self, obj: Any) -> None:

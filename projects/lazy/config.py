@@ -58,9 +58,8 @@ class LazyConfig:
             The value of one name, a tuple for several, a node for None. Inside nodes, tuples become lists, and
             dataclasses become calls that make them.
 
-        Raises:
-            ConfigError: a file cannot be read or lacks a name. Errors of the code in a file, and of omegaconf, are not
-                changed.
+        Raises ConfigError: a file cannot be read or lacks a name. Errors of the code in a file, and of omegaconf, are
+        not changed.
         """
         path = os.path.abspath(os.path.expanduser(filename))
         if not path.endswith((".py", ".yaml", ".yml")):
@@ -96,10 +95,8 @@ class LazyConfig:
 
         A value is a Python literal, a list or node of YAML in one line, ``null``, ``true``, ``false``, or else text. A
         node is merged into the existing node. Write a new key with a plus, ``+model.dropout=0.1``. Without the plus it
-        is added with a warning, or refused if an existing key is similar.
-
-        Raises:
-            ConfigError: an item is malformed, or there is no such key; the message has the nearest key.
+        is added with a warning, or refused if an existing key is similar. Raises ConfigError: an item is malformed, or
+        there is no such key; the message has the nearest key.
         """
         for item in overrides:
             key, equals, text = item.partition("=")
@@ -120,11 +117,8 @@ def instantiate(cfg: Any) -> Any:
     """Make every call that ``cfg`` describes, inner calls first.
 
     ``cfg``, a node, dict, list or tuple, stays unchanged; a value without a call is returned as it is. Targets get
-    dicts and lists, never omegaconf's types.
-
-    Raises:
-        ConfigError: a target is not found, or raises a TypeError or ValueError; the message has its name and those of
-            its arguments. Other errors are not changed.
+    dicts and lists, never omegaconf's types. Raises ConfigError: a target is not found, or raises a TypeError or
+    ValueError; the message has its name and those of its arguments. Other errors are not changed.
     """
     cfg = to_container(cfg, resolve=True)
     if type(cfg) in (list, tuple):
@@ -145,10 +139,8 @@ def instantiate(cfg: Any) -> Any:
 def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
     """The settings in ``cfg.train`` that `default_setup` reads, and the text that `LazyConfig.save` writes.
 
-    ``cfg`` is changed: ``train.output_dir`` becomes absolute, and with ``--num-gpus 0`` the device is the CPU.
-
-    Raises:
-        ConfigError: there is no ``train.output_dir``, or it is an address.
+    ``cfg`` is changed: ``train.output_dir`` becomes absolute, and with ``--num-gpus 0`` the device is the CPU. Raises
+    ConfigError: there is no ``train.output_dir``, or it is an address.
     """
     if getattr(args, "num_gpus", 1) == 0:
         cfg.train.device = "cpu"

@@ -14,8 +14,7 @@ TARGET = "_target_"  # the key of the callable in a node that describes a call
 def locate(name: str) -> Any:
     """The object of a dotted path, such as ``"torch.optim.SGD"``; imports the module that holds it.
 
-    Raises:
-        ImportError: there is no such module or attribute, or importing the module fails.
+    Raises ImportError: there is no such module or attribute, or importing the module fails.
     """
     parts = name.split(".")
     try:

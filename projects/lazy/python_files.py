@@ -16,8 +16,7 @@ from trainkit.utils.errors import ConfigError
 def run_file(path: str) -> ModuleType:
     """Run a config file as a module of its own, which is not in ``sys.modules``.
 
-    Raises:
-        ConfigError: the file cannot be read. Errors of its code are not changed.
+    Raises ConfigError: the file cannot be read. Errors of its code are not changed.
     """
     try:
         source = Path(path).read_bytes()

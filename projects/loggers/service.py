@@ -21,10 +21,7 @@ class ServiceWriter(ScalarWriter):
     """Base class of writers for external services, whose errors do not end a run.
 
     An error is logged, and this training writes nothing more to the service. A subclass defines ``_open`` and
-    ``_log_all``; images and histograms are then cleared in the storage.
-
-    Raises:
-        ImportError: ``package`` is missing.
+    ``_log_all``; images and histograms are then cleared in the storage. Raises ImportError: ``package`` is missing.
     """
 
     _service: str  # its name in messages

@@ -82,9 +82,8 @@ def optimizer(job: Job) -> Iterator[Finding]:
     yield judge("optimizer", lost or foreign, text, "build it after the model is complete and frozen")
     yield judge("frozen", frozen, some(frozen), "unfreeze them, or allow it", LOOK)
     kinds = (_BatchNorm, nn.Dropout, type(model))
-    modes = [
-        name or "the model" for name, part in model.named_modules() if isinstance(part, kinds) and not part.training
-    ]
+    parts = [(name or "the model", part) for name, part in model.named_modules() if isinstance(part, kinds)]
+    modes = [name for name, part in parts if not part.training]
     yield judge("modes", modes, f"in eval mode: {some(modes)}", "call train()")
     unused = [name for name in named if name not in (*frozen, *job.watched.trained)]
     yield judge("gradients", unused, f"always zero or missing: {some(unused)}", "are they used in the loss?")
@@ -227,9 +226,8 @@ def settings(job: Job) -> Finding:
     checked = (*CONFIG_KEYS, "SOLVER.OPTIMIZER")  # their keys are errors if they are not known
     own = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in checked)]
     names = [key for key in own if key not in reads]
-    return judge(
-        "settings", names, f"of {len(own)} keys of your own, nobody reads {some(names)}", "correct or remove them"
-    )
+    text = f"of {len(own)} keys of your own, nobody reads {some(names)}"
+    return judge("settings", names, text, "correct or remove them")
 
 
 @check
@@ -249,9 +247,8 @@ def processes(job: Job) -> Finding:
     alone = next(line["total_loss"] for line in lines if "total_loss" in line)
     text = f"different among them: {some(different)}; the first loss is {losses[0][0]:.4g}, of one process {alone:.4g}"
     is_bad = different or abs(losses[0][0] - alone) > 0.01 * abs(alone)
-    return judge(
-        "processes", is_bad, text, "a loss is a mean over samples; SyncBatchNorm or the hook SyncBuffers", LOOK
-    )
+    advice = "a loss is a mean over samples; SyncBatchNorm or the hook SyncBuffers"
+    return judge("processes", is_bad, text, advice, LOOK)
 
 
 def _facts(datasets: list[Any]) -> Iterator[tuple[list[int], str]]:

@@ -22,11 +22,7 @@ WITH_PROCESSES = ("reproducible", "processes")
 
 @HOOK_REGISTRY.register()
 class Preflight(HookBase):
-    """Checks the job and ends the process, with code 0 if it is sound, else with code 3.
-
-    Args:
-        given: the settings of the user; ``args``: the options of the command line.
-    """
+    """Checks the job (``given``: the user's settings) and ends the process: with code 0 if it is sound, else with 3."""
 
     def __init__(self, given: Mapping[str, Any], args: Mapping[str, Any]) -> None:
         self._given, self._args = given, args

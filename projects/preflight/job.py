@@ -86,13 +86,7 @@ class Watcher(TorchDispatchMode):
 
 
 class Job:
-    """The user's job.
-
-    Attributes:
-        trainer: as the user has built it, not trained; ``model``: its model.
-        cfg: the settings as the user gave them.
-        folder: a temporary one.
-    """
+    """The user's job: ``trainer`` as built by the user, not trained; ``cfg`` as given; ``folder`` is temporary."""
 
     def __init__(self, trainer: Any, given: Mapping[str, Any], command: Sequence[str]) -> None:
         self.trainer, self.model, self.folder = trainer, unwrap_model(trainer.model), trainer.cfg.OUTPUT_DIR
@@ -132,8 +126,8 @@ class Job:
     @cached_property
     def one_batch(self) -> Any:
         """A trainer after 30 steps with one batch and the full learning rate."""
-        options = ["SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), "SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR"]
-        trainer = self.build(*options)
+        constant = ["SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), "SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR"]
+        trainer = self.build(*constant)
         trainer.data_loader = self.batches[:1] * 30
         trainer.train(0, min(30, trainer.max_iter))
         return trainer
@@ -168,9 +162,8 @@ class Job:
     @cached_property
     def short_run(self) -> Path:
         """The folder of six steps of the user's command in a new process, which saves after three steps."""
-        done = self._run(
-            *self._command, "--fast-dev-run", "OUTPUT_DIR", self.folder, "SEED", f"{max(self.cfg.SEED, 0)}"
-        )
+        own = "OUTPUT_DIR", self.folder, "SEED", f"{max(self.cfg.SEED, 0)}"
+        done = self._run(*self._command, "--fast-dev-run", *own)
         if done.returncode:
             raise RuntimeError(f"with --fast-dev-run the command ends with {done.returncode}: {done.stderr[-200:]}")
         return Path(self.folder, "fast_dev_run")

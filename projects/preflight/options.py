@@ -42,7 +42,6 @@ def record_reads(node: CfgNode, key: str = "") -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     text = "check the job instead of training it; exit code 0: sound, 3: findings"
     parser.add_argument("--preflight", action="store_true", help=text)
     parser.add_argument("--preflight-quick", action="store_true", help="the same, without new processes")

@@ -44,8 +44,7 @@ def make_mirror(address: str) -> str:
 class Mirror:
     """The files of a run in a store, which is the truth: a run that starts again downloads them. Used on rank 0.
 
-    Attributes:
-        is_taken: whether a run of this process writes to the store.
+    ``is_taken`` says whether a run of this process writes to the store.
     """
 
     def __init__(self, address: str, folder: str) -> None:
@@ -57,11 +56,7 @@ class Mirror:
         self._queued: futures.Future[str] | None = None
 
     def download(self) -> None:
-        """Replace the local files by those in the store, if there are any.
-
-        Raises:
-            CheckpointError: the store cannot be read.
-        """
+        """Replace the local files by those in the store, if any. Raises CheckpointError if it cannot be read."""
         if self.is_taken or is_owned_by_another(self._folder):  # then the local files are the newest
             return
         with self._explained("cannot be read"):
@@ -84,8 +79,7 @@ class Mirror:
         Args:
             resume: True: download the run first. False: start a new run. None: a new run, unless it was downloaded.
 
-        Raises:
-            CheckpointError: a new run would start in a store that has a run, or the store cannot be read or written.
+        Raises CheckpointError: a new run would start in a store that has a run, or the store cannot be read or written.
         """
         if resume:
             self.download()
@@ -110,8 +104,7 @@ class Mirror:
 
     def release(self) -> str:
         """Upload the last files of the run; return the error, or ""."""
-        error = self._upload_soon().result() if self.is_taken else ""
-        if error:
+        if error := self._upload_soon().result() if self.is_taken else "":
             self._downloaded = {}  # the local files are not those in the store
         self.is_taken = False
         return error

@@ -35,12 +35,7 @@ class CheckpointStore(Protocol):
 
 
 class FsspecStore:
-    """A `CheckpointStore` at an address such as ``s3://bucket/run``.
-
-    Raises:
-        ImportError: the package for this kind of address is missing.
-        ValueError: fsspec does not know this kind of address.
-    """
+    """A `CheckpointStore` at an address such as ``s3://bucket/run``; raises as fsspec if it cannot open such ones."""
 
     def __init__(self, address: str) -> None:
         self._filesystem, root = _open(address)
@@ -92,5 +87,5 @@ def register_addresses(path_manager: Any = PathManager) -> None:
 
 def _open(address: str) -> tuple[Any, str]:
     """The fsspec file system of an address, and the path in it."""
-    filesystem, path = importlib.import_module("fsspec.core").url_to_fs(address)
-    return filesystem, path
+    found: tuple[Any, str] = importlib.import_module("fsspec.core").url_to_fs(address)
+    return found

@@ -27,7 +27,6 @@ from trainkit.engine import user_errors_exit
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run, and return the exit code."""
     # the output of the run's script is not part of the report
     with user_errors_exit(), contextlib.redirect_stdout(sys.stderr):
         text, is_equal = _answer(args)
@@ -64,7 +63,6 @@ def iterations(text: str) -> tuple[int, int]:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options] RUN -- python train.py ...",
         description=__doc__,

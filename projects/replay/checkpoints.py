@@ -1,15 +1,15 @@
-"""The checkpoints of a run, in the order of iterations, and comparisons with them. The files are only read."""
+"""The checkpoints of a run, by iteration, and comparisons of states, bit by bit. The files are only read."""
 
 import logging
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from trainkit.projects.replay.contents import CLOCK_READINGS, differing, is_of_the_clock
+from torch import Tensor
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
@@ -24,6 +24,73 @@ _OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")  #
 _NOT_REPEATED = re.compile(
     r"evaluated|(ranks/\d+/)?trainer/(settings|left_out|position/finished_early|hooks/(Periodic|RunRecord).*)"
 )
+CLOCK_READINGS = frozenset(
+    ["time", "data_time", "rank_data_time", "eta_seconds", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
+)
+_TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
+_SCALAR = re.compile(rf"{_TRAINER}/(storage/\w+|{_WRITER}/taken)/(?P<name>\w+)")
+_OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)|{_TRAINER}/(origin|hooks/RunRecord/parents)")
+
+
+def is_of_the_clock(path: str) -> bool:
+    """Whether an entry differs between equal runs: clock readings, sizes of files with them, how a run started."""
+    scalar = _SCALAR.fullmatch(path)
+    return (scalar is not None and scalar["name"] in CLOCK_READINGS) or _OF_FILES.fullmatch(path) is not None
+
+
+def differing(
+    left: Any,
+    right: Any,
+    path: str = "",
+    skip: Callable[[Any, str], bool] = lambda key, path: False,
+    seen: set[tuple[int, int]] | None = None,
+) -> Iterator[str]:
+    """Each place where two nested values differ, with a description; values are compared bit by bit.
+
+    ``path`` is that of both values, with names joined by "/". ``skip``, called with the key and the path of each entry
+    of a mapping, leaves it out by True. ``seen``: pairs that were compared; many ways may lead to one object.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(left, Mapping | list | tuple):
+        if (id(left), id(right)) in seen:
+            return
+        seen.add((id(left), id(right)))
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if difference := _difference_of_tensors(left.detach(), right.detach()):
+            yield f"{path}: {difference}"
+    elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any class: programs may use different classes
+        for key in [*left, *(key for key in right if key not in left)]:
+            here = f"{path}/{key}".lstrip("/")
+            if skip(key, here):
+                continue
+            if key not in left or key not in right:
+                yield f"{here}: only in the {'first' if key in left else 'second'}"
+            else:
+                yield from differing(left[key], right[key], here, skip, seen)
+    elif type(left) is not type(right):
+        yield f"{path}: {type(left).__name__} and {type(right).__name__}"
+    elif isinstance(left, list | tuple):
+        if len(left) != len(right):
+            yield f"{path}: {len(left)} and {len(right)} entries"
+        for index, pair in enumerate(zip(left, right, strict=False)):
+            yield from differing(*pair, f"{path}/{index}", skip, seen)
+    elif repr(left) != repr(right):  # repr shows every bit of a float, but NaN equals NaN
+        yield f"{path}: {left!r:.60} and {right!r:.60}"
+
+
+def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
+    left, right = (each.dequantize() if each.is_quantized else each.to_dense() for each in (left, right))
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (left, right))
+    if left.is_meta or right.is_meta:
+        return ""  # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
+    left, right = left.cpu(), right.cpu()  # a replay compares the state on a GPU with a file
+    bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (left, right)]  # [values, bytes]
+    num_different = int((bits[0] != bits[1]).any(dim=1).sum())
+    if not num_different:
+        return ""
+    size = "" if left.is_complex() else f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
+    return f"{num_different} of {left.numel()} values{size}"
 
 
 class Saved(NamedTuple):
@@ -58,9 +125,7 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
     """The newest checkpoint from which ``iteration`` can be reached, and the first checkpoint after its update.
 
     If no checkpoint was written after the update, the second result is the capsule of this step or of a later step.
-
-    Raises:
-        CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
+    Raises CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
     """
     found = saved_in(run)
     capsules = [saved for saved in saved_in(run, CAPSULES) if saved.iteration >= iteration]
@@ -110,8 +175,7 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
 def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, bool | None]:
     """Compare the values up to iteration ``end`` with those in a checkpoint.
 
-    Returns:
-        A text, and whether all are equal; None if none of them depends on the data.
+    Returns a text, and whether all are equal; None if none of them depends on the data.
     """
     if saved is None:
         return "nothing to compare with: the run has stored nothing after this step", None

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--fork``."""
     text = "start from another run after so many iterations (default: its newest checkpoint), with its settings"
     parser.add_argument("--fork", default="", metavar="RUN[@ITERATIONS]", help=text)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trainkit.projects.replay.contents import CLOCK_READINGS
+from trainkit.projects.replay.checkpoints import CLOCK_READINGS
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils.device import unwrap_model
@@ -29,7 +29,6 @@ class Inspection(HookBase):
         outputs: (module, largest absolute value of its output) of each call, in the order in which the calls end.
         batches, samples: the micro-batches as the model gets them, and the names of the samples of each.
         drawn: gets the batches that loaders give in this step.
-        is_own_step: whether the trainer makes the step by itself.
         losses, gradients: copies of the losses, and of the gradients before clipping. If the trainer does not know its
             losses, the values that are logged in this iteration; with several optimizers, the gradients that each uses.
     """

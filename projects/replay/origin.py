@@ -56,10 +56,8 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
     """A file chooses no code: raises ConfigError if its IMPORTS has modules that the user's command does not name."""
     names = [*names]
     if not {*names} <= {*given}:
-        raise ConfigError(
-            f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a file chooses no code; if "
-            f'you trust it, add to your command: IMPORTS "{names!s:.200}"'
-        )
+        text = f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a file chooses no code"
+        raise ConfigError(f'{text}; if you trust it, add to your command: IMPORTS "{names!s:.200}"')
 
 
 def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:
@@ -92,9 +90,8 @@ def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None)
     pairs = {name: (then.get(name, "not set"), now.get(name, "not set")) for name in names}
     lines = [f"{name}: {former} in the run, {value} now" for name, (former, value) in pairs.items() if former != value]
     others = [name for name, digest in saved["files"].items() if own["files"].get(name) != digest]
-    return lines + [
-        f"code: {name} is {'another one' if name in own['files'] else 'not imported'} now" for name in others
-    ]
+    states = {name: "another one" if name in own["files"] else "not imported" for name in others}
+    return lines + [f"code: {name} is {state} now" for name, state in states.items()]
 
 
 def _facts(origin: Mapping[str, Any]) -> dict[str, Any]:

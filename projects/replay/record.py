@@ -28,10 +28,8 @@ logger = logging.getLogger(__name__)
 REPLAY = "python -m trainkit.projects.replay"
 
 # saving the first would cost time in each step; the second is as large as the model
-_NOTES = [
-    "random state and buffers are those after the forward pass that has failed",
-    "the optimizer has no momentum, so its update is another one",
-]
+_NOTES = ["random state and buffers are those after the forward pass that has failed"]
+_NOTES += ["the optimizer has no momentum, so its update is another one"]
 
 
 class RunRecord(HookBase):
@@ -48,7 +46,6 @@ class RunRecord(HookBase):
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """How this run was started."""
         return facts.describe_origin(self.trainer.given_cfg.dump(), device_of(self.trainer.model))
 
     @cached_property
@@ -62,10 +59,8 @@ class RunRecord(HookBase):
     def before_train(self) -> None:
         fork = self.trainer.cfg.get("FORK")
         if fork is not None and fork.RUN and not self._parents:
-            raise ConfigError(
-                "--fork is given (FORK.RUN), but the script starts at iteration 0; call "
-                "trainer.resume_or_load(resume=args.resume) before train()"
-            )
+            text = "--fork is given (FORK.RUN), but the script starts at iteration 0; before train()"
+            raise ConfigError(f"{text}, call trainer.resume_or_load(resume=args.resume)")
         self._how_to_repeat = ""
         if comm.is_main_process():
             _ = self.origin  # read now: files may change during the run

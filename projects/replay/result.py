@@ -18,9 +18,7 @@ class Replay:
         run: the folder of the run, or the path of the capsule.
         start: the name of the checkpoint from which the replay started; ``first_iteration`` is the one after it.
         differences: the settings, code, versions, machine and processes that differ from those of the run.
-        error: the error of the step; "" if it did not fail.
         inspection: that of this rank; ``batch``, ``losses``, ``gradients`` and ``samples`` (names) are taken from it.
-        values: the values that the replay has logged, up to the step.
         changed_files: the files of the batch of this rank that have changed since the run.
         findings: the faults that each rank has found: name -> text.
         failure, samples_at_fault, on_the_way, proof, verdict: the texts of the report with these names; "" if there is
@@ -106,10 +104,8 @@ def _shortened(names: Sequence[str], most: int = 4) -> str:
 def judge(first: Inspection, again: Inspection, elsewhere: list[Part] | str, equals_run: bool | None) -> str:
     """Whether the executions of a step agree with each other, and with the values that the run has stored.
 
-    Args:
-        first, again: two executions in this process, from the same state.
-        elsewhere: the parts of the step in a new process; or why there was none.
-        equals_run: whether the values equal those that the run has stored; None: nothing of the data was compared.
+    Two are in this process, from the same state; ``elsewhere``: the parts of one in a new process, or why there was
+    none; ``equals_run``: whether the values equal those of the run, None if nothing of the data was compared.
     """
     is_new = not isinstance(elsewhere, str)
     here, there = find_difference(first.parts, again.parts), find_difference(first.parts, elsewhere) if is_new else ""

@@ -78,14 +78,10 @@ Found = tuple[int, float, list[str]]  # iteration, value, names of the samples
 
 
 class Quantity(HookBase):
-    """Measures one number of each step.
+    """Measures one number of each step; ``found`` gets it, with the iteration and the names of the samples.
 
-    Args:
-        name: "loss", "grad_norm", "weight" (the largest absolute value); the name of a module, whose largest absolute
-            output it is; or a Python expression of ``trainer`` and ``torch``, evaluated after the backward pass.
-
-    Attributes:
-        found: (iteration, value, names of the samples) of each step.
+    ``name`` is "loss", "grad_norm", "weight" (the largest absolute value); the name of a module, whose largest absolute
+    output it is; or a Python expression of ``trainer`` and ``torch``, evaluated after the backward pass.
     """
 
     def __init__(self, name: str) -> None:

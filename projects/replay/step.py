@@ -144,7 +144,7 @@ class _Step(Session):
 
     def _perform_elsewhere(self) -> list[Part] | str:
         """Perform the step in a new process, which runs the same command."""
-        if callable(self.command) or "RANK" in os.environ:
+        if "RANK" in os.environ or callable(self.command):
             return "it is under torchrun" if "RANK" in os.environ else "no command is given"
         with tempfile.TemporaryDirectory() as folder:
             arguments = self._run, self._at if os.path.isdir(self._run) else None, self.command, f"{folder}/parts"
@@ -217,10 +217,7 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
 
     Each pass starts from the same random state and buffers; no hook is called. The sample is in its batch twice, since
     batch norm does not accept a single one. If the step does not fail, the sample with the largest loss is named.
-
-    Args:
-        batch: a list of samples, or nested containers of tensors whose first dimension is the sample.
-        names: the names of the samples; empty if they are not known.
+    ``batch``: a list of samples, or nested containers of tensors whose first dimension is the sample.
     """
     model, rng, size = unwrap_model(step.model), get_rng_state(), num_samples(batch)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -23,10 +23,8 @@ class CombinedOptimizer(Optimizer):
 
     ``param_groups`` are those of all optimizers, and ``state`` is one state for all, so schedules, clipping, gradient
     scalers and checkpoints use it like a single optimizer. A gradient scaler treats it as fused if all optimizers are
-    fused. All that changes in an optimizer must be in its ``state`` and ``param_groups``, as in torch's.
-
-    Raises:
-        ValueError: a parameter belongs to two optimizers.
+    fused. All that changes in an optimizer must be in its ``state`` and ``param_groups``, as in torch's. Raises
+    ValueError: a parameter belongs to two optimizers.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -71,11 +69,8 @@ class CombinedOptimizer(Optimizer):
 def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """The optimizers of SOLVER.OPTIMIZERS as one; each entry is like SOLVER.OPTIMIZER, and has its PARAMS.
 
-    A parameter belongs to the first entry with a pattern that fits its name.
-
-    Raises:
-        ConfigError: an entry is wrong, see also `build_one`; a pattern fits no parameter that is left; a parameter fits
-            no pattern.
+    A parameter belongs to the first entry with a pattern that fits its name. Raises ConfigError: an entry is wrong, see
+    also `build_one`; a pattern fits no parameter that is left; a parameter fits no pattern.
     """
     _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
     left, parts = {name: param for name, param in model.named_parameters() if param.requires_grad}, []

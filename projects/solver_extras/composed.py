@@ -37,8 +37,7 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedul
             default is ``END - BEGIN``. With ``STEP_SIZE`` a value is held for so many iterations: the schedule counts
             steps of this size in place of iterations, as in OpenMMLab with ``by_epoch``.
 
-    Raises:
-        ConfigError: an entry is malformed, or its schedule is unknown or refuses a value.
+    Raises ConfigError: an entry is malformed, or its schedule is unknown or refuses a value.
     """
     if not isinstance(entries, list | tuple):
         raise ConfigError(f"{where} must be a list of entries such as {_EXAMPLE}; got {entries!r}")

@@ -55,8 +55,7 @@ def build_layer_decay(
             rest. None: ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such
             parameters, else nothing. Only for the named schemes above.
 
-    Raises:
-        ValueError: the scheme is unknown or does not fit the model's names; an argument is missing or wrong.
+    Raises ValueError: the scheme is unknown or does not fit the model's names; an argument is missing or wrong.
     """
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")

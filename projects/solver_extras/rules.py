@@ -51,8 +51,7 @@ class ParamRules:
         custom_keys_only: a custom key switches off all other rules for its parameters, as in OpenMMLab.
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see `build_layer_decay`.
 
-    Raises:
-        ValueError: a kind, a factor, a key or ``key_match`` is not accepted.
+    Raises ValueError: a kind, a factor, a key or ``key_match`` is not accepted.
     """
 
     weight_decay_norm: float | None = None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from trainkit.projects.hooks.publish_weights import publish_weights
-from trainkit.projects.replay.contents import differing
+from trainkit.projects.replay.checkpoints import differing
 
 from tests.checkpoint.conftest import run_folder
 from tests.engine.job import tiny_cfg

@@ -89,7 +89,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "predict": "predictor: DefaultPredictor",
         "preflight": "hook: Preflight",
         "remote": "mirror: Mirror; store: CheckpointStore STORE_REGISTRY register_addresses",
-        "replay": "skip: SkipBatches",
+        "replay": "config: SkipBatches",
         "samplers": (
             "combined: CombinedLoader GroupedBatchSampler; "
             "parts: RandomSubsetTrainingSampler RepeatFactorTrainingSampler limited_sampler"

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from trainkit.projects.replay import replay
-from trainkit.projects.replay.contents import CLOCK_READINGS, differing, is_of_the_clock
+from trainkit.projects.replay.checkpoints import CLOCK_READINGS, differing, is_of_the_clock
 from trainkit.projects.replay.tests import job
 from trainkit.projects.replay.tests.job import At, Keep, Killed, digest_of_folder
 
