@@ -34,7 +34,7 @@ import torch
 from inspect_checkpoint import parts_of
 from tabulate import tabulate
 from torch import nn
-from trainkit.projects.replay import contents
+from trainkit.projects.replay import checkpoints
 from trainkit.projects.replay.checkpoints import CLOCK_READINGS, is_of_the_clock
 
 from trainkit.checkpoint import Checkpointer
@@ -261,7 +261,7 @@ def _content(path: Path) -> Any:
 
 def differing(left: Any, right: Any) -> Iterator[str]:
     """The places where two nested values differ bit by bit, without clock readings."""
-    return contents.differing(left, right, skip=_is_of_the_clock)
+    return checkpoints.differing(left, right, skip=_is_of_the_clock)
 
 
 def _is_of_the_clock(key: Any, path: str) -> bool:

@@ -23,12 +23,9 @@ class ToIterableDataset(IterableDataset[Any]):
     """A map-style dataset as a stream, in the order of a sampler of this rank.
 
     The loaders of trainkit read it by its indices, if ``shard_sampler`` is true: batches are consecutive parts of the
-    order, with any number of workers.
-
-    Args:
-        shard_sampler: divide the indices between loader workers; False: the sampler differs in each worker.
-        shard_chunk_size: number of consecutive indices for the same worker. If it equals the batch size, batches are
-            the same as without workers.
+    order, with any number of workers. ``shard_sampler``: divide the indices between loader workers; False: the sampler
+    differs in each worker. ``shard_chunk_size``: number of consecutive indices for the same worker. If it equals the
+    batch size, batches are the same as without workers.
     """
 
     def __init__(

@@ -22,9 +22,8 @@ def log_first_n(
 ) -> None:
     """Log only the first ``n`` times.
 
-    Args:
-        name: the name of the logger; default is the calling module.
-        key: calls are counted together if they have the same calling line ("caller"), the same "message", or both.
+    ``name``: the name of the logger; default is the calling module. ``key``: calls are counted together if they have
+    the same calling line ("caller"), the same "message", or both.
     """
     module, line = _caller()
     parts = {"caller": line, "message": msg}
@@ -55,7 +54,6 @@ def create_small_table(small_dict: Mapping[str, Any]) -> str:
 
 
 def _log_api_usage(identifier: str) -> None:
-    """Count a use of ``trainkit.<identifier>`` with torch's usage logging."""
     torch._C._log_api_usage_once(f"trainkit.{identifier}")
 
 

@@ -50,7 +50,6 @@ class WarmupCosineLR(ScheduledLR):
 
 
 def _get_warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_factor: float) -> float:
-    """The factor of the warm-up in an iteration."""
     if method not in ("linear", "constant"):
         raise ValueError(f"the method of a warm-up must be linear or constant, got {method!r}")
     if iter >= warmup_iters:

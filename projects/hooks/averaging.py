@@ -42,9 +42,8 @@ def averaging_rule(
     - "mean": ``1 / (1 + steps // interval)``, the plain mean: SWA, https://arxiv.org/abs/1803.05407;
     - "mmcv": ``min(m ** interval, (1 + steps) / (gamma + steps))``, as in mmcv 1.x, where ``gamma`` is ``warm_up``.
 
-    Args:
-        decay: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean".
-        gamma: about the number of updates that the start lasts; default is 2000 for "warmup", 100 for the others.
+    ``decay``: weight of the old average, from 0 to below 1; default is 0.999. Not for "mean". ``gamma``: about the
+    number of updates that the start lasts; default is 2000 for "warmup", 100 for the others.
     """
     m = 1 - (0.999 if decay is None else decay)
     scale = gamma if gamma is not None else 2000.0 if kind == "warmup" else 100.0

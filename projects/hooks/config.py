@@ -8,7 +8,6 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.CHECKPOINT.BEST_TO_KEEP = 1  # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
     cfg.CHECKPOINT.PUBLISH = ""  # "model" or "ema": at the end, write files of only these weights (final and best).
     cfg.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
@@ -20,7 +19,6 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if a value is wrong."""
     check_accepted(cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH", "[1, inf)": "CHECKPOINT.BEST_TO_KEEP"})
     check_accepted(cfg, {("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT", "[1, inf)": "TEST.PRECISE_BN.NUM_ITER"})
     if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
@@ -31,7 +29,6 @@ def check(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Put the hooks that the keys switch on into HOOKS."""
     kept = cfg.CHECKPOINT.BEST_TO_KEEP
     switches = {
         "PreciseBN": cfg.TEST.PRECISE_BN.ENABLED,

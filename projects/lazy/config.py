@@ -1,17 +1,19 @@
 """Configs written in Python, with calls that are made later."""
 
+import builtins
 import logging
 import operator
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 from trainkit.projects.lazy.nodes import TARGET, is_node, locate, name_of, to_container, to_node, to_plain, update
-from trainkit.projects.lazy.python_files import run_file
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.yaml_files import Dumper, parse_literal, read_yaml
@@ -48,11 +50,8 @@ class LazyConfig:
 
         In a config file, ``from .other import name`` imports from the config file ``other.py`` in the same folder; two
         dots mean one folder up. ``other.py`` is run for each import, so that each importer changes its own copy; its
-        dicts become nodes. No global state is patched, so several threads may load.
-
-        Args:
-            keys: one name of the file, or several. None: all names of a YAML file, or all nodes of a Python file whose
-                names do not start with ``_``.
+        dicts become nodes. No global state is patched, so several threads may load. ``keys``: one name of the file, or
+        several. None: all names of a YAML file, or all nodes of a Python file whose names do not start with ``_``.
 
         Returns:
             The value of one name, a tuple for several, a node for None. Inside nodes, tuples become lists, and
@@ -219,3 +218,43 @@ def _to_code(value: Any) -> str:
         return f"{{{', '.join(f'{name!r}: {_to_code(item)}' for name, item in value.items())}}}"
     arguments = ", ".join(f"{name}={_to_code(item)}" for name, item in value.items() if name != TARGET)
     return f"{name_of(value[TARGET])}({arguments})"
+
+
+def run_file(path: str) -> ModuleType:
+    """Run a config file as a module of its own, which is not in ``sys.modules``.
+
+    Raises ConfigError: the file cannot be read. Errors of its code are not changed.
+    """
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
+    module = ModuleType(f"<config {path}>")
+    # An import statement calls __import__ of its own namespace, so this changes no other code
+    own_builtins = {**vars(builtins), "__import__": partial(_import, path)}
+    vars(module).update(__file__=path, __builtins__=own_builtins)
+    exec(compile(source, path, "exec", dont_inherit=True), vars(module))
+    return module
+
+
+def _import(
+    path: str,
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """The import statement of the config file ``path``; a relative import runs the named file."""
+    if level == 0:
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
+    wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
+    if not os.path.isfile(wanted):
+        raise ImportError(f"{path}: the relative import from {'.' * level + name!r}: {wanted} does not exist")
+    module = run_file(wanted)
+    for imported in list(vars(module)) if "*" in (fromlist or ()) else fromlist or ():
+        value = vars(module).get(imported)
+        if isinstance(value, dict) and not imported.startswith("_"):
+            setattr(module, imported, to_node(value))
+    return module

@@ -6,7 +6,6 @@ from trainkit.config import CfgNode
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the key with its default."""
     cfg.LOG.PROGRESS = False  # True: in a terminal or notebook, show a progress bar instead of the lines of "console".
 
 

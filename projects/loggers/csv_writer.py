@@ -29,5 +29,4 @@ class CSVWriter(LinesWriter):
 
 @WRITER_REGISTRY.register()
 def csv(output_dir: str | os.PathLike[str], window_size: int) -> CSVWriter:
-    """The writer of LOG.WRITERS."""
     return CSVWriter(Path(output_dir) / "metrics.csv", window_size)

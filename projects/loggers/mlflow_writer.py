@@ -21,13 +21,10 @@ class MLflowWriter(ServiceWriter):
     """Smoothed scalars, and images, for MLflow; histograms are left out, because MLflow has none.
 
     Everything is in ``<output_dir>/mlruns``, unless ``MLFLOW_TRACKING_URI`` names a server or a database. The step of a
-    value is its iteration. Images are files ``images/<name>/<iteration>.png``.
-    ``MLFLOW_EXPERIMENT_NAME`` and ``MLFLOW_RUN_ID`` have their usual meaning. A resumed run continues the same run of
-    MLflow, and writes the values after its checkpoint again.
-
-    Args:
-        settings: name -> value of the hyper-parameters by which runs are compared.
-        config: the whole config as text, for the artifact ``config.yaml``.
+    value is its iteration. Images are files ``images/<name>/<iteration>.png``. ``MLFLOW_EXPERIMENT_NAME`` and
+    ``MLFLOW_RUN_ID`` have their usual meaning. A resumed run continues the same run of MLflow, and writes the values
+    after its checkpoint again. ``settings``: name -> value of the hyper-parameters by which runs are compared.
+    ``config``: the whole config as text, for the artifact ``config.yaml``.
     """
 
     _service = "MLflow"

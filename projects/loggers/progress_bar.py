@@ -61,5 +61,4 @@ def can_show_bars() -> bool:
 
 @WRITER_REGISTRY.register()
 def progress_bar(output_dir: str | os.PathLike[str], window_size: int) -> ProgressBar:
-    """The writer of LOG.WRITERS."""
     return ProgressBar(0, window_size)

@@ -36,7 +36,6 @@ class ServiceWriter(ScalarWriter):
 
     @property
     def _writer(self) -> Any:
-        """The opened output; opens it if needed."""
         if self._opened is None:
             self._opened, self._finish = self._open()
         return self._opened
@@ -46,7 +45,6 @@ class ServiceWriter(ScalarWriter):
         raise NotImplementedError
 
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
-        """Write the rows, and the images and histograms of the storage."""
         raise NotImplementedError
 
     def _show(self, rows: list[Row], storage: EventStorage) -> None:

@@ -76,5 +76,4 @@ class TensorboardXWriter(ScalarWriter):
 
 @WRITER_REGISTRY.register()
 def tensorboard(output_dir: str | os.PathLike[str], window_size: int) -> TensorboardXWriter:
-    """The writer of LOG.WRITERS."""
     return TensorboardXWriter(Path(output_dir), window_size)

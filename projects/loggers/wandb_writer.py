@@ -32,10 +32,8 @@ class WandbWriter(ServiceWriter):
     last one. Each row has its ``iteration`` for the x-axis.
 
     A resumed run continues the same W&B run and writes the steps after the checkpoint again, with the same values.
-    Online, W&B keeps the first values. Offline, each start has its own folder, and nothing is cut.
-
-    Args:
-        kwargs: for ``wandb.init``; they win over the values set here. ``settings`` is a dict.
+    Online, W&B keeps the first values. Offline, each start has its own folder, and nothing is cut. ``kwargs``: for
+    ``wandb.init``; they win over the values set here. ``settings`` is a dict.
     """
 
     _service = "Weights & Biases"

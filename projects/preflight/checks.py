@@ -260,7 +260,6 @@ def _facts(datasets: list[Any]) -> Iterator[tuple[list[int], str]]:
 
 
 def _drawn(images: Tensor) -> str:
-    """The first four images, in characters."""
     gray = F.interpolate(images[:4].float().nan_to_num().mean(1, keepdim=True), (8, 16))[:, 0]
     levels = (4 * (gray - gray.min()) / (gray.max() - gray.min()).clamp(min=1e-9)).round().int().tolist()
     return "\n".join("  ".join("".join("·░▒▓█"[level] for level in image[row]) for image in levels) for row in range(8))

@@ -176,7 +176,6 @@ class Job:
         return dict(line.split(": ", 1) for line in lines if ": " in line)
 
     def _run(self, *words: str) -> Any:
-        """What happens with a command in one new process, which rank 0 starts."""
         environ = {key: value for key, value in os.environ.items() if not key.startswith(_OF_RANKS)}
         options: Any = {"env": environ, "capture_output": True, "text": True, "check": False}
         return comm.broadcast(subprocess.run(words, **options) if comm.is_main_process() else None)

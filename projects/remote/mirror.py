@@ -76,8 +76,7 @@ class Mirror:
     def take(self, resume: bool | None = None) -> None:
         """Note in the store that a run of this process writes there.
 
-        Args:
-            resume: True: download the run first. False: start a new run. None: a new run, unless it was downloaded.
+        ``resume``: True: download the run first. False: start a new run. None: a new run, unless it was downloaded.
 
         Raises CheckpointError: a new run would start in a store that has a run, or the store cannot be read or written.
         """
@@ -124,7 +123,6 @@ class Mirror:
             raise CheckpointError(f"'{self.address}' {what}: {error}") from error
 
     def _list(self) -> set[str]:
-        """The names of the local files that are uploaded."""
         paths = [*self._folder.glob("*"), *self._folder.glob("*.*-*/*")]
         return {*filter(self._is_of_run, (str(path.relative_to(self._folder)) for path in paths if path.is_file()))}
 

@@ -36,7 +36,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> tuple[str, bool]:
-    """The text to print, and whether nothing differs."""
     if args.first_bad:
         return first_bad(args.run, args.iter, args.quantity, args.times, args.command), True
     if not args.range:

@@ -153,7 +153,7 @@ def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
     states = [dict(reached[0]), dict(read_file(saved.path))]
     for state in states:
         state["model"] = state.pop("trained_model", state["model"])
-    if difference := next(differing(*states, skip=skip), ""):
+    if difference := next(differing(states[0], states[1], skip=skip), ""):
         return f"DIFFERENT from {name} in {difference} (first here, second in the file)"
     return f"every byte equals {name}: model, optimizer, random state, data, hooks, storage"
 

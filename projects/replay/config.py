@@ -11,7 +11,6 @@ from trainkit.utils.periods import is_whole
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.FORK = CfgNode()  # The run starts with the state of another run; --fork sets these keys.
     cfg.FORK.RUN = ""  # The folder with the checkpoints of the other run. "": no fork.
     cfg.FORK.ITER = -1  # The iteration of the checkpoint.
@@ -21,7 +20,6 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if a value is not accepted."""
     pairs, mode = cfg.DATALOADER.get("SKIP", []), cfg.DATALOADER.get("SKIP_MODE", "shift")
     is_pair = [isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs]
     numbers: list[Any] = [number for pair in pairs for number in pair] if all(is_pair) else [None]
@@ -46,8 +44,7 @@ logger = logging.getLogger(__name__)
 class SkipBatches(HookBase):
     """Draw the batches of some iterations and throw them away, so that later batches take their places.
 
-    Args:
-        ranges: ``[start, end]`` of each range in increasing order; ``end`` is not included.
+    ``ranges``: ``[start, end]`` of each range in increasing order; ``end`` is not included.
     """
 
     _state_names = ("_left_out",)  # [start, end] of what was thrown away, so that a resumed run does not do it again

@@ -90,7 +90,6 @@ def _find(run: str, iteration: int) -> Saved:
 
 
 def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
-    """Put the parent's checkpoint into a folder without checkpoints; tag it."""
     if tagged_file(folder):
         return
     saved = _find(run, iteration)

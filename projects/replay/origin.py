@@ -173,13 +173,11 @@ def sizes_and_times(names: Iterable[str]) -> dict[str, list[int]]:
 
 @cache  # cached: a process may train many times, but it imports the code only once
 def _digest_of(*files: Path) -> str:
-    """The digest of the contents of the files, one after the other."""
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
 @cache
 def _commit(folder: str) -> str:
-    """The commit of a folder's git repository; "" if there is none."""
     with suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
         return found.stdout.strip() if found.returncode == 0 else ""

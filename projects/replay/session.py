@@ -203,7 +203,6 @@ class Session:
             self._trainer.checkpointer.load(self._start.path, strict=True)
 
     def _collect(self) -> dict[str, Any]:
-        """A copy of the state that a checkpoint would hold now."""
         return copy_of(self._trainer.checkpointer.collect({"iteration": self._trainer.last_done_iter}))
 
     def _load(self, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -68,8 +68,6 @@ def replay(
 
 
 class _Step(Session):
-    """A step that is reached from a checkpoint or from iteration 0."""
-
     verdict, bisect = True, False
     command: Start = None
     _samples: Sequence[list[str]] = ()  # their names, if the loader does not know them
@@ -143,7 +141,6 @@ class _Step(Session):
         return "; ".join(found) or f"they cannot be looked at one by one: {reason}"
 
     def _perform_elsewhere(self) -> list[Part] | str:
-        """Perform the step in a new process, which runs the same command."""
         if "RANK" in os.environ or callable(self.command):
             return "it is under torchrun" if "RANK" in os.environ else "no command is given"
         with tempfile.TemporaryDirectory() as folder:
@@ -167,8 +164,6 @@ def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
 
 
 class _Capsule(_Step):
-    """The step that a capsule holds."""
-
     def __init__(self, path: str) -> None:
         self._state = state = read_file(path)
         self._capsule: dict[str, Any] = state.pop("capsule", {})
@@ -254,7 +249,6 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
 
 
 def _twice(batch: Any, row: int, size: int) -> Any:
-    """A batch of one sample, twice."""
     if isinstance(batch, list) and len(batch) == size and not any(isinstance(value, Tensor) for value in batch):
         return [batch[row]] * 2
     return tree_map_only(Tensor, lambda value: value[[row, row]] if value.shape[:1] == (size,) else value, batch)

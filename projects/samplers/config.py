@@ -11,7 +11,6 @@ _RANGES = {"(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO", "[0, inf)": f"DATALOADER.
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the fraction of the dataset that is used.
     cfg.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: repeat categories rarer than this fraction.
     cfg.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: the square root of threshold / frequency.
@@ -34,7 +33,6 @@ def prepare(cfg: CfgNode) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
     text = "train on the same N batches again and again, to see whether the model can learn them; evaluate N batches"
     parser.add_argument("--overfit-batches", type=int, default=0, metavar="N", help=text)
 

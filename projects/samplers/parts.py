@@ -135,12 +135,9 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
         A category in a fraction f of the samples has the factor ``max(1, t / f)``, or ``max(1, sqrt(t / f))`` if
         ``sqrt``. A sample has the largest factor of its categories, and 1 without a category. Source: Gupta, Dollar and
-        Girshick, "LVIS" (CVPR 2019).
-
-        Args:
-            dataset_dicts: the categories of each sample, each counted once; or detectron2's dict of a sample:
-                ``{"annotations": [{"category_id": 0}, ...]}``.
-            repeat_thresh: t, the frequency below which a category is repeated; 0 repeats none.
+        Girshick, "LVIS" (CVPR 2019). ``dataset_dicts``: the categories of each sample, each counted once; or
+        detectron2's dict of a sample: ``{"annotations": [{"category_id": 0}, ...]}``. ``repeat_thresh``: t, the
+        frequency below which a category is repeated; 0 repeats none.
         """
         samples = [
             {entry["category_id"] for entry in sample["annotations"]} if isinstance(sample, Mapping) else {*sample}

@@ -8,7 +8,6 @@ _GROUPS = "SOLVER.PARAM_GROUPS"
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.SOLVER.SCHEDULES = []  # [{NAME: Linear, END: 500}, ...], see build_schedule. []: SOLVER.LR_SCHEDULER_NAME.
     cfg.SOLVER.OPTIMIZERS = []  # Several optimizers: [{NAME: AdamW, PARAMS: ["*bias"]}, {NAME: Muon, LR: 0.02}].
     cfg.SOLVER.PARAM_GROUPS = CfgNode()  # Numbers that multiply learning rates and weight decays.
@@ -44,7 +43,6 @@ def check(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Choose the builders."""
     if cfg.SOLVER.get("SCHEDULES"):
         choose(cfg, "SOLVER.LR_SCHEDULER_BUILDER", "listed_schedules", "SOLVER.SCHEDULES")
     if cfg.SOLVER.get("OPTIMIZERS"):

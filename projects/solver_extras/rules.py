@@ -93,10 +93,7 @@ def build_param_groups(
 
     Frozen parameters are left out; a shared parameter is listed once, under its first name. The same model and
     arguments give the same groups in the same order, so that a run can resume. If a custom key matches no parameter, a
-    warning is logged.
-
-    Args:
-        weight_decay: None leaves the value to the optimizer; the rules for it then have no effect.
+    warning is logged. ``weight_decay``: None leaves the value to the optimizer; the rules for it then have no effect.
     """
     named_params, modules = dict(model.named_parameters()), dict(model.named_modules())
     if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:

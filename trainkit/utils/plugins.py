@@ -72,9 +72,9 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "fast_dev": "options: LoadsAgain fast_dev_config",
         "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
         "hooks": (
-            "batch_norm: PreciseBN SyncBuffers; best_checkpoints: BestCheckpoints; copy_ahead: CopyAhead; "
+            "batch_norm: PreciseBN SyncBuffers; copy_ahead: CopyAhead; "
             "ema: EMAHook; gradients: AccumulationSchedule CheckFiniteLoss Freeze GradNorm UnusedParameters; "
-            "param_scheduler: ParamScheduler; publish_weights: PublishWeights; reduce_on_plateau: ReduceOnPlateau; "
+            "param_scheduler: ParamScheduler ReduceOnPlateau; publish_weights: BestCheckpoints PublishWeights; "
             "profiler: AutogradProfiler EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats TorchProfiler; "
             "runtime_info: RuntimeInfo Throughput; sampler_seed: SamplerSeed is_due_epoch; time_limit: TimeLimit; "
             "visualization: VISUALIZER_REGISTRY VisualizationHook"
@@ -97,8 +97,9 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "scaling": "scaling: scale_lr_to_batch scale_workers",
         "sharding": "format: shards; fsdp: fsdp",
         "solver_extras": (
-            "combined: CombinedOptimizer combined_optimizer; composed: listed_schedules build_schedule; "
-            "lars: LARS; layer_decay: LAYER_DEPTH_REGISTRY build_layer_decay; schedules: SCHEDULE_REGISTRY; "
+            "combined: CombinedOptimizer LARS combined_optimizer; "
+            "schedules: SCHEDULE_REGISTRY build_schedule listed_schedules; "
+            "layer_decay: LAYER_DEPTH_REGISTRY build_layer_decay; "
             "rules: ParamRules build_param_groups describe_param_groups groups_by_rules"
         ),
         "trainable_only": "frozen: FrozenWeights",
