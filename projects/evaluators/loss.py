@@ -35,7 +35,6 @@ class LossEvaluator(DatasetEvaluator):
     Args:
         model: default is the evaluated model; a data-parallel wrapper is removed.
         freeze: further module classes to keep in eval mode, such as your own stochastic depth.
-        num_samples: a function that gives the number of samples of a batch.
     """
 
     @configurable
@@ -105,9 +104,8 @@ class LossEvaluator(DatasetEvaluator):
 @contextmanager
 def _preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Context that at its end restores the buffers, even if the model has replaced them."""
-    saved = [
-        (part, *entry, entry[1].clone()) for part in model.modules() for entry in part.named_buffers(recurse=False)
-    ]
+    owned = [(module, *entry) for module in model.modules() for entry in module.named_buffers(recurse=False)]
+    saved = [(*entry, entry[-1].clone()) for entry in owned]
     try:
         yield
     finally:

@@ -99,7 +99,6 @@ class ReduceOnPlateau(MetricHook):
     factor and sets the rate.
 
     Args:
-        eval_period, val_metric, mode: see `trainkit.engine.hooks.monitor.MetricHook`.
         threshold: a value is better only if it beats the best one by this fraction of the best ("rel") or by this
             difference ("abs").
         cooldown: number of evaluations after a reduction that are not counted.

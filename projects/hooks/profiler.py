@@ -21,11 +21,9 @@ logger = logging.getLogger(__name__)
 class TorchProfiler(HookBase):
     """Profile shapes, memory, stacks and FLOPs of some iterations, each into its own trace; it slows these steps down.
 
-    Args:
-        enable_predicate: a function of the trainer, or ``[begin, end]``, where ``end`` is not included.
-        output_dir: default is the folder ``profile`` in the config's OUTPUT_DIR.
-        activities: default is all that the machine has.
-        save_tensorboard: True: for TensorBoard's profiler plugin; False: ``trace_iter<N>.json`` for a browser.
+    ``enable_predicate`` is a function of the trainer, or ``[begin, end]``, where ``end`` is not included. The files are
+    in ``output_dir``, by default ``profile`` in the config's OUTPUT_DIR: for TensorBoard's profiler plugin, or without
+    ``save_tensorboard`` ``trace_iter<N>.json`` for a browser. The default of ``activities`` is all of the machine.
     """
 
     def __init__(

@@ -155,9 +155,8 @@ class Job:
         names = self.cfg.DATASETS
         both = names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN}
         found = [[DatasetCatalog.get(name) for name in each if name in DatasetCatalog] for each in both]
-        return [
-            [one for one in each if isinstance(one, Sized) and not isinstance(one, IterableDataset)] for each in found
-        ]
+        sized = [[one for one in each if isinstance(one, Sized)] for each in found]
+        return [[one for one in each if not isinstance(one, IterableDataset)] for each in sized]
 
     @cached_property
     def short_run(self) -> Path:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
-    from trainkit.projects.replay.result import Replay
+    from trainkit.projects.replay.inspection import Replay
     from trainkit.projects.replay.search import replay_range
     from trainkit.projects.replay.step import replay
 

@@ -14,9 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from trainkit.projects.evaluators.counting import num_samples
 from trainkit.projects.replay.checkpoints import Saved, around, compare_way, logged_values, prove
-from trainkit.projects.replay.inspection import Inspection, Part
+from trainkit.projects.replay.inspection import Inspection, Part, Replay, judge
 from trainkit.projects.replay.origin import sizes_and_times
-from trainkit.projects.replay.result import Replay, judge
 from trainkit.projects.replay.session import Folder, Session, Start, copy_of
 
 from trainkit.checkpoint import CheckpointError
@@ -37,9 +36,7 @@ def replay(
     verdict: bool = True,
     bisect: bool = False,
 ) -> Replay:
-    """Repeat and inspect step ``iter`` of a run, from its checkpoints; the run is not changed.
-
-    Every process of the run calls it. For a capsule one process is enough.
+    """Repeat and inspect step ``iter`` of a run, from its checkpoints; every process of the run calls it.
 
     Args:
         run: the folder of the checkpoints; or the capsule of a failed step, which holds its iteration.
@@ -100,9 +97,8 @@ class _Step(Session):
         """Compare with what the run has stored; returns whether the values are equal, None if that is not known."""
         recorded, now = self.origin.get("samples", {}), sizes_and_times(result.samples)
         newest = self.origin.get("saved_ns", math.inf) if self._next else math.inf
-        result.changed_files = [
-            name for name, facts in now.items() if (recorded[name] != facts if name in recorded else facts[1] > newest)
-        ]
+        is_new = {name: recorded[name] != now[name] if name in recorded else now[name][1] > newest for name in now}
+        result.changed_files = [name for name in now if is_new[name]]
         # only rank 0 has all values
         way = compare_way(result.values, self._next, self._at) if comm.is_main_process() else ("", None)
         result.on_the_way, is_equal = comm.broadcast(way)

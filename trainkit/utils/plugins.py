@@ -66,14 +66,14 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "schedules: KeepLastValue WarmupCosineLR WarmupMultiStepLR _get_warmup_factor_at_iter"
         ),
         "evaluators": (
-            "classification: ClassificationEvaluator ConfusionMatrixEvaluator SemSegEvaluator; loss: LossEvaluator; "
-            "metadata: Metadata MetadataCatalog"
+            "classification: ClassificationEvaluator ConfusionMatrixEvaluator Metadata MetadataCatalog "
+            "SemSegEvaluator; loss: LossEvaluator"
         ),
         "fast_dev": "options: LoadsAgain fast_dev_config",
         "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
         "hooks": (
             "batch_norm: PreciseBN SyncBuffers; copy_ahead: CopyAhead; "
-            "ema: EMAHook; gradients: AccumulationSchedule CheckFiniteLoss Freeze GradNorm UnusedParameters; "
+            "averaging: EMAHook; gradients: AccumulationSchedule CheckFiniteLoss Freeze GradNorm UnusedParameters; "
             "param_scheduler: ParamScheduler ReduceOnPlateau; publish_weights: BestCheckpoints PublishWeights; "
             "profiler: AutogradProfiler EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats TorchProfiler; "
             "runtime_info: RuntimeInfo Throughput; sampler_seed: SamplerSeed is_due_epoch; time_limit: TimeLimit; "

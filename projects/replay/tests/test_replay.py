@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
 from trainkit.projects.replay import replay
-from trainkit.projects.replay.result import judge
+from trainkit.projects.replay.inspection import judge
 from trainkit.projects.replay.tests.job import Job, Keep, digest_of_folder, plant_nan, stop_at
 
 from tests.cuda import needs_cuda
