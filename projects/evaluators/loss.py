@@ -30,11 +30,8 @@ class LossEvaluator(DatasetEvaluator):
     If ``model`` has a method ``losses(batch)``, it is called in eval mode. Otherwise ``model(batch)`` is called in
     train mode, but modules with running statistics or dropout stay in eval mode (batch and instance norm,
     dropout, recurrent and attention layers, ``freeze``). Modes and buffers are restored after every batch. As in
-    training, ``total_loss`` is the sum of the entries that require grad. Each batch counts by its samples.
-
-    Args:
-        model: default is the evaluated model; a data-parallel wrapper is removed.
-        freeze: further module classes to keep in eval mode, such as your own stochastic depth.
+    training, ``total_loss`` is the sum of the entries that require grad. Each batch counts by its samples. ``model`` is
+    by default the evaluated one; ``freeze`` names further classes to keep in eval mode, such as stochastic depth.
     """
 
     @configurable

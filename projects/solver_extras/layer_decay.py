@@ -47,14 +47,9 @@ def build_layer_decay(
     Names of OpenMMLab, timm (``blocks.3.``, ``stages.2.blocks.0.``, ``stem.``) and Hugging Face (``embeddings.``,
     ``encoder.layer.3.``, ``encoder.stages.2.layers.0.``) are recognized.
 
-    Args:
-        rate: the factor from a layer to the layer before it, in (0, 1].
-        num_layers: number of blocks (``vit``), or of layers (``convnext``).
-        depths: number of blocks of each stage.
-        prefix: start of the names of the backbone's parameters, such as ``encoder.``; all other parameters are the
-            rest. None: ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such
-            parameters, else nothing. Only for the named schemes above.
-
+    ``rate`` is in (0, 1]; ``num_layers`` the number of blocks (``vit``) or layers (``convnext``); ``depths`` the number
+    of blocks of each stage. Names of the backbone's parameters start with ``prefix``; all others are the rest. None:
+    ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such parameters, else nothing.
     Raises ValueError: the scheme is unknown or does not fit the model's names; an argument is missing or wrong.
     """
     if not 0 < rate <= 1:
