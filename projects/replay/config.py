@@ -66,8 +66,8 @@ class SkipBatches(HookBase):
         end = next((end for start, end in self._ranges if start <= iter < end), iter)
         first = max([iter, *(last for start, last in self._left_out if start <= iter)])
         if first < end:
-            text = "DATALOADER.SKIP: the batches of iterations %d to %d are left out; iteration %d gets the next one"
-            logger.info(text, first, end - 1, iter)
+            text = "the batches of iterations %d to %d are left out, and iteration %d gets the next one"
+            logger.info(f"DATALOADER.SKIP: {text}", first, end - 1, iter)
             for _ in range((end - first) * self.trainer.accumulation_steps):
                 self.trainer.fetch()
             self._left_out = [*self._left_out, [first, end]]
