@@ -174,6 +174,11 @@ def test_the_capabilities_are_small():
     assert num_lines(sources(*FOLDERS)) <= 10_000
 
 
+def test_the_tests_are_small():
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "projects").glob("*/tests/**/*.py")]
+    assert 20_000 < num_lines(file.relative_to(ROOT) for file in files) <= 27_000
+
+
 @pytest.mark.parametrize("folders", [pytest.param(["trainkit"], id="core"), pytest.param(FOLDERS, id="capabilities")])
 def test_no_file_has_more_than_400_lines_and_no_class_more_than_300(folders):
     sizes = {file: num_lines([file]) for file in sources(*folders)}
