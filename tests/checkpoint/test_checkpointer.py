@@ -29,6 +29,9 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     theirs, trainer = linear(0), Counter()
     rest = fvcore.common.checkpoint.Checkpointer(theirs, str(tmp_path / "new"), trainer=trainer).resume_or_load("")
     assert (weight_of(theirs), trainer.value, rest["iteration"]) == (1, 1, 9)
+    for _ in range(2):  # a file that is not there is no error
+        checkpointer.remove("model_best")
+    assert sorted(os.listdir(tmp_path / "new")) == ["last_checkpoint", "model_0000009.pth"]
 
 
 def test_wrong_values_and_names_are_named_and_nothing_is_written(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.config.yaml_files import parse_literal
 
 
 @pytest.fixture
@@ -31,6 +32,11 @@ def test_scientific_numbers_are_numbers_and_tuples_are_read_where_a_list_is_want
     cfg = merged(write("a.yaml", text))
     assert (cfg.SOLVER.STEPS, cfg.DATASETS.TRAIN, cfg.TEST.EVALUATORS) == ((5, 9), ("a",), ["b"])
     assert cfg.OUTPUT_DIR == "(a,)"
+
+
+def test_a_value_of_the_command_line_is_a_literal_or_yaml_or_text():
+    texts = ["null", "#fff", "", "true", "[a, 1e-3]", "(1, 2)", "a: [b"]
+    assert [*map(parse_literal, texts)] == [None, "#fff", "", True, ["a", 0.001], (1, 2), "a: [b"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
+from trainkit.utils.losses import raise_failure
 
 
 def test_gradients_that_are_not_finite_end_the_run_before_the_update():
@@ -19,6 +20,12 @@ def test_gradients_that_are_not_finite_end_the_run_before_the_update():
         trainer.train(0, 10)
     assert (trainer.iter, trainer.status) == (3, "failed")
     assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True))
+
+
+@pytest.mark.parametrize(("by_rank", "message"), [(["bad"], "^bad$"), ([None, "bad", "worse"], r"^bad \(on rank 1\)$")])
+def test_the_first_failure_is_raised_and_of_several_ranks_the_rank_is_named(by_rank, message):
+    with pytest.raises(FloatingPointError, match=message):
+        raise_failure(by_rank)
 
 
 def test_one_micro_batch_is_enough():

@@ -60,8 +60,12 @@ def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys):
 
 
 def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(tmp_path):
-    cfg = cfg_for(tmp_path / "run", "SOLVER.BASE_LR", 0.5, "MODEL.MY_WIDTH", 7)
+    cfg = cfg_for(tmp_path / "run", "SOLVER.BASE_LR", 0.5, "MODEL.MY_WIDTH", 7, "FLOAT32_PRECISION", "medium")
     default_setup(cfg, NEW)
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision("highest")
+    with pytest.raises(ConfigError, match=r"cfg is a builtins\.dict; use trainkit's get_cfg"):
+        default_setup({}, NEW)
     again = get_cfg()
     again.merge_from_file(str(tmp_path / "run/config.yaml"))
     assert again == cfg

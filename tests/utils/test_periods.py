@@ -7,7 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainkit.utils.periods import check_period, is_due, is_last, is_nth, next_due, periods_done, whole_or_rounded
+from trainkit.utils.periods import (
+    check_period,
+    is_due,
+    is_last,
+    is_nth,
+    next_due,
+    periods_done,
+    say_done,
+    whole_or_rounded,
+)
 
 
 def every_n(done, n, start=0):
@@ -50,6 +59,12 @@ def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch):
     assert [trainer_at(iter, iters_per_epoch=per_epoch).epoch for iter in range(100)] == [
         max(n for n, start in enumerate(starts) if start <= iter) for iter in range(100)
     ]
+
+
+def test_no_period_ends_before_the_first_iteration_and_progress_is_said_in_words():
+    assert not any(is_nth(done, period) for done in (0, -3) for period in (3, whole_or_rounded(Fraction(3, 2))))
+    said = say_done(1), say_done(2), say_done(0, 1), say_done(1, 2)
+    assert said == ("after 1 iteration", "after 2 iterations", "after 0 of 1 iteration", "after 1 of 2 iterations")
 
 
 def test_anything_else_is_refused_by_the_name_of_the_argument():
