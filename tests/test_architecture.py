@@ -44,7 +44,7 @@ LATE_IMPORTS = {
     "tools.export": "onnxruntime, an optional package",
     "tools.plots.picture": "matplotlib, an optional package",
     "trainkit.projects.weights.safetensors": "safetensors, an optional package",
-    "trainkit.projects.sharding.shards": "torch.distributed.checkpoint takes as long to import as torch",
+    "trainkit.projects.sharding.format": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.projects": "IMPORTS, the one place where a config names code",
     "trainkit.projects.hooks.visualization": "Pillow, which nobody needs before the first picture",
     "trainkit.projects.lazy.config": "what the import statements of a config file call",

@@ -148,13 +148,13 @@ def part_of(file):
 @pytest.mark.parametrize(
     ("part", "limit"),
     [
-        pytest.param("engine without hooks", 2300, marks=today("3,201 lines")),
+        pytest.param("engine without hooks", 2300, marks=today("3,168 lines")),
         pytest.param("engine/hooks", 700, marks=today("858 lines")),
-        pytest.param("utils", 1100, marks=today("1,868 lines")),
-        pytest.param("checkpoint", 650, marks=today("811 lines")),
-        pytest.param("config", 600, marks=today("713 lines")),
-        pytest.param("data", 650, marks=today("876 lines")),
-        pytest.param("solver, evaluation and modeling", 800, marks=today("937 lines")),
+        pytest.param("utils", 1100, marks=today("1,865 lines")),
+        pytest.param("checkpoint", 650, marks=today("807 lines")),
+        pytest.param("config", 600, marks=today("716 lines")),
+        pytest.param("data", 650, marks=today("864 lines")),
+        pytest.param("solver, evaluation and modeling", 800, marks=today("942 lines")),
     ],
 )
 def test_a_part_of_the_core_is_small(part, limit):
@@ -164,12 +164,11 @@ def test_a_part_of_the_core_is_small(part, limit):
     assert 0 < size <= (limit * 6 // 5 if num_lines(files) <= 6800 else limit)
 
 
-@today("9,267 lines")
+@today("9,248 lines")
 def test_the_core_is_small():
     assert num_lines(sources("trainkit")) <= 6800
 
 
-@today("11,143 lines")
 def test_the_capabilities_are_small():
     assert num_lines(sources(*FOLDERS)) <= 10_000
 

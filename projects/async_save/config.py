@@ -4,11 +4,9 @@ from trainkit.config import CfgNode, choose
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the key with its default."""
     cfg.CHECKPOINT.ASYNC = False  # True: copy the state to host memory, and write it in a thread meanwhile.
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Choose the format."""
     if cfg.CHECKPOINT.ASYNC:
         choose(cfg, "CHECKPOINT.FORMAT", "async_save", "CHECKPOINT.ASYNC")

@@ -69,7 +69,7 @@ class LossEvaluator(DatasetEvaluator):
             self._counts[name] = self._counts.get(name, 0) + num_samples
 
     def keep_up(self, inputs: Any) -> None:
-        """Run the model as often as ``process`` does; see `trainkit.projects.sharding.evaluation`."""
+        """Run the model as often as ``process`` does; see `trainkit.projects.sharding.fsdp`."""
         self._losses(inputs)
 
     def evaluate(self) -> dict[str, Any]:

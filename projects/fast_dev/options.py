@@ -25,7 +25,6 @@ _EARLY = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
     text = "a few iterations, an evaluation, a save and a load, to find errors"
     parser.add_argument("--fast-dev-run", action="store_true", help=text)
 

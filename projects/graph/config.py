@@ -12,17 +12,14 @@ _CONFLICTS = (
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.SOLVER.GRAPH = CfgNode()
     cfg.SOLVER.GRAPH.ENABLED = False  # True: record the step as a CUDA graph; without CUDA nothing changes.
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if another setting excludes a graph."""
     check_conflicts(cfg, _CONFLICTS)
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Choose the trainer."""
     if cfg.SOLVER.GRAPH.ENABLED:
         choose(cfg, "SOLVER.TRAINER", "graph_trainer", "SOLVER.GRAPH.ENABLED")

@@ -10,6 +10,5 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Put the writer ``progress_bar`` in the place of ``console``."""
     if cfg.LOG.PROGRESS and can_show_bars():
         cfg.LOG.WRITERS = ["progress_bar" if name == "console" else name for name in cfg.LOG.WRITERS]

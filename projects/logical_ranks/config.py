@@ -18,7 +18,6 @@ _CONFLICTS = (
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the key with its default."""
     cfg.SOLVER.LOGICAL_RANKS = 0  # The same bits on 1, 2, 4, ... processes, up to this power of two. 0: off.
 
 

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any, cast
 
 from torch.utils.data import BatchSampler
-from trainkit.projects.logical_ranks.ranks import own_ranks
 
 from trainkit.config import ConfigError
 from trainkit.data.loader import ResumableLoader
@@ -127,3 +126,17 @@ def _arguments(loader: ResumableLoader, num_workers: int) -> dict[str, Any]:
     names = ["seed", "timeout", "collate_fn", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn"]
     names += ["generator", "multiprocessing_context"]
     return {"num_workers": num_workers, **{name: getattr(loader, name) for name in names}}
+
+
+def own_ranks(num: int) -> list[int]:
+    """The logical ranks of this process, of ``num``; neighbours in this order have the same parent in the tree.
+
+    Logical rank ``i`` has the samples ``p`` of the stream with ``p % num == i``. A process has those whose remainder by
+    the number of processes is its own rank: a whole subtree of the sum over logical ranks. A node of the tree is a set
+    of ranks that are equal modulo ``m``; its children are the sets of those that are equal modulo ``2 m``.
+    """
+    owned, stride = [comm.get_rank()], comm.get_world_size()
+    while stride < num:
+        owned = [own + more for own in owned for more in (0, stride)]
+        stride *= 2
+    return owned

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from trainkit.projects.logical_ranks.ranks import own_ranks
+from trainkit.projects.logical_ranks.loader import own_ranks
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.data.seeding import seed_globals, splitmix64

@@ -24,7 +24,6 @@ _ACCEPTED = {
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.MODEL.CHANNELS_LAST = False  # True: store convolution weights in torch's channels_last format, faster on GPUs.
     cfg.MODEL.ACTIVATION_CHECKPOINT = CfgNode()  # Saves memory: the backward pass computes some outputs again.
     cfg.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []  # The class names of these modules, such as ["Block"]. []: none.
@@ -37,7 +36,6 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if a value is not accepted."""
     check_accepted(cfg, _ACCEPTED)
 
 

@@ -32,7 +32,6 @@ def check(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Add the hook that leaves out batches."""
     if ranges := cfg.DATALOADER.get("SKIP"):
         cfg.HOOKS = [*cfg.HOOKS, {"NAME": "SkipBatches", "RANGES": ranges}]
 

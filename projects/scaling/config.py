@@ -9,17 +9,14 @@ _BATCH, _WORLD = "SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE"
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for; it is scaled for others. 0: not.
     cfg.SOLVER.REFERENCE_BATCH_SIZE = 0  # BASE_LR is for this many samples per iteration, and is scaled. 0: not scaled.
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if a value is not accepted."""
     check_accepted(cfg, {"[0, inf)": f"{_BATCH} {_WORLD}"})
     check_conflicts(cfg, [(_BATCH, _WORLD, "both scale SOLVER.BASE_LR")])
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Scale the learning rates to the batch."""
     cfg.update(scale_lr_to_batch(cfg))

@@ -8,7 +8,6 @@ _DTYPES = ("", "float32", "float16", "bfloat16")
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the keys with their defaults."""
     cfg.MODEL.TENSOR_PARALLEL = 1  # How many ranks compute a batch together, by parallelize_model() of your trainer.
     cfg.MODEL.FSDP = CfgNode()  # torch's fully_shard.
     cfg.MODEL.FSDP.BLOCKS = []  # Classes of modules to gather as units, such as ["Block"]. []: those of ModuleLists.
@@ -20,7 +19,6 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def check(cfg: CfgNode) -> None:
-    """Raises ConfigError if a value is not accepted."""
     check_accepted(cfg, {_DTYPES: "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE", "[1, inf)": "MODEL.FSDP.MESH"})
     size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
     is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))

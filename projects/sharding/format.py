@@ -1,23 +1,206 @@
-"""The checkpoint format for sharded tensors, see `shards`."""
+"""Sharded tensors of a checkpoint: each rank writes its part, by ``torch.distributed.checkpoint``.
+
+The file ``model_0000099.pth`` holds everything else; each sharded tensor is in it as an empty tensor of its shape (on
+the meta device). The content of these tensors is in the folder ``model_0000099.shards-<8 hex digits>``. The entry
+``shards`` of the file has the name of the folder, and the sizes and digests of its files: torch reads them without
+checksums. The folder is written first, under a new name each time. Replacing the file commits the save.
+"""
 
 import contextlib
+import hashlib
+import importlib
 import itertools
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from trainkit.projects.sharding.shards import KEY, Shards, fill_shards
-from trainkit.projects.sharding.tensors import is_sharded
+from trainkit.projects.sharding.tensors import first_shard, is_sharded, local_part
 
+from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.file import SUFFIX, Take, ordinary, plain_state, write_plain
+from trainkit.checkpoint.folder import is_file_of
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part
 from trainkit.checkpoint.ranks import together
 from trainkit.utils import comm
 
+KEY = "shards"
 _numbers = itertools.count()
+
+
+class Shards:
+    """The sharded tensors of a state, ready to be written; `take` adds one."""
+
+    def __init__(self, token: str = "", group: dist.ProcessGroup | None = None) -> None:
+        """``token``: the end of the folder's name; nothing else may use ``group`` during `write`."""
+        self.token, self.group = token, group
+        self._num_taken = 0
+        self._local: dict[str, Tensor] = {}  # path in the state -> this rank's part
+        self._layouts: dict[str, Any] = {}  # mesh, placements, global shape and stride
+
+    def take(self, tensor: Any, path: str, copy: Take) -> Tensor:
+        """Keep ``copy(part, path)`` of this rank's part of a tensor; returns an empty tensor in its place.
+
+        Of the ranks with the same part, one keeps it: they take turns, so that each copies and writes its share.
+        """
+        mesh, replicas, own = tensor.device_mesh, 1, 0
+        for placement, size, place in zip(tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True):
+            if placement.is_replicate():
+                replicas, own = replicas * size, own * size + place
+        if self._num_taken % replicas == own:
+            self._local[path] = copy(local_part(tensor).detach(), path)
+            self._layouts[path] = (mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
+        self._num_taken += 1
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def write(self, folder: str) -> dict[str, Any]:
+        """Write all shards; every rank calls it, in any thread.
+
+        Returns:
+            The entry ``shards`` of the file.
+
+        Raises:
+            CheckpointError: on every rank, if one of them cannot write.
+        """
+        dcp, sharding = _distributed("checkpoint"), _distributed("tensor")
+        tensors = {}
+        for path, part in self._local.items():
+            ranks, placements, shape, stride = self._layouts[path]
+            # on the CPU, since the parts may be in host memory; nothing is exchanged over this mesh
+            mesh = sharding.DeviceMesh("cpu", ranks, _init_backend=False)
+            tensors[path] = sharding.DTensor.from_local(
+                part.cpu(), mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+        files, error = {}, ""
+        try:
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # ranks exchange what differs from the last save
+            writer = dcp.FileSystemWriter(folder)
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
+            sync_folder(folder)
+            sync_folder(os.path.dirname(folder))
+            files = files_of(folder, f"__{comm.get_rank()}_*")
+            files |= files_of(folder, ".metadata") if comm.is_main_process() else {}
+        except dcp.CheckpointException as failure:
+            rank, (reason, _) = next(iter(failure.failures.items()))
+            error = f"rank {rank}: {reason}"
+        except OSError as failure:
+            error = f"rank {comm.get_rank()}: {failure}"
+        by_rank = comm.all_gather((files, error), group=self.group)
+        if errors := [text for _, text in by_rank if text]:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged")
+        return {"folder": Path(folder).name, "files": {k: v for files, _ in by_rank for k, v in files.items()}}
+
+
+def files_of(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, tuple[int, str]]:
+    """name -> (size, SHA-256) of the files in the folder that fit the pattern."""
+    return {path.name: (path.stat().st_size, _digest_of(path)) for path in Path(folder).glob(pattern)}
+
+
+def fill_shards(
+    state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
+) -> dict[str, Any]:
+    """Verify and read the shards of a state that was read from the file ``path``; a rank may call it alone.
+
+    Args:
+        model: its sharded tensors give the layout, and each rank verifies some of the files; None: read whole tensors.
+        wanted: read the tensors whose paths start with one of these; other tensors stay empty.
+
+    Returns:
+        A copy of ``state`` without its entry ``shards``; ``state`` itself if it has none.
+
+    Raises:
+        CheckpointError: the shards cannot be read.
+    """
+    manifest = state.pop(KEY, None)
+    if manifest is None:
+        return state
+    folder, files = _checked(manifest, path)
+    like = None if model is None else _layout_for_reading(model)
+    dcp, prefixes = _distributed("checkpoint"), tuple(wanted)
+    found: dict[str, Tensor] = {}
+    try:
+        rank, num = (0, 1) if model is None else (comm.get_rank(), comm.get_world_size())
+        for i, (name, (size, digest)) in enumerate(sorted(files.items())):
+            file = Path(folder, name)
+            if file.stat().st_size != size or (i % num == rank and digest != _digest_of(file)):
+                raise OSError(f"'{file}' is damaged: its content does not match its digest")
+        reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(folder, files)
+        known = reader.read_metadata().state_dict_metadata
+
+        def make(tensor: Tensor, place: str) -> Tensor:
+            if not tensor.is_meta or place not in known or not place.startswith(prefixes):
+                return tensor
+            found[place] = _empty_like(tensor.shape, tensor.dtype, like)
+            return found[place]
+
+        filled = plain_state(state, take=make)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself on purpose
+            dcp.load(found, storage_reader=reader, no_dist=True)
+    except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from error
+    return filled
+
+
+def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    """The folder, and name -> (size, digest) of its files, from the entry ``shards`` of the file ``path``.
+
+    Raises:
+        CheckpointError: the entry is malformed, or names files in other folders.
+    """
+    try:
+        name = str(manifest["folder"])
+        files = {str(file): (int(size), str(digest)) for file, (size, digest) in manifest["files"].items()}
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise CheckpointError(f"'{path}' is damaged: its entry '{KEY}' has to name a folder and its files") from None
+    parent = os.path.dirname(path)
+    is_beside = owner_of_part(name) and name[: -len("-01234567")].endswith(f".{KEY}") and is_file_of(parent, name)
+    if not is_beside or not all(is_file_of(os.path.join(parent, name), file) for file in files):
+        raise CheckpointError(
+            f"'{path}' is refused: its shards {name!r:.80} have to be a folder beside it, and files in that folder, no "
+            "links out of it"
+        )
+    return os.path.join(parent, name), files
+
+
+def _layout_for_reading(model: nn.Module) -> Any:
+    """A sharded tensor with a layout that suits all tensors of a checkpoint; None if the model is not sharded."""
+    first = first_shard(model)
+    if first is None or comm.get_data_group_size() == 1:
+        return first
+    sharding, mesh = _distributed("tensor"), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
+    return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])
+
+
+@torch.no_grad()
+def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
+    """A tensor of global shape ``size`` with uninitialized values, sharded like ``like``; None: not sharded."""
+    if like is None:
+        return torch.empty(size, dtype=dtype, device="cpu")
+    make = _distributed("tensor").empty
+    empty: Tensor = make(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+    return empty
+
+
+def _digest_of(path: Path) -> str:
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            sha256.update(data)
+    return sha256.hexdigest()
+
+
+def _distributed(name: str) -> Any:
+    """A module of torch.distributed; to import one takes almost as long as to import torch."""
+    return importlib.import_module(f"torch.distributed.{name}")
 
 
 class ShardedFormat(CheckpointFormat):

@@ -4,11 +4,9 @@ from trainkit.config import CfgNode
 
 
 def add_config(cfg: CfgNode) -> None:
-    """Add the key with its default."""
     cfg.CHECKPOINT.TRAINABLE_ONLY = False  # True: checkpoints leave out frozen parameters, which MODEL.WEIGHTS has.
 
 
 def prepare(cfg: CfgNode) -> None:
-    """Put the hook into HOOKS."""
     if cfg.CHECKPOINT.TRAINABLE_ONLY and all(entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS):
         cfg.HOOKS = [*cfg.HOOKS, {"NAME": "FrozenWeights"}]

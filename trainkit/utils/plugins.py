@@ -57,7 +57,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
     {
         "adapters": "logits: losses_from",
         "async_save": "format: async_save staged",
-        "cluster": "requeue: Requeue; timeout: StepTimeout",
+        "cluster": "hooks: Requeue StepTimeout",
         "compat": (
             "comm: create_local_process_group get_local_process_group get_local_rank get_local_size reduce_dict; "
             "datasets: AspectRatioGroupedDataset ToIterableDataset set_default_dataset_from_list_serialize_method; "

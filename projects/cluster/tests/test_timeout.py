@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from trainkit.projects.cluster import timeout
+from trainkit.projects.cluster import hooks
 
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
@@ -28,8 +28,8 @@ def hang(rank, folder, naps, *options):
     trainer.register_hooks([CallbackHook(before_step=nap)])
     said, spy = [], logging.Handler()
     spy.emit = lambda record: said.append(record.getMessage())
-    timeout.logger.setLevel(logging.INFO)
-    timeout.logger.addHandler(spy)
+    hooks.logger.setLevel(logging.INFO)
+    hooks.logger.addHandler(spy)
     try:
         trainer.train()
     except RuntimeError:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import ChainDataset
-from trainkit.projects.logical_ranks.loader import divide
-from trainkit.projects.logical_ranks.ranks import own_ranks
+from trainkit.projects.logical_ranks.loader import divide, own_ranks
 from trainkit.projects.logical_ranks.trainer import LogicalTrainer
 
 from tests.engine.job import tiny_cfg

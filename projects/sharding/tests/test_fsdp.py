@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.multiprocessing import ProcessExitedException
 from trainkit.projects.hooks.publish_weights import publish_weights
+from trainkit.projects.sharding.format import Shards
 from trainkit.projects.sharding.fsdp import shard_model
-from trainkit.projects.sharding.shards import Shards
 from trainkit.projects.sharding.tests.sharded_job import (
     assert_close,
     assert_same_bits,

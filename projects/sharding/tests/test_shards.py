@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from trainkit.projects.hooks.publish_weights import publish_weights
-from trainkit.projects.sharding.shards import files_of
+from trainkit.projects.sharding.format import files_of
 
 from tests.checkpoint.test_safety import Evil
 from tests.tools.test_inspect_checkpoint import damage, inspect, rows
