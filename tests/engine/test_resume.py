@@ -5,6 +5,7 @@ import torch
 
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd
 from trainkit.checkpoint import Checkpointer
+from trainkit.config import ConfigError
 from trainkit.engine import hooks
 from trainkit.engine.step import SimpleTrainer
 
@@ -124,3 +125,27 @@ def test_the_random_state_of_another_number_of_processes_is_derived_from_the_che
     as_saved, derived = drawn(1), drawn(2)
     assert derived == drawn(2) != as_saved == drawn(1)
     assert "The checkpoint is of 2 ranks, now there are 1" in caplog.text
+
+
+def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_of_optimizer_an_error(caplog):
+    def trainer(make=sgd, **kwargs):
+        model = Regression()
+        return SimpleTrainer(model, batches(2), make(model, **kwargs))
+
+    state = trainer(lr=0.1).state_dict()
+    resumed = trainer(lr=0.2, weight_decay=0.0)
+    resumed.load_state_dict({**state, "data": {"position": 3}})
+    data, first, *_, row = "\n".join(caplog.messages[-2:]).splitlines()
+    assert data.startswith("The data start again: the data loader (list) has no state_dict()")
+    assert first == "The optimizer uses the values of the checkpoint, not of this run:"
+    assert row.split() == ["0", "lr", "0.2", "0.1"]
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.1
+
+    [group] = state["optimizer"]["param_groups"]
+    adam = {name: group[name] for name in group if name != "nesterov"} | {"betas": 0}
+    for groups, message in (
+        ([group] * 2, "has 2 parameter groups, this run 1"),
+        ([adam], r"\['betas'\], this one \['nest"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer().load_state_dict({**state, "optimizer": {**state["optimizer"], "param_groups": groups}})
