@@ -57,7 +57,7 @@ PUBLIC = {
         *("GradientClipper", "GradientClipType", "KeepLastValue", "LARS", "LAYER_DEPTH_REGISTRY"),
         *("LR_SCHEDULER_BUILDER_REGISTRY", "LRFunction", "LRMultiplier", "maybe_add_gradient_clipping"),
         *("OPTIMIZER_BUILDER_REGISTRY", "OPTIMIZER_REGISTRY", "PARAM_GROUP_REGISTRY", "ParamRules"),
-        *("reduce_param_groups", "SCHEDULE_REGISTRY", "ScheduledLR", "schedules", "WarmupCosineLR"),
+        *("reduce_param_groups", "SCHEDULE_REGISTRY", "ScheduledLR", "schedules", "start_momentum", "WarmupCosineLR"),
         *("WarmupMultiStepLR", "WarmupParamScheduler"),
     },
     "trainkit.utils.events": {

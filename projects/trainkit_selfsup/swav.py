@@ -10,6 +10,7 @@ from torch import Tensor
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period
+from trainkit.solver import start_momentum
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit_selfsup.protocol import check_count, model_of
@@ -40,8 +41,8 @@ class SwAVHook(HookBase):
     Raises:
         ValueError: a number is out of range.
         ConfigError: before training, if the model has no such loss, no parameter has a name of ``frozen_layers_cfg``,
-            the data have no epochs, ``queue_length`` is less than one batch, or fused SGD with dampening would update a
-            frozen layer.
+            the data have no epochs, ``queue_length`` is less than one batch, or layers are frozen under fused
+            SGD with dampening.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SwAVHook(HookBase):
                 raise ConfigError(f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} in its name")
             self._layers.append((iters, parameters))
             if self.trainer.start_iter < iters:
-                _let_start_late(self.trainer.optimizer, parameters)
+                start_momentum(self.trainer.optimizer)  # fused SGD fails if only some of a group have a momentum
         if self._loss is not None and self.trainer.start_iter == 0:
             self._loss.queue, self._loss.use_queue = None, False
 
@@ -122,20 +123,3 @@ class SwAVHook(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._waiting_state = state_dict
-
-
-def _let_start_late(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Give parameters without a momentum buffer a buffer of zeros: fused SGD fails if only some of a group have one.
-
-    With dampening 0 the first update from zeros equals the usual one: ``momentum * 0 + grad``.
-    """
-    for group in optimizer.param_groups:
-        if not (group.get("fused") and group.get("momentum")):
-            continue
-        for parameter in (p for p in group["params"] if any(p is frozen for frozen in parameters)):
-            if group.get("dampening"):
-                raise ConfigError(
-                    "fused SGD with dampening cannot start to update a frozen layer later; set fused=False (in the "
-                    "config: SOLVER.OPTIMIZER.FUSED)"
-                )
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
