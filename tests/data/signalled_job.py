@@ -32,8 +32,7 @@ def make_loader(kind):
     sampler = TrainingSampler(8, shuffle=False, seed=0)
     if kind == "plain":
         return DataLoader(Slow(), sampler=sampler, num_workers=2, worker_init_fn=worker_init_reset_seed)
-    start_method = kind if kind in ("fork", "forkserver") else None
-    return build_batch_data_loader(Slow(), sampler, 1, num_workers=2, multiprocessing_context=start_method)
+    return build_batch_data_loader(Slow(), sampler, 1, num_workers=2, multiprocessing_context=kind)
 
 
 def main():

@@ -33,7 +33,7 @@ class Job:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fork", "plain"])
+@pytest.mark.parametrize("kind", ["fork", "plain", "forkserver", "spawn"])
 def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_their_loader(kind, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")  # there a run takes SIGUSR1 too
     with contextlib.closing(Job(kind)) as job:

@@ -9,10 +9,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
+from multiprocessing import resource_tracker
 from operator import attrgetter
 from typing import Any
 
@@ -119,7 +120,9 @@ class ResumableLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._inside is None:
             return super().__iter__()
-        return _Deliveries(self._order.start_pass(), iter(self._inside), self._recent)
+        progress, context = self._order.start_pass(), self.multiprocessing_context or multiprocessing
+        with _stop_signals_blocked(context.get_start_method()) if self.num_workers else nullcontext():
+            return _Deliveries(progress, iter(self._inside), self._recent)
 
 
 class _Deliveries(Iterator[Any]):
@@ -246,19 +249,39 @@ def worker_init_reset_seed(worker_id: int) -> None:
     """Seed Python, NumPy and torch in a loader worker, and make it ignore signals except a SIGTERM from its parent.
 
     A terminal, a scheduler and torchrun send signals to all processes, but a run that is stopped still needs batches
-    for its last step. Any ``DataLoader`` can have this as ``worker_init_fn``. Workers that are not forked may end by a
-    signal all the same, since imports have started threads before.
+    for its last step. Any ``DataLoader`` with forked workers can have this as ``worker_init_fn``; others have
+    threads of imports, which a signal may end.
     """
     seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
-    if get_worker_info() is not None and hasattr(signal, "sigtimedwait"):  # macOS, Windows: the sender is unknown
-        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    if get_worker_info() is not None and (signals := _signals_with_sender()):
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _signals_with_sender() -> set[signal.Signals]:
+    """`stop_signals`, if a thread that waits for one can ask who has sent it; on macOS it cannot."""
+    return stop_signals() if hasattr(signal, "sigtimedwait") else set()
+
+
+@contextmanager
+def _stop_signals_blocked(start_method: str) -> Iterator[None]:
+    """Context in which workers are started, so that all their threads block `_signals_with_sender`."""
+    signals = _signals_with_sender()
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        if start_method != "fork":
+            resource_tracker.ensure_running()  # now, since before Python 3.13 its start unblocks signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def _end_with_parent(born_to: int) -> None:
     """End this worker if its parent sends SIGTERM or has died."""
-    parent: Any = multiprocessing.parent_process()  # with forkserver, `born_to` is the server, which lives on
-    while os.getppid() == born_to and parent.is_alive():
+    parent: Any = multiprocessing.parent_process()
+    # with fork, other workers keep open what tells that the parent is alive; with forkserver, `born_to` is the server
+    while parent.is_alive() and (os.getppid() == born_to or born_to != parent.pid):
         received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SEC)
         if received is not None and received.si_pid == parent.pid:
             break
