@@ -1,4 +1,4 @@
-"""k-means."""
+"""k-means, and features and samples for it."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,10 @@ def kmeans(
 ) -> tuple[Tensor, Tensor]:
     """Lloyd's algorithm from the seeds of k-means++ (Arthur & Vassilvitskii, 2007); no cluster is empty.
 
-    Args:
-        features: ``[N, D]``, floating point.
-        generator: a CPU generator; its numbers determine the result.
-        max_iters: a trial ends after this many iterations, even if labels still change.
-        num_trials: each trial has its own seeds; the trial with the smallest sum of squared distances is returned.
-
-    Returns:
-        Labels, int64 ``[N]``, and centroids ``[num_clusters, D]``, the means of their members.
-
-    Raises:
-        ValueError: there are fewer samples than clusters.
+    ``features`` are ``[N, D]``, floating point; the numbers of the CPU ``generator`` determine the result. Each of
+    ``num_trials`` has its own seeds and ends after ``max_iters``, even if labels still change; the one with the
+    smallest sum of squared distances counts. Returns labels, int64 ``[N]``, and centroids ``[num_clusters, D]``, the
+    means of their members.
     """
     if not 1 <= num_clusters <= len(features):
         raise ValueError(f"num_clusters must be 1 to the {len(features)} samples, got {num_clusters}")
@@ -72,3 +65,33 @@ def _without_empty(labels: Tensor, distances: Tensor, num_clusters: int) -> Tens
         sizes[empty] += 1
         labels[taken], distances[taken] = empty, 0
     return labels
+
+
+def whiten(features: Tensor, dim: int) -> Tensor:
+    """The ``dim`` principal components of ``[N, D]``, each with variance 1, in rows of length 1; float64 ``[N, dim]``.
+
+    Directions without variance give zeros.
+    """
+    centered = (features - features.mean(0)).double()
+    variances, directions = torch.linalg.eigh(centered.T @ centered / len(centered))  # in ascending order
+    scales = (variances[-dim:] + 1e-5 * variances[-1]).rsqrt()
+    return F.normalize(centered @ directions[:, -dim:] * scales)
+
+
+def uniform_indices(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """``N`` indices for labels ``[N]``; each cluster that is not empty has the same number of indices, give or take 1.
+
+    If a cluster has enough samples, each sample is drawn at most once; from a smaller one, with replacement.
+    """
+    clusters = labels.unique()
+    sizes = torch.full([len(clusters)], len(labels) // len(clusters))
+    sizes[: len(labels) % len(clusters)] += 1
+    drawn = []
+    for cluster, size in zip(clusters, sizes.tolist(), strict=True):
+        members = (labels == cluster).nonzero().flatten()
+        if len(members) >= size:
+            places = torch.randperm(len(members), generator=generator)[:size]
+        else:
+            places = torch.randint(len(members), [size], generator=generator)
+        drawn.append(members[places])
+    return torch.cat(drawn).sort().values

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,30 +9,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Subset
 
-from trainkit.config import ConfigError
-from trainkit.data import DatasetCatalog, build_train_loader, resume_obstacle
-from trainkit.engine import HookBase
+from trainkit.config import CfgNode, ConfigError
+from trainkit.data import DatasetCatalog, build_test_loader, build_train_loader, resume_obstacle
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due, is_due_epoch
+from trainkit.evaluation import inference_context
 from trainkit.utils import comm
-from trainkit_selfsup.clustering import kmeans
-from trainkit_selfsup.features import (
-    check_power,
-    embed,
-    extract_features,
-    loss_weights,
-    put_sizes,
-    train_dataset_name,
-    uniform_indices,
-    use_loss_weight,
-    whiten,
-)
-from trainkit_selfsup.protocol import check_count, model_of
+from trainkit.utils.device import move_to_device
+from trainkit.utils.env import preserve_rng_state
+from trainkit_selfsup.clustering import kmeans, uniform_indices, whiten
+from trainkit_selfsup.protocol import ClusterHook
 
 logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
-class DeepClusterHook(HookBase):
+class DeepClusterHook(ClusterHook):
     """Cluster the features of the training data, use the clusters as labels, and initialize the head again.
 
     The model has ``extract_feat(batch)``, which returns ``[n, D]``, or maps (their mean is used), or a tuple (its last
@@ -49,7 +39,8 @@ class DeepClusterHook(HookBase):
     `trainkit.data.build_train_loader` makes the new loader. Batches that were loaded ahead with old labels are dropped.
     If the loader knows its position in the data, training continues from there; another loader starts a new pass.
 
-    The hook runs before checkpoints are written. Rank 0 finds the clusters for all ranks.
+    The hook runs before checkpoints are written. Rank 0 finds the clusters for all ranks. Raises ConfigError before
+    training: the model or the data do not have what is needed, or the model is sharded.
 
     Args:
         clustering: ``k`` is the number of clusters. They are found in the first ``pca_dim`` (256) principal components,
@@ -66,11 +57,9 @@ class DeepClusterHook(HookBase):
         extract_dataloader: loads all training data in their order, for the features; default is the training data of
             the config with INPUT.TEST_TRANSFORM.
         label_key: the key of the label in a sample that is a dict, see above.
-
-    Raises:
-        ValueError: a number or the kind of clustering is not accepted.
-        ConfigError: before training, if the model or the data do not have what is needed, or the model is sharded.
     """
+
+    _state_names = ("_labels", "_drawn", "_num_clusterings")
 
     def __init__(
         self,
@@ -85,33 +74,29 @@ class DeepClusterHook(HookBase):
         extract_dataloader: Iterable[Any] | None = None,
         label_key: str = "label",
     ) -> None:
+        super().__init__(reweight, reweight_pow)
         options = {"type": "Kmeans", "pca_dim": 256, **{str(key).lower(): value for key, value in clustering.items()}}
         if options["type"] != "Kmeans" or options.keys() != {"type", "k", "pca_dim"}:
             raise ValueError(f"clustering must be {{type: Kmeans, k: ..., pca_dim: ...}}, got {dict(clustering)}")
-        self._num_clusters = check_count("k", options["k"], minimum=2)
-        self._dim = None if options["pca_dim"] is None else check_count("pca_dim", options["pca_dim"])
+        self._num_clusters = check_period("k", options["k"], minimum=2)
+        self._dim = None if options["pca_dim"] is None else check_period("pca_dim", options["pca_dim"], minimum=1)
         self._unif_sampling, self._init_memory, self._initial = unif_sampling, init_memory, initial
-        self._reweight, self._power = reweight, check_power(reweight_pow)
-        self._interval = check_count("interval", interval)
+        self._interval = check_period("interval", interval, minimum=1)
         self._period = None if period is None else check_period("period", period, minimum=1)
         self._extract_dataloader, self._label_key = extract_dataloader, label_key
-        self._labels: Tensor | None = None
+        self._labels: Tensor | None = None  # of all samples, [N]
         self._drawn: Tensor | None = None  # the drawn indices, with unif_sampling
         self._num_clusterings = 0
         self._is_loaded = False
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._is_loaded = True
+
     def before_train(self) -> None:
-        needed = ["extract_feat", "head.init_weights", *["loss_weight"] * self._reweight]
-        needed += ["memory_bank.init_memory"] * self._init_memory
-        self._model: Any = model_of(self, *needed, whole=True)
-        if self._reweight:
-            use_loss_weight(self._model)
+        self.find_model("extract_feat", "head.init_weights", *["memory_bank.init_memory"] * self._init_memory)
         self._cfg: Any = getattr(self.trainer, "cfg", None)
         self._check_data()
-        if self._period is None and not self.trainer.has_epochs:
-            raise ConfigError(
-                "DeepClusterHook: interval counts epochs, but the training data has no length; give period"
-            )
         if self.trainer.start_iter == 0 and not self._is_loaded:
             self._labels, self._num_clusterings = None, 0
         if self._labels is not None:
@@ -120,59 +105,77 @@ class DeepClusterHook(HookBase):
             self._cluster()
         self._is_loaded = False
 
-    def after_step(self) -> None:
-        if self._is_due():
-            self._cluster()
-
-    def _is_due(self) -> bool:
-        if self._period is not None:
-            return is_due(self.trainer, self._period)
-        ends_epoch = is_due(self.trainer, self.trainer.iters_per_epoch)
-        return ends_epoch and is_due_epoch(self.trainer, self._interval)
-
     def _check_data(self) -> None:
         loader = self.trainer.data_loader
         self._has_own_labels = hasattr(getattr(loader, "dataset", None), "assign_labels")
-        if self._cfg is None and self._extract_dataloader is None:
-            raise ConfigError("DeepClusterHook: the trainer has no config, so give extract_dataloader")
-        if self._has_own_labels:
-            if getattr(loader, "persistent_workers", False) and resume_obstacle(loader):
-                raise ConfigError(
-                    "DeepClusterHook: workers that persist do not see new labels; set persistent_workers to False"
-                )
-        elif self._cfg is None:
+        if self._cfg is None and (self._extract_dataloader is None or not self._has_own_labels):
             raise ConfigError(
-                f"DeepClusterHook: the dataset of {type(loader).__name__} has no assign_labels(), and the trainer no "
-                "config; add the method, or use a DefaultTrainer"
+                "DeepClusterHook needs a config, or extract_dataloader and a dataset with assign_labels()"
             )
+        if self._has_own_labels and getattr(loader, "persistent_workers", False) and resume_obstacle(loader):
+            raise ConfigError("DeepClusterHook: workers with persistent_workers do not see new labels; set it to False")
+        if self._period is None and not self.trainer.has_epochs:
+            raise ConfigError("DeepClusterHook: interval counts epochs, but the data has no length; give period")
+
+    def after_step(self) -> None:
+        if self._period is not None:
+            ends = is_due(self.trainer, self._period)
+        else:
+            ends_epoch = is_due(self.trainer, self.trainer.iters_per_epoch)
+            ends = ends_epoch and is_due_epoch(self.trainer, self._interval)
+        if ends:
+            self._cluster()
 
     def _cluster(self) -> None:
-        model, k = self._model, self._num_clusters
-        source = self._cfg if self._extract_dataloader is None else self._extract_dataloader
-        features = extract_features(model, partial(embed, model), source)
+        features = self._extract_features()
         if self._dim is not None and self._dim > features.shape[1]:
-            raise ConfigError(
-                f"pca_dim must be from 1 to the {features.shape[1]} features of the model, got {self._dim}"
-            )
+            raise ConfigError(f"pca_dim must be from 1 to the {features.shape[1]} features, got {self._dim}")
         found: Any = None
         if comm.is_main_process():
             rows = F.normalize(features) if self._dim is None else whiten(features, self._dim)
-            labels, _ = kmeans(rows, k, torch.default_generator)
+            labels, _ = kmeans(rows, self._num_clusters, torch.default_generator)
             drawn = uniform_indices(labels, torch.default_generator) if self._unif_sampling else None
             found = labels, drawn, self._new_head()
         labels, self._drawn, head = comm.broadcast(found)
-        model.head.load_state_dict(head)
-        self._forget_old_head()
-        sizes = torch.bincount(labels, minlength=k)
-        if self._reweight:
-            model.loss_weight.copy_(loss_weights(sizes, self._power))
+        self._model.head.load_state_dict(head)
+        for parameter in self._model.head.parameters():
+            for value in self.trainer.optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor):
+                    value.zero_()  # as optimizers start
+        sizes = torch.bincount(labels, minlength=self._num_clusters)
+        self.weight_classes(sizes)
         if self._init_memory:
-            model.memory_bank.init_memory(features, labels)
+            self._model.memory_bank.init_memory(features, labels)
         self._labels = labels
         self._num_clusterings += 1
         self._load_data(labels)
-        put_sizes(self.trainer.storage, sizes)
+        self.put_sizes(sizes)
         logger.info("Clustering %d: %d to %d samples", self._num_clusterings, sizes.min(), sizes.max())
+
+    @torch.no_grad()
+    def _extract_features(self) -> Tensor:
+        """The features of the training data in their order, ``[N, D]`` on the CPU, equal on all ranks.
+
+        Of the data of a config every rank reads a part, of a given loader rank 0 reads all.
+        """
+        found, loader = list[Tensor](), self._extract_dataloader
+        with preserve_rng_state(), inference_context(self._model):
+            if loader is None:
+                batches: Iterable[Any] = build_test_loader(self._cfg, _dataset_name(self._cfg))
+            else:
+                batches = loader if comm.is_main_process() else ()
+            device = next(self._model.parameters()).device
+            found = [self._embed(move_to_device(batch, device)).float().cpu() for batch in batches]
+        return torch.cat([features for rank in comm.all_gather(found) for features in rank])
+
+    def _embed(self, batch: Any) -> Tensor:
+        """``[n, D]``; of a tuple or list the last entry, of a map the mean over all positions."""
+        found = self._model.extract_feat(batch)
+        if getattr(self._model, "neck", None) is not None:
+            found = self._model.neck(found)
+        if isinstance(found, tuple | list):
+            found = found[-1]
+        return found if found.ndim == 2 else found.flatten(2).mean(2)
 
     def _new_head(self) -> dict[str, Tensor]:
         head = self._model.head
@@ -180,13 +183,6 @@ class DeepClusterHook(HookBase):
             head._is_init = False  # otherwise the modules of mmengine do nothing
         head.init_weights()
         return {name: value.detach().cpu() for name, value in head.state_dict().items()}
-
-    def _forget_old_head(self) -> None:
-        for parameter in self._model.head.parameters():
-            # zeros, as optimizers start
-            for value in self.trainer.optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor):
-                    value.zero_()
 
     def _load_data(self, labels: Tensor) -> None:
         loader = self.trainer.data_loader
@@ -202,17 +198,15 @@ class DeepClusterHook(HookBase):
             self.trainer.data_loader.load_state_dict(place)
 
     def _labelled(self, labels: Tensor) -> Any:
-        dataset = DatasetCatalog.get(train_dataset_name(self._cfg))
+        dataset: Any = DatasetCatalog.get(_dataset_name(self._cfg))
         if hasattr(dataset, "assign_labels"):
             dataset.assign_labels(labels.tolist())
-            return dataset if self._drawn is None else Subset(dataset, self._drawn.tolist())
-        samples = [{**sample, self._label_key: label} for sample, label in zip(dataset, labels.tolist(), strict=True)]
-        return samples if self._drawn is None else [samples[index] for index in self._drawn.tolist()]
+        else:
+            dataset = [{**item, self._label_key: label} for item, label in zip(dataset, labels.tolist(), strict=True)]
+        return dataset if self._drawn is None else Subset(dataset, self._drawn.tolist())
 
-    def state_dict(self) -> dict[str, Any]:
-        """``labels`` ``[N]`` of all samples; ``drawn``: the indices of uniform sampling; ``num_clusterings``."""
-        return {"labels": self._labels, "drawn": self._drawn, "num_clusterings": self._num_clusterings}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._labels, self._drawn = state_dict["labels"], state_dict["drawn"]
-        self._num_clusterings, self._is_loaded = state_dict["num_clusterings"], True
+def _dataset_name(cfg: CfgNode) -> str:
+    if len(cfg.DATASETS.TRAIN) != 1:
+        raise ConfigError(f"DATASETS.TRAIN must name the one dataset to cluster, got {list(cfg.DATASETS.TRAIN)}")
+    return cfg.DATASETS.TRAIN[0]

@@ -12,24 +12,16 @@ class DenseCLHook(HookBase):
     """Leave out the dense loss in the first iterations, because early features cannot match positions of two views.
 
     The model has ``loss_lambda``, a number that its loss reads in each forward pass. The hook sets it to 0 before
-    iteration ``start_iters``. From this iteration on, and after the end of the run, it has the model's own value.
-
-    Args:
-        start_iters: iterations without the dense loss.
-        momentum: if given, the hook calls ``update_key_encoder(momentum)`` of the model after each update.
-
-    Raises:
-        ValueError: ``start_iters`` is negative or no whole number, or ``momentum`` is outside [0, 1].
-        ConfigError: before training, if the model has no ``loss_lambda``, or no ``update_key_encoder`` with
-            ``momentum``.
+    iteration ``start_iters``. From this iteration on, and after the end of the run, it has the model's own value. With
+    ``momentum`` the hook calls ``update_key_encoder(momentum)`` of the model after each update.
     """
+
+    _model: Any = None
 
     def __init__(self, start_iters: int = 1000, momentum: float | None = None) -> None:
         if momentum is not None and not 0 <= momentum <= 1:
             raise ValueError(f"momentum must be from 0 to 1, got {momentum}")
-        self._start_iters = check_period("start_iters", start_iters)
-        self._momentum = momentum
-        self._model: Any = None
+        self._start_iters, self._momentum = check_period("start_iters", start_iters), momentum
 
     def before_train(self) -> None:
         self._model = model_of(self, "loss_lambda", *["update_key_encoder"] * (self._momentum is not None))

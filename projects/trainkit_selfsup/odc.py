@@ -1,18 +1,131 @@
-"""The hook of online deep clustering (arXiv:2006.10645)."""
+"""The memory and the hook of online deep clustering (arXiv:2006.10645)."""
 
-from typing import Any
+from typing import Literal
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from trainkit.engine import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
-from trainkit_selfsup.features import check_power, loss_weights, put_sizes, use_loss_weight
-from trainkit_selfsup.protocol import model_of
+from trainkit.utils import comm
+from trainkit_selfsup.clustering import kmeans, means
+from trainkit_selfsup.protocol import ClusterHook
+
+
+class ODCMemory(nn.Module):
+    """A feature and a label of each sample, and the centroids of the clusters; equal on all ranks (section 3).
+
+    ``feature_bank`` ``[length, feat_dim]`` has rows of length 1; ``label_bank``, int64 ``[length]``, the cluster of
+    each sample; ``centroids`` ``[num_classes, feat_dim]``, the means of the members at their last update.
+
+    Args:
+        length: the number of samples.
+        momentum: the weight of a new feature; the old feature has the weight ``1 - momentum``.
+        num_classes: the number of clusters.
+        min_cluster: clusters with fewer samples are small.
+        assign_by: a sample belongs to the centroid with the largest inner product, as in the authors' code, or to the
+            nearest one by distance. They differ because a centroid is a mean, which is shorter than 1 if its members
+            have different directions.
+    """
+
+    feature_bank: Tensor
+    label_bank: Tensor
+    centroids: Tensor
+
+    def __init__(
+        self,
+        length: int,
+        feat_dim: int,
+        momentum: float,
+        num_classes: int,
+        min_cluster: int,
+        assign_by: Literal["inner_product", "distance"] = "inner_product",
+    ) -> None:
+        super().__init__()
+        largest, ways = length // num_classes, ("inner_product", "distance")  # all clusters must not be small
+        if not 0 <= momentum <= 1 or not 1 <= min_cluster <= largest or assign_by not in ways:
+            accepted = f"momentum must be from 0 to 1, min_cluster from 1 to {largest}, assign_by one of {ways}"
+            raise ValueError(f"{accepted}; got {momentum!r}, {min_cluster!r} and {assign_by!r}")
+        self.momentum, self.num_classes, self.min_cluster = momentum, num_classes, min_cluster
+        self.assign_by = assign_by
+        self.register_buffer("feature_bank", torch.zeros(length, feat_dim))
+        self.register_buffer("label_bank", torch.zeros(length, dtype=torch.int64))
+        self.register_buffer("centroids", torch.zeros(num_classes, feat_dim))
+
+    def sizes(self) -> Tensor:
+        """Samples per cluster, ``[num_classes]``."""
+        return torch.bincount(self.label_bank, minlength=self.num_classes)
+
+    def init_memory(self, feature: Tensor, label: Tensor) -> None:
+        """Take the features ``[length, feat_dim]`` and labels ``[length]`` of all samples."""
+        self.feature_bank.copy_(F.normalize(feature))
+        self.label_bank.copy_(label)
+        self.update_centroids_memory()
+
+    @torch.no_grad()
+    def update_samples_memory(self, idx: Tensor, feature: Tensor) -> Tensor:
+        """Average new features ``[n, feat_dim]`` of the samples ``idx`` ``[n]`` into the memory; update their clusters.
+
+        Every rank calls it with its own samples; the model calls it after its loss has read the labels.
+
+        Returns:
+            The change ratio, shape ``[]``: the fraction of these samples, over all ranks, whose label has changed.
+        """
+        idx, feature = _of_all_ranks(idx), _of_all_ranks(F.normalize(feature.float()))
+        mixed = F.normalize(self.feature_bank[idx].lerp(feature, self.momentum))
+        self.feature_bank[idx] = mixed
+        labels = self._assign(mixed, self.centroids)
+        ratio = (labels != self.label_bank[idx]).float().mean()
+        self.label_bank[idx] = labels
+        return ratio
+
+    def update_centroids_memory(self) -> None:
+        """Set every centroid to the mean of its members; an empty cluster keeps its centroid."""
+        found = means(self.feature_bank, self.label_bank, self.num_classes)
+        self.centroids.copy_(torch.where(self.sizes()[:, None] > 0, found, self.centroids))
+
+    def deal_with_small_clusters(self) -> None:
+        """Give the samples of small clusters to other clusters; then each small one takes half of the largest cluster.
+
+        Rank 0 finds the two halves by k-means. The centroids of both clusters become the means of the halves. The other
+        centroids do not change, as in the authors' code.
+        """
+        if comm.is_main_process():
+            self._dissolve_small()
+        labels, centroids = comm.broadcast((self.label_bank.cpu(), self.centroids.cpu()))
+        self.label_bank.copy_(labels)
+        self.centroids.copy_(centroids)
+
+    def _dissolve_small(self) -> None:
+        is_small = self.sizes() < self.min_cluster
+        small, others = is_small.nonzero().flatten(), (~is_small).nonzero().flatten()
+        members = is_small[self.label_bank]
+        self.label_bank[members] = others[self._assign(self.feature_bank[members], self.centroids[others])]
+        for cluster in small.tolist():
+            largest = int(self.sizes().argmax())
+            members = (self.label_bank == largest).nonzero().flatten()
+            halves, centroids = kmeans(self.feature_bank[members], 2, torch.Generator().manual_seed(0), max_iters=20)
+            self.label_bank[members[halves == 1]] = cluster
+            self.centroids[largest], self.centroids[cluster] = centroids
+
+    def _assign(self, features: Tensor, centroids: Tensor) -> Tensor:
+        if self.assign_by == "distance":
+            return torch.cdist(features, centroids).argmin(1)
+        return (features @ centroids.T).argmax(1)
+
+
+def _of_all_ranks(tensor: Tensor) -> Tensor:
+    """``[n, ...]`` of each rank, concatenated to ``[world size * n, ...]``."""
+    if comm.get_world_size() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(comm.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts)
 
 
 @HOOK_REGISTRY.register()
-class ODCHook(HookBase):
+class ODCHook(ClusterHook):
     """Update the centroids, deal with small clusters, and weight the loss, at their periods.
 
     The model has ``memory_bank`` with ``label_bank``, int64 ``[N]`` in which the model writes the labels of a batch,
@@ -28,10 +141,6 @@ class ODCHook(HookBase):
         reweight: set ``loss_weight`` after each iteration. (MMSelfSup's hook does so even if this is False.)
         reweight_pow: a cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by their sum.
             (MMSelfSup's hook always uses 0.5.)
-
-    Raises:
-        ValueError: an interval is less than 1, or the power is negative.
-        ConfigError: before training, if the model lacks an attribute, or is sharded.
     """
 
     def __init__(
@@ -42,18 +151,15 @@ class ODCHook(HookBase):
         reweight: bool = True,
         reweight_pow: float = 0.5,
     ) -> None:
+        super().__init__(reweight, reweight_pow)
         self._centroids_period = check_period("centroids_update_interval", centroids_update_interval, minimum=1)
         small = check_period("deal_with_small_clusters_interval", deal_with_small_clusters_interval, minimum=1)
         self._small_clusters_period = small
         self._evaluate_period = check_period("evaluate_interval", evaluate_interval, minimum=1)
-        self._reweight, self._power = reweight, check_power(reweight_pow)
 
     def before_train(self) -> None:
         names = ("label_bank", "num_classes", "update_centroids_memory", "deal_with_small_clusters")
-        needed = [*(f"memory_bank.{name}" for name in names), *["loss_weight"] * self._reweight]
-        self._model: Any = model_of(self, *needed, whole=True)
-        if self._reweight:
-            use_loss_weight(self._model)
+        self.find_model(*(f"memory_bank.{name}" for name in names))
 
     def after_step(self) -> None:
         memory = self._model.memory_bank
@@ -61,10 +167,7 @@ class ODCHook(HookBase):
             memory.update_centroids_memory()
         if is_due(self.trainer, self._small_clusters_period):
             memory.deal_with_small_clusters()
-        if self._reweight:
-            self._model.loss_weight.copy_(loss_weights(self._sizes(), self._power))
+        sizes = torch.bincount(memory.label_bank, minlength=memory.num_classes)
+        self.weight_classes(sizes)
         if is_due(self.trainer, self._evaluate_period):
-            put_sizes(self.trainer.storage, self._sizes())
-
-    def _sizes(self) -> Tensor:
-        return torch.bincount(self._model.memory_bank.label_bank, minlength=self._model.memory_bank.num_classes)
+            self.put_sizes(sizes)

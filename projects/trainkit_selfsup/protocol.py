@@ -1,36 +1,62 @@
-"""Checks before training that a model has the attributes that a hook needs."""
+"""What the hooks need of a model, and what hooks of clusters have in common."""
 
 from operator import attrgetter
 from typing import Any
+
+from torch import Tensor
 
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 from trainkit.utils.device import unwrap_model
 
 
-def check_count(name: str, count: int, minimum: int = 1) -> int:
-    """Raises ValueError if the argument ``name`` is not a whole number, or below ``minimum``."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < minimum:
-        raise ValueError(f"{name} must be a whole number >= {minimum}, got {count!r}")
-    return count
+def model_of(hook: HookBase, *needed: str) -> Any:
+    """The model that ``hook`` is trained with, without wrappers; ``needed`` are paths such as "head.loss.queue".
 
-
-def model_of(hook: HookBase, *needed: str, whole: bool = False) -> Any:
-    """The model that ``hook`` is trained with, without wrappers.
-
-    Args:
-        needed: paths of attributes that the model must have, such as "head.loss.queue".
-        whole: the hook needs the whole model.
-
-    Raises:
-        ConfigError: an attribute is missing, or the model is sharded and must not be.
+    Raises ConfigError: the model lacks one of them.
     """
-    model, name = unwrap_model(hook.trainer.model), type(hook).__name__
+    model = unwrap_model(hook.trainer.model)
     for path in needed:
         try:
             attrgetter(path)(model)
         except AttributeError as error:
-            raise ConfigError(f"{name} needs {path} of the model, see its docstring: {error}") from error
-    if whole and hasattr(model, "set_requires_gradient_sync"):
-        raise ConfigError(f'MODEL.PARALLEL is "fsdp", but {name} does not work with a sharded model; make it "ddp"')
+            raise ConfigError(f"{type(hook).__name__} needs {path} of the model, see its docstring: {error}") from error
     return model
+
+
+class ClusterHook(HookBase):
+    """Base class of hooks that weight the classes in a loss by the sizes of their clusters.
+
+    With ``reweight`` the model has ``loss_weight``, a buffer ``[K]``. If ``head.loss`` has ``class_weight``, it becomes
+    the same tensor. A cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by their sum.
+    """
+
+    def __init__(self, reweight: bool, reweight_pow: float) -> None:
+        if not reweight_pow >= 0:
+            raise ValueError(f"reweight_pow must be a number >= 0, got {reweight_pow!r}")
+        self._reweight, self._power = reweight, reweight_pow
+
+    def find_model(self, *needed: str) -> None:
+        """Set ``_model``. Raises ConfigError: it lacks a path of ``needed``, or is sharded."""
+        self._model = model_of(self, *needed, *["loss_weight"] * self._reweight)
+        if hasattr(self._model, "set_requires_gradient_sync"):
+            raise ConfigError(f'{type(self).__name__} does not work with MODEL.PARALLEL "fsdp"; make it "ddp"')
+        loss: Any = getattr(getattr(self._model, "head", None), "loss", None)
+        if self._reweight and hasattr(loss, "class_weight"):
+            loss.class_weight = self._model.loss_weight  # also in a resumed run: a checkpoint does not hold this
+
+    def weight_classes(self, sizes: Tensor) -> None:
+        if self._reweight:
+            self._model.loss_weight.copy_(loss_weights(sizes, self._power))
+
+    def put_sizes(self, sizes: Tensor) -> None:
+        """Store the smallest and the largest size, and the number of empty clusters."""
+        found = {"smallest": sizes.min(), "largest": sizes.max(), "empty": (sizes == 0).sum()}
+        scalars = {f"clusters/{name}": int(value) for name, value in found.items()}
+        self.trainer.storage.put_scalars(**scalars, smoothing_hint=False)
+
+
+def loss_weights(sizes: Tensor, power: float) -> Tensor:
+    """The weights of clusters with these sizes ``[K]``, see `ClusterHook`."""
+    weights = (sizes.float() + 1e-10) ** -power
+    return weights / weights.sum()

@@ -13,7 +13,7 @@ from trainkit.engine.hooks import HOOK_REGISTRY, check_period
 from trainkit.solver import start_momentum
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
-from trainkit_selfsup.protocol import check_count, model_of
+from trainkit_selfsup.protocol import model_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,8 @@ class SwAVHook(HookBase):
         interval: has no effect. In MMSelfSup, the queue is saved every ``interval`` epochs.
         frozen_layers_cfg: part of a parameter's name -> the first iteration that updates it.
 
-    Raises:
-        ValueError: a number is out of range.
-        ConfigError: before training, if the model has no such loss, no parameter has a name of ``frozen_layers_cfg``,
-            the data have no epochs, ``queue_length`` is less than one batch, or layers are frozen under fused
-            SGD with dampening.
+    Raises ConfigError before training: the model has no such loss, no parameter has a name of ``frozen_layers_cfg``,
+    the data have no epochs, or ``queue_length`` is less than one batch.
     """
 
     def __init__(
@@ -55,11 +52,10 @@ class SwAVHook(HookBase):
         interval: int = 1,
         frozen_layers_cfg: Mapping[str, int] | None = None,
     ) -> None:
-        self._batch_size = check_count("batch_size", batch_size)
-        self._epoch_queue_starts = check_count("epoch_queue_starts", epoch_queue_starts, minimum=0)
-        self._num_crops = len(crops_for_assign)
-        self._feat_dim = check_count("feat_dim", feat_dim)
-        self._queue_length = check_count("queue_length", queue_length, minimum=0)
+        self._batch_size = check_period("batch_size", batch_size, minimum=1)
+        self._epoch_queue_starts = check_period("epoch_queue_starts", epoch_queue_starts)
+        self._num_crops, self._feat_dim = len(crops_for_assign), check_period("feat_dim", feat_dim, minimum=1)
+        self._queue_length = check_period("queue_length", queue_length)
         if interval != 1:
             logger.warning("SwAVHook: interval %r has no effect; every checkpoint has the queue", interval)
         frozen = frozen_layers_cfg or {}
@@ -69,9 +65,15 @@ class SwAVHook(HookBase):
 
     def before_train(self) -> None:
         model = model_of(self, *["head.loss.queue", "head.loss.use_queue"] * bool(self._queue_length))
-        self._loss = model.head.loss if self._queue_length else None
-        self._device = device_of(model)
-        self._rows = self._rows_per_rank()
+        self._loss, self._device = model.head.loss if self._queue_length else None, device_of(model)
+        if self._loss is not None:
+            batch = self._batch_size * comm.get_world_size()
+            self._rows = self._queue_length // batch * self._batch_size
+            if not self._rows or not self.trainer.has_epochs:
+                accepted = f"at least one batch of all ranks, {batch}, and data with a length, that is with epochs"
+                raise ConfigError(f"SwAVHook: queue_length {self._queue_length}; accepted: {accepted}")
+            if self.trainer.start_iter == 0:
+                self._loss.queue, self._loss.use_queue = None, False
         self._layers = []
         for name, iters in self._frozen.items():
             parameters = [parameter for path, parameter in model.named_parameters() if name in path]
@@ -80,22 +82,6 @@ class SwAVHook(HookBase):
             self._layers.append((iters, parameters))
             if self.trainer.start_iter < iters:
                 start_momentum(self.trainer.optimizer)  # fused SGD fails if only some of a group have a momentum
-        if self._loss is not None and self.trainer.start_iter == 0:
-            self._loss.queue, self._loss.use_queue = None, False
-
-    def _rows_per_rank(self) -> int:
-        world_size = comm.get_world_size()
-        batch = self._batch_size * world_size
-        rows = (self._queue_length - self._queue_length % batch) // world_size
-        if self._queue_length and not rows:
-            raise ConfigError(
-                f"queue_length must be 0 or at least one batch of all ranks, {batch}, got {self._queue_length}"
-            )
-        if self._queue_length and not self.trainer.has_epochs:
-            raise ConfigError(
-                "SwAVHook: epoch_queue_starts counts epochs, but the training data has no length; use data that has one"
-            )
-        return rows
 
     def before_step(self) -> None:
         if self._loss is None:

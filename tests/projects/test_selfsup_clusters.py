@@ -19,8 +19,8 @@ from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.env import seed_all_rng
 from trainkit_selfsup import ODCMemory
-from trainkit_selfsup.clustering import kmeans
-from trainkit_selfsup.features import loss_weights, whiten
+from trainkit_selfsup.clustering import kmeans, whiten
+from trainkit_selfsup.protocol import loss_weights
 
 FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
 SCANS = [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train")[:24])]

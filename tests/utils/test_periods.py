@@ -69,7 +69,7 @@ def test_no_period_ends_before_the_first_iteration_and_progress_is_said_in_words
 
 def test_anything_else_is_refused_by_the_name_of_the_argument():
     for period, minimum in ((-1, 0), (0, 1), (2.0, 0), ("2", 0), (True, 0)):
-        message = f"eval_period must be a whole number of iterations >= {minimum}, got {period!r}"
+        message = f"eval_period must be a whole number >= {minimum}, got {period!r}"
         with pytest.raises(ValueError, match=message):
             check_period("eval_period", period, minimum=minimum)
 

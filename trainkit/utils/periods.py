@@ -80,9 +80,9 @@ def is_last(trainer: Any) -> bool:
 
 
 def check_period(name: str, period: int, *, minimum: int = 0) -> int:
-    """Raises ValueError if the argument ``name`` is not a whole number of iterations, or less than ``minimum``."""
+    """Raises ValueError if the argument ``name`` is not a whole number, or less than ``minimum``."""
     if not is_whole(period, minimum):
-        raise ValueError(f"{name} must be a whole number of iterations >= {minimum}, got {period!r}")
+        raise ValueError(f"{name} must be a whole number >= {minimum}, got {period!r}")
     return period
 
 
