@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from trainkit.projects.async_save.host_copy import HostCopy
 
@@ -22,13 +23,15 @@ class StagedFormat(CheckpointFormat):
         inner: writes the copy; None: the format of torch.save.
     """
 
+    _snapshot = False  # whether a device copies the state first, see `HostCopy`
+
     def __init__(self, inner: CheckpointFormat | None = None) -> None:
         self._inner = inner or CheckpointFormat()
         self.collective = self._inner.collective
-        self._memory: dict[bool, list[Tensor]] = {}  # of the last copy: allocating takes longer than copying
+        self._memory: dict[torch.device, list[Tensor]] = {}  # of the last copy: allocating takes longer than copying
 
     def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> HostCopy:
-        copy = HostCopy(state, self._memory, self._inner)
+        copy = HostCopy(state, self._memory, self._inner, self._snapshot)
         self._memory = copy.memory
         return copy
 
@@ -56,6 +59,8 @@ class AsyncFormat(StagedFormat):
 
     There is one save at a time: the checkpointer waits for it before the next one, and before it reads the folder.
     """
+
+    _snapshot = True
 
     def __init__(self, inner: CheckpointFormat | None = None) -> None:
         super().__init__(inner)

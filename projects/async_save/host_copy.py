@@ -1,5 +1,6 @@
 """The copy of a state in host memory, which a thread writes during training."""
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from trainkit.utils.device import new_event, runs_ahead
 BLOCK_SIZE = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
 _ALIGNMENT = 64  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
-_Memory: TypeAlias = Mapping[bool, Sequence[Tensor]]
+_Memory: TypeAlias = Mapping[torch.device, Sequence[Tensor]]
 
 
 class HostCopy:
@@ -25,20 +26,21 @@ class HostCopy:
         state: the state to copy.
         memory: the memory of an earlier copy, to use it again; allocating takes several times as long as copying.
         format: the format that will write the copy; its ``prepare`` gives the tensors to copy.
+        snapshot: copy on the device first, if it has memory to spare; another stream copies from there to the host, and
+            the computation does not wait for it. Else the computation waits, until all is in host memory.
 
     Attributes:
-        memory: whether it is pinned -> blocks for all tensors; tensors of a device are in pinned blocks.
+        memory: device of the originals -> blocks for all tensors; pinned, unless the device is the CPU.
 
     Raises:
         TypeError: the format cannot store a value.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], memory: _Memory | None = None, format: CheckpointFormat | None = None
+        self, state: Mapping[str, Any], memory: _Memory, format: CheckpointFormat, snapshot: bool = False
     ) -> None:
-        memory = memory or {}
         # keeps each original alive: its address stays valid only while its memory is in use
-        originals: dict[_Address, UntypedStorage] = {}
+        originals: dict[torch.device, dict[_Address, UntypedStorage]] = {}
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
         taken: dict[int, tuple[Tensor, Tensor]] = {}  # id -> original and copy: a file holds an object once
 
@@ -52,42 +54,64 @@ class HostCopy:
                 return tensor
             if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
                 return tensor.to("cpu", copy=True)
-            originals.setdefault(_address(tensor), tensor.untyped_storage())
+            originals.setdefault(tensor.device, {}).setdefault(_address(tensor), tensor.untyped_storage())
             tensors.append((torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor))
             return tensors[-1][0]
 
-        self._state = (format or CheckpointFormat()).prepare(state, take=take)
-        self.memory: dict[bool, list[Tensor]] = {}
-        copies = self._copy_storages(originals, memory)
+        self._state = format.prepare(state, take=take)
+        self.memory: dict[torch.device, list[Tensor]] = {}
+        self._arrivals: list[tuple[Any, object]] = []  # (event after all copies of a device, what they read)
+        copies: dict[_Address, UntypedStorage] = {}
+        for device, of_device in originals.items():
+            copies |= self._copy_storages(device, of_device, [*memory.get(device, ())], snapshot)
         for copy, tensor in tensors:
             copy.set_(copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._arrivals = [
-            new_event(device) for device in {device for device, _, _ in originals if device.type != "cpu"}
-        ]
 
     def state(self) -> dict[str, Any]:
         """The copy; waits until it is complete."""
-        for arrival in self._arrivals:
+        for arrival, _ in self._arrivals:
             arrival.synchronize()
+        self._arrivals.clear()
         return self._state
 
     def _copy_storages(
-        self, originals: Mapping[_Address, UntypedStorage], memory: _Memory
+        self, device: torch.device, originals: Mapping[_Address, UntypedStorage], former: list[Tensor], snapshot: bool
     ) -> dict[_Address, UntypedStorage]:
-        copies = {}
-        for pinned in (False, True):  # pinned: tensors of a device, whose total size stays the same
-            former = [*memory.get(pinned, ())]
-            for places, size in _blocks([address for address in originals if (address[0].type != "cpu") == pinned]):
-                block = former.pop(0) if former and len(former[0]) >= size else None
-                if block is None:
-                    room = size if pinned else size + size // 4  # the next state may be larger
-                    block = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-                self.memory.setdefault(pinned, []).append(block)
-                for address, place in places.items():
-                    copy = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=address[2], offset=place)
-                    copies[address] = copy.untyped_storage()
-                    copies[address].copy_(originals[address], non_blocking=pinned)
+        pinned, blocks = device.type != "cpu", _blocks(originals)  # pinned: their total size stays the same
+        room, left = _room(device) if pinned and snapshot else 0, sum(size for _, size in blocks)
+        copies, to_host, self.memory[device] = {}, [], []
+        for places, size in blocks:
+            block = former.pop(0) if former and len(former[0]) >= size else None
+            if block is None:
+                room_on_host = size if pinned else size + size // 4  # the next state may be larger
+                block = torch.empty(room_on_host, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self.memory[device].append(block)
+            target = block
+            if left <= room:  # the last blocks: the copies of the first ones must not wait for those of other streams
+                with contextlib.suppress(torch.OutOfMemoryError):  # what is free may be in small pieces
+                    target = torch.empty(size, dtype=torch.uint8, device=device)
+                    to_host.append((block[:size], target))
+            left -= size
+            for address, place in places.items():
+                original = torch.empty(0, dtype=torch.uint8, device=device).set_(originals[address])
+                target[place : place + len(original)].copy_(original, non_blocking=pinned)
+                copy = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=len(original), offset=place)
+                copies[address] = copy.untyped_storage()
+        if pinned:
+            stream = torch.Stream(device)
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            with stream:
+                for block, copied in to_host:
+                    block.copy_(copied, non_blocking=True)
+                self._arrivals.append((new_event(device), to_host))
         return copies
+
+
+def _room(device: torch.device) -> int:
+    """The bytes that a process has never needed at once on its device, without a tenth of the device as a reserve."""
+    memory = torch.accelerator.memory
+    free, total = memory.get_memory_info(device)
+    return free + memory.memory_reserved(device) - memory.max_memory_allocated(device) - total // 10
 
 
 def _blocks(addresses: Iterable[_Address]) -> list[tuple[dict[_Address, int], int]]:

@@ -105,7 +105,7 @@ class RunRecord(HookBase):
             logger.error("To repeat the step: %s", self._how_to_repeat)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"settings": self._settings, "parents": self._parents}
+        return {"settings": self._settings if comm.is_main_process() else {}, "parents": self._parents}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parents, saved = state_dict["parents"], state_dict["settings"]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from trainkit.projects.sharding.tensors import first_shard, is_sharded, local_part
+from trainkit.projects.sharding.tensors import is_sharded, local_part, release_gathered
 
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.file import SUFFIX, Take, ordinary, plain_state, write_plain
@@ -103,53 +103,6 @@ def files_of(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, tu
     return {path.name: (path.stat().st_size, _digest_of(path)) for path in Path(folder).glob(pattern)}
 
 
-def fill_shards(
-    state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
-) -> dict[str, Any]:
-    """Verify and read the shards of a state that was read from the file ``path``; a rank may call it alone.
-
-    Args:
-        model: its sharded tensors give the layout, and each rank verifies some of the files; None: read whole tensors.
-        wanted: read the tensors whose paths start with one of these; other tensors stay empty.
-
-    Returns:
-        A copy of ``state`` without its entry ``shards``; ``state`` itself if it has none.
-
-    Raises:
-        CheckpointError: the shards cannot be read.
-    """
-    manifest = state.pop(KEY, None)
-    if manifest is None:
-        return state
-    folder, files = _checked(manifest, path)
-    like = None if model is None else _layout_for_reading(model)
-    dcp, prefixes = _distributed("checkpoint"), tuple(wanted)
-    found: dict[str, Tensor] = {}
-    try:
-        rank, num = (0, 1) if model is None else (comm.get_rank(), comm.get_world_size())
-        for i, (name, (size, digest)) in enumerate(sorted(files.items())):
-            file = Path(folder, name)
-            if file.stat().st_size != size or (i % num == rank and digest != _digest_of(file)):
-                raise OSError(f"'{file}' is damaged: its content does not match its digest")
-        reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(folder, files)
-        known = reader.read_metadata().state_dict_metadata
-
-        def make(tensor: Tensor, place: str) -> Tensor:
-            if not tensor.is_meta or place not in known or not place.startswith(prefixes):
-                return tensor
-            found[place] = _empty_like(tensor.shape, tensor.dtype, like)
-            return found[place]
-
-        filled = plain_state(state, take=make)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself on purpose
-            dcp.load(found, storage_reader=reader, no_dist=True)
-    except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
-        reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
-        raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from error
-    return filled
-
-
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """The folder, and name -> (size, digest) of its files, from the entry ``shards`` of the file ``path``.
 
@@ -173,7 +126,8 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
 
 def _layout_for_reading(model: nn.Module) -> Any:
     """A sharded tensor with a layout that suits all tensors of a checkpoint; None if the model is not sharded."""
-    first = first_shard(model)
+    release_gathered(model)
+    first: Any = next(filter(is_sharded, model.parameters()), None)
     if first is None or comm.get_data_group_size() == 1:
         return first
     sharding, mesh = _distributed("tensor"), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
@@ -252,7 +206,37 @@ class ShardedFormat(CheckpointFormat):
     def fill(
         self, state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
     ) -> dict[str, Any]:
-        return fill_shards(state, path, model, wanted)
+        """As `CheckpointFormat.fill`; with a model, each rank verifies some of the files."""
+        manifest = state.pop(KEY, None)
+        if manifest is None:
+            return state
+        folder, files = _checked(manifest, path)
+        like = None if model is None else _layout_for_reading(model)
+        dcp, prefixes = _distributed("checkpoint"), tuple(wanted)
+        found: dict[str, Tensor] = {}
+        try:
+            rank, num = (0, 1) if model is None else (comm.get_rank(), comm.get_world_size())
+            for i, (name, (size, digest)) in enumerate(sorted(files.items())):
+                file = Path(folder, name)
+                if file.stat().st_size != size or (i % num == rank and digest != _digest_of(file)):
+                    raise OSError(f"'{file}' is damaged: its content does not match its digest")
+            reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(folder, files)
+            known = reader.read_metadata().state_dict_metadata
+
+            def make(tensor: Tensor, place: str) -> Tensor:
+                if not tensor.is_meta or place not in known or not place.startswith(prefixes):
+                    return tensor
+                found[place] = _empty_like(tensor.shape, tensor.dtype, like)
+                return found[place]
+
+            filled: dict[str, Any] = plain_state(state, take=make)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself
+                dcp.load(found, storage_reader=reader, no_dist=True)
+        except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+            raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from error
+        return filled
 
 
 def part_folders(path: str) -> list[str]:

@@ -5,7 +5,7 @@ They are recognized by their methods, since the import of torch's classes takes 
 
 import importlib
 from operator import attrgetter
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def needs_all_ranks(model: object) -> TypeGuard[nn.Module]:
-    """Whether all ranks must do each forward pass together."""
-    return hasattr(model, "set_requires_gradient_sync")
-
-
 def release_gathered(model: nn.Module) -> None:
     """Release parameters gathered by a forward pass without a backward pass: the next pass would use old values."""
     for module in model.modules():
-        if needs_all_ranks(module):
+        if hasattr(module, "set_requires_gradient_sync"):  # it is sharded
             cast(Any, module).reshard()
-
-
-def first_shard(model: nn.Module) -> Any:
-    """The first sharded parameter, or None. Without tensor parallelism, all sharded parameters have its layout."""
-    release_gathered(model)
-    return next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
 
 
 def shard_like(tensor: Tensor, like: Any) -> Tensor:

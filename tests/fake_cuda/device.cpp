@@ -33,6 +33,7 @@ using c10::DeviceIndex;
 using c10::SymIntArrayRef;
 
 constexpr DeviceIndex NUM_DEVICES = 2;
+constexpr size_t TOTAL = size_t(1) << 30;  // bytes of memory of each
 constexpr auto CUDA = c10::DeviceType::CUDA;
 
 thread_local DeviceIndex current_device = 0;
@@ -87,7 +88,7 @@ void trace(Call call) {  // for torch's sanitizer, as the real device does it
 // ---------------------------------------------------------------------- copies that arrive when the host has waited for them
 
 constexpr int GARBAGE = 0xCD;  // fresh memory is never zero by chance
-struct Copy { Tensor to, values; };  // `to` is a view without ownership
+struct Copy { Tensor to, values; const char* from; };  // `to` is a view without ownership
 
 std::recursive_mutex copies_mutex;
 std::map<StreamKey, std::map<int64_t, Copy>> under_way;
@@ -123,11 +124,20 @@ void end_copies_into(const char* start, size_t size, bool arrives) {
     }
   }
 }
+// a stream that frees memory may use it again at once, while another stream still copies from it
+void spoil_copies_from(const char* start, size_t size, const StreamKey& own) {
+  std::lock_guard lock(copies_mutex);
+  for (auto& [stream, copies] : under_way) {
+    for (auto& [number, copy] : copies) {
+      if (stream != own && copy.from >= start && copy.from < start + size) memset(copy.values.data_ptr(), GARBAGE, copy.values.nbytes());
+    }
+  }
+}
 void start_copy(const c10::Stream& stream, const Tensor& to, const Tensor& from) {  // both on the CPU
   std::lock_guard lock(copies_mutex);
   end_copies_into(static_cast<const char*>(to.data_ptr()), to.nbytes(), false);  // it writes over them
   Tensor view = at::from_blob(to.data_ptr(), to.sizes(), to.strides(), to.options());
-  under_way[key_of(stream)][++num_copies] = {view, from.clone()};
+  under_way[key_of(stream)][++num_copies] = {view, from.clone(), static_cast<const char*>(from.data_ptr())};
   seen_by[key_of(stream)][key_of(stream)] = num_copies;
   if (to.is_contiguous()) memset(to.data_ptr(), GARBAGE, to.nbytes());
 }
@@ -242,27 +252,31 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
 struct DeviceMemory final : c10::DeviceAllocator {
   static std::mutex& mutex() { static std::mutex it; return it; }
-  static std::map<void*, std::pair<DeviceIndex, size_t>>& blocks() { static std::map<void*, std::pair<DeviceIndex, size_t>> it; return it; }
+  struct Block { StreamKey stream; size_t size; };
+  static std::map<void*, Block>& blocks() { static std::map<void*, Block> it; return it; }
+  static inline size_t limit = TOTAL;
   static inline int64_t used[NUM_DEVICES], peak[NUM_DEVICES], reserved[NUM_DEVICES];
 
   static void give_back(void* memory) {
+    Block block;
     {
       std::lock_guard<std::mutex> lock(mutex());
-      auto [device, size] = blocks()[memory];
-      used[device] -= size;
+      block = blocks()[memory];
+      used[block.stream.first] -= block.size;
       blocks().erase(memory);
     }
+    spoil_copies_from(static_cast<const char*>(memory), block.size, block.stream);
     if (Py_IsInitialized()) trace([&](auto& interpreter) { interpreter.trace_gpu_memory_deallocation(CUDA, uintptr_t(memory)); });
     free(memory);
   }
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, Device(CUDA, current_device)};
-    TORCH_CHECK_WITH(OutOfMemoryError, size < size_t(1) << 40, "CUDA out of memory");
+    TORCH_CHECK_WITH(OutOfMemoryError, used[current_device] + size <= limit, "CUDA out of memory");
     void* memory = malloc(size);
     memset(memory, GARBAGE, size);
     {
       std::lock_guard<std::mutex> lock(mutex());
-      blocks()[memory] = {current_device, size};
+      blocks()[memory] = {{current_device, current_stream[current_device]}, size};
       used[current_device] += size;
       peak[current_device] = std::max(peak[current_device], used[current_device]);
       reserved[current_device] = std::max(reserved[current_device], used[current_device]);
@@ -283,6 +297,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = reserved[device];
     return stats;
   }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override { return {TOTAL - reserved[device], TOTAL}; }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex device) override { peak[device] = used[device]; }
 };
@@ -363,7 +378,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     const bool is_pinned = PinnedMemory::holds(host.data_ptr());
     if (from.is_cpu() && is_pinned) end_copies_into(static_cast<const char*>(host.storage().data()), host.storage().nbytes(), true);
     if (non_blocking && is_pinned && to.is_cpu()) {
-      start_copy(stream, to, on_cpu(from).to(to.scalar_type()));
+      start_copy(stream, to, on_cpu(from).to(to.scalar_type()));  // without a copy if the types are equal
       return to;
     }
     if (!non_blocking || !is_pinned) {
@@ -523,5 +538,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto stream = Guard().getStream(Guard().getDevice());
     be_busy_until(stream, ready_at(stream) + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
   });
+  m.def("set_limit", [](double fraction) { DeviceMemory::limit = fraction * TOTAL; });
   m.def("num_pinned", [] { return PinnedMemory::num_allocated; });
 }

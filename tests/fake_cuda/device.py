@@ -177,6 +177,7 @@ _stand_ins = {
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: _state["sync_debug"],
     "default_generators": tuple(torch.Generator() for _ in range(NUM_DEVICES)),
+    "set_per_process_memory_fraction": lambda fraction, device=None: native.set_limit(fraction),
     "memory_summary": lambda device=None: "",
     "empty_cache": torch.accelerator.empty_cache,
     "get_device_properties": lambda device=None: _PROPERTIES,

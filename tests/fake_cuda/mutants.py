@@ -1,4 +1,4 @@
-"""Whether the tests on the fake device notice 30 faults of the code for GPUs.
+"""Whether the tests on the fake device notice 32 faults of the code for GPUs.
 
 ::
 
@@ -55,6 +55,8 @@ the memory of a batch is free during the computation | races | leaf.record_strea
 batches are copied on the stream of the computation | copies | with self._stream: | if True:
 projects/async_save/host_copy.py
 a copy is written before it has arrived | trainers | arrival.synchronize() | pass
+the copy to the host does not wait for that on the device | races | stream.wait_stream( | str(
+memory is free before it is copied | trainers | (new_event(device), to_host) | (new_event(device), ())
 the copy of a state blocks | waits | non_blocking=pinned | non_blocking=False
 trainkit/checkpoint/checkpointer.py
 a save takes the memory of one under way | trainers | with contextlib.suppress(CheckpointError):  # of an | if False:  #

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace as gpu_trace
 from torch.cuda import _sanitizer as sanitizer
-from trainkit.projects.async_save.host_copy import HostCopy
 from trainkit.projects.graph.tests.test_graph import Net, batches, fused_sgd
 from trainkit.projects.hooks.copy_ahead import CopyAhead
 
 from tests.cuda import needs_cuda
 from tests.fake_cuda.test_on_trainers import SETTINGS, train
 from trainkit.engine import GraphTrainer, SimpleTrainer
-from trainkit.engine.hooks import CallbackHook
 
 CALLBACKS = [registry for name, registry in vars(gpu_trace).items() if name.endswith("Callbacks")]
 RUNS = SETTINGS | {"async save": ("CHECKPOINT.ASYNC", True), "graph": ("SOLVER.GRAPH.ENABLED", True)}
@@ -89,17 +87,3 @@ def test_a_batch_that_is_used_before_its_copy_has_ended_is_found(watched, monkey
     monkeypatch.setattr(CopyAhead, "move", move)
     with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
         on_cuda(SimpleTrainer).train(0, 3)
-
-
-@needs_cuda
-def test_a_save_on_another_stream_than_the_update_is_found(watched):
-    stream = torch.Stream("cuda")
-
-    def save(trainer):
-        with stream:
-            HostCopy({"model": trainer.model.state_dict()})
-
-    trainer = on_cuda(SimpleTrainer)
-    trainer.register_hooks([CallbackHook(after_step=save)])
-    with watched(), pytest.raises(sanitizer.CUDASanitizerErrors):
-        trainer.train(0, 3)

@@ -193,6 +193,37 @@ def test_the_memory_of_a_save_is_taken_again_when_it_is_written(tmp_path, monkey
     assert [[value.unique().tolist() for value in values] for values in saved] == [[[1], [11], [21]], [[2], [12], [22]]]
 
 
+@needs_cuda
+@pytest.mark.parametrize(("room", "limit", "num"), [(None, 1, 3), (128, 1, 2), (63, 1, 0), (None, 0, 0)])
+def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(room, limit, num, tmp_path, monkeypatch):
+    tensors = [torch.full((16,), float(i), device="cuda") for i in range(3)]  # of 64 bytes
+    form, memory, own, are_beside = AsyncFormat(), torch.accelerator.memory, torch.accelerator.current_stream(), []
+
+    def copy_(self, source, copy=torch.Tensor.copy_, **kwargs):
+        if source.is_cuda and self.is_cpu:
+            are_beside.append(torch.accelerator.current_stream() != own)
+        return copy(self, source, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(host_copy, "BLOCK_SIZE", 64)
+    memory.empty_cache()
+    before, taken = memory.memory_allocated(), memory.max_memory_allocated() - memory.memory_reserved()
+    if room is not None:
+        monkeypatch.setattr(memory, "get_memory_info", lambda device: (taken + room + 1000, 10_000))
+    torch.cuda.set_per_process_memory_fraction(limit)
+    try:
+        state = form.prepare({"tensors": tensors})
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1)
+    for tensor in tensors:
+        tensor.fill_(-1)
+    assert (memory.memory_allocated() > before) == (num > 0)
+    form.write(state, str(tmp_path / "model.pth"))
+    assert memory.memory_allocated() == before
+    assert are_beside == [False] * (3 - num) + [True] * num
+    assert [tensor.unique().tolist() for tensor in read_file(tmp_path / "model.pth")["tensors"]] == [[0], [1], [2]]
+
+
 @needs_two
 @needs_cuda
 def test_the_random_state_of_the_device_in_use_goes_to_the_one_that_a_resumed_run_uses():

@@ -35,8 +35,8 @@ def cuda(rounds: int = 9, *, scratch: Path) -> list[Row]:
     with job.logging_to(scratch):
         rows = [synchronizations(scratch / "synchronizations"), run_ahead(scratch / "run_ahead")]
         rows.append(throughput(scratch / "throughput", rounds))
-    stall, *_ = checkpoint.save(rounds, scratch=scratch, device="cuda")
-    return [*rows, replace(stall, name=SAVE.name)]
+    stall, staged = checkpoint.save(rounds, scratch=scratch, device="cuda")
+    return [*rows, replace(stall, name=SAVE.name), replace(staged, name="staged save on CUDA")]
 
 
 # ---------------------------------------------------------------------------- waiting
