@@ -184,7 +184,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self._settle()
         if resume:
             keys = [*self.checkpointables]
-            paths = comm.broadcast(together(lambda: self._candidates() if comm.is_main_process() else []))
+            paths = comm.broadcast(together(lambda: candidates(self.save_dir) if comm.is_main_process() else []))
             last, state = choose(paths, lambda path: together(partial(self._read, path, keys, needs_all=True)))
             if last:
                 return self._apply(state, last, keys, strict=True)
@@ -193,11 +193,6 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             return self.load(path)
         path = together(partial(self._local, path))
         return self._apply(together(partial(self._read, path, [])), path, [], strict=False)
-
-    def _candidates(self) -> list[str]:
-        if self.save_dir in mirrors:
-            mirrors[self.save_dir].download()
-        return candidates(self.save_dir)
 
     def _local(self, path: _Path) -> str:
         try:

@@ -29,7 +29,9 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def candidates(folder: str) -> list[str]:
-    """The tagged file and then all checkpoints, the newest first; none without a tag. Raises as `tagged_file`."""
+    """The tagged file, then all others, newest first; [] without a tag. Downloads from `mirrors`; as `tagged_file`."""
+    if folder in mirrors:
+        mirrors[folder].download()
     tagged = tagged_file(folder)
     newest_first = sorted(checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True)
     return [tagged, *newest_first] if tagged else []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import ORDINARY, plain_state
 from trainkit.utils import comm
+from trainkit.utils.device import new_event, runs_ahead
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -38,7 +39,9 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
         return tensors[path]
 
     mine = plain_state(mine, take=keep)
-    on_host = {path: tensor if tensor.is_meta else tensor.cpu() for path, tensor in tensors.items()}
+    on_host = {k: x if x.is_meta else x.to("cpu", non_blocking=runs_ahead(x.device)) for k, x in tensors.items()}
+    for device in filter(runs_ahead, {x.device for x in tensors.values()}):
+        new_event(device).synchronize()  # once for all copies
     digests = {path: digest_of(tensor) for path, tensor in on_host.items()}
     known, same = comm.broadcast(digests), torch.empty(0, device="meta")
     mine = plain_state(mine, take=lambda x, path: same if known.get(path) == digests[path] else on_host[path])
