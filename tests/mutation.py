@@ -6,11 +6,15 @@
     python tests/mutation.py mutants.json                            # 400 mutants; hours
     python tests/mutation.py mutants.json --number 40 --folder data  # a sample of one folder
 
-A mutant has another operator or constant, the other branch of an ``if``, or a call less. Which mutants there are
-depends on the seed and the source. They are made in a copy of the tree; a record that exists is continued. The table
-has the mutants of each folder, and how many are killed: a test fails, or the tests take five times as long as without
-the mutant. Several processes share the work with ``--part 0/2`` and ``--part 1/2`` and a record each; given all
-records and ``--number 0``, the program prints their table.
+A mutant has another operator or constant, the other branch of an ``if``, or a call less. The seed chooses each of them
+by its text, so a change of the source changes few others. They are made in a copy of the tree; a record that exists is
+continued, and with ``--again`` those that have survived are judged again. The table has the mutants of each folder, and
+how many are killed: a test fails, or the tests take five times as long as without the mutant. Several processes share
+the work with ``--part 0/2`` and ``--part 1/2`` and a record each; given all records and ``--number 0``, the program
+prints their table.
+
+A mutant meets the fast tests of its module, then of its folder, then of the core. If it survives these, it meets the
+slow tests of its folder and of whole runs, and if its module has code for accelerators, those on the fake device.
 """
 
 import argparse
@@ -27,7 +31,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,11 @@ import torch._dynamo
 import torch.distributed.checkpoint  # what takes long to import is imported once, and each run of tests is a fork
 
 ROOT = Path(__file__).resolve().parents[1]
-THROUGH_ALL = ("tests/exactness/test_exactness.py", "tests/engine/test_step.py", "tests/engine/test_train_loop.py")
+FAKE_DEVICE = "tests/fake_cuda/test_run.py::test_the_acceptance_run_has_no_false_row_and_skips_no_test"
+FOLDERS = ("checkpoint", "clients", "config", "data", "engine", "evaluation", "exactness", "solver", "utils")
+CORE = [*(f"tests/{folder}/**/test_*.py" for folder in FOLDERS), "tests/test_modeling.py"]
+WHOLE_RUNS = ("tests/exactness/", "tests/engine/")
+IS_SLOW = re.compile(r"mark\.slow|\bSLOW\b")
 LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "output", "build")  # of the copy
 OTHER: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -67,29 +75,34 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
 
 
 def mutants(folder: str) -> Iterator[dict[str, Any]]:
-    """File, place, and the text before and after, of every possible mutant in the order of the source."""
+    """Of every possible mutant in the order of the source: its place, and a name that other changes leave to it."""
     for path in sorted((ROOT / "trainkit" / folder).rglob("*.py")):
-        source, file = path.read_text(), path.relative_to(ROOT).as_posix()
+        source, file, found = path.read_text(), path.relative_to(ROOT).as_posix(), Counter[tuple[str | None, str]]()
         for node in ast.walk(ast.parse(source)):
             for part, other in changes(node):
                 before, after = ast.get_source_segment(source, part), ast.unparse(ast.fix_missing_locations(other))
                 place = [part.lineno, part.col_offset, part.end_lineno, part.end_col_offset]
-                yield {"file": file, "place": place, "before": before, "after": f"({after})"}
+                found[before, after] += 1
+                name = f"{file}: {before} -> {after}, {found[before, after]}"
+                yield {"name": name, "file": file, "place": place, "before": before, "after": f"({after})"}
 
 
-def files_testing(file: str) -> list[tuple[str, ...]]:
-    """Its own test file, those of whole runs, and those beside it that name a part of it (all, without an own one)."""
-    path = ROOT / file
-    folder = ROOT / "tests" / path.parent.relative_to(ROOT / "trainkit")
-    while not (beside := sorted(folder.glob("test_*.py"))):
-        folder = folder.parent
-    tree = ast.parse(path.read_text())
-    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    pattern = re.compile(rf"\b({'|'.join([*names, f'{path.parent.name}.{path.stem}'])})\b")
-    own = [test for test in beside if test.name == f"test_{path.stem}.py"]
-    naming = [test for test in beside if pattern.search(test.read_text())] if own else beside
-    groups = [tuple(test.relative_to(ROOT).as_posix() for test in tests) for tests in (own, naming)]
-    return [group for group in (groups[0], THROUGH_ALL, groups[1]) if group]
+def chosen(folder: str, number: int, seed: int) -> list[dict[str, Any]]:
+    return sorted(mutants(folder), key=lambda mutant: random.Random(f"{seed} {mutant['name']}").random())[:number]
+
+
+def runs_for(file: str) -> list[tuple[str, ...]]:
+    """Arguments of pytest: its own tests, those of its folder, of the rest of the core; each file with slow ones."""
+    tests = [path.relative_to(ROOT).as_posix() for pattern in CORE for path in sorted(ROOT.glob(pattern))]
+    folder = f"tests/{Path(file).parts[1]}/"
+    beside = [test for test in tests if test.startswith(folder)]
+    own = [test for test in beside if test.endswith(f"/test_{Path(file).stem}.py")]
+    slow = [
+        test for test in tests if test.startswith((folder, *WHOLE_RUNS)) and IS_SLOW.search((ROOT / test).read_text())
+    ]
+    slow += [FAKE_DEVICE] if re.search("accelerator|cuda|runs_ahead", (ROOT / file).read_text()) else []
+    others = [test for test in tests if test not in beside]
+    return [tuple(run) for run in (own, beside, others, *(["-m", "slow", test] for test in slow)) if run]
 
 
 def run_pytest(copy: Path, tests: tuple[str, ...]) -> None:
@@ -130,6 +143,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default="", help="of trainkit/, such as data")
+    parser.add_argument("--again", action="store_true", help="judge the survivors of the first record again")
     parser.add_argument("--part", default="0/1", help="of the mutants, such as 1/2 for every second one")
     return parser.parse_args(arguments)
 
@@ -137,7 +151,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     record, *others = [json.loads(path.read_text()) if path.exists() else [] for path in args.records]
-    known = [(mutant["file"], mutant["place"]) for mutant in record]
+    present = {mutant["name"] for mutant in mutants("")}
+    record = [mutant for mutant in record if mutant["name"] in present and (mutant["killed"] or not args.again)]
+    known = {mutant["name"] for mutant in record}
     part, num_parts = map(int, args.part.split("/"))
     stamps = itertools.count(1)  # times of the file: Python takes the bytecode of another mutant otherwise
 
@@ -149,9 +165,9 @@ def main(args: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=LEFT_OUT))
-        for mutant in random.Random(args.seed).sample([*mutants(args.folder)], args.number)[part::num_parts]:
-            file, groups = copy / mutant["file"], files_testing(mutant["file"])
-            if (mutant["file"], mutant["place"]) in known:
+        for mutant in chosen(args.folder, args.number, args.seed)[part::num_parts]:
+            file, groups = copy / mutant["file"], runs_for(mutant["file"])
+            if mutant["name"] in known:
                 continue
             times = [time_without_mutant(tests) for tests in groups]
             if None in times:

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.modeling import MODEL_REGISTRY, build_model
+from trainkit.modeling import MODEL_REGISTRY, build_model, on_device
 
 
 @MODEL_REGISTRY.register()
@@ -26,6 +26,8 @@ def build(name, device="cpu"):
 def test_a_model_is_made_from_the_config_on_its_device():
     model = build("gives_layer", "meta")
     assert (model.in_features, model.weight.device.type) == (3, "meta")
+    without_parameters = nn.Identity()
+    assert on_device(get_cfg(), without_parameters) is without_parameters
 
 
 def test_what_makes_no_model_is_an_error():

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.mutation import ROOT, THROUGH_ALL, changes, files_testing, mutants, mutated
+from tests.mutation import ROOT, changes, chosen, mutants, mutated, runs_for
 
 
 def test_an_operator_a_constant_a_branch_or_a_call_is_changed():
@@ -19,8 +19,15 @@ def test_a_mutant_is_another_program():
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
 
 
-def test_the_tests_of_a_module_are_its_own_and_those_that_name_it():
-    own, through_all, naming = files_testing("trainkit/data/loader.py")
-    assert (own, through_all) == (("tests/data/test_loader.py",), THROUGH_ALL)
-    assert {*own} <= {*naming}
-    assert files_testing("trainkit/utils/events/writers.py")  # of the folder above
+def test_a_seed_chooses_the_same_mutants_whatever_their_number():
+    names = [mutant["name"] for mutant in mutants("data")]
+    assert len({*names}) == len(names)
+    assert chosen("data", 9, 0)[:5] == chosen("data", 5, 0) != chosen("data", 5, 1)
+
+
+def test_the_tests_of_a_module_are_its_own_and_then_those_of_its_folder_of_the_core_and_slow_ones():
+    own, beside, others, *slow = runs_for("trainkit/data/loader.py")
+    assert own == ("tests/data/test_loader.py",)
+    assert {*own} < {*beside} == {*beside} - {*others}
+    assert ("-m", "slow", "tests/data/test_workers.py") in slow
+    assert runs_for("trainkit/modeling.py")  # which has no folder

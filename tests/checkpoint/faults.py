@@ -4,20 +4,20 @@ import builtins
 import io
 import os
 
-# all of one save of a small state: the file and the tag; both renamed; they and their folder made durable
-CALLS_OF_A_SAVE = {"write": 2, "fsync": 3, "rename": 2}
-EACH_CALL = [(kind, n) for kind, count in CALLS_OF_A_SAVE.items() for n in range(1, count + 1)]
+# all of one save of a small state: the file and the tag are made durable and renamed, then their folder is made durable
+CALLS_OF_A_SAVE = [*("write", "fsync", "rename") * 2, "fsync"]
+EACH_CALL = [(kind, CALLS_OF_A_SAVE[: place + 1].count(kind)) for place, kind in enumerate(CALLS_OF_A_SAVE)]
 
 
 class Faults:
     """Calls ``action`` in place of the n-th call of a kind, and in the middle of a write.
 
     Attributes:
-        counts: calls by kind so far.
+        calls: their kinds so far.
     """
 
     def __init__(self, patch, kind="", n=0, action=lambda: None):
-        self.counts = dict.fromkeys(CALLS_OF_A_SAVE, 0)
+        self.calls = []
         self._kind, self._n, self._action = kind, n, action
         fsync, replace, open_file = os.fsync, os.replace, builtins.open
         faults = self
@@ -39,5 +39,5 @@ class Faults:
         patch(os, "replace", lambda *paths: self._action() if self._is_hit("rename") else replace(*paths))
 
     def _is_hit(self, kind):
-        self.counts[kind] += 1
-        return (kind, self.counts[kind]) == (self._kind, self._n)
+        self.calls.append(kind)
+        return (kind, self.calls.count(kind)) == (self._kind, self._n)

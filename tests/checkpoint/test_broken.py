@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 
 import pytest
 import torch
@@ -36,11 +37,15 @@ def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder
 def test_a_tag_that_names_no_checkpoint_is_passed_over(run_folder, caplog, make):
     """Also for weights that somebody has put there: they are newer, and no state of a run."""
     torch.save({"model": linear(5).state_dict()}, run_folder / "weights.pth")
+    for name in (".a.pth", "notes.txt"):  # no checkpoints
+        (run_folder / name).touch()
     make(run_folder / "model_0000039.pth")
     (run_folder / "last_checkpoint").write_text("model_0000039.pth")
     assert resumed(run_folder) == 29
     (warning,) = warnings_of(caplog)
     assert "model_0000039.pth" in warning
+    assert ".a.pth" not in warning
+    assert "notes.txt" not in warning
     assert "weights.pth' holds no state for ['trainer']" in warning
 
 
@@ -64,5 +69,9 @@ def test_the_first_save_removes_what_a_killed_one_has_left_and_a_resume_nothing(
     assert resumed(run_folder) == 29
     assert {leftover, mine} <= set(os.listdir(run_folder))
 
-    Checkpointer(linear(39), run_folder).save("model_0000049")
+    checkpointer = Checkpointer(linear(39), run_folder)
+    checkpointer.save("model_0000049")
     assert [name for name in os.listdir(run_folder) if name.startswith(".")] == [mine]
+    shutil.rmtree(run_folder)
+    with pytest.raises(CheckpointError, match="cannot write"):  # the folder is not made again
+        checkpointer.save("model_0000059")

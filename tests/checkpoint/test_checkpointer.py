@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.format import CheckpointFormat
 
 
 def resume(folder, path="", **checkpointables):
@@ -29,6 +30,10 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     theirs, trainer = linear(0), Counter()
     rest = fvcore.common.checkpoint.Checkpointer(theirs, str(tmp_path / "new"), trainer=trainer).resume_or_load("")
     assert (weight_of(theirs), trainer.value, rest["iteration"]) == (1, 1, 9)
+    every_rank_writes = CheckpointFormat()
+    every_rank_writes.collective = True
+    Checkpointer(linear(1), tmp_path / "other", format=every_rank_writes).save("model")
+    assert sorted(os.listdir(tmp_path / "other")) == ["last_checkpoint", "model.pth"]
     for _ in range(2):  # a file that is not there is no error
         checkpointer.remove("model_best")
     assert sorted(os.listdir(tmp_path / "new")) == ["last_checkpoint", "model_0000009.pth"]

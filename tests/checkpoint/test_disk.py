@@ -46,7 +46,7 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
     with monkeypatch.context() as patch:
         faults = Faults(patch.setattr)
         save_and_wait(checkpointer, "model_0000039")
-    assert faults.counts == CALLS_OF_A_SAVE  # no others
+    assert faults.calls == CALLS_OF_A_SAVE  # no others
     assert resumed(run_folder) == 39
 
 

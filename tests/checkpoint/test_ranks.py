@@ -12,9 +12,10 @@ from tests.checkpoint.conftest import Counter, linear, weight_of
 from tests.engine.tiny import Steps, scalars
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint.ranks import digest_of
+from trainkit.checkpoint.ranks import digest_of, take_rank_state
 from trainkit.engine import hooks
 from trainkit.engine.hook_base import HookBase
+from trainkit.utils import comm
 
 
 def all_ranks_load_the_same_file_or_fail_together(rank, name):
@@ -133,7 +134,7 @@ def every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0(ran
     return whole[0], resumed == whole[3:], [value for value, _ in scalars(trainer)["rank"]]
 
 
-def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_path):
+def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_path, caplog):
     checks = [
         all_ranks_load_the_same_file_or_fail_together,
         each_rank_gets_its_own_part_and_buffers_back,
@@ -158,6 +159,10 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
     assert (same, also_same) == (True, True)
     assert stored == [0, 0, 0, 1, 1]
 
+    comm.set_data_ranks(1, 2)
+    take_rank_state({}, None, "old.pth")
+    assert "'old.pth' holds no states of several ranks; each takes those of rank 0" in caplog.messages
+    comm.set_data_ranks()
     part = Part(7)
     Checkpointer(norm(7), tmp_path / "own", part=part).resume_or_load("")  # one process takes the state of rank 0
     assert part.state["own"]["rank"] == 0

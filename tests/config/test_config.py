@@ -183,4 +183,7 @@ def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch
     with pytest.raises(ConfigError, match="accepted: a number"):
         cfg.merge_from_list(["SOLVER.WIDTH", "wide"])
     assert cfg.SOLVER.WIDTH == 2.0
+    (frozen := get_cfg()).freeze()
+    with pytest.raises(AttributeError, match="SIZE"):
+        frozen.SOLVER.AMP.DEPTH.SIZE = 4
     assert projects_of(cfg) == [project]

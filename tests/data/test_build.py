@@ -77,6 +77,14 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
 
     assert first() == [0, 1]
     assert first(collate_fn=sum) == 1
+    loader = build_batch_data_loader([*range(5)], SequentialSampler(range(5)), 2)
+    assert (len(loader), loader.num_workers) == (2, 0)
+    loaders = [
+        build_batch_data_loader([0], None, 1, num_workers=1, seed=seed) for seed in (torch.initial_seed(), None, 6)
+    ]
+    assert [loader.timeout for loader in loaders] == [600] * 3
+    assert len({loader.generator.initial_seed() for loader in loaders[:2]}) == 1
+    assert len({loader.generator.initial_seed() for loader in loaders}) == 2
     assert next(iter(build_test_loader([*range(4)], batch_size=2))).tolist() == [0, 1]  # as with a config
     cfg.DATALOADER.COLLATE = "list"
     assert [type(sample) for sample in next(iter(build_train_loader(cfg)))] == [dict] * 4
@@ -162,7 +170,6 @@ def test_the_loader_options_of_the_config_reach_the_loader(cfg):
     cfg.merge_from_list(["DATALOADER.NUM_WORKERS", 1, "DATALOADER.PREFETCH_FACTOR", 5])
     cfg.merge_from_list(["DATALOADER.PERSISTENT_WORKERS", True, "DATALOADER.SAMPLER_TRAIN", "data_test_sampler"])
     loader = build_train_loader(cfg)
-
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 5, True)
     assert indices(loader, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 

@@ -38,7 +38,6 @@ def test_the_sample_in_the_place_of_a_rejected_one_is_a_function_of_the_index():
 @pytest.mark.parametrize("dataset_class", [MapDataset, type("Mapped", (MapDataset,), {})])
 def test_a_mapped_stream_is_a_stream_without_the_rejected_samples(dataset_class):
     dataset = dataset_class(Stream([1, 2, 3, 4]), times_ten_if_even)
-
     assert isinstance(dataset, IterableDataset)
     assert list(dataset) == [20, 40]
     with pytest.raises(TypeError):

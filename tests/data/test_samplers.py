@@ -35,6 +35,7 @@ def test_seeds_and_epochs_have_orders_of_their_own_with_every_sample_once():
     assert len({tuple(order.tolist()) for order in orders}) == 24  # with seed + epoch, (0, 1) and (1, 0) would be equal
     assert all(sorted(order.tolist()) == [*range(11)] for order in orders)
     assert take(TrainingSampler(3, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert take(TrainingSampler(6, seed=3), 12) == [0, 5, 3, 4, 2, 1, 1, 0, 5, 2, 3, 4]  # as in older checkpoints
 
 
 @pytest.mark.parametrize("name", INFINITE)

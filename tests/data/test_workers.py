@@ -53,9 +53,7 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_th
 def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-
     batch = next(iter(build_batch_data_loader([5], TrainingSampler(1, seed=0), 1, num_workers=1)))
-
     assert batch == [5]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers

@@ -157,7 +157,6 @@ def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
     assert trainer.storage.history("total_loss").latest() < 0.01
     assert len((tmp_path / "metrics.json").read_text().splitlines()) == 10
     assert capsys.readouterr().out.startswith("finished ")
-
     counter = run(COUNTER, "training_loop.md")["counter"]
     assert counter.storage.history("square").values() == [(0, 0), (1, 1), (4, 2), (9, 3)]
 
@@ -282,7 +281,6 @@ def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
     run(REGISTERED, PAGE)
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.WRITERS", ["NumberOfScalars"]))
     trainer.train()
-
     assert int((tmp_path / "number.txt").read_text()) == len(trainer.storage.latest())
     assert merged(CONFIG).LOG.PERIOD == 50
 

@@ -72,7 +72,6 @@ def broken_links(path):
 
 def test_links_lead_to_files_and_headings_that_are_there(tmp_path):
     assert {name: broken for name in MARKDOWN if (broken := [*broken_links(ROOT / name)])} == {}
-
     (tmp_path / "a.md").write_text(
         "# An `a`, at last\n[b](b.md) [c](#c) [a](a.md#an-a-at-last) [d](a.md#d) [e](https://e)"
     )

@@ -51,7 +51,6 @@ def test_lora_starts_as_the_base_model_and_trains_little():
     base = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
     model = run(LORA, "recipes.md")["add_lora"](copy.deepcopy(base), rank=2)
     x = torch.randn(3, 6)
-
     assert torch.equal(model(x), base(x))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * (6 + 5) + 2 * (5 + 2)
 
@@ -81,7 +80,6 @@ def test_a_simple_trainer_logs_saves_and_resumes(tmp_path):
     whole = train(str(tmp_path / "whole"), 120)
     train(str(tmp_path / "halves"), 50)
     halves = train(str(tmp_path / "halves"), 120)
-
     assert halves.start_iter == 50
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, halves.model.state_dict()[name])

@@ -47,6 +47,9 @@ def test_float16_overflows_now_and_then_are_skipped_updates(asynchronous):
     assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [24, 49]
     skipped = [value for value, _ in trainer.storage.history("skipped_updates").values()]
     assert skipped == [*range(1, 25), 24, *range(25, 49), 48]
+    trainer = amp_trainer_with_overflows([1.0], gather_metric_period=3)
+    trainer.train(0, 7)
+    assert [iter for _, iter in trainer.storage.history("skipped_updates").values()] == [2, 5]
 
 
 def test_many_float16_overflows_in_a_row_are_a_failure(asynchronous):
@@ -163,6 +166,20 @@ def test_the_scaler_goes_on_from_its_state():
     second.load_state_dict({key: value for key, value in first.state_dict().items() if key != "non_finite"})
     second.train(2, 3)  # detectron2 does not count
     assert second.storage.latest()["skipped_updates"] == (0.0, 2)
+
+
+def test_a_run_that_failed_with_unscaled_gradients_goes_on():
+    trainer, errors = amp_trainer_with_overflows([1.0]), [RuntimeError("once")]
+
+    def fail_once(trainer):
+        if errors:
+            raise errors.pop()
+
+    trainer.register_hooks([CallbackHook(after_backward=fail_once)])
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train(0, 2)
+    trainer.train(0, 2)
+    assert trainer.model.weight.item() == 1.0 - 2 * 2.0**-10
 
 
 def test_what_a_scaler_cannot_do_is_refused():

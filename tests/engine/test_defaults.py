@@ -246,6 +246,9 @@ def test_unexpected_results_end_the_process_with_code_1_and_without_an_evaluator
         ).train()
     assert DefaultTrainer(tiny_cfg(tmp_path / "2", "TEST.EVALUATORS", [])).train() == {}
     assert "name evaluators in TEST.EVALUATORS" in caplog.text
+    for key in ("VAL", "TEST"):
+        with pytest.raises(ConfigError, match=f"DATASETS.{key}: DatasetCatalog has no 'tiny_tset'"):
+            DefaultTrainer(tiny_cfg(tmp_path / key, f"DATASETS.{key}", ("tiny_tset",)))
 
 
 def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_last_checkpoint(tmp_path, caplog):

@@ -6,6 +6,8 @@ import torch
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import ConfigError
+from trainkit.data.build import build_batch_data_loader
+from trainkit.data.samplers import TrainingSampler
 from trainkit.engine import hooks
 from trainkit.engine.step import SimpleTrainer
 
@@ -139,6 +141,9 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
     assert data.startswith("The data start again: the data loader (list) has no state_dict()")
     assert first == "The optimizer uses the values of the checkpoint, not of this run:"
     assert row.split() == ["0", "lr", "0.2", "0.1"]
+    loader = build_batch_data_loader([0], TrainingSampler(1, seed=0), 1)
+    SimpleTrainer(resumed.model, loader, sgd(resumed.model, lr=0.1)).load_state_dict(state)
+    assert caplog.messages[-1] == "The data start again: their position is not in the checkpoint"
     assert resumed.optimizer.param_groups[0]["lr"] == 0.1
 
     [group] = state["optimizer"]["param_groups"]

@@ -1,6 +1,8 @@
 """The start of an entry script."""
 
 import logging
+import sys
+import time
 from argparse import Namespace
 
 import numpy as np
@@ -46,7 +48,8 @@ def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
     assert {name: args[name] for name in of_the_core} == of_the_core
 
 
-def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys):
+def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda sec: pytest.fail("rank 0 waits for nobody"))
     for error, code, printed in (
         (ConfigError("MODEL.NAME is empty"), 2, "error: MODEL.NAME is empty\n"),
         (CheckpointError("no such file"), 2, "error: no such file\n"),
@@ -73,6 +76,8 @@ def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(t
     assert "  SOLVER.BASE_LR: 0.5\n" in log
     assert "  MODEL.MY_WIDTH: 7\n" in log
     assert "WEIGHT_DECAY" not in log
+    assert f"Command: {sys.argv[0]}" in log
+    assert not torch.are_deterministic_algorithms_enabled()
     assert torch.__version__ in log
 
 

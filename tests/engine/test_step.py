@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import CLOCK_READINGS, AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
+from trainkit.config import get_cfg
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.amp import AMPTrainer
+from trainkit.engine.build import make_step_trainer
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
-from trainkit.solver import GradientClipper
+from trainkit.solver import GradientClipper, build_gradient_clipper
 from trainkit.utils.events import EventStorage, EventWriter, JSONWriter
 
 
@@ -287,7 +289,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(gather_metric_
     expected, _ = trained(data, 4)
     model = Regression()
     trainer = SimpleTrainer(model, data, sgd(model, momentum=0.9), gather_metric_period=gather_metric_period)
-    with pytest.raises(FloatingPointError, match=r"not finite in iteration 4: {'total_loss': nan}"):
+    with pytest.raises(FloatingPointError, match=r"in iteration 4: {'total_loss': nan}.*of this iteration$"):
         trainer.train(0, 10)
     assert (trainer.iter, trainer.status) == (4, "failed")
     assert torch.equal(weights(model), expected)
@@ -307,6 +309,12 @@ def test_the_norm_before_clipping_is_stored_and_is_no_loss(clip_type, is_asynchr
         "grad_norm": [(2.0, 0), (4.0, 1)],
     }
     assert model.weight.item() == pytest.approx(weight - 0.25 * 2.5, abs=1e-6)
+    model = Weight(lambda weight, batch: {"loss": weight * batch, "grad_norm": batch})
+    with pytest.raises(ValueError, match=r"stores \['grad_norm'\] itself"):
+        SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), **options).train(0, 1)
+    SimpleTrainer(model, [torch.tensor(1.0)], sgd(model)).train(0, 1)
+    (cfg := get_cfg()).SOLVER.CLIP_GRADIENTS.ENABLED = True  # also with an optimizer that does not clip itself
+    assert make_step_trainer(cfg, model, [], sgd(model)).clip_gradients == build_gradient_clipper(cfg)
 
 
 def test_an_entry_that_is_only_logged_may_be_nan():

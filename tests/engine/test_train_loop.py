@@ -377,7 +377,9 @@ def test_hooks_of_one_class_keep_a_state_each_also_if_they_are_registered_after_
 def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cannot_load_its_own_is_an_error(caplog):
     trainer = Trainer([Counting()])
     trainer.load_state_dict({"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}})
+    assert trainer.position == (4, 1)
     trainer.train(4, 4)
+    assert repr(trainer) == "Trainer(after 4 of 4 iterations, finished)"
     assert "The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']" in caplog.messages
     forgetful = CallbackHook()
     forgetful.state_dict = lambda: {"best": 1.0}

@@ -14,12 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.fake_cuda.build import build
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.mutation import LEFT_OUT, ROOT
 
 FILES = {name: f"tests/fake_cuda/test_on_{name}.py" for name in ("races", "trainers", "waits")} | {
     "ahead": "tests/engine/test_cuda.py",
@@ -93,37 +92,38 @@ def parsed(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
 MUTANTS = parsed(TABLE)
 
 
-def is_killed(copy: Path, file: str, old: str, new: str, tests: Iterable[str]) -> bool:
-    path = copy / file
-    source = path.read_text()
-    if old and source.count(old) != 1:
-        sys.exit(f"{file} has {source.count(old)} times the text {old!r}; accepted: once")
-    path.write_text(source.replace(old, new) if old else source)
-    environment = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'projects'}", "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-p", "tests.fake_cuda.device", "-p", "no:xdist", "-p", "no:cacheprovider", f"--basetemp={copy / 'tmp'}"]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "cuda", *options, *tests]
-    try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=900)
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        path.write_text(source)
-    return done.returncode != 0
-
-
 def main() -> int:
-    word = " ".join(sys.argv[1:])
+    word, killed = " ".join(sys.argv[1:]), []
     chosen = [(file, *mutant) for file, mutants in MUTANTS.items() for mutant in mutants if word in mutant[0]]
     with tempfile.TemporaryDirectory() as folder:
-        if "FAKE_CUDA" not in os.environ:
-            os.environ["FAKE_CUDA"] = str(build(Path(folder)))
-        copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "output", "build"))
-        if is_killed(copy, "setup.py", "", "", {mutant[-1] for mutant in chosen}):
+        copy = Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=LEFT_OUT))
+        environment = {**os.environ, "PYTHONPATH": f"{copy}:{copy / 'projects'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["FAKE_CUDA"] = str(build(Path(folder)))
+        options = [
+            "-x",
+            "-q",
+            "-m",
+            "cuda",
+            "-p",
+            "tests.fake_cuda.device",
+            "-p",
+            "no:xdist",
+            f"--basetemp={folder}/tmp",
+        ]
+
+        def fails(tests: Collection[str]) -> bool:
+            command = ["timeout", "900", sys.executable, "-m", "pytest", *options, *tests]
+            return subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode != 0
+
+        if fails({mutant[-1] for mutant in chosen}):
             sys.exit("the tests fail without a mutant")
-        killed = []
         for file, name, old, new, tests in chosen:
-            killed.append(is_killed(copy, file, old, new, [tests]))
+            source = (copy / file).read_text()
+            if source.count(old) != 1:
+                sys.exit(f"{file} has {source.count(old)} times the text {old!r}; accepted: once")
+            (copy / file).write_text(source.replace(old, new))
+            killed.append(fails([tests]))
+            (copy / file).write_text(source)
             print("killed  " if killed[-1] else "SURVIVED", name, flush=True)
     print(f"{sum(killed)} of {len(chosen)} mutants are killed")
     return 0 if all(killed) else 1

@@ -85,7 +85,6 @@ def test_a_run_that_is_killed_and_resumed_ends_as_the_whole_one(options, tmp_pat
 @needs_cuda
 def test_a_run_has_the_weights_the_statistics_and_the_results_of_one_on_the_cpu(tmp_path):
     gpu, cpu = train(tmp_path / "gpu"), train(tmp_path / "cpu", name="cpu")
-
     state = {name: value.cpu() for name, value in gpu.model.state_dict().items()}
     torch.testing.assert_close(state, cpu.model.state_dict())
     assert state["layers.1.running_mean"].any()
@@ -138,7 +137,6 @@ def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(op
     ordinary = train(tmp_path / "ordinary", *options, "SOLVER.MAX_ITER", 20)
     graph = (*options, "SOLVER.MAX_ITER", 20, "SOLVER.GRAPH.ENABLED", True)
     recorded = train(tmp_path / "recorded", *graph)
-
     losses = [[value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)  # a recorded update has its lr in float32
     assert recorded._trainer._recordings

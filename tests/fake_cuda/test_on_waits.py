@@ -39,7 +39,6 @@ def waits_by_iteration(folder, *options, hook=None):
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, tmp_path):
     found = waits_by_iteration(tmp_path, *options)
-
     settled = {iter: waits for iter, waits in found.items() if iter >= 10}
     assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:_keep")}
     assert max(len(waits) for waits in settled.values()) == 1
@@ -48,7 +47,6 @@ def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, tmp_pat
 @needs_cuda
 def test_a_hook_that_reads_the_loss_is_counted(tmp_path):
     found = waits_by_iteration(tmp_path, hook=CallbackHook(after_step=lambda t: t.losses["loss_cls"].item()))
-
     assert all(any(what == "item" for what, _ in waits) for waits in found.values())
 
 
@@ -96,7 +94,6 @@ def test_a_save_of_several_ranks_waits_once_for_all_that_they_may_not_share(monk
 def test_beside_its_steps_a_run_waits_twice_for_each_save_and_in_evaluations(tmp_path):
     device.waits.clear()
     train(tmp_path, *LONG, "TEST.EVAL_PERIOD", 30, "CHECKPOINT.ASYNC", True)
-
     places = Counter(wait.place for wait in device.waits if wait.thread == "MainThread" and wait.what != "event")
     del places["modeling.py:build_model"]
     assert places == {

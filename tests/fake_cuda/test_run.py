@@ -28,7 +28,6 @@ def test_the_acceptance_run_has_no_false_row_and_skips_no_test(tmp_path):
     environment["FAKE_CUDA"] = str(build(tmp_path))
     command = [sys.executable, "-m", "tests.fake_cuda.accept"]
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-
     assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-5_000:]
     assert not re.search(r"\d+ skipped", found.stdout), found.stdout
 

@@ -48,7 +48,6 @@ OTHERS = ["test/a.py", "json/tests/a.py", "site-packages/torch/a.py", "__pycache
 
 def test_a_corpus_is_the_text_of_all_files_each_in_one_split_in_the_order_of_the_paths(tmp_path):
     found = read_corpus(write(tmp_path, {**FILES, **dict.fromkeys(OTHERS, b"left_out = True\n")}))
-
     assert found.num_files == 40
     for split in ("train", "val", "test"):
         expected = b"".join(FILES[path] for path in sorted(FILES) if split_of(path) == split).decode()

@@ -120,7 +120,6 @@ def test_the_rate_of_flagged_groups_stays_while_a_schedule_halves_the_others(fla
     halves = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
     hooks = [SimSiamHook(fix, 0.05), LRScheduler(optimizer, halves)]
     found = train(model, hooks, 4, lambda: [group["lr"] for group in optimizer.param_groups], optimizer)
-
     falling = [0.4, 0.2, 0.1, 0.05]
     assert [list(of_group) for of_group in zip(*found, strict=True)] == [falling, [0.05] * 4 if fix else falling]
 

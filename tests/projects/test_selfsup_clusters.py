@@ -81,7 +81,6 @@ def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_o
     white = whiten(features, 2)
     assert white.square().sum(1).tolist() == pytest.approx([1.0] * 400)
     torch.testing.assert_close(white.T @ white / 400, torch.eye(2).double() / 2, atol=0.05, rtol=0)
-
     assert loss_weights(torch.tensor([1, 4, 16]), 0.5).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
     # one without samples: 1e-10 ** -0.5 = 1e5 beside 1 and 1/2
     assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx([1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4)

@@ -67,7 +67,6 @@ def test_attention_is_counted_although_torch_has_one_operator_for_it():
     length, dim = 6, 8
     layer = nn.TransformerEncoderLayer(dim, nhead=2, dim_feedforward=16, batch_first=True)
     counts = analyze_model.Counts(layer, torch.ones(1, length, dim))
-
     projections, products = 4 * length * dim * dim, 2 * length * length * dim
     assert counts.flops["self_attn"] == projections + products
     assert counts.activations["self_attn"] == 5 * length * dim + 2 * length * length  # the scores of two heads

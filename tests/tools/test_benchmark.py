@@ -69,7 +69,6 @@ ROWS = {
 def test_each_row_is_measured_and_has_its_goal(tool, tmp_path, forked_ranks, name):
     options, number = ROWS[name]
     rows = tool.ROWS[name](scratch=tmp_path, **options)
-
     assert len({row.name for row in rows}) == number
     assert all(row.value is not None for row in rows)
     assert sum(row.goal is None for row in rows) == (name in ("step", "ema"))  # of another library

@@ -16,7 +16,6 @@ def arguments(output_dir, *options):
 @pytest.mark.parametrize("options", ["--kills 3 --seed 5", "--kills 2 --seed 1 --logical-ranks 4"])
 def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, capsys, options):
     code = chaos.main(arguments(tmp_path / "runs", *options.split()))
-
     printed = capsys.readouterr().out
     assert (printed.splitlines()[-1], code) == ("identical", 0), printed
     if "logical" in options:  # with other numbers of processes

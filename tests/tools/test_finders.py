@@ -20,9 +20,7 @@ def points_of(losses):
 
 def test_the_steepest_place_and_the_lowest_loss_are_found():
     points = points_of([1 - 1 / (1 + math.exp(-(i - 30) / 2)) + 0.02 * max(0, i - 50) ** 2 for i in range(61)])
-
     steepest, lowest = find_lr.suggest(points)
-
     assert points[28].lr < steepest < points[32].lr
     assert lowest == points[50].lr
     with pytest.raises(ConfigError, match="the loss does not fall with any of these learning rates"):

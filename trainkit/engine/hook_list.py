@@ -87,7 +87,7 @@ class HookList:
         if asking and not has_epochs:
             raise ConfigError(f"{asking[0]} uses epochs, but the training data has no length; use iterations")
         description, indent = self.describe(), " " * (max(map(len, HOOK_POINTS)) + 4)
-        fill = partial(textwrap.fill, width=80, subsequent_indent=indent, break_long_words=False)
+        fill = partial(textwrap.fill, width=80, subsequent_indent=indent)
         logger.info("Hooks in order:\n%s", "\n".join(map(fill, description.splitlines())))
         first, *others = comm.all_gather(description)
         for rank, hooks in enumerate(others, 1):

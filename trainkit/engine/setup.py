@@ -96,7 +96,7 @@ def default_setup(cfg: Any, args: Any) -> None:
         cfg, text = load_plugin(CONFIG_TYPES[type_name(cfg)]).to_cfg(cfg, args)
     resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
     when_ready = apply_options(given, args)
-    if getattr(args, "num_gpus", 1) == 0:
+    if getattr(args, "num_gpus", None) == 0:
         cfg.MODEL["DEVICE"] = "cpu"  # by item, since the config may be frozen
     text = text or cfg.dump()
     import_modules(cfg.IMPORTS)

@@ -127,7 +127,6 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_100_steps_equal_those_of_the_ordinary_trainer_bit_for_bit(name):
     _, recorded, are_equal = both(**SETTINGS[name])
-
     assert are_equal
     assert recorded.recorder.num_replays >= 90
 
@@ -136,7 +135,6 @@ def test_100_steps_equal_those_of_the_ordinary_trainer_bit_for_bit(name):
 def test_skipped_updates_are_the_same(trainer_type, skipped):
     data = [(x * math.nan, y) if place in (1, 20, 21, 39) else (x, y) for place, (x, y) in enumerate(batches(40))]
     _, recorded, are_equal = both(trainer_type, steps=80, data=data)
-
     assert are_equal
     assert scalars(recorded)["skipped_updates"][-1] == (skipped, 79)
 
@@ -153,7 +151,6 @@ def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
 def test_each_shape_is_recorded_once_and_gives_the_same_numbers():
     data = [*batches(3), *batches(1, size=2), *batches(1, size=3)]
     _, recorded, are_equal = both(data=data, async_write_metrics=True)
-
     assert are_equal
     assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (3, 100 - 3 * 3)
 
@@ -272,7 +269,6 @@ def test_a_model_that_does_what_a_replay_does_not_repeat_is_an_error_that_says_s
 
 def test_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones_and_the_log_names_the_line(caplog):
     _, recorded, are_equal = both(steps=10, make_model=Reading)
-
     assert are_equal
     assert recorded.recorder.num_recorded == 0
     (message,) = [message for message in caplog.messages if "cannot be recorded" in message]

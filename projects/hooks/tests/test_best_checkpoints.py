@@ -129,7 +129,6 @@ def run_of(folder, *hooks):
 
 def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
     run_of(tmp_path).train(0, 4)
-
     found = sorted(path.stem.partition("_published-")[0] for path in tmp_path.glob("*_published-????????.pth"))
     assert found == ["best_top5", "model_best", "model_final"]
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"

@@ -96,7 +96,6 @@ def test_all_hooks_of_a_config_stand_in_their_fixed_order(tmp_path, monkeypatch)
     metric, keys = "classification/top1", ["CHECKPOINT.PUBLISH", "ema", "TEST.PRECISE_BN.ENABLED", True]
     keys += ["CHECKPOINT.BEST_METRIC", metric, "EARLY_STOPPING.METRIC", metric, "DATASETS.VAL", ("tiny_val",)]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", LISTED, *keys))
-
     lines = [line.split(maxsplit=1) for line in trainer.describe_hooks().splitlines()]
     kept = [line for line in lines if line[0] in ("before_train", "after_step", "--", "after_train")]
     found = [f"{point} save point" if point == "--" else f"{point}: {names}" for point, names in kept]

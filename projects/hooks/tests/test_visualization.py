@@ -47,7 +47,6 @@ def test_every_period_th_batch_becomes_a_png_file_named_after_where_it_is_from(t
     hook = VisualizationHook(draw_number, 3, tmp_path)
     evaluate([hook], range(7))
     evaluate([hook], range(3), "test", "dogs/small set")
-
     cats = {f"val/cats_iter0000007_batch000{batch}.png": batch for batch in (2, 5)}
     assert values(tmp_path) == {"test/dogs_small_set_iter0000007_batch0002.png": 2, **cats}
 
@@ -90,7 +89,6 @@ def test_random_numbers_of_the_drawing_change_no_output(tmp_path):
 def test_a_config_switches_it_on_for_validation_and_test(tmp_path):
     entry = {"NAME": "VisualizationHook", "DRAW": "draw_logits", "PERIOD": 3}
     DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry], "DATASETS.VAL", ("tiny_val",))).train()
-
     val = [f"val/tiny_val_iter{iteration}_batch0002.png" for iteration in ("0000004", "0000010")]
     assert [*values(tmp_path / "visualization")] == ["test/tiny_test_iter0000010_batch0002.png", *val]
 

@@ -124,5 +124,4 @@ def test_on_a_gpu_waits_that_the_dispatcher_does_not_see_are_found():
 
     batch, model, watcher = torch.ones(2, 4, device="cuda"), Masked(4, 1).cuda(), Watcher()
     watcher.step(SimpleTrainer(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1)), batch)
-
     assert {read.rpartition(":")[0] for read in watcher.reads} == {f"a wait at {__file__}"}

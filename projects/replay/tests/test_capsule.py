@@ -59,9 +59,7 @@ def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_pa
 
 def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp_path):
     job, file, _ = failed(Job(tmp_path, *SCANS, "MODEL.NAME", "RaisingClassifier"), KeyError)
-
     found = replay(file, start=job, bisect=True)
-
     assert found.failure == "it has come back"
     assert found.samples_at_fault == "the forward pass ends in KeyError with scan_017.png (1 of 8 samples, each alone)"
 
@@ -125,9 +123,7 @@ def assert_has_no_step(job, iter, kind=FloatingPointError):
 def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sample_is_named(tmp_path, options):
     job = Job(tmp_path, *SCANS, *options, "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 20)  # all in a step
     assert_has_no_step(job, 0)
-
     found = replay(tmp_path, 0, job, bisect=True, verdict=False)
-
     assert found.inspection.bad_samples == found.inspection.samples_of_first_bad_output == ["scan_017.png"]
     assert found.samples_at_fault.count("not finite with scan_017.png (1 of ") == 1
 
@@ -148,7 +144,6 @@ def test_a_failure_of_an_earlier_iteration_leaves_no_step_but_the_right_iteratio
     """As asynchronous metrics, or those of several ranks, find it."""
     error = FloatingPointError("the loss is not finite in iteration 5: {'total_loss': nan}")
     assert_has_no_step(job := failing(tmp_path, 7, error), 5)
-
     way = replay(tmp_path, 5, job, verdict=False).on_the_way
     assert way == "2 of 2 logged values equal those in capsule.rank0.pt, iterations 5 to 5"
 

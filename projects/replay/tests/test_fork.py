@@ -50,9 +50,7 @@ def values(folder):
 
 def test_a_fork_with_the_same_settings_ends_with_the_bits_of_its_parent(tmp_path, parent):
     before = digest_of_folder(parent)
-
     fork(f"{parent}@5", tmp_path)
-
     assert differences(tmp_path, parent) == []
     assert values(tmp_path) == [row for row in values(parent) if row["iteration"] >= 4]
     assert digest_of_folder(parent) == before
@@ -83,7 +81,6 @@ def check_fork_of_a_rank(rank, folder):
 @pytest.mark.slow
 def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
     assert on_two_ranks([check_fork_of_a_rank], tmp_path) == {"check_fork_of_a_rank": [None, None]}
-
     assert differences(tmp_path / "fork", tmp_path / "parent") == []
     assert differences(tmp_path / "other", tmp_path / "parent") != []
     parts = read_file(tmp_path / "parent/model_final.pth")["ranks"]
@@ -115,7 +112,6 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
     other, forked = Keep(), Keep()
     train(tmp_path / "other", "SEED", 2, hooks=[other])
     fork(f"{parent}@5", tmp_path / "fork", "SEED", 2, hooks=[forked])
-
     assert sorted(forked.xs) == [5, 6, 7, 8, 9, 10, 11]
     assert all(torch.equal(forked.xs[iter], other.xs[iter]) for iter in forked.xs)
     states = [read_file(folder / "model_final.pth")["trainer"] for folder in (parent, tmp_path / "fork")]

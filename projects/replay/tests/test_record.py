@@ -55,7 +55,6 @@ def test_a_checkpoint_of_before_this_hook_is_compared_too(tmp_path, caplog):
     state = read_file(tmp_path / "model_final.pth")
     state["trainer"]["settings"] = state["trainer"]["hooks"].pop("RunRecord")["settings"] | {"DATALOADER.SKIP": "[]"}
     torch.save(state, tmp_path / "model_final.pth")
-
     assert [row[0] for row in resumed(tiny_cfg(tmp_path, "SEED", 4), caplog)[1:]] == ["SEED"]
 
 
@@ -63,9 +62,7 @@ def test_another_number_of_threads_is_said_when_a_run_is_resumed(tmp_path, caplo
     DefaultTrainer(tiny_cfg(tmp_path)).train()
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-
     rows = resumed(tiny_cfg(tmp_path), caplog)
-
     assert rows[1:] == [["threads of torch", str(threads + 1), str(threads), "this run"]]
 
 
@@ -95,7 +92,6 @@ def test_names_of_samples_that_cannot_be_had_do_not_end_a_run(tmp_path, caplog):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.CHECKPOINT_PERIOD", 1))
     trainer.register_hooks([stop_at(0)])
     trainer.train()
-
     assert "The files of the last samples are not recorded: LookupError: no name" in caplog.text
     assert (tmp_path / "model_0000000.pth").exists()
 

@@ -143,9 +143,7 @@ def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_
 def test_every_byte_of_the_next_checkpoint_is_equal(tmp_path, iter, options):
     job = Job(tmp_path, *options, "CHECKPOINT.BEST_METRIC", TOP1)
     job()
-
     found = replay(tmp_path, iter, job, prove=True)
-
     assert found.proof.startswith("every byte equals model_")
     assert found.verdict == REPRODUCIBLE
     assert "logged values equal those" in found.on_the_way
@@ -156,9 +154,7 @@ def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     """Resuming with another MAX_ITER writes another config.yaml."""
     Job(tmp_path, make_hooks=lambda: [stop_at(6)])()
     Job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))("--resume")
-
     found = replay(tmp_path, 5, Job(tmp_path, "SOLVER.MAX_ITER", 20), prove=True)
-
     assert found.proof == proof("model_0000006.pth")
     assert found.differences == ["setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"]
 
@@ -338,9 +334,7 @@ def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_th
 def test_an_iterator_of_the_trainer_is_no_fault_of_the_machine(tmp_path):
     play = game(tmp_path, own_iterator=True)
     play()
-
     found = replay(tmp_path, 3, play)
-
     assert found.on_the_way.endswith("logged values equal those in model_0000004.pth, iterations 0 to 3")
     assert found.verdict.startswith("transient, or with a state that no checkpoint holds: in this process it differs")
     assert "differs in the batch" in found.verdict

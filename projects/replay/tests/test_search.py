@@ -60,9 +60,7 @@ def test_the_step_in_which_a_quantity_leaves_its_band_is_found_with_its_samples(
 def test_the_steps_with_the_largest_losses_are_listed(grown):
     stored = read_file(grown.folder / "model_final.pth")["trainer"]["storage"]["histories"]["total_loss"]
     losses = dict(zip(stored["iterations"].tolist(), stored["values"].tolist(), strict=True))
-
     lines = worst(grown.folder, 2, 12, 2, grown).splitlines()
-
     largest = sorted(range(2, 12), key=losses.__getitem__)[:-3:-1]
     assert [line.partition(";")[0] for line in lines[:2]] == [f"iteration {i}: loss {losses[i]:.4g}" for i in largest]
     assert lines[0].count("sample ") == 8

@@ -54,7 +54,6 @@ def plain(tmp_path_factory):
 
 def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, plain):
     found = batches(tmp_path, options=SKIP)
-
     assert same(found, plain, SHIFTED)
     assert not same(found, plain, {i: i for i in range(10)})
     assert "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one" in log(tmp_path)
@@ -66,15 +65,12 @@ def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain
     state = read_file(path := tmp_path / "model_0000003.pth")
     state["trainer"]["left_out"] = state["trainer"]["hooks"].pop("SkipBatches")["left_out"]
     torch.save(state, path)
-
     assert same(first | batches(tmp_path, "--resume", options=SKIP), plain, SHIFTED)
 
 
 def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain):
     batches(tmp_path, hooks=[stop_at(6)])
-
     found = batches(tmp_path, "--resume", options=("DATALOADER.SKIP", [[2, 4], [8, 9]]))
-
     assert same(found, plain, {7: 7, 8: 9, 9: 10})
     assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in log(tmp_path)
     assert "nothing of [8, 9]" not in log(tmp_path)
@@ -88,7 +84,6 @@ def check_skip_of_a_rank(rank, folder):
 @pytest.mark.slow
 def test_two_processes_with_workers_that_are_killed_and_resumed_leave_out_the_same(tmp_path, plain):
     ranks = on_two_ranks([check_skip_of_a_rank], tmp_path)["check_skip_of_a_rank"]
-
     # sample p of the stream goes to rank p % 2
     found = {iter: torch.stack([xs[iter] for xs in ranks], 1).flatten(0, 1) for iter in ranks[0]}
     assert same(found, plain, SHIFTED)

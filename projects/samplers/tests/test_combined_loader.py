@@ -51,7 +51,6 @@ def take(loader, number):
 
 def test_loaders_give_one_batch_in_turn_or_one_each():
     alone = {name: take(combined("each", names=name).loaders[name], 4) for name in "abc"}
-
     assert take(combined("each"), 4) == [{name: alone[name][i] for name in "abc"} for i in range(4)]
     assert take(combined("round_robin"), 12) == [alone[name][i] for i in range(4) for name in "abc"]
 
@@ -59,7 +58,6 @@ def test_loaders_give_one_batch_in_turn_or_one_each():
 @pytest.mark.parametrize("mode", ["round_robin", "each"])
 def test_a_state_continues_all_loaders_with_any_number_of_workers(mode):
     whole = take(combined(mode), 15)
-
     first, second = combined(mode, 2), combined(mode, 0)
     assert take(first, 7) == whole[:7]  # batches that workers have loaded ahead do not count
     second.load_state_dict(first.state_dict())

@@ -109,7 +109,6 @@ def test_a_subset_is_the_same_in_all_epochs_and_depends_on_its_own_seed():
 def test_samples_are_repeated_as_often_as_their_factors_say():
     sampler = RepeatFactorTrainingSampler([1.0, 2.5, 0.0, 0.25], shuffle=False, seed=0)
     epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(500)]
-
     assert {tuple(epoch) for epoch in epochs} == {(0, 1, 1), (0, 1, 1, 1), (0, 1, 1, 3), (0, 1, 1, 1, 3)}
     assert sum(epoch.count(1) for epoch in epochs) / 500 == pytest.approx(2.5, abs=0.08)
     assert sum(epoch.count(3) for epoch in epochs) / 500 == pytest.approx(0.25, abs=0.08)
@@ -127,7 +126,6 @@ def test_repeat_factors_follow_the_rarest_category_of_a_sample():
     samples = [["a"], ["a", "a"], ["a", "b"], ["a", "c"], ["c"], [], (), set()]
     dicts = [{"annotations": [{"category_id": c} for c in sample]} for sample in samples]
     factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency
-
     assert factors(samples, 0.5).tolist() == pytest.approx([1, 1, 2, 2**0.5, 2**0.5, 1, 1, 1])
     assert factors(samples, 0.5, sqrt=False).tolist() == [1, 1, 4, 2, 2, 1, 1, 1]
     assert factors(samples, 0.0).tolist() == [1] * 8
@@ -140,7 +138,6 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
     assert [*batches] == [[0, 2], [1, 3], [5, 6]]  # sample 4 has no partner
     obstacle = resume_obstacle(ResumableLoader([*range(7)], batch_sampler=batches))
     assert "GroupedBatchSampler has no position in a SequentialSampler" in obstacle
-
     endless = GroupedBatchSampler(TrainingSampler(7, shuffle=False), torch.tensor(groups), batch_size=2)
     assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]
 
@@ -157,9 +154,7 @@ def test_grouped_batches_are_resumed_at_another_world_size_with_a_warning(as_ran
     test_loader.take(loader, 1)
     as_rank(0, 2)
     resumed = test_loader.make("grouped")
-
     resumed.load_state_dict(loader.state_dict())
-
     assert "of 1 ranks cannot be divided among 2" in caplog.text
     assert resumed.state_dict()["position"] == 4
 

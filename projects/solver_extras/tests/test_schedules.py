@@ -113,12 +113,9 @@ def test_an_inverse_square_root_continues_a_warmup_of_its_timescale():
     assert [schedule(t, 0.1) for t in range(1, 900)] == pytest.approx(vaswani, rel=1e-12)
 
 
-def test_warmup_stable_decay_is_a_chain_of_two():
+def test_segments_continue_each_other_and_keep_their_last_value():
     schedule = Chain([Segment(Linear(5, 0.0), 0, 5), Segment(Polynomial(5, end_ratio=0.5), 6, 11)])
     assert values_of(schedule, 4.0, 13) == [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 3.5, 3.0, 2.5, 2.0, 2.0, 2.0]
-
-
-def test_segments_continue_each_other_and_keep_their_last_value():
     schedule = Chain([Segment(Linear(3, 0.5), 0, 3), Segment(Step(2, 0.5), 4, 7)])
     assert values_of(schedule, 8.0, 10) == [4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 4.0]
     assert values_of(Chain([]), 8.0, 2) == [8.0, 8.0]

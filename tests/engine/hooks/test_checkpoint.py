@@ -156,11 +156,13 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, 
         ([math.nan, math.inf, 50.0, -math.inf, math.nan, 60.0, 40.0], "max", [5, 11]),
     ],
 )
-def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values, mode, expected):
+def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values, mode, expected, caplog):
+    caplog.set_level("INFO")
     recorder, results = Recorder(), iter(values)
     trainer = Steps([EvalHook(2, lambda: {"top1": next(results)}), BestCheckpointer(2, recorder, "top1", mode)])
     trainer.train(0, 2 * len(values))  # the last evaluation is after training
     assert recorder.saved == [("model_best", iteration) for iteration in expected]
+    assert f"top1 is {values[expected[-1] // 2]:.5g}, the best so far" in caplog.messages
 
 
 def test_a_best_value_counts_only_if_its_file_is_there():

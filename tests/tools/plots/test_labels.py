@@ -28,7 +28,6 @@ def evaluated(values, test=None, metric="top1"):
 def test_no_mark_of_a_test_result_hides_another(place):
     runs = [evaluated([50.0, 90.0 + i / 100], test=90.0 + i / 1000) for i in range(8)]
     panel, marks, _ = place(*runs)
-
     tests = [places[0] for curve, places in zip(panel.curves, marks, strict=True) if curve.is_test]
     assert len(tests) == 8
     for one, other in itertools.combinations(tests, 2):
@@ -42,6 +41,5 @@ def test_texts_of_several_metrics_do_not_overlap_and_a_metric_without_a_known_mo
         for i in range(20)
     ]
     _, _, labels = place(rows)
-
     assert [label.text.split()[1] for label in labels] == ["92.5", "91.9", "92"]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(labels, 2))

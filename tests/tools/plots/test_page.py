@@ -33,7 +33,6 @@ def cells(page):
 
 def test_the_page_names_nothing_outside_itself(page):
     sources = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]{,40})""", page)
-
     assert {source.partition(",")[0] for source in sources} == {"data:image/png;base64"}
     assert set(re.findall(r"https?://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
     assert not re.search(r"url\(|@import|<link|<iframe|fetch\(", page)
@@ -57,7 +56,6 @@ def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked
 def test_the_settings_that_differ_are_shown_and_no_others(make_page, write_run, tmp_path):
     configs = ["A: {LR: 0.1, SAME: 1}\nOUTPUT_DIR: a\n", "A: {LR: 0.2, SAME: 1, NEW: []}\nOUTPUT_DIR: b\n"]
     places = [write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)]
-
     assert [row[:4] for row in cells(make_page(places))[1:]] == [
         ["run", "iterations", "A.LR", "A.NEW"],
         ["a", "20", "0.1", "-"],

@@ -19,7 +19,6 @@ def test_the_picture_goes_into_the_folder_of_the_first_run_and_the_suffix_names_
 ):
     pytest.importorskip("matplotlib")
     first, second = write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", ROWS)
-
     assert plot(first, second) == [tmp_path / "a/metrics.png"]
     assert (tmp_path / "a/metrics.png").read_bytes()[:4] == b"\x89PNG"
     plot(first, "--output", tmp_path / "x.svg")
@@ -30,7 +29,6 @@ def test_the_picture_goes_into_the_folder_of_the_first_run_and_the_suffix_names_
 
 def test_a_page_needs_no_matplotlib(plot, write_run, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-
     assert plot(write_run(tmp_path / "a", ROWS), "--html", tmp_path / "x.html") == [tmp_path / "x.html"]
     assert not (tmp_path / "a/metrics.png").exists()
 

@@ -13,7 +13,6 @@ def runs_module(load):
 def test_an_evaluation_before_the_first_or_after_the_last_iteration_has_the_iterations_done(read):
     trained = [{"iteration": i, "lr": 0.1, **({"t/top1": i} if i == 19 else {})} for i in (9, 19, 29)]
     (run,) = read([{"iteration": 0, "t/top1": 5}, *trained, {"iteration": 30, "t/top1": 90, "test/t/top1": 91}])
-
     assert run.series["t/top1"] == [(0, 5), (20, 19), (30, 90)]
     assert (run.series["test/t/top1"], run.num_done) == ([(30, 91)], 30)
 
@@ -22,13 +21,11 @@ def test_null_and_nan_are_not_finite_and_the_epoch_is_no_metric(read):
     text = {"text": "a", "flag": True}
     rows = [{"iteration": 9, "x": None, "epoch": 1}, {"iteration": 19, "x": float("nan"), **text}]
     (run,) = read([*rows, {"iteration": 29, "x": 1}])
-
     assert run.series == {"x": [(10, None), (20, None), (30, 1)]}
 
 
 def test_what_a_resumed_run_did_again_replaces_what_it_did_before(read):
     (run,) = read([{"iteration": i, "x": v} for i, v in [(0, 1), (1, 2), (2, 3), (1, 20), (2, 30), (3, 40)]])
-
     assert run.series == {"x": [(1, 1), (2, 20), (3, 30), (4, 40)]}
 
 
@@ -43,7 +40,6 @@ def test_a_line_that_cannot_be_parsed_is_left_out_with_a_warning(runs_module, tm
 
 def test_a_run_without_metrics_is_left_out_with_a_warning(runs_module, write_run, tmp_path, caplog):
     full, empty = write_run(tmp_path / "full", [{"iteration": 1, "x": 1}]), write_run(tmp_path / "empty", [])
-
     assert [run.name for run in runs_module.read_runs([empty, full])] == ["full"]
     assert f"{empty}/metrics.json has no metrics" in caplog.text
 
@@ -75,7 +71,6 @@ def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(runs_module):
 
 def test_the_config_is_read_with_dotted_keys(runs_module, write_run, tmp_path):
     place = write_run(tmp_path, [{"iteration": 1, "x": 1}], "SOLVER: {BASE_LR: 1e-3, GROUPS: {}}\nHOOKS: [{NAME: A}]\n")
-
     assert runs_module.read_runs([place])[0].config == {
         "SOLVER.BASE_LR": 1e-3,
         "SOLVER.GROUPS": {},
