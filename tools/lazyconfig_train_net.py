@@ -34,7 +34,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT_CONFIG = ROOT / "projects/lazy/configs/digits.py"
+DEFAULT_CONFIG = ROOT / "projects/digits/configs/digits.py"
 EXAMPLES = """
 Examples:
   changed options       train.max_iter=100 optimizer.lr=0.05 +model.dropout=0.1

@@ -26,15 +26,11 @@ _logger = logging.getLogger(__name__)
 class LazyCall:
     """``LazyCall(target)(**arguments)`` gives a node that describes a call; `instantiate` makes the call.
 
-    The node holds the arguments, which can be changed, and under ``_target_`` the dotted path of the target; the target
-    itself if it has no path.
-
-    ``target`` is a callable, its dotted path, or a node that describes a call which returns a callable.
+    ``target`` is a callable, its dotted path, or a node that describes a call which returns a callable. The node holds
+    the arguments, which can be changed, and under ``_target_`` the dotted path; the target itself if it has no path.
     """
 
     def __init__(self, target: Callable[..., Any] | str | Mapping[Any, Any]) -> None:
-        if not callable(target) and not isinstance(target, str | Mapping):
-            raise TypeError(f"target must be a class, a function, a dotted path or a LazyCall of one, got {target!r}")
         self._target = target
 
     def __call__(self, **arguments: Any) -> Any:
@@ -50,15 +46,11 @@ class LazyConfig:
 
         In a config file, ``from .other import name`` imports from the config file ``other.py`` in the same folder; two
         dots mean one folder up. ``other.py`` is run for each import, so that each importer changes its own copy; its
-        dicts become nodes. No global state is patched, so several threads may load. ``keys``: one name of the file, or
-        several. None: all names of a YAML file, or all nodes of a Python file whose names do not start with ``_``.
+        dicts become nodes. No global state is patched, so several threads may load.
 
-        Returns:
-            The value of one name, a tuple for several, a node for None. Inside nodes, tuples become lists, and
-            dataclasses become calls that make them.
-
-        Raises ConfigError: a file cannot be read or lacks a name. Errors of the code in a file, and of omegaconf, are
-        not changed.
+        Returns the value of one name, a tuple for several ``keys``. Without ``keys`` a node: of all names of a YAML
+        file, or all nodes of a Python file whose names do not start with ``_``. Inside nodes, tuples become lists, and
+        dataclasses become calls that make them. Raises ConfigError: a file cannot be read or lacks a name.
         """
         path = os.path.abspath(os.path.expanduser(filename))
         if not path.endswith((".py", ".yaml", ".yml")):

@@ -89,12 +89,10 @@ def name_of(target: Any) -> str:
 
 def path_of(target: Any) -> Any:
     """The dotted path of ``target``; itself if there is none."""
-    if not hasattr(target, "__qualname__"):
-        return target
-    try:
-        return name_of(target) if locate(name_of(target)) == target else target
-    except ImportError:
-        return target
+    with contextlib.suppress(ImportError):
+        if hasattr(target, "__qualname__") and locate(name_of(target)) == target:
+            return name_of(target)
+    return target
 
 
 def _omegaconf() -> Any:

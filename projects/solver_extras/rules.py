@@ -69,13 +69,16 @@ class ParamRules:
             raise ValueError(f"key_match must be one of longest, shortest, exact, got {self.key_match!r}")
         if unknown := {*self.lr_factors, *self.decay_factors} - {*get_args(ParamKind)}:
             raise ValueError(f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}")
-        _check_factors("lr_factors", self.lr_factors)
-        _check_factors("decay_factors", self.decay_factors)
+        tables: dict[str, Mapping[Any, Any]] = {"lr_factors": self.lr_factors, "decay_factors": self.decay_factors}
         for key, options in self.custom_keys.items():
             if wrong := options.keys() & {"params", "lr", "lr_mult", "weight_decay", "decay_mult"}:
                 raise ValueError(f"{key!r} in custom_keys takes lr_factor and decay_factor, got {sorted(wrong)}")
             own = options.keys() & {"lr_factor", "decay_factor"}
-            _check_factors(f"custom_keys[{key!r}]", {name: options[name] for name in own})
+            tables[f"custom_keys[{key!r}]"] = {name: options[name] for name in own}
+        for where, factors in tables.items():
+            for name, factor in factors.items():
+                if not is_number(factor) or not factor >= 0:
+                    raise ValueError(f"{name} in {where} must be a number >= 0, got {factor!r}")
 
     def key_of(self, full_name: str) -> str | None:
         """The custom key that counts for a parameter; None if no key matches."""
@@ -103,12 +106,6 @@ def build_param_groups(
         for name, param in named_params.items()
         if param.requires_grad
     )
-
-
-def _check_factors(where: str, factors: Mapping[Any, Any]) -> None:
-    for name, factor in factors.items():
-        if not is_number(factor) or not factor >= 0:
-            raise ValueError(f"{name} in {where} must be a number >= 0, got {factor!r}")
 
 
 def _hyperparams(

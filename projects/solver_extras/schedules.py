@@ -134,12 +134,15 @@ def OneCycle(
     ends = [peak, float(2 * pct_start * length) - 2, last] if three_phase else [peak, last]
 
     def schedule(t: int, base: float) -> float:
-        start = base / div_factor
-        values = [start, base, *[start] * three_phase, start / final_div_factor]
+        low = base / div_factor
+        values = [low, base, *[low] * three_phase, low / final_div_factor]
         t = min(t, last)
         i = next(i for i, end in enumerate(ends) if t <= end)
-        begin = ends[i - 1] if i else 0.0
-        return _interpolate(anneal, values[i], values[i + 1], (t - begin) / (ends[i] - begin))
+        begin, start, end = ends[i - 1] if i else 0.0, values[i], values[i + 1]
+        done = (t - begin) / (ends[i] - begin)
+        if anneal == "linear":
+            return (end - start) * done + start
+        return end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
 
     return schedule
 
@@ -184,11 +187,6 @@ def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:
 
 def _half_cosine(start: float, end: float, t: int, length: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * t / length)) / 2
-
-
-def _interpolate(anneal: str, start: float, end: float, done: float) -> float:
-    cosine = end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
-    return (end - start) * done + start if anneal == "linear" else cosine
 
 
 _logger = logging.getLogger(__name__)

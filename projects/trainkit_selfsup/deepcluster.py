@@ -28,10 +28,7 @@ class DeepClusterHook(ClusterHook):
 
     The model has ``extract_feat(batch)``, which returns ``[n, D]``, or maps (their mean is used), or a tuple (its last
     entry is used). If the model has a ``neck``, it gets this output. The model has ``head`` with ``init_weights()``.
-    Every clustering initializes the parameters of the head again, and the optimizer drops their state. With
-    ``reweight`` the model has ``loss_weight``, a buffer ``[k]``; if ``head.loss`` has ``class_weight``, it is set too.
-    With ``init_memory`` the model has ``memory_bank.init_memory(features, labels)``, for tensors ``[N, D]`` and
-    ``[N]``.
+    Every clustering initializes the parameters of the head again, and the optimizer drops their state.
 
     The data: the dataset of the trainer's loader has ``assign_labels(labels)``, with one int per sample, and for
     ``unif_sampling`` the sampler has ``set_uniform_indices(labels, k)``. Or the trainer has a config with one dataset,
@@ -47,13 +44,13 @@ class DeepClusterHook(ClusterHook):
             whitened and with length 1 (section 4.1), or with ``pca_dim: None`` in the features with length 1. ``type``
             is Kmeans.
         unif_sampling: draw each cluster equally often.
-        reweight: set ``loss_weight``.
-        reweight_pow: a cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by their sum.
-        init_memory: fill the memory of ODC.
+        reweight: set ``loss_weight`` of the model, a buffer ``[k]``; ``head.loss.class_weight``, if there is one,
+            becomes the same tensor. A cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by
+            the sum of all.
+        init_memory: call ``memory_bank.init_memory(features, labels)`` of the model, with ``[N, D]`` and ``[N]``.
         initial: also cluster before the first iteration.
         interval: epochs from one clustering to the next.
-        period: iterations from one clustering to the next, instead of ``interval``; in a config also a text such as
-            "6ep".
+        period: iterations from one clustering to the next, instead of ``interval``; in a config also "6ep".
         extract_dataloader: loads all training data in their order, for the features; default is the training data of
             the config with INPUT.TEST_TRANSFORM.
         label_key: the key of the label in a sample that is a dict, see above.

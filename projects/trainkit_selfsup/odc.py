@@ -126,21 +126,13 @@ def _of_all_ranks(tensor: Tensor) -> Tensor:
 
 @HOOK_REGISTRY.register()
 class ODCHook(ClusterHook):
-    """Update the centroids, deal with small clusters, and weight the loss, at their periods.
+    """Update the centroids, deal with small clusters, and store the sizes of clusters, each at its interval.
 
     The model has ``memory_bank`` with ``label_bank``, int64 ``[N]`` in which the model writes the labels of a batch,
-    ``num_classes``, ``update_centroids_memory()`` and ``deal_with_small_clusters()``; an `ODCMemory` has them. With
-    ``reweight`` it has ``loss_weight``, a buffer ``[num_classes]``; if ``head.loss`` has ``class_weight``, it is set
-    too. A `DeepClusterHook` with ``init_memory`` fills the memory at the start of a run. The hook depends only on the
-    iteration and the memory, so it has no state.
-
-    Args:
-        centroids_update_interval: iterations from one update of all centroids to the next.
-        deal_with_small_clusters_interval: iterations from one search for small clusters to the next.
-        evaluate_interval: iterations from one record of cluster sizes in the storage to the next.
-        reweight: set ``loss_weight`` after each iteration. (MMSelfSup's hook does so even if this is False.)
-        reweight_pow: a cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by their sum.
-            (MMSelfSup's hook always uses 0.5.)
+    ``num_classes``, ``update_centroids_memory()`` and ``deal_with_small_clusters()``; an `ODCMemory` has them. A
+    `DeepClusterHook` with ``init_memory`` fills the memory at the start of a run, and tells what ``reweight`` means:
+    here it happens after each iteration. (MMSelfSup's hook does so even if this is False, with the power 0.5.) The hook
+    depends only on the iteration and the memory, so it has no state.
     """
 
     def __init__(

@@ -25,11 +25,7 @@ def model_of(hook: HookBase, *needed: str) -> Any:
 
 
 class ClusterHook(HookBase):
-    """Base class of hooks that weight the classes in a loss by the sizes of their clusters.
-
-    With ``reweight`` the model has ``loss_weight``, a buffer ``[K]``. If ``head.loss`` has ``class_weight``, it becomes
-    the same tensor. A cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by their sum.
-    """
+    """Base class of hooks that weight the classes in a loss by the sizes of clusters, see `DeepClusterHook`."""
 
     def __init__(self, reweight: bool, reweight_pow: float) -> None:
         if not reweight_pow >= 0:
@@ -57,6 +53,6 @@ class ClusterHook(HookBase):
 
 
 def loss_weights(sizes: Tensor, power: float) -> Tensor:
-    """The weights of clusters with these sizes ``[K]``, see `ClusterHook`."""
+    """The weights of clusters with these sizes ``[K]``, see `DeepClusterHook`."""
     weights = (sizes.float() + 1e-10) ** -power
     return weights / weights.sum()

@@ -1,4 +1,4 @@
-"""The digits job. See README.md."""
+"""The digits job as a `LazyConfig`. See projects/lazy."""
 
 from fvcore.common.param_scheduler import CosineParamScheduler
 from torch.optim import SGD
