@@ -72,7 +72,7 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
     paths = [PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()]
     assert {path.parts[0] for path in paths} == {"trainkit", "trainkit_selfsup", "trainkit-9.8.7.dist-info"}
     assert {"py.typed", "engine/train_loop.py"} < expected["trainkit"]
-    assert {"py.typed", "swav.py"} < expected["trainkit_selfsup"]
+    assert {"py.typed", "odc.py"} < expected["trainkit_selfsup"]
     assert {package: files_below(tmp_path / "site" / package) for package in expected} == expected
 
     modules = ["trainkit", "trainkit.engine", "trainkit_selfsup"]

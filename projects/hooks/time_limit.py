@@ -30,9 +30,7 @@ class TimeLimit(HookBase):
 
 def parse_time(text: object) -> float:
     """The seconds of a text such as ``1d 12h``. Raises ConfigError if it is another text."""
-    if re.fullmatch(r"( *\d+(\.\d+)?[dhms])+", str(text)):
-        units = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
-        seconds = sum(float(part) * units[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text)))
-        if seconds > 0:
-            return seconds
-    raise ConfigError(f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h")
+    if not re.fullmatch(r"(?=.*[1-9])( *\d+(\.\d+)?[dhms])+", str(text)):
+        raise ConfigError(f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h")
+    units = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
+    return sum(float(part) * units[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text)))

@@ -5,7 +5,6 @@ import logging
 import operator
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 from trainkit.projects.lazy.nodes import TARGET, is_node, locate, name_of, to_container, to_node, to_plain, update
 
 from trainkit.config import CfgNode, get_cfg
-from trainkit.config.yaml_files import Dumper, parse_literal, read_yaml
+from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_yaml
 from trainkit.utils.errors import ConfigError, UnknownKeyError
 from trainkit.utils.registry import did_you_mean
 
@@ -149,10 +148,8 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
 
 
 def reload_lazy_config(cfg: Any) -> Any:
-    """Save a config with ``LazyConfig.save`` and load it again, for tests."""
-    with tempfile.TemporaryDirectory() as folder:
-        LazyConfig.save(cfg, os.path.join(folder, "config.yaml"))
-        return LazyConfig.load(os.path.join(folder, "config.yaml"))
+    """The config that ``LazyConfig.load`` gives after a ``LazyConfig.save``, for tests."""
+    return to_node(load_yaml(to_yaml(cfg), "the saved config"))
 
 
 def to_yaml(cfg: Any) -> str:

@@ -4,9 +4,7 @@ This package is not a part of ``trainkit``: no other job needs k-means or a memo
 """
 
 from trainkit_selfsup.deepcluster import DeepClusterHook
-from trainkit_selfsup.densecl import DenseCLHook
 from trainkit_selfsup.odc import ODCHook, ODCMemory
-from trainkit_selfsup.simsiam import SimSiamHook
-from trainkit_selfsup.swav import SwAVHook
+from trainkit_selfsup.views import DenseCLHook, SimSiamHook, SwAVHook
 
 __all__ = ["DeepClusterHook", "DenseCLHook", "ODCHook", "ODCMemory", "SimSiamHook", "SwAVHook"]

@@ -155,13 +155,12 @@ class DeepClusterHook(ClusterHook):
 
         Of the data of a config every rank reads a part, of a given loader rank 0 reads all.
         """
-        found, loader = list[Tensor](), self._extract_dataloader
+        device, batches = next(self._model.parameters()).device, self._extract_dataloader
         with preserve_rng_state(), inference_context(self._model):
-            if loader is None:
-                batches: Iterable[Any] = build_test_loader(self._cfg, _dataset_name(self._cfg))
-            else:
-                batches = loader if comm.is_main_process() else ()
-            device = next(self._model.parameters()).device
+            if batches is None:
+                batches = build_test_loader(self._cfg, _dataset_name(self._cfg))
+            elif not comm.is_main_process():
+                batches = ()
             found = [self._embed(move_to_device(batch, device)).float().cpu() for batch in batches]
         return torch.cat([features for rank in comm.all_gather(found) for features in rank])
 

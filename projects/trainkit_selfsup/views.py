@@ -1,4 +1,4 @@
-"""The hook of SwAV (arXiv:2006.09882)."""
+"""The hooks of methods that compare two views: SimSiam, DenseCL and SwAV."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,70 @@ logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
+class SimSiamHook(HookBase):
+    """Keep the predictor's learning rate at ``lr`` in every iteration; the schedule does not change it.
+
+    See arXiv:2011.10566, section 4.2. The model needs no special attributes. The optimizer has parameter groups with
+    ``fix_lr: True`` or ``fixed_lr: True``; without one this is an error before training. In a config, an entry of
+    ``SOLVER.PARAM_GROUPS.CUSTOM_KEYS`` makes them: ``{KEY: predictor, FIXED_LR: True}``. If ``fix_pred_lr`` is False,
+    the hook does nothing.
+    """
+
+    def __init__(self, fix_pred_lr: bool, lr: float) -> None:
+        self._fix_pred_lr, self._lr = fix_pred_lr, lr
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = self.trainer.optimizer.param_groups if self._fix_pred_lr else []
+        return [group for group in groups if group.get("fix_lr") or group.get("fixed_lr")]
+
+    def before_train(self) -> None:
+        if self._fix_pred_lr and not self._groups():
+            entry = "{KEY: predictor, FIXED_LR: True} in SOLVER.PARAM_GROUPS.CUSTOM_KEYS"
+            raise ConfigError(f"SimSiamHook needs a parameter group with fix_lr or fixed_lr, such as that of {entry}")
+
+    def before_step(self) -> None:
+        for group in self._groups():
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self._lr)  # in place: a captured graph reads this tensor
+            else:
+                group["lr"] = self._lr
+
+
+@HOOK_REGISTRY.register()
+class DenseCLHook(HookBase):
+    """Leave out the dense loss in the first iterations, because early features cannot match positions of two views.
+
+    See arXiv:2011.09157. The model has ``loss_lambda``, a number that its loss reads in each forward pass. The hook
+    sets it to 0 before iteration ``start_iters``. From this iteration on, and after the end of the run, it has the
+    model's own value. With ``momentum`` the hook calls ``update_key_encoder(momentum)`` of the model after each update.
+    """
+
+    _model: Any = None
+
+    def __init__(self, start_iters: int = 1000, momentum: float | None = None) -> None:
+        if momentum is not None and not 0 <= momentum <= 1:
+            raise ValueError(f"momentum must be from 0 to 1, got {momentum}")
+        self._start_iters, self._momentum = check_period("start_iters", start_iters), momentum
+
+    def before_train(self) -> None:
+        self._model = model_of(self, "loss_lambda", *["update_key_encoder"] * (self._momentum is not None))
+        self._loss_lambda = self._model.loss_lambda
+
+    def before_step(self) -> None:
+        self._model.loss_lambda = self._loss_lambda if self.trainer.iter >= self._start_iters else 0.0
+
+    def after_step(self) -> None:
+        if self._momentum is not None:
+            self._model.update_key_encoder(self._momentum)
+
+    def after_train(self) -> None:
+        if self._model is not None:
+            self._model.loss_lambda = self._loss_lambda
+
+
+@HOOK_REGISTRY.register()
 class SwAVHook(HookBase):
-    """Create the queue of the loss in its first epoch, and freeze layers in the first iterations.
+    """Create the queue of the loss in its first epoch, and freeze layers in the first iterations (arXiv:2006.09882).
 
     The model has ``head.loss`` with ``queue`` and ``use_queue``. The hook sets ``queue`` to zeros
     ``[len(crops_for_assign), rows, feat_dim]`` on the model's device; before that it is None. The loss fills it, and
@@ -61,7 +123,7 @@ class SwAVHook(HookBase):
         frozen = frozen_layers_cfg or {}
         self._frozen = {name: check_period(f"frozen_layers_cfg[{name}]", iters) for name, iters in frozen.items()}
         self._loss: Any = None
-        self._waiting_state: dict[str, Any] | None = None
+        self._waiting_state: dict[str, Any] = {}  # until training starts
 
     def before_train(self) -> None:
         model = model_of(self, *["head.loss.queue", "head.loss.use_queue"] * bool(self._queue_length))
@@ -72,8 +134,11 @@ class SwAVHook(HookBase):
             if not self._rows or not self.trainer.has_epochs:
                 accepted = f"at least one batch of all ranks, {batch}, and data with a length, that is with epochs"
                 raise ConfigError(f"SwAVHook: queue_length {self._queue_length}; accepted: {accepted}")
-            if self.trainer.start_iter == 0:
-                self._loss.queue, self._loss.use_queue = None, False
+            if self._waiting_state or self.trainer.start_iter == 0:
+                state = self._waiting_state or {"queue": None, "use_queue": False}
+                queue, self._loss.use_queue = state["queue"], state["use_queue"]
+                self._loss.queue = None if queue is None else queue.to(self._device, copy=True)
+            self._waiting_state = {}
         self._layers = []
         for name, iters in self._frozen.items():
             parameters = [parameter for path, parameter in model.named_parameters() if name in path]
@@ -84,14 +149,7 @@ class SwAVHook(HookBase):
                 start_momentum(self.trainer.optimizer)  # fused SGD fails if only some of a group have a momentum
 
     def before_step(self) -> None:
-        if self._loss is None:
-            return
-        if self._waiting_state is not None:
-            queue = self._waiting_state["queue"]
-            self._loss.queue = None if queue is None else queue.to(self._device, copy=True)
-            self._loss.use_queue = self._waiting_state["use_queue"]
-            self._waiting_state = None
-        if self._loss.queue is None and self.trainer.epoch >= self._epoch_queue_starts:
+        if self._loss is not None and self._loss.queue is None and self.trainer.epoch >= self._epoch_queue_starts:
             self._loss.queue = torch.zeros(self._num_crops, self._rows, self._feat_dim, device=self._device)
 
     def after_backward(self) -> None:
@@ -102,8 +160,8 @@ class SwAVHook(HookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """``queue`` and ``use_queue`` of the loss."""
-        if self._waiting_state is not None or self._loss is None:
-            return self._waiting_state or {}
+        if self._waiting_state or self._loss is None:
+            return self._waiting_state
         queue: Tensor | None = self._loss.queue
         return {"queue": None if queue is None else queue.clone(), "use_queue": bool(self._loss.use_queue)}
 
