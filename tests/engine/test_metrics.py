@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.cuda import needs_cuda
@@ -197,7 +198,9 @@ def sharded(rank, folder):
         norms = []
         for model in (whole, parts):
             model(x).square().sum().backward()
-            norms.append(GradientClipper(kind, 0.5, norm_type)(model.parameters()))
+            with CommDebugMode() as mode:
+                norms.append(GradientClipper(kind, 0.5, norm_type)(model.parameters()))
+        assert mode.get_total_counts() == 1 + (kind == "norm")  # for any number of parameters
         assert type(norms[1]) is torch.Tensor  # and no part of one
         pairs = zip(whole.parameters(), parts.parameters(), strict=True)
         differences = [(a.grad - b.grad.full_tensor()).abs().max().item() for a, b in pairs]

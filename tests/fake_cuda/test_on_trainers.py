@@ -192,9 +192,10 @@ def test_the_memory_of_a_save_is_taken_again_when_it_is_written(tmp_path, monkey
 
 
 @needs_cuda
-@pytest.mark.parametrize(("room", "limit", "num"), [(None, 1, 3), (128, 1, 2), (63, 1, 0), (None, 0, 0)])
+@pytest.mark.parametrize(("room", "limit", "num"), [(None, 1, 3), (2, 1, 2), (0.9, 1, 0), (None, 0, 0)])
 def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(room, limit, num, tmp_path, monkeypatch):
-    tensors = [torch.full((16,), float(i), device="cuda") for i in range(3)]  # of 64 bytes
+    size = 2**24  # above 10 MiB torch takes no part of memory that it has
+    tensors = [torch.full((size,), i, dtype=torch.uint8, device="cuda") for i in range(3)]
     form, memory, own, are_beside = AsyncFormat(), torch.accelerator.memory, torch.accelerator.current_stream(), []
 
     def copy_(self, source, copy=torch.Tensor.copy_, **kwargs):
@@ -203,23 +204,24 @@ def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(room,
         return copy(self, source, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    monkeypatch.setattr(host_copy, "BLOCK_SIZE", 64)
+    monkeypatch.setattr(host_copy, "BLOCK_SIZE", size)
     memory.empty_cache()
     before, taken = memory.memory_allocated(), memory.max_memory_allocated() - memory.memory_reserved()
     if room is not None:
-        monkeypatch.setattr(memory, "get_memory_info", lambda device: (taken + room + 1000, 10_000))
+        monkeypatch.setattr(memory, "get_memory_info", lambda device: (taken + int(room * size) + 1000, 10_000))
     torch.cuda.set_per_process_memory_fraction(limit)
     try:
         state = form.prepare({"tensors": tensors})
     finally:
         torch.cuda.set_per_process_memory_fraction(1)
     for tensor in tensors:
-        tensor.fill_(-1)
+        tensor.fill_(3)
     assert (memory.memory_allocated() > before) == (num > 0)
     form.write(state, str(tmp_path / "model.pth"))
     assert memory.memory_allocated() == before
     assert are_beside == [False] * (3 - num) + [True] * num
-    assert [tensor.unique().tolist() for tensor in read_file(tmp_path / "model.pth")["tensors"]] == [[0], [1], [2]]
+    saved = read_file(tmp_path / "model.pth")["tensors"]
+    assert [(tensor.min().item(), tensor.max().item()) for tensor in saved] == [(0, 0), (1, 1), (2, 2)]
 
 
 @needs_two

@@ -29,7 +29,7 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def candidates(folder: str) -> list[str]:
-    """The tagged file, then all others, newest first; [] without a tag. Downloads from `mirrors`; as `tagged_file`."""
+    """The tagged file, then others, newest first; [] without a tag. Downloads `mirrors`. Raises as `tagged_file`."""
     if folder in mirrors:
         mirrors[folder].download()
     tagged = tagged_file(folder)
