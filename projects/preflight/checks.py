@@ -5,24 +5,28 @@ import math
 import os
 import resource
 import shutil
+import signal
+import sys
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice, pairwise
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from statistics import median
+from timeit import timeit
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+from torch.utils.data import IterableDataset
 from trainkit.projects.preflight.findings import LOOK, Finding, NotAsked, check, judge, some
-from trainkit.projects.preflight.job import STEPS, Job, classes_of, digest, timed
-from trainkit.projects.preflight.options import reads
+from trainkit.projects.preflight.job import STEPS, Job, classes_of, digest
+from trainkit.projects.preflight.options import KILLED, reads
+from trainkit.projects.replay.checkpoints import Saved, prove
 
+from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
+from trainkit.data import DatasetCatalog
 from trainkit.solver.param_groups import NORM_LAYERS
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, unwrap_model
@@ -32,15 +36,19 @@ from trainkit.utils.plugins import CONFIG_KEYS
 
 @check
 def runs(job: Job) -> Finding:
-    return judge("runs", not job.ordinary, f"{STEPS} steps of {job.trainer.max_iter}")
+    job.make_steps()
+    return judge("runs", False, f"{STEPS} steps of {job.trainer.max_iter}")
 
 
 @check
 def learns(job: Job) -> Iterator[Finding]:
     """Does it learn at all?"""
-    if "total_loss" not in job.one_batch.storage.latest():
+    trainer = job.build("SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), "SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR")
+    trainer.data_loader = job.batches[:1] * 30
+    trainer.train(0, min(30, trainer.max_iter))
+    if "total_loss" not in trainer.storage.latest():
         raise NotAsked("this trainer stores no total_loss", "learns, first_loss, labels")
-    losses = [value for value, _ in job.one_batch.storage.history("total_loss").values()]
+    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
     known, *others = [classes_of(batch, ndim=1) for batch in job.batches]
     # the cross entropy of the best answer that is the same for all samples
     constant = -sum(n / len(known) * math.log(n / len(known)) for n in Counter(known).values())
@@ -54,10 +62,10 @@ def learns(job: Job) -> Iterator[Finding]:
         raise NotAsked("no classification", "first_loss, labels")
     ratio = losses[0] / math.log(len(classes))
     text = f"{losses[0]:.3g}, {ratio:.2g} times that of a guess among {len(classes)} classes"
-    is_bad = not job.cfg.MODEL.WEIGHTS and not 0.5 < ratio < 2
-    yield judge("first_loss", is_bad, text, "let the first outputs be small", LOOK)
+    is_far = not job.cfg.MODEL.WEIGHTS and not 0.5 < ratio < 2
+    yield judge("first_loss", is_far, text, "let the first outputs be small", LOOK)
 
-    model = job.one_batch.model.eval()
+    model = trainer.model.eval()
     with torch.no_grad():
         outputs = [model(batch) for batch in job.batches[1:]]
     if len(known) < 4 * len(classes) or not all(isinstance(each, Tensor) and each.ndim == 2 for each in outputs):
@@ -66,8 +74,7 @@ def learns(job: Job) -> Iterator[Finding]:
     share = (torch.cat(outputs).argmax(1).cpu() == truth).double().mean().item()
     chance = max(classes.values()) / classes.total()
     text = f"with one batch learned, {share:.0%} of others are right; the most frequent class has {chance:.0%}"
-    is_bad = share <= chance + 2 * math.sqrt(chance / len(truth))
-    yield judge("labels", is_bad, text, "do the labels belong to their inputs?")
+    yield judge("labels", share <= chance + 2 * math.sqrt(chance / len(truth)), text, "do they belong to the inputs?")
 
 
 @check
@@ -81,47 +88,47 @@ def optimizer(job: Job) -> Iterator[Finding]:
     text = f"trained, but not in it: {some(lost)}; in it, but not trained: {foreign}"
     yield judge("optimizer", lost or foreign, text, "build it after the model is complete and frozen")
     yield judge("frozen", frozen, some(frozen), "unfreeze them, or allow it", LOOK)
-    kinds = (_BatchNorm, nn.Dropout, type(model))
-    parts = [(name or "the model", part) for name, part in model.named_modules() if isinstance(part, kinds)]
-    modes = [name for name, part in parts if not part.training]
+    kinds, parts = (_BatchNorm, nn.Dropout, type(model)), model.named_modules()
+    modes = [name or "the model" for name, part in parts if isinstance(part, kinds) and not part.training]
     yield judge("modes", modes, f"in eval mode: {some(modes)}", "call train()")
-    unused = [name for name in named if name not in (*frozen, *job.watched.trained)]
-    yield judge("gradients", unused, f"always zero or missing: {some(unused)}", "are they used in the loss?")
-    silent = [((~fires).double().mean(), place) for (_, place), fires in job.watched.fired.items() if not fires.all()]
-    text = f"channels never above zero in 8 batches: {some(f'{share:.0%} of {place}' for share, place in silent)}"
-    is_bad = any(share > 0.25 for share, _ in silent)
-    yield judge("dead", is_bad, text, "lower the learning rate, or initialize otherwise", LOOK)
+    unused = [name for name in named if name not in (*frozen, *job.watcher.trained)]
+    text = f"zero or missing in {STEPS} steps: {some(unused)}"
+    yield judge("gradients", unused, text, "are they used in the loss?", LOOK)
+    silent = [((~fires).double().mean(), place) for (_, place), fires in job.watcher.fired.items() if not fires.all()]
+    lines = some(f"{share:.0%} of {place}" for share, place in silent)
+    text = f"channels never above zero in {STEPS // 2} steps: {lines}"
+    yield judge("dead", any(share > 0.25 for share, _ in silent), text, "lower the rate, or initialize otherwise", LOOK)
 
 
 @check
 def values(job: Job) -> Iterator[Finding]:
     """Is the data what you think?"""
     texts, is_bad = [], False
-    for leaves in zip(*map(tree_leaves_with_path, job.batches), strict=False):
-        path, first = leaves[0]
+    for (path, first), *others in zip(*map(tree_leaves_with_path, job.batches), strict=False):
         if isinstance(first, Tensor) and first.numel() > 1:
-            of_all = torch.cat([leaf.flatten().float() for _, leaf in leaves])
-            kind, low, high = str(first.dtype).removeprefix("torch."), of_all.min(), of_all.max()
-            field = keystr(path).strip("[]'")
-            texts.append(f"{field} {[*first.shape]} {kind} from {low:.3g} to {high:.3g}")
-            if first.is_floating_point() and first.ndim > 1:
-                texts[-1] += f" has mean {of_all.mean():.2g} and std {of_all.std():.2g}"
-                is_bad |= not (0.02 < of_all.std() < 2 and abs(of_all.mean()) < 2)
+            of_all = torch.cat([leaf.flatten().float() for leaf in (first, *(leaf for _, leaf in others))])
+            std, mean = torch.std_mean(of_all)
+            field, kind = keystr(path).strip("[]'"), str(first.dtype).removeprefix("torch.")
+            texts.append(f"{field} {[*first.shape]} {kind} from {of_all.min():.3g} to {of_all.max():.3g}")
+            texts[-1] += f", mean {mean:.2g}, std {std:.2g}"
+            is_bad |= first.is_floating_point() and first.ndim > 1 and not (0.02 < std < 2 and abs(mean) < 2)
     yield judge("values", is_bad, "; ".join(texts[:6]), "normalize once; find values that are not finite", LOOK)
     for images in [leaf for leaf in tree_leaves(job.batches[0]) if isinstance(leaf, Tensor) and leaf.ndim == 4][:1]:
         yield judge("picture", False, _drawn(images))
 
     digests = [digest(batch) for batch in job.batches]
-    steps = [i for i, (one, other) in enumerate(pairwise(digests), 1) if one == other]
+    steps = [i for i in range(1, len(digests)) if digests[i] == digests[i - 1]]
     text = f"batches that equal the one before, of {len(digests)}: {some(steps)}"
     yield judge("repeats", steps, text, "shuffle the samples", LOOK)
-    again, state = digest(next(iter(job.build().data_loader))), digest(get_rng_state())
-    is_idle = len({digest(dataset[0]) for dataset in job.datasets[0][:1] for _ in range(8)}) == 1
+    again, state = digest(job.build().fetch()), digest(get_rng_state())
+    names = job.cfg.DATASETS
+    datasets = [_indexed(each) for each in (names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN})]
+    is_idle = len({digest(dataset[0]) for dataset in datasets[0][:1] for _ in range(8)}) == 1
     is_idle = is_idle and digest(get_rng_state()) != state
     text = "first batches of two runs with one seed" + "; a sample draws random numbers that change nothing" * is_idle
     yield judge("augmentation", is_idle or again != digests[0], text, "use the global random generators")
 
-    train, others = ([*_facts(datasets)] for datasets in job.datasets)
+    train, others = ([*_facts(each)] for each in datasets)
     of_train, of_others = ({label for labels, _ in each for label in labels} for each in (train, others))
     if not train or not others or len(of_train) < min(2, len(of_others)):
         raise NotAsked("no datasets with indices, or TRAIN has no labels", "overlap, classes")
@@ -135,28 +142,37 @@ def values(job: Job) -> Iterator[Finding]:
 
 
 @check
-def reproducible(job: Job) -> Iterator[Finding]:
-    """Is it reproducible, does it resume?"""
-    verdict, text = job.replayed["verdict"], f"{job.replayed['on the way']}; {job.replayed['proof']}"
-    yield judge("reproducible", "differs" in verdict, verdict, "seed what draws; DETERMINISTIC on a GPU")
-    lost = "; ".join(job.ordinary.describe_inexact())
-    yield judge("resumes", "DIFFERENT" in text, text, lost or "give what has a state a state_dict")
+def reproducible(job: Job) -> Finding:
+    """Is it reproducible?"""
+    whole, killed = job.start("whole"), job.start("killed", code=-signal.SIGKILL, **{KILLED: "1"})
+    text = prove([read_file(whole / "model_0000002.pth")], Saved(2, 2, f"{killed}/model_0000002.pth", {}))
+    if is_bad := "DIFFERENT" in text:
+        words = [sys.executable, "-m", "trainkit.projects.replay", str(whole), "--iter", "0", "--", *job.command]
+        text += f"; {job.run(*words).stdout.rpartition('verdict: ')[-1].strip()}"
+    text = f"three steps in two processes: {text}"
+    return judge("reproducible", is_bad, text, "seed what draws; DETERMINISTIC on a GPU")
+
+
+@check
+def resumes(job: Job) -> Finding:
+    """Does it resume?"""
+    whole, killed = Path(job.folder, "whole", "fast_dev_run"), job.start("killed", "--resume", **{KILLED: "1"})
+    text = prove([read_file(whole / "model_final.pth")], Saved(5, 2, f"{killed}/model_final.pth", {}))
+    lost = "; ".join(job.ordinary.describe_inexact()) or "make it reproducible; what has a state needs a state_dict"
+    return judge("resumes", "DIFFERENT" in text, f"killed in its fourth step: {text}", lost)
 
 
 @check
 def host_reads(job: Job) -> Iterator[Finding]:
     """Does it wait?"""
-    own = [line for line in job.watched.reads if "site-packages" not in line]
-    text = f"in the forward pass: {some(dict.fromkeys(own))}; {len(job.watched.reads) - len(own)} in installed packages"
+    own = [line for line in job.watcher.reads if "site-packages" not in line]
+    text = f"in the forward pass: {some(dict.fromkeys(own))}; {len(job.watcher.reads) - len(own)} in installed packages"
     yield judge("host_reads", own, text, "the device would wait; keep it a tensor", LOOK)
-    step, wait = (job.ordinary.storage.history(name).median(STEPS) for name in ("time", "data_time"))
-    sec = {"data": wait} | {name: median(each[name] for each in job.watched.sec) for name in job.watched.sec[0]}
-    sec["hooks"] = max(0.0, step - sum(sec.values()))
-    shares = ", ".join(f"{name} {part / sum(sec.values()):.0%}" for name, part in sec.items())
-    batches = iter(job.build().data_loader)
-    next(batches)  # starts the workers
-    number, alone = timed(lambda: sum(1 for _ in islice(batches, STEPS)))
-    alone /= max(1, number)
+    step = sum(job.sec.values())
+    shares = ", ".join(f"{name} {part / step:.0%}" for name, part in job.sec.items())
+    trainer = job.build()
+    trainer.fetch()  # starts the workers
+    alone = timeit(trainer.fetch, number=STEPS) / STEPS
     text = f"a step has {1000 * step:.1f} ms ({shares}), a batch alone {1000 * alone:.1f} ms"
     workers = math.ceil(max(1, job.cfg.DATALOADER.NUM_WORKERS) * alone / step)
     yield judge("loader", alone > max(step, 0.02), text, f"{workers} workers would suffice", LOOK)
@@ -166,8 +182,8 @@ def host_reads(job: Job) -> Iterator[Finding]:
 def disk(job: Job) -> Iterator[Finding]:
     """Does it fit?"""
     trainer, cfg, steps = job.ordinary, job.trainer.cfg, job.trainer.max_iter
-    _, save_sec = timed(trainer.checkpointer.save, "preflight")
-    _, eval_sec = timed(job.trainer.test, cfg, job.trainer.model)
+    save_sec = timeit(lambda: trainer.checkpointer.save("preflight"), number=1)
+    eval_sec = timeit(lambda: job.trainer.test(cfg, job.trainer.model), number=1)
     periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
     saves, evaluations = (steps // period if period else 0 for period in periods)
     files = Path(trainer.checkpointer.save_dir).rglob("preflight*")
@@ -177,7 +193,7 @@ def disk(job: Job) -> Iterator[Finding]:
     free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
     text = f"a checkpoint has {size / 2**20:.1f} MiB and takes {save_sec:.1f} s; all need {need / 2**30:.2f} of "
     yield judge("disk", need > free, f"{text}{free / 2**30:.0f} GiB", "set CHECKPOINT.MAX_TO_KEEP")
-    total = trainer.storage.history("time").median(STEPS) * steps + saves * save_sec + (evaluations + 1) * eval_sec
+    total = steps * sum(job.sec.values()) + saves * save_sec + (evaluations + 1) * eval_sec
     yield judge("time", False, f"about {total / 60:.1f} min; an evaluation takes {eval_sec:.1f} s")
 
     peak = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -225,7 +241,9 @@ def settings(job: Job) -> Finding:
     changed = [key for key, _ in changed_settings(job.cfg, get_cfg()) if key not in known]
     checked = (*CONFIG_KEYS, "SOLVER.OPTIMIZER")  # their keys are errors if they are not known
     own = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in checked)]
-    names = [key for key in own if key not in reads]
+    nodes = {key: key.rpartition(".")[0] for key in (*own, *reads)}
+    asked = {nodes[key] for key in reads}  # of other nodes no key is asked for: they are passed on as a whole
+    names = [key for key in own if key not in reads and (nodes[key] in asked or nodes[key] not in reads)]
     text = f"of {len(own)} keys of your own, nobody reads {some(names)}"
     return judge("settings", names, text, "correct or remove them")
 
@@ -233,22 +251,24 @@ def settings(job: Job) -> Finding:
 @check
 def processes(job: Job) -> Finding:
     """Do several processes do the same as one?"""
-    if comm.get_world_size() == 1:
-        raise NotAsked("the job has one process")
-    if "total_loss" not in job.ordinary.storage.latest():
-        raise NotAsked("this trainer stores no total_loss")
+    if comm.get_world_size() == 1 or "total_loss" not in job.ordinary.storage.latest():
+        raise NotAsked("the job has one process, or stores no total_loss")
     trainer, losses = job.ordinary, job.ordinary.storage.history("total_loss").values()
-    hooks, buffers = [type(hook).__name__ for hook in trainer.hooks], unwrap_model(trainer.model).named_buffers()
-    own = {"hooks": hooks, "buffers": digest(dict(buffers)), "metrics": {*trainer.storage.latest()}}
-    first, *others = comm.all_gather(own)
-    different = [name for name in ("hooks", "buffers") if any(each[name] != first[name] for each in others)]
-    different += ["metrics"] * any(each["metrics"] - first["metrics"] for each in others)  # rank 0 also has results
-    lines = map(json.loads, (job.short_run / "metrics.json").read_text().splitlines())
+    own = {"buffers": digest(dict(unwrap_model(trainer.model).named_buffers())), "metrics": {*trainer.storage.latest()}}
+    first, *others = comm.all_gather({**own, "hooks": [type(hook).__name__ for hook in trainer.hooks]})
+    first["metrics"] &= others[0]["metrics"]  # rank 0 also has results
+    different = [name for name in first if any(each[name] != first[name] for each in others)]
+    lines = map(json.loads, Path(job.start("alone"), "metrics.json").read_text().splitlines())
     alone = next(line["total_loss"] for line in lines if "total_loss" in line)
     text = f"different among them: {some(different)}; the first loss is {losses[0][0]:.4g}, of one process {alone:.4g}"
-    is_bad = different or abs(losses[0][0] - alone) > 0.01 * abs(alone)
     advice = "a loss is a mean over samples; SyncBatchNorm or the hook SyncBuffers"
-    return judge("processes", is_bad, text, advice, LOOK)
+    return judge("processes", different or abs(losses[0][0] - alone) > 0.01 * abs(alone), text, advice, LOOK)
+
+
+def _indexed(names: Iterable[str]) -> list[Any]:
+    """The datasets that have indices."""
+    found = [DatasetCatalog.get(name) for name in names if name in DatasetCatalog]
+    return [one for one in found if isinstance(one, Sized) and not isinstance(one, IterableDataset)]
 
 
 def _facts(datasets: list[Any]) -> Iterator[tuple[list[int], str]]:
@@ -260,6 +280,6 @@ def _facts(datasets: list[Any]) -> Iterator[tuple[list[int], str]]:
 
 
 def _drawn(images: Tensor) -> str:
-    gray = F.interpolate(images[:4].float().nan_to_num().mean(1, keepdim=True), (8, 16))[:, 0]
+    gray = nn.functional.interpolate(images[:4].float().nan_to_num().mean(1, keepdim=True), (8, 16))[:, 0]
     levels = (4 * (gray - gray.min()) / (gray.max() - gray.min()).clamp(min=1e-9)).round().int().tolist()
     return "\n".join("  ".join("".join("·░▒▓█"[level] for level in image[row]) for image in levels) for row in range(8))

@@ -2,13 +2,14 @@
 
 import json
 import logging
-import shutil
+import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import trainkit.projects.preflight.checks  # noqa: F401 - registers the checks
+from trainkit.projects.preflight import checks
 from trainkit.projects.preflight.findings import PREFLIGHT_REGISTRY, Finding
 from trainkit.projects.preflight.job import Job
 
@@ -16,8 +17,6 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils import comm
 from trainkit.utils.logger import format_table
-
-WITH_PROCESSES = ("reproducible", "processes")
 
 
 @HOOK_REGISTRY.register()
@@ -28,16 +27,18 @@ class Preflight(HookBase):
         self._given, self._args = given, args
 
     def before_train(self) -> None:
+        logging.disable()  # the end of this process is no failure of a run
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a run would stop after its step
+        signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
         job, found = Job(self.trainer, self._given, self._args["preflight_command"]), list[Finding]()
-        for name, check in PREFLIGHT_REGISTRY:
+        for name, check in sorted(PREFLIGHT_REGISTRY, key=lambda entry: entry[1].__module__ != checks.__name__):
             if sys.stderr.isatty():
                 print(f"\r{name:<20}", end="", file=sys.stderr, flush=True)
-            if not (self._args["preflight_quick"] and name in WITH_PROCESSES):
+            if not (self._args["preflight_quick"] and name in ("reproducible", "resumes", "processes")):
                 found += job.ask(check)
             if found[0].verdict != "sound":  # the job does not run
                 break
         found, allowed = comm.broadcast(found), {*self._args["preflight_allow"]}
-        shutil.rmtree(job.folder, ignore_errors=True)
         bad = [each.name for each in found if each.verdict not in ("sound", "not asked") and each.name not in allowed]
         if comm.is_main_process():
             rows = [(n, v + " (allowed)" * (n in allowed), f"{t}: {a}" if a else t) for n, v, t, a in found]
@@ -49,5 +50,13 @@ class Preflight(HookBase):
         names = [each.name for each in found]
         if unknown := not bad and allowed.difference(names):
             raise ConfigError(f"--preflight-allow: no finding is called {', '.join(unknown)}; there are {names}")
-        logging.disable()  # the end of this process is no failure of a run
         sys.exit(3 if bad else 0)
+
+
+@HOOK_REGISTRY.register()
+class Killed(HookBase):
+    """Kills a new run in its fourth step, after its first checkpoint; a resumed run goes on."""
+
+    def after_step(self) -> None:
+        if self.trainer.iter == 3 and self.trainer.start_iter == 0:
+            os.kill(os.getpid(), signal.SIGKILL)

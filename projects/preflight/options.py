@@ -1,14 +1,17 @@
 """``--preflight``: check the job instead of training it; and the keys of the config that are read."""
 
 import argparse
+import atexit
+import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
 
+KILLED = "PREFLIGHT_KILLED"  # a variable of the environment of a process that is to be killed
 reads: dict[str, None] = {}  # full keys that were read
 
 
@@ -22,15 +25,6 @@ class RecordedCfg(CfgNode):
     def get(self, name: str, default: Any = None) -> Any:
         reads[self.__dict__.get("__key__", "") + name] = None
         return super().get(name, default)
-
-    def __iter__(self) -> Iterator[Any]:  # with a method of its own, ``**node`` gets each item
-        return super().__iter__()
-
-    def dump(self, **kwargs: Any) -> str:
-        before, text = dict(reads), super().dump(**kwargs)  # which gets each item
-        reads.clear()
-        reads.update(before)
-        return text
 
 
 def record_reads(node: CfgNode, key: str = "") -> None:
@@ -53,11 +47,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def apply(cfg: Any, args: argparse.Namespace) -> None:
     """Let the trainer of this config check the job before its first step, in a temporary folder."""
     if getattr(args, "fast_dev_run", False):  # as in the new processes that a check starts
+        if KILLED in os.environ:
+            cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Killed"}]
         return
     if not isinstance(cfg, CfgNode) or args.eval_only:
         raise ConfigError("--preflight is for a job with a config of get_cfg that trains")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(args.preflight_json))):
+        raise ConfigError(f"--preflight-json: there is no folder for {args.preflight_json!r}")
     record_reads(cfg)
     cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": vars(args)}]
-    folder = comm.broadcast(tempfile.mkdtemp(prefix="preflight-") if comm.is_main_process() else "")
-    cfg["OUTPUT_DIR"] = cfg.CHECKPOINT["DIR"] = folder
-    cfg["SEED"], cfg.LOG["LEVEL"] = max(cfg.SEED, 0), "ERROR"
+    folder = tempfile.mkdtemp(prefix="preflight-") if comm.is_main_process() else ""
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    cfg["OUTPUT_DIR"] = cfg.CHECKPOINT["DIR"] = comm.broadcast(folder)
+    cfg["SEED"], cfg.LOG["LEVEL"], cfg.LOG["WRITERS"] = max(cfg.SEED, 0), "ERROR", []

@@ -87,7 +87,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",
         "non_finite": "trainers: gradients skip",
         "predict": "predictor: DefaultPredictor",
-        "preflight": "hook: Preflight",
+        "preflight": "hook: Killed Preflight",
         "remote": "mirror: Mirror; store: CheckpointStore STORE_REGISTRY register_addresses",
         "replay": "config: SkipBatches",
         "samplers": (
@@ -112,7 +112,7 @@ OPTIONS: dict[str, str] = _by_name(
     {
         "fast_dev": "options: --fast-dev-run",
         "replay": "fork: --fork",
-        "preflight": "options: --preflight --preflight-quick",
+        "preflight": "options: --preflight --preflight-allow --preflight-json --preflight-quick",
         "samplers": "--overfit-batches",
     }
 )

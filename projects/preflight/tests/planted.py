@@ -1,6 +1,8 @@
 """A job in which ``MODEL.PLANT`` plants mistakes."""
 
 import random
+import signal
+from itertools import islice
 
 import torch
 from torch import nn
@@ -19,9 +21,8 @@ def make_samples(seed, plant=""):
     generator = torch.Generator().manual_seed(seed)
     label = torch.arange(SAMPLES) % CLASSES
     centers = torch.randn(CLASSES, 16, generator=torch.Generator().manual_seed(0))
-    image = 0.7 * centers[label] + 0.5 * torch.randn(SAMPLES, 16, generator=generator) + 5
-    for _ in range(2 if plant == "normalized twice" else 1):
-        image = (image - 5) / 2 if plant == "normalized twice" else image - 5
+    image = 0.7 * centers[label] + 0.5 * torch.randn(SAMPLES, 16, generator=generator)
+    image = (image / 2 - 5 * (plant == "normalized twice")).reshape(SAMPLES, 1, 4, 4)
     if plant == "no labels" and seed == 1:
         return [{"image": each, "index": i} for i, each in enumerate(image)]
     if plant == "shuffled labels":
@@ -46,16 +47,6 @@ class Augmented:
         return sample if "idle" in self.plant else changed
 
 
-class Twice:
-    """Gives each batch twice."""
-
-    def __init__(self, loader):
-        self.loader, self.dataset = loader, loader.dataset
-
-    def __iter__(self):
-        return (batch for batch in self.loader for _ in range(2))
-
-
 @MODEL_REGISTRY.register()
 class Planted(nn.Module):
     def __init__(self, cfg):
@@ -70,14 +61,13 @@ class Planted(nn.Module):
             self.norm.bias.data[:20] = -100
 
     def forward(self, batch):
-        features = F.relu(self.norm(self.body(batch["image"])))
-        if self.plant == "item" and features.mean().item() > 1e9:
-            features = features / 2
+        features = F.relu(self.norm(self.body(batch["image"].flatten(1))))
+        features = features * (features.mean().item() > -1 if self.plant == "item" else 1)
         logits = self.head(features) * (50 if "large outputs" in self.plant else 1)
         if not self.training:
             return logits
         if self.plant == "no labels":
-            return {"loss": F.mse_loss(logits, batch["image"][:, :CLASSES])}
+            return {"loss": F.mse_loss(logits, batch["image"].flatten(1)[:, :CLASSES])}
         loss = F.cross_entropy(logits, batch["label"], reduction="sum" if self.plant == "sum" else "mean")
         return {"loss": loss.detach() if self.plant == "detached" else loss}
 
@@ -98,6 +88,8 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_optimizer(cls, cfg, model):
+        if cfg.MODEL.PLANT == "interrupt" and cfg.OUTPUT_DIR.endswith("/1"):  # while it is checked
+            signal.raise_signal(signal.SIGINT)
         optimizer = super().build_optimizer(cfg, model)
         if cfg.MODEL.PLANT == "early optimizer":
             model.head = nn.Linear(model.body.out_features, CLASSES)
@@ -105,11 +97,15 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg):
-        if cfg.MODEL.PLANT != "loader without state":
-            loader = super().build_train_loader(cfg)
-            return Twice(loader) if "repeated batches" in cfg.MODEL.PLANT else loader
-        dataset = DatasetCatalog.get("planted_train")
-        return DataLoader(dataset, 32, shuffle=True, generator=torch.Generator().manual_seed(1), drop_last=True)
+        plant, loader = cfg.MODEL.PLANT, super().build_train_loader(cfg)
+        if "repeated batches" in plant:
+            return [batch for batch in islice(loader, 20) for _ in range(2)]
+        dataset, generator = DatasetCatalog.get("planted_train"), torch.Generator().manual_seed(1)
+        without_state = DataLoader(dataset, 32, shuffle=True, generator=generator, drop_last=True)
+        return without_state if plant == "loader without state" else loader
+
+    def resume_or_load(self, resume=True):
+        super().resume_or_load(resume=resume and self.cfg.MODEL.PLANT != "never resumed")
 
 
 class OwnStep(Trainer):

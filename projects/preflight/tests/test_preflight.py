@@ -1,6 +1,11 @@
 """Jobs with planted mistakes, and jobs without."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,32 +21,45 @@ from trainkit.engine import SimpleTrainer
 PAGE = "docs/preflight.md"
 (OWN,) = blocks(PAGE, "python")
 JOB = Path(__file__).with_name("planted.py")
-CLIP = ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"]
-CLIP += ["SOLVER.CLIP_GRADIENTS.CLIP_VALUE"]
+CLIP = ["SOLVER.CLIP_GRADIENTS", {"ENABLED": True, "CLIP_TYPE": "full_model"}, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE"]
 ADAMW = ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.BETAS", "[0.9, 0.98]", "SOLVER.BASE_LR", 0.01]
-LONG = ["SOLVER.MAX_ITER", 10**10, "SOLVER.WARMUP_ITERS", 9 * 10**9, "SOLVER.CHECKPOINT_PERIOD", 1]
+LONG = ["SOLVER", {"MAX_ITER": 10**10, "WARMUP_ITERS": 9 * 10**9, "CHECKPOINT_PERIOD": 1}]
 LONG += ["CHECKPOINT.MAX_TO_KEEP", 10**9]
 
 
+def start(folder, *options):
+    """A forked process does not remove temporary folders at its end."""
+    begin = script(JOB, *options, "OUTPUT_DIR", "out")
+    return run_forked(lambda: (setattr(tempfile, "tempdir", str(folder)), begin()), folder)
+
+
 def preflight(folder, *options):
-    """Exit code, name -> verdict, and what was printed."""
-    done = run_forked(script(JOB, "--preflight-json", "found.json", *options, "OUTPUT_DIR", "out"), folder)
+    """Exit code, names of problems, name -> verdict, and what was printed."""
+    done = start(folder, "--preflight-json", "found.json", *options)
     found = json.loads((folder / "found.json").read_text())
     assert not (folder / "out").exists()
-    return done.returncode, {finding["name"]: finding["verdict"] for finding in found}, done.stdout
-
-
-def problems(verdicts):
-    return {name for name, verdict in verdicts.items() if verdict not in ("sound", "not asked")}
+    verdicts = {finding["name"]: finding["verdict"] for finding in found}
+    return done.returncode, {n for n, v in verdicts.items() if v not in ("sound", "not asked")}, verdicts, done.stdout
 
 
 @pytest.mark.slow
 def test_a_sound_job_is_sound_and_nothing_is_written(tmp_path):
-    code, verdicts, text = preflight(tmp_path, "--preflight")
-    assert (code, problems(verdicts)) == (0, set()), text
-    assert {"reproducible", "resumes"} <= verdicts.keys()
-    assert [name for name in verdicts if f"`{name}`" not in page(PAGE)] == []
-    assert text.endswith("The job is sound.\n")
+    code, problems, verdicts, text = preflight(tmp_path, "--preflight")
+    assert (code, problems) == (0, set()), text
+    cells = [line.split("|")[1] for line in page(PAGE).splitlines() if line.startswith("| `")]
+    assert [*verdicts] == re.findall(r"`(\w+)`", " ".join(cells))
+    assert re.search(r"picture +sound +([·░▒▓█]{16} *){4}\n", text)
+    assert re.search(r"time +sound +about \d+\.\d min; an evaluation takes \d+\.\d s\n", text)
+    assert re.search(r"memory +sound +[\d,]+ of [\d,]+ MiB; a batch can have at least \d+ samples\n", text)
+
+
+@pytest.mark.slow
+def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
+    command = [sys.executable, JOB, "--preflight", "MODEL.PLANT", "interrupt", "OUTPUT_DIR", "out"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert [*tmp_path.glob("preflight-*"), *tmp_path.glob("out")] == []
 
 
 @pytest.mark.parametrize(
@@ -61,58 +79,39 @@ def test_a_sound_job_is_sound_and_nothing_is_written(tmp_path):
         ("no class 3, repeated batches, idle augmentation", "classes repeats augmentation", []),
         ("unseeded augmentation", "augmentation", []),
         ("", "disk schedule decay clipping", [*LONG, "SOLVER.WEIGHT_DECAY_NORM", 0.1, *CLIP, 1e6]),
+        pytest.param("random hook", "reproducible", ["--preflight"], marks=pytest.mark.slow),
+        pytest.param("loader without state", "resumes", ["--preflight"], marks=pytest.mark.slow),
+        pytest.param("never resumed", "resumes", ["--preflight"], marks=pytest.mark.slow),
+        ("no labels", "", ADAMW),  # no mistake: a test set with the inputs of a training set without labels
+        ("own step", "", []),
     ],
 )
 def test_a_planted_mistake_is_named(tmp_path, plant, names, options):
-    code, verdicts, text = preflight(tmp_path, "--preflight-quick", "MODEL.PLANT", plant, *options)
-    assert code == 3
-    assert {*names.split()} <= problems(verdicts), text
-    assert "reproducible" not in verdicts
+    options = options if "--preflight" in options else ["--preflight-quick", *options]
+    code, problems, verdicts, text = preflight(tmp_path, "MODEL.PLANT", plant, *options)
+    assert code == (3 if names else 0), text
+    assert {*names.split()} <= problems, text
+    assert ("reproducible" in verdicts) == ("--preflight" in options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("plant", "name"), [("random hook", "reproducible"), ("loader without state", "resumes")])
-def test_a_planted_mistake_that_only_new_processes_show_is_named(tmp_path, plant, name):
-    code, verdicts, text = preflight(tmp_path, "--preflight", "MODEL.PLANT", plant)
-    assert code == 3
-    assert name in problems(verdicts), text
-
-
-@pytest.mark.parametrize(
-    ("plant", "options", "not_asked"),
-    [
-        ("no labels", ADAMW, "overlap, classes"),  # a test set with the inputs of a training set without labels
-        ("own step", [], "gradients, dead, host_reads, loader"),
-    ],
-)
-def test_what_only_looks_like_a_mistake_is_sound(tmp_path, plant, options, not_asked):
-    code, verdicts, text = preflight(tmp_path, "--preflight-quick", "MODEL.PLANT", plant, *options)
-    assert (code, problems(verdicts), verdicts[not_asked]) == (0, set(), "not asked"), text
-
-
-def test_a_finding_is_allowed_by_its_name(tmp_path):
-    options = ["--preflight-quick", "--preflight-allow", "frozen", "MODEL.PLANT", "frozen"]
-    code, verdicts, text = preflight(tmp_path, *options)
-    assert (code, problems(verdicts)) == (0, {"frozen"}), text
-    assert "look at this (allowed)" in text
-    done = run_forked(script(JOB, "--preflight-quick", "--preflight-allow", "frzen"), tmp_path)
-    assert (done.returncode, "no finding is called frzen" in done.stderr) == (2, True)
-
-
-def test_a_check_of_ones_own_is_asked(tmp_path, monkeypatch):
+def test_a_finding_is_allowed_by_its_name_also_that_of_ones_own_check(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_check.py").write_text(OWN)
-    options = ["--preflight-quick", "IMPORTS", "[own_check]"]
-    code, verdicts, text = preflight(tmp_path, *options)
-    assert (code, verdicts["epochs"]) == (3, "look at this"), text
+    options = ["--preflight-quick", "--preflight-allow", "frozen", "--preflight-allow", "epochs"]
+    code, problems, _, text = preflight(tmp_path, *options, "IMPORTS", "[own_check]", "MODEL.PLANT", "frozen")
+    assert (code, problems) == (0, {"frozen", "epochs"}), text
+    assert text.count("look at this (allowed)") == 2
+    done = start(tmp_path, "--preflight-quick", "--preflight-allow", "frzen")
+    assert (done.returncode, "no finding is called frzen" in done.stderr) == (2, True)
+    done = start(tmp_path, "--preflight-json", "no/folder.json")
+    assert (done.returncode, "there is no folder for 'no/folder.json'" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow
 def test_several_processes_are_compared_with_one(tmp_path):
     """Their loss is smaller, and batch norm has other statistics in each process."""
-    options = ["--num-gpus", "2", "--preflight-allow", "first_loss", "MODEL.PLANT", "sum"]
-    code, verdicts, text = preflight(tmp_path, "--preflight", *options)
-    assert (code, problems(verdicts)) == (3, {"first_loss", "processes"}), text
+    code, problems, _, text = preflight(tmp_path, "--preflight", "--num-gpus", "2", "MODEL.PLANT", "sum")
+    assert (code, problems) == (3, {"first_loss", "processes"}), text
     assert "different among them: buffers" in text
 
 
@@ -123,5 +122,7 @@ def test_on_a_gpu_waits_that_the_dispatcher_does_not_see_are_found():
             return super().forward(batch)[batch[:, 0] > 0].sum()
 
     batch, model, watcher = torch.ones(2, 4, device="cuda"), Masked(4, 1).cuda(), Watcher()
-    watcher.step(SimpleTrainer(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1)), batch)
-    assert {read.rpartition(":")[0] for read in watcher.reads} == {f"a wait at {__file__}"}
+    trainer = SimpleTrainer(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.register_hooks([watcher])
+    trainer.train(0, 1)
+    assert {read.rpartition(":")[0] for read in watcher.reads} == {__file__}
