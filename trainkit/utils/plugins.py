@@ -81,8 +81,8 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         ),
         "lazy": "config: LazyCall LazyConfig instantiate reload_lazy_config; nodes: locate _convert_target_to_string",
         "loggers": (
-            "csv_writer: CSVWriter csv; mlflow_writer: MLflowWriter mlflow; progress_bar: ProgressBar progress_bar; "
-            "tensorboard_writer: TensorboardXWriter tensorboard; wandb_writer: WandbWriter wandb"
+            "csv_writer: CSVWriter csv; progress_bar: ProgressBar progress_bar; "
+            "services: MLflowWriter WandbWriter mlflow wandb; tensorboard_writer: TensorboardXWriter tensorboard"
         ),
         "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",
         "non_finite": "trainers: gradients skip",
