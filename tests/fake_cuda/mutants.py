@@ -48,7 +48,7 @@ autocast is always float16 | trainers | dtype=self.precision) | dtype=torch.floa
 the update is not that of the scaler | trainers | self.grad_scaler.step(self.optimizer) | self.optimizer.step()
 the scale is not copied before it changes | trainers | _get_scale_async()).clone() | _get_scale_async())
 momentum is not prepared for a skipped update | trainers | start_momentum(optimizer) | pass
-projects/hooks/copy_ahead.py
+projects/hooks/data.py
 the computation does not wait for the copy | races | current.wait_stream(self._stream) | pass
 the memory of a batch is free during the computation | races | leaf.record_stream(current) | pass
 batches are copied on the stream of the computation | copies | with self._stream: | if True:

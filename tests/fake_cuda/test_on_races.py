@@ -7,7 +7,7 @@ import torch
 from torch.cuda import _gpu_trace as gpu_trace
 from torch.cuda import _sanitizer as sanitizer
 from trainkit.projects.graph.tests.test_graph import Net, batches, fused_sgd
-from trainkit.projects.hooks.copy_ahead import CopyAhead
+from trainkit.projects.hooks.data import CopyAhead
 
 from tests.cuda import needs_cuda
 from tests.fake_cuda.test_on_trainers import SETTINGS, train

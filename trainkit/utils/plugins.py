@@ -72,11 +72,11 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
         "fast_dev": "options: LoadsAgain fast_dev_config",
         "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
         "hooks": (
-            "batch_norm: PreciseBN SyncBuffers; copy_ahead: CopyAhead; "
+            "batch_norm: PreciseBN SyncBuffers; data: CopyAhead SamplerSeed is_due_epoch; "
             "averaging: EMAHook; gradients: AccumulationSchedule CheckFiniteLoss Freeze GradNorm UnusedParameters; "
             "param_scheduler: ParamScheduler ReduceOnPlateau; publish_weights: BestCheckpoints PublishWeights; "
             "profiler: AutogradProfiler EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats TorchProfiler; "
-            "runtime_info: RuntimeInfo Throughput; sampler_seed: SamplerSeed is_due_epoch; time_limit: TimeLimit; "
+            "runtime_info: RuntimeInfo Throughput; time_limit: TimeLimit; "
             "visualization: VISUALIZER_REGISTRY VisualizationHook"
         ),
         "lazy": "config: LazyCall LazyConfig instantiate reload_lazy_config; nodes: locate _convert_target_to_string",
@@ -124,7 +124,7 @@ may return a function that is called when OUTPUT_DIR is ready: nothing of an ear
 
 RUN_HOOKS: dict[str, str] = _by_name(
     {
-        "hooks": "copy_ahead: CopyAhead; sampler_seed: SamplerSeed",
+        "hooks": "data: CopyAhead SamplerSeed",
         "replay": "record: RunRecord",
     }
 )

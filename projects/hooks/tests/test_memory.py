@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trainkit.projects.hooks.copy_ahead import CopyAhead
+from trainkit.projects.hooks.data import CopyAhead
 
 from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
