@@ -51,6 +51,8 @@ class PreciseBN(HookBase):
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> dict[str, Any]:
+        if not hasattr(trainer, "build_train_loader"):  # it only evaluates
+            return {}
         cfg = trainer.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely

@@ -359,7 +359,7 @@ def error_of(dataset, num_workers=1, **options):
         (1, MapDataset(FailingFiles(unreadable), str), list, "FileNotFoundError while loading scan_2.png: [Errno"),
         (0, Failing(end), list, "StopIteration while loading sample 2 of Failing"),  # the data does not end
         # an error that cannot be pickled; the loader would wait for the worker
-        (1, Drawing(), local_error, "Local while loading sample 3 of Drawing: is here"),
+        (1, Drawing(), local_error, "Local while collating sample 0 of Drawing, sample 1 of"),
     ],
 )
 def test_an_error_of_a_sample_names_the_sample_and_comes_at_once(num_workers, dataset, collate_fn, text):

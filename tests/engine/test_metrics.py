@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+from fractions import Fraction
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.losses import parse_losses
+from trainkit.utils.periods import RoundedLength
 
 
 def test_the_total_is_added_up_in_the_order_of_the_entries():
@@ -74,6 +76,8 @@ def losses(rank, folder):
     model = create_ddp_model(Weight(lambda weight, batch: {"loss_a": weight * batch, "number": batch + 1}))
     trainer = SimpleTrainer(model, [torch.tensor(float(rank))], sgd(model, lr=0.0), gather_metric_period=3)
     trainer.train(0, 6)
+    period = RoundedLength(Fraction(12, 5))  # 2 iterations, and then 3
+    SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.0), exchange_period=period).train(0, 6)
     times = {
         name: [sec for sec, _ in trainer.storage.history(name).values()] for name in ("data_time", "rank_data_time")
     }

@@ -111,8 +111,8 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     assert text in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("args", [NEW, RESUME])
-def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
+@pytest.mark.parametrize("args", [NEW, RESUME, EVAL])
+def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_moves_no_link(tmp_path, args):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
@@ -123,6 +123,11 @@ def test_nothing_is_written_through_a_link_out_of_the_folder(tmp_path, args):
     for name in links:
         (folder / name).symlink_to(outside / name)
     default_setup(cfg_for(folder), args)
+    if args is EVAL:
+        assert (sorted(p.name for p in folder.iterdir() if p.is_symlink()), names_in(outside)) == (links, ["log.txt"])
+        assert (outside / "log.txt").read_text() == "of somebody else"
+        default_setup(cfg_for(folder / "model_0000004.pth/unwritable"), EVAL)
+        return
     metrics = JSONWriter(folder / "metrics.json")
     with EventStorage() as storage:
         storage.put_scalar("a", 1.0)

@@ -224,8 +224,9 @@ class _Batches(data.Dataset[Any]):
                     samples.append(self.dataset[index])
                 return drawn[1], self._collate_fn(samples)
             except Exception as error:  # a StopIteration would end the data; torch waits for what cannot be pickled
-                name = _name(self.dataset, index)
-                raise RuntimeError(f"{type(error).__qualname__} while loading {name}: {error}") from error
+                names = ", ".join(_name(self.dataset, failed) for failed in indices[len(samples) :][:1] or indices)
+                doing = "loading" if len(samples) < len(indices) else "collating"
+                raise RuntimeError(f"{type(error).__qualname__} while {doing} {names}: {error}") from error
 
 
 def _random_parts(dataset: Any, collate_fn: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """The folders of a run: absolute paths, locked for this run, and without the files of an earlier run."""
 
+import contextlib
 import os
 import re
 import sys
@@ -65,25 +66,32 @@ def release_folders(cfg: CfgNode) -> None:
 def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool) -> list[str]:
     """Make and lock both folders, move the files of an earlier run away unless it goes on, write ``config.yaml``.
 
-    Rank 0 does it, and gets lines for the log. An evaluation locks and writes nothing. A run that goes on moves only
-    links out of its folder, since it would write through them.
+    Rank 0 does it, and gets lines for the log. An evaluation only makes the folder, if it can. A run that goes on moves
+    only links out of its folder, since it would write through them.
     """
-    if not comm.is_main_process():
+    checkpoints = checkpoint_dir(cfg)
+    folders = dict.fromkeys([cfg.OUTPUT_DIR, checkpoints]) if comm.is_main_process() else {}
+    if eval_only:
+        for mirror in filter(None, map(mirrors.get, folders)):
+            mirror.download()
+        with contextlib.suppress(OSError):  # it may belong to somebody else
+            os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
+    if eval_only or not folders:
         return []
-    checkpoints, notes = checkpoint_dir(cfg), [] if eval_only else own_folders(cfg, resume)
-    folders = dict.fromkeys([cfg.OUTPUT_DIR, checkpoints])
-    for mirror in filter(None, map(mirrors.get, folders if eval_only else ())):
-        mirror.download()
-    is_new = not eval_only and not (resume and tagged_file(checkpoints))
+    notes, is_new = own_folders(cfg, resume), not (resume and tagged_file(checkpoints))
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
         if aside := _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new):
             notes.append(f"The files of an earlier run in {folder} are now in {aside}")
-    if not eval_only:
-        write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
+    write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
     if resume and is_new and (older := sorted(Path(checkpoints).glob("previous_*/last_checkpoint"))):
         notes.append(f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is it OUTPUT_DIR?")
     return notes
+
+
+def can_log(folder: str) -> bool:
+    """Whether an evaluation can write a log there, and not through a link out of the folder."""
+    return os.access(folder, os.W_OK) and is_file_of(folder, "log.txt")
 
 
 def _move_aside(folder: Path, weights: str, is_new: bool) -> Path | None:

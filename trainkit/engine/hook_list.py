@@ -136,7 +136,7 @@ class HookList:
         keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
         if before is not None or after is not None:
             anchor = self._find(before if before is not None else after)
-            position = self.hooks.index(anchor) + (after is not None)
+            position = [*map(id, self.hooks)].index(id(anchor)) + (after is not None)  # a hook may have an __eq__
             self.hooks[position:position] = new
             # a hook placed after the checkpointer is below the save point
             keys = [self._key(anchor) + (after is not None and self._key(anchor) == SAVE_POINT)] * len(new)

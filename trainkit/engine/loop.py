@@ -171,7 +171,7 @@ class TrainerBase(RunState):
     def _start(self, start_iter: int, max_iter: int) -> None:
         if not 0 <= start_iter <= max_iter:
             raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
-        if start_iter != self.last_done_iter + 1 or self.status not in ("not started", "stopped"):
+        if start_iter != self.last_done_iter + 1 or self.status == "finished":
             # start_iter is not where a checkpoint or a stop has left the run
             self._at, self._stage, self.storage = start_iter, 1, EventStorage()
             self._early = self._rng_state = None

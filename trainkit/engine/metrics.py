@@ -18,7 +18,7 @@ from trainkit.utils.device import new_event, runs_ahead
 from trainkit.utils.events.storage import MAX_ROWS, EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.events.worker import Numbers
 from trainkit.utils.losses import Losses, describe_failure, raise_failure
-from trainkit.utils.periods import check_period, is_nth
+from trainkit.utils.periods import check_period, exact, is_nth
 
 # names that the trainer, default hooks or writers store
 STORED_BESIDE_LOSSES = frozenset(
@@ -154,7 +154,7 @@ class MetricPath:
             failure = failure or found
             if row.is_stored:
                 stored.append(row._replace(values=values))
-        means, failures = exchange_rows(stored, self.exchange_period, failure)
+        means, failures = exchange_rows(stored, math.ceil(exact(self.exchange_period)), failure)
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):

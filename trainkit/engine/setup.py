@@ -19,7 +19,7 @@ import torch
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.config import changed_settings
-from trainkit.engine.folders import prepare_folders, use_local_folders
+from trainkit.engine.folders import can_log, prepare_folders, use_local_folders
 from trainkit.engine.process import is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
@@ -111,7 +111,8 @@ def default_setup(cfg: Any, args: Any) -> None:
         call()
 
     level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
-    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), stdout_level=level)
+    has_log = not eval_only or can_log(cfg.OUTPUT_DIR)
+    setup_logger(cfg.OUTPUT_DIR if has_log else None, distributed_rank=comm.get_rank(), stdout_level=level)
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
     logger.debug("Environment:\n%s", collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
