@@ -32,8 +32,7 @@ class SamplerSeed(HookBase):
 
     @classmethod
     def is_needed(cls, trainer: Any) -> bool:
-        # a feed with a schedule has no epochs, and then the hook is an error
-        return bool(_listeners(trainer.data_loader) and (trainer.has_epochs or trainer.feed.schedule))
+        return trainer.has_epochs and bool(_listeners(trainer.data_loader))
 
     def before_train(self) -> None:
         self.before_epoch()

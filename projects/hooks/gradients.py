@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
+from trainkit.engine.step import parameters_of
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import check_period, is_due
@@ -39,7 +40,7 @@ class CheckFiniteLoss(HookBase):
 
 @HOOK_REGISTRY.register()
 class GradNorm(HookBase):
-    """Store ``grad_norm``, the 2-norm of all gradients before the update, every ``period`` iterations.
+    """Store ``grad_norm``, the 2-norm of the gradients of all parameters of the optimizer, every ``period`` iterations.
 
     Clipping (SOLVER.CLIP_GRADIENTS) stores it in each iteration, so this hook is then an error.
     """
@@ -55,7 +56,8 @@ class GradNorm(HookBase):
 
     def after_backward(self) -> None:
         if is_due(self.trainer, self._period, or_last=True):
-            grads = [parameter.grad for parameter in self.trainer.model.parameters() if parameter.grad is not None]
+            parameters = parameters_of(getattr(self.trainer, "optimizer", None), self.trainer.model)
+            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a sharded model
             self.trainer.storage.put_scalar("grad_norm", norm)

@@ -121,9 +121,13 @@ class ReduceOnPlateau(MetricHook):
         min_factor: float = 0.0,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, threshold)
-        if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
-            accepted = 'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1'
-            raise ValueError(f"{accepted}; got {threshold_mode!r}, {factor!r} and {min_factor!r}")
+        if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1 or eval_period < 1:
+            accepted = (
+                'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1, eval_period >= 1'
+            )
+            raise ValueError(
+                f"accepted: {accepted}; got {threshold_mode!r}, {factor!r}, {min_factor!r} and {eval_period!r}"
+            )
         self._factor, self._min_factor, self._is_relative = factor, min_factor, threshold_mode == "rel"
         self._patience, self._cooldown = patience, cooldown
 

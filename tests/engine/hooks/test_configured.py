@@ -128,4 +128,5 @@ def test_without_training_there_are_the_hooks_that_act_on_an_evaluation_and_need
     assert order(run) == ["OnTheObject", "EmptyCache"]
     assert "HOOKS: WithOptimizer is left out, since it needs a part of the training" in caplog.messages
     off = {"NAME": "EmptyCache", "ENABLED": False}
-    assert order(EvaluationRun(tiny_cfg(tmp_path, "HOOKS", [off]), DefaultTrainer)) == []
+    options = ("HOOKS", [off], "TEST.PRECISE_BN.ENABLED", True)
+    assert order(EvaluationRun(tiny_cfg(tmp_path, *options), DefaultTrainer)) == []
