@@ -10,7 +10,6 @@ from trainkit.projects.solver_extras.schedules import build_schedule
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
-from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
@@ -136,14 +135,11 @@ class ReduceOnPlateau(MetricHook):
         self._cooling = 0
 
     def before_train(self) -> None:
-        """Raises ConfigError if ``trainer.scheduler`` cannot be reduced, or no `EvalHook` has the same period."""
+        """Raises ConfigError if ``trainer.scheduler`` cannot be reduced."""
         super().before_train()
         scheduler = getattr(self.trainer, "scheduler", None)
         if not isinstance(scheduler, ScheduledLR):
             raise ConfigError(f"ReduceOnPlateau needs a trainer.scheduler of trainkit, got {scheduler!r}")
-        evaluations = [hook._period for hook in self.trainer.hooks if type(hook) is EvalHook]
-        if evaluations and self._period not in evaluations:
-            raise ConfigError(f"ReduceOnPlateau has eval_period {self._period}, unlike every EvalHook; leave it out")
         if self.trainer.start_iter == 0:
             self._set_factors([])
 

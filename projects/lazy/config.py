@@ -41,7 +41,7 @@ class LazyConfig:
 
     @staticmethod
     def load(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
-        """Run a ``.py`` file, or read a ``.yaml`` file, which runs no code.
+        """Run a ``.py`` file, or read another one as YAML, which runs no code.
 
         In a config file, ``from .other import name`` imports from the config file ``other.py`` in the same folder; two
         dots mean one folder up. ``other.py`` is run for each import, so that each importer changes its own copy; its
@@ -52,8 +52,6 @@ class LazyConfig:
         dataclasses become calls that make them. Raises ConfigError: a file cannot be read or lacks a name.
         """
         path = os.path.abspath(os.path.expanduser(filename))
-        if not path.endswith((".py", ".yaml", ".yml")):
-            raise ConfigError(f"the config file {path!r} must end with .py, .yaml or .yml")
         is_python = path.endswith(".py")
         content = vars(run_file(path)) if is_python else read_yaml(path)
         if keys is None:

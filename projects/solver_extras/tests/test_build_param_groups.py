@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.solver_extras import describe_param_groups, group_names
+from trainkit.projects.solver_extras.rules import describe_param_groups, group_names
 
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.solver import (
