@@ -37,7 +37,11 @@ class HostCopy:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], memory: _Memory, format: CheckpointFormat, snapshot: bool = False
+        self,
+        state: Mapping[str, Any],
+        memory: _Memory | None = None,
+        format: CheckpointFormat | None = None,
+        snapshot: bool = False,
     ) -> None:
         # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[torch.device, dict[_Address, UntypedStorage]] = {}
@@ -58,12 +62,12 @@ class HostCopy:
             tensors.append((torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor))
             return tensors[-1][0]
 
-        self._state = format.prepare(state, take=take)
+        self._state = (format or CheckpointFormat()).prepare(state, take=take)
         self.memory: dict[torch.device, list[Tensor]] = {}
         self._arrivals: list[tuple[Any, object]] = []  # (event after all copies of a device, what they read)
         copies: dict[_Address, UntypedStorage] = {}
         for device, of_device in originals.items():
-            copies |= self._copy_storages(device, of_device, [*memory.get(device, ())], snapshot)
+            copies |= self._copy_storages(device, of_device, [*(memory or {}).get(device, ())], snapshot)
         for copy, tensor in tensors:
             copy.set_(copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -87,7 +91,7 @@ class HostCopy:
                 block = torch.empty(room_on_host, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self.memory[device].append(block)
             target = block
-            if left <= room:  # the last blocks: the copies of the first ones must not wait for those of other streams
+            if left <= room:  # the last blocks: the others are copied while the computation waits, so they come first
                 with contextlib.suppress(torch.OutOfMemoryError):  # what is free may be in small pieces
                     target = torch.empty(size, dtype=torch.uint8, device=device)
                     to_host.append((block[:size], target))
