@@ -75,8 +75,7 @@ FILES = ("model_final.pth", "model_best.pth", "last_checkpoint", "finished", "me
 NOT_MISSED = {
     "iteration": "a copy of trainer/iteration, for other readers of the file",
     "trainer/world_size": "is the same in the resumed run",
-    "trainer/hooks/RunRecord": "the settings are the same in the resumed run, which has no parents",
-    "trainer/origin": "says how the run was started, and the resumed run has its own",
+    "trainer/origin": "says how the run was started, and the resumed run has its own; it has no parents",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",
     "trainer/_trainer/non_finite": "there was none",
     "trainer/_trainer/grad_scaler": "bfloat16 needs none",

@@ -27,13 +27,13 @@ from tabulate import tabulate
 from torch import Tensor
 from trainkit.projects.replay.checkpoints import differing, is_of_the_clock
 from trainkit.projects.replay.fork import describe_parent
+from trainkit.projects.replay.origin import settings_of
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, read_finished, tagged_file
 from trainkit.checkpoint.format import format_of, make_format
-from trainkit.config import CfgNode, get_cfg
-from trainkit.config.config import changed_settings
+from trainkit.config import get_cfg
 from trainkit.engine import user_errors_exit
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
@@ -114,19 +114,21 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         "evaluation": lambda: _describe_results(trainer),
         "best": lambda: _describe_best(trainer),
         "model": lambda: _describe_model(state.get("model", state.get("state_dict"))),
-        "settings": lambda: _describe_settings(_of_hook(trainer, "RunRecord", "settings")),
+        "settings": lambda: _describe_settings(origin["config"]),
         "processes": lambda: str(trainer["world_size"]),
         "command": lambda: " ".join(
             [f"-m {origin['module']}" if origin["module"] else origin["argv"][0], *origin["argv"][1:]]
         ),
-        "started": lambda: f"in {origin['folder']}, on {origin['device']}, with the seed {origin['seed']}",
-        "versions": lambda: ", ".join(f"{name} {version}" for name, version in origin["versions"].items()),
+        "started": lambda: f"in {origin['folder']}, on {origin['facts']['device']}, with the seed {origin['seed']}",
+        "versions": lambda: ", ".join(
+            f"{name[len('version of ') :]} {fact}" for name, fact in origin["facts"].items() if "version of " in name
+        ),
         "code": lambda: (
-            f"{origin['commit'] or 'no git repository'}; {len(origin['files'])} files of the project are known by "
-            "their digests"
+            f"{origin['facts']['commit of the code'] or 'no git repository'}; {len(origin['files'])} files of the "
+            "project are known by their digests"
         ),
         "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
-        "left out": lambda: _describe_left_out(_of_hook(trainer, "SkipBatches", "left_out")),
+        "left out": lambda: _describe_left_out(trainer["hooks"]["SkipBatches"]["left_out"]),
         "in parts": lambda: _describe_parts([file for name in FORMATS for file in make_format(name).files(path)[:-1]]),
         "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
     }
@@ -135,11 +137,6 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
             found.append((name, describe()))
     return found
-
-
-def _of_hook(trainer: Mapping[str, Any], hook: str, name: str) -> Any:
-    """An entry of a hook's state; older files have it in the state of the trainer."""
-    return trainer[name] if name in trainer else trainer["hooks"][hook][name]
 
 
 def _describe_iteration(iteration: int, trainer: Any) -> str:
@@ -184,13 +181,11 @@ def _describe_model(model: Any) -> str:
     return size if tensors else ""
 
 
-def _describe_settings(settings: Mapping[str, str]) -> str:
+def _describe_settings(config: str) -> str:
     """The settings that change what is computed and differ from the defaults, one on each line."""
-    default = {key: repr(value) for key, value in changed_settings(get_cfg(), CfgNode())}
-    default["SEED"] = settings["SEED"]  # the seed has a line of its own, like the processes
-    return "\n".join(
-        f"{key} {value}" for key, value in settings.items() if default.get(key) != value and " " not in key
-    )
+    settings, default = settings_of(config), settings_of(get_cfg().dump())
+    changed = [key for key in settings if settings[key] != default.get(key) and key != "SEED"]  # it has its own line
+    return "\n".join(f"{key} {settings[key]!r}" for key in changed)
 
 
 def _describe_left_out(ranges: Sequence[tuple[int, int]]) -> str:

@@ -43,10 +43,10 @@ def _answer(args: argparse.Namespace) -> tuple[str, bool]:
         return str(found), found.is_equal
     if args.worst:
         return worst(args.run, *args.range, args.worst, args.command), True
-    out = Path(args.out or f"replay_of_{Path(args.run).resolve().name}")
-    if Path(args.run).resolve() in [out.resolve(), *out.resolve().parents]:
+    run, (file, _, name) = Path(args.run).resolve(), args.hook.rpartition(":")
+    out = Path(args.out or f"replay_of_{run.name}")
+    if run in [out.resolve(), *out.resolve().parents]:
         raise ConfigError(f"--out is {out}, in the folder of the run, which is not changed; name another one")
-    file, _, name = args.hook.rpartition(":")
     if not os.path.isfile(file):
         raise ConfigError(f"--hook is {args.hook!r}; accepted with --range: FILE.py:CLASS")
     line = replay_range(args.run, *args.range, runpy.run_path(file)[name], out, args.command)
@@ -55,19 +55,15 @@ def _answer(args: argparse.Namespace) -> tuple[str, bool]:
 
 def iterations(text: str) -> tuple[int, int]:
     """The two numbers of ``A:B``."""
-    first, _, end = text.partition(":")
-    if not 0 <= int(first) < int(end):
+    first, end = map(int, text.split(":"))
+    if not 0 <= first < end:
         raise ValueError
-    return int(first), int(end)
+    return first, end
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options] RUN -- python train.py ...",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    raw, usage = argparse.RawDescriptionHelpFormatter, "%(prog)s [options] RUN -- python train.py ..."
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=raw, allow_abbrev=False)
     add: Any = parser.add_argument
     add("run", metavar="RUN", help="the folder with the checkpoints of a run, or the capsule of a step")
     add("--iter", type=int, help="the step of a run, counted from 0 as in metrics.json")
@@ -81,10 +77,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--worst", type=int, default=0, metavar="N", help="list the N steps of --range with the largest losses")
     add("--hook", default="", metavar="FILE:CLASS", help="the hook to run over --range; its class gets no arguments")
     add("--out", metavar="FOLDER", help="the folder for metrics.json of the hook; default: replay_of_<RUN>")
-    words = [*(sys.argv[1:] if arguments is None else arguments)]
-    end = words.index("--") if "--" in words else len(words)
+    words = [*(sys.argv[1:] if arguments is None else arguments), "--"]
+    end = words.index("--")
     args = parser.parse_args(words[:end])
-    args.command = words[end + 1 :] or None
+    args.command = words[end + 1 : -1] or None
     return args
 
 

@@ -2,9 +2,8 @@
 
 import logging
 import os
-import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,33 +17,22 @@ from trainkit.utils.plugins import FORMATS
 logger = logging.getLogger(__name__)
 
 CAPSULES = "capsule.rank*.pt"
-# errors of reading a file that is not a checkpoint of a trainer
-_UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 _OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")  # logged values that no sample changes
-_NOT_REPEATED = re.compile(
-    r"evaluated|(ranks/\d+/)?trainer/(settings|left_out|position/finished_early|hooks/(Periodic|RunRecord).*)"
-)
-CLOCK_READINGS = frozenset(
-    ["time", "data_time", "rank_data_time", "eta_seconds", "samples_per_sec", "tokens_per_sec", "mfu_pct"]
-)
+CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "samples_per_sec", "tokens_per_sec", "mfu_pct"}
 _TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
-_SCALAR = re.compile(rf"{_TRAINER}/(storage/\w+|{_WRITER}/taken)/(?P<name>\w+)")
-_OF_FILES = re.compile(rf"{_TRAINER}/{_WRITER}/(length|sizes|id)|{_TRAINER}/(origin|hooks/RunRecord/parents)")
+_NOT_REPEATED = re.compile(rf"evaluated|{_TRAINER}/(position/finished_early|hooks/Periodic.*)")
+_OF_THE_CLOCK = re.compile(
+    rf"{_TRAINER}/((storage/\w+|{_WRITER}/taken)/(?P<scalar>\w+)|{_WRITER}/(length|sizes|id)|origin)"
+)
 
 
 def is_of_the_clock(path: str) -> bool:
     """Whether an entry differs between equal runs: clock readings, sizes of files with them, how a run started."""
-    scalar = _SCALAR.fullmatch(path)
-    return (scalar is not None and scalar["name"] in CLOCK_READINGS) or _OF_FILES.fullmatch(path) is not None
+    found = _OF_THE_CLOCK.fullmatch(path)
+    return found is not None and found["scalar"] in {None, *CLOCK_READINGS}
 
 
-def differing(
-    left: Any,
-    right: Any,
-    path: str = "",
-    skip: Callable[[Any, str], bool] = lambda key, path: False,
-    seen: set[tuple[int, int]] | None = None,
-) -> Iterator[str]:
+def differing(left: Any, right: Any, path: str = "", skip: Any = None, seen: Any = None) -> Iterator[str]:
     """Each place where two nested values differ, with a description; values are compared bit by bit.
 
     ``path`` is that of both values, with names joined by "/". ``skip``, called with the key and the path of each entry
@@ -52,16 +40,16 @@ def differing(
     """
     seen = set() if seen is None else seen
     if isinstance(left, Mapping | list | tuple):
-        if (id(left), id(right)) in seen:
+        if (pair := (id(left), id(right))) in seen:
             return
-        seen.add((id(left), id(right)))
+        seen.add(pair)
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if difference := _difference_of_tensors(left.detach(), right.detach()):
             yield f"{path}: {difference}"
     elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any class: programs may use different classes
         for key in [*left, *(key for key in right if key not in left)]:
             here = f"{path}/{key}".lstrip("/")
-            if skip(key, here):
+            if skip is not None and skip(key, here):
                 continue
             if key not in left or key not in right:
                 yield f"{here}: only in the {'first' if key in left else 'second'}"
@@ -94,17 +82,17 @@ def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
 
 
 class Saved(NamedTuple):
-    """A checkpoint. A run continues from it with ``stage`` of ``iteration``; in stage 1 the update is not done."""
+    """A checkpoint after the update of iteration ``done``. If its stage is 2, the rest of this iteration is to do."""
 
-    iteration: int
+    done: int
     stage: int
     path: str
     state: Mapping[str, Any]
 
     @property
-    def done(self) -> int:
-        """The last iteration whose update is done."""
-        return self.iteration - (self.stage == 1)
+    def iteration(self) -> int:
+        """With which a run continues from it."""
+        return self.done + (self.stage == 1)
 
 
 def saved_in(run: str, pattern: str = "[!.]*.pth") -> list[Saved]:
@@ -113,12 +101,11 @@ def saved_in(run: str, pattern: str = "[!.]*.pth") -> list[Saved]:
     for path in map(str, Path(run).glob(pattern)):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            done, stage = state["trainer"]["iteration"], state["trainer"]["position"]["stage"]
-            if state["trainer"]["origin"]:
-                found.append(Saved(done + (stage == 1), stage, path, state))
-        except _UNREADABLE as error:
+            _ = state["trainer"]["origin"]["facts"]  # a file of an early version has none
+            found.append(Saved(state["trainer"]["iteration"], state["trainer"]["position"]["stage"], path, state))
+        except Exception as error:  # torch and pickle raise many types
             logger.info("%s does not say how its run was started: %s", path, error)
-    return sorted(found, key=lambda saved: saved[:3])
+    return sorted(found, key=lambda saved: (saved.done, saved.iteration, saved.path))
 
 
 def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
@@ -133,27 +120,23 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
         raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer that says how its run was started")
     if sharded := [saved.path for saved in found if saved.state.keys() & FORMATS]:
         raise CheckpointError(f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed")
-    before = [saved for saved in found if saved[:2] <= (iteration, 1)]
-    after = [saved for saved in found if saved[:2] > (iteration, 1)] or capsules
-    return (before[-1] if before else None), (after[0] if after else None)
+    before, after = ([saved for saved in found if (saved.done < iteration) == is_before] for is_before in (True, False))
+    return next(reversed(before), None), next(iter(after or capsules), None)
 
 
-def prove(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
+def prove_equal(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
     """Compare the state that the replay has reached (none: it has failed) with the state in a checkpoint, as text.
 
-    Left out: clock readings, what was written to files, the text of settings, and the reason of an early end.
+    Left out: clock readings, what was written to files, and the reason of an early end.
     """
     name = os.path.basename(saved.path)
     if not reached:
         return f"DIFFERENT: the replay has not reached {name}"
-
-    def skip(key: Any, path: str) -> bool:
-        return is_of_the_clock(path) or _NOT_REPEATED.fullmatch(path) is not None
-
-    states = [dict(reached[0]), dict(read_file(saved.path))]
-    for state in states:
+    here, there = dict(reached[0]), dict(read_file(saved.path))
+    for state in (here, there):
         state["model"] = state.pop("trained_model", state["model"])
-    if difference := next(differing(states[0], states[1], skip=skip), ""):
+    found = differing(here, there, skip=lambda key, path: _NOT_REPEATED.fullmatch(path) or is_of_the_clock(path))
+    if difference := next(found, ""):
         return f"DIFFERENT from {name} in {difference} (first here, second in the file)"
     return f"every byte equals {name}: model, optimizer, random state, data, hooks, storage"
 
@@ -181,12 +164,12 @@ def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, boo
         return "nothing to compare with: the run has stored nothing after this step", None
     first, last = min(values, default=end), max(values, default=end)
     stored = logged_values(saved.state["trainer"]["storage"], first, end + 1)
-    rows = [(iter, row, stored.get(iter, {})) for iter, row in sorted(values.items())]
-    both = [(iter, name, row[name], there[name]) for iter, row, there in rows for name in row if name in there]
+    both = [(iter, name) for iter, row in sorted(values.items()) for name in row if name in stored.get(iter, ())]
     where = f"in {os.path.basename(saved.path)}, iterations {first} to {last}"
-    for iter, name, here, there in both:
-        if repr(here) != repr(there):
-            return f"DIFFERENT: {name} of iteration {iter} is {here!r} here and {there!r} {where}", False
-    is_compared = any(not _OF_SCHEDULE.match(name) for _, name, *_ in both)
+    for iter, name in both:
+        here, there = repr(values[iter][name]), repr(stored[iter][name])
+        if here != there:
+            return f"DIFFERENT: {name} of iteration {iter} is {here} here and {there} {where}", False
+    is_compared = any(not _OF_SCHEDULE.match(name) for _, name in both)
     note = "" if is_compared else "; none of them depends on the data"
     return f"{len(both)} of {len(both)} logged values equal those {where}{note}", is_compared or None

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from trainkit.config import CfgNode
@@ -21,8 +22,8 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     pairs, mode = cfg.DATALOADER.get("SKIP", []), cfg.DATALOADER.get("SKIP_MODE", "shift")
-    is_pair = [isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs]
-    numbers: list[Any] = [number for pair in pairs for number in pair] if all(is_pair) else [None]
+    are_pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    numbers: list[Any] = [*chain(*pairs)] if are_pairs else [None]
     if not all(is_whole(number, 0) for number in numbers) or numbers != sorted({*numbers}):
         raise not_accepted("DATALOADER.SKIP", pairs, "a list of [start, end], whole numbers from 0 on, which grow")
     if "FORK" in cfg and cfg.FORK.ITER >= 0 and not cfg.FORK.RUN:
@@ -65,13 +66,10 @@ class SkipBatches(HookBase):
         end = next((end for start, end in self._ranges if start <= iter < end), iter)
         first = max([iter, *(last for start, last in self._left_out if start <= iter)])
         if first < end:
-            text = "the batches of iterations %d to %d are left out, and iteration %d gets the next one"
-            logger.info(f"DATALOADER.SKIP: {text}", first, end - 1, iter)
+            text = (
+                "DATALOADER.SKIP: the batches of iterations %d to %d are left out, and iteration %d gets the next one"
+            )
+            logger.info(text, first, end - 1, iter)
             for _ in range((end - first) * self.trainer.accumulation_steps):
                 self.trainer.fetch()
             self._left_out = [*self._left_out, [first, end]]
-
-    def after_load(self, state: dict[str, Any]) -> None:
-        trainer = state.get("trainer")  # of an older file: the list was not yet that of a hook
-        if isinstance(trainer, dict) and "left_out" in trainer and isinstance(trainer.get("hooks"), dict):
-            trainer["hooks"].setdefault("SkipBatches", {"left_out": trainer["left_out"]})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.projects.replay.checkpoints import Saved, saved_in
-from trainkit.projects.replay.origin import changes_since, refuse_imports, settings_of
+from trainkit.projects.replay.origin import changes_since, refuse_imports
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
@@ -47,15 +47,16 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     if any(os.path.realpath(folder) == os.path.realpath(run) for folder in own_folders if folder):
         raise ConfigError(f"OUTPUT_DIR or CHECKPOINT.DIR is {run!r}, the folder of the run to fork; name another")
     own, resumes = Path(cfg.OUTPUT_DIR, "config.yaml"), getattr(args, "resume", False) or is_restarted()
-    text = _of_rank_0(lambda: own.read_text() if resumes and own.is_file() else "")
-    is_new, frozen, options = not text, cfg.is_frozen(), getattr(args, "opts", [])
 
-    def parent() -> tuple[int, str]:
+    def find_settings() -> tuple[str, int | None]:
+        """Those of the fork; if it is new those of its parent, and the iteration."""
+        if resumes and own.is_file():
+            return own.read_text(), None
         saved = _find(run, int(number) - 1)
-        return saved.done, saved.state["trainer"]["origin"]["config"]
+        return saved.state["trainer"]["origin"]["config"], saved.done
 
-    if is_new:
-        iteration, text = _of_rank_0(parent)
+    text, iteration = _of_rank_0(find_settings)
+    frozen, options = cfg.is_frozen(), getattr(args, "opts", [])
     cfg.defrost()
     cfg.merge_from_other_cfg(load_yaml(text, run))
     before = cfg.clone()
@@ -63,7 +64,7 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     if "IMPORTS" not in options[::2]:
         refuse_imports(cfg.IMPORTS, own_imports)
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR = own_folders
-    if is_new:
+    if iteration is not None:
         changes = [[*change] for change in changes_since(cfg, before)]
         cfg.FORK.RUN, cfg.FORK.ITER, cfg.FORK.CHANGES = run, iteration, changes
     if frozen:
@@ -108,15 +109,14 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
     If settings differ, the trainer's settings are used, also for values that the state holds: the rates of the
     optimizer, and seeds. Writers continue at the same iteration, in their own files.
     """
-    fork, record = trainer.cfg.FORK, state["hooks"]["RunRecord"]
+    fork, origin = trainer.cfg.FORK, state["origin"]
     parent = {"run": fork.RUN, "iteration": state["iteration"], "changes": fork.CHANGES}
     logger.info("The run is a fork of %s", describe_parent(parent))
     if (done := state["iteration"] + 1) >= trainer.max_iter:
         raise ConfigError(f"SOLVER.MAX_ITER is {trainer.max_iter}, but the checkpoint to fork has done {done}")
     own, changed = trainer.state_dict(), [key for key, *_ in fork.CHANGES]
-    record = {"settings": settings_of(trainer.cfg), "parents": [*record["parents"], parent]}
-    hooks = state["hooks"] | {"RunRecord": record}
-    step, position = dict(state["_trainer"]), {**state["position"], "finished_early": None}
+    state["origin"] = {**origin, "config": trainer.given_cfg.dump(), "parents": [*origin["parents"], parent]}
+    step, position, hooks = dict(state["_trainer"]), {**state["position"], "finished_early": None}, {**state["hooks"]}
     for name in [name for name in hooks if name.startswith("PeriodicWriter") and name in own["hooks"]]:
         taken = {writer["class"]: writer["state"].get("taken", {}) for writer in hooks[name]["writers"]}
         hooks[name] = own["hooks"][name]

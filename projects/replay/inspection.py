@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trainkit.projects.replay.checkpoints import CLOCK_READINGS, Values
+from trainkit.projects.replay.checkpoints import CLOCK_READINGS
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils.device import unwrap_model
@@ -22,7 +22,7 @@ Part = tuple[str, str]  # a part of a step, and its digest
 
 
 class Inspection(HookBase):
-    """Inspect the step of iteration ``at``. Register this hook last, train only once with it, then call ``close``.
+    """Inspect a step. Register this hook last, make only one step with it, then call ``close``.
 
     A step that a subclass makes by itself (``run_step``) is inspected too: all modules and optimizers that are
     attributes of the trainer, and the batches that it draws from a `ResumableLoader`.
@@ -34,14 +34,16 @@ class Inspection(HookBase):
         drawn: gets the batches that loaders give in this step.
         losses, gradients: copies of the losses, and of the gradients before clipping. If the trainer does not know its
             losses, the values that are logged in this iteration; with several optimizers, the gradients that each uses.
+        first_bad_module: the first module whose output is not finite; "" if all outputs are finite.
+        error: with which the step has failed; "" if it has not.
     """
 
-    def __init__(self, at: int, samples: Sequence[list[str]] = ()) -> None:
-        self.at, self.samples = at, [*samples]
+    def __init__(self, samples: Sequence[list[str]] = ()) -> None:
         self.parts, self.outputs = list[Part](), list[tuple[str, float]]()
-        self.batches, self.drawn, self.is_own_step = list[Any](), list[Any](), False
+        self.batches, self.samples, self.drawn, self.is_own_step = list[Any](), [*samples], list[Any](), False
         self.losses, self.gradients = dict[str, Tensor](), dict[str, Tensor]()
         self.not_finite_before: list[str] = []
+        self.first_bad_module = self.error = ""
         self._first_bad: tuple[int, list[Tensor]] = 0, []  # number of its micro-batch, and the output itself
         self._handles: list[Any] = []
         self._depth = 0  # of calls of modules
@@ -53,12 +55,9 @@ class Inspection(HookBase):
         return self.batches if len(self.batches) > 1 else next(iter(self.batches), None)
 
     def before_step(self) -> None:
-        if self.trainer.iter != self.at:
-            return
         self.drawn.clear()
-        step: Any = getattr(self.trainer, "_trainer", None)
-        if hasattr(step, "forget_recordings"):
-            step.forget_recordings()  # makes an ordinary step, with the same bits: a recording calls no modules
+        # of a graph: an ordinary step has the same bits, and a recording calls no modules
+        getattr(self.trainer._trainer, "forget_recordings", lambda: None)()
         self._models, optimizers = _parts_of(self.trainer)
         self.not_finite_before = [f"{p}{n}" for model, p in self._models.items() for n in non_finite_names(model)]
         self._see_models("before the step")
@@ -101,9 +100,12 @@ class Inspection(HookBase):
         self._depth -= 1
         self.parts.append((f"module {name}: equal inputs and different outputs", digest(output)))
         if values := [*floating_tensors(output)]:
-            largest = torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64).max()  # or NaN
-            self.outputs.append((name, largest.item()))
-            if not self._first_bad[1] and not largest.isfinite():
+            largest = (
+                torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64).max().item()
+            )  # or NaN
+            self.outputs.append((name, largest))
+            if not self.first_bad_module and not math.isfinite(largest):
+                self.first_bad_module = name
                 self._first_bad = len(self.batches) - 1, [value.clone() for value in values]
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -115,30 +117,27 @@ class Inspection(HookBase):
                     self.gradients.setdefault(f"{prefix}{name}", parameter.grad.detach().clone())
 
     def after_backward(self) -> None:
-        if self.trainer.iter == self.at:
-            self._keep_gradients()
-            with contextlib.suppress(RuntimeError):  # the trainer makes its steps itself
-                self.losses = {name: loss.detach().clone() for name, loss in self.trainer.losses.items()}
+        self._keep_gradients()
+        with contextlib.suppress(RuntimeError):  # the trainer makes its steps itself
+            self.losses = {name: loss.detach().clone() for name, loss in self.trainer.losses.items()}
 
     def after_step(self) -> None:
-        if self.trainer.iter == self.at:
-            if not self.losses:
-                latest = self.trainer.storage.latest().items()
-                self.losses = {n: torch.tensor(v) for n, (v, i) in latest if i == self.at and n not in CLOCK_READINGS}
-            self._end()
-            self._see_models("after the update")
+        self.close()
+        self._see_models("after the update")
 
     def close(self) -> None:
-        """If the step has failed, note those of its parts that exist."""
-        if self._handles:
-            with contextlib.suppress(RuntimeError):
-                _ = self.trainer.losses  # the backward pass is done, and an earlier hook may have failed after it
-                self.after_backward()
-            self._end()
-
-    def _end(self) -> None:
+        """Note the last parts of the step, or if it has failed those that exist."""
+        if not self._handles:
+            return
         while self._handles:
             self._handles.pop().remove()
+        if not self.losses:
+            with contextlib.suppress(RuntimeError):
+                _ = self.trainer.losses  # the backward pass is done, and an earlier hook has failed after it
+                self.after_backward()
+        if not self.losses:
+            latest = [(name, *row) for name, row in self.trainer.storage.latest().items() if name not in CLOCK_READINGS]
+            self.losses = {name: torch.tensor(value) for name, value, iter in latest if iter == self.trainer.iter}
         self.parts += [(f"loss {name}", digest(loss)) for name, loss in self.losses.items()]
         self.parts += [(f"gradient of {name}", digest(gradient)) for name, gradient in self.gradients.items()]
 
@@ -159,16 +158,6 @@ class Inspection(HookBase):
         """The samples that are not finite in the first bad output, if its first dimension is the sample."""
         number, values = self._first_bad
         return [name for value in values for names in self.samples[number:][:1] for name in _bad_names(value, names)]
-
-    def fields(self) -> list[tuple[str, list[int], str, float | None, float | None]]:
-        """Name, shape, dtype, minimum and maximum of each tensor of the batch."""
-        found = list[tuple[str, list[int], str, float | None, float | None]]()
-        for path, value in _leaves(self.batch):
-            if isinstance(value, Tensor):
-                is_number = value.numel() and not value.is_complex()
-                low, high = map(Tensor.item, value.aminmax()) if is_number else (None, None)
-                found.append(("/".join(map(str, path)), [*value.shape], str(value.dtype), low, high))
-        return found
 
 
 def _parts_of(trainer: Any) -> tuple[dict[nn.Module, str], dict[Any, str]]:
@@ -212,13 +201,11 @@ def digest(value: Any) -> str:
     """The digest of all bits of the tensors in ``value``, and of its plain values."""
     found = hashlib.blake2b(digest_size=8)
     for path, leaf in _leaves(value):
-        found.update(repr(path).encode())
         if isinstance(leaf, Tensor):
             tensor = leaf.detach().to_dense().resolve_conj().contiguous().cpu()
-            found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
             found.update(tensor.reshape(-1, 1).view(torch.uint8).numpy().tobytes())
-        else:
-            found.update(repr(leaf).encode())
+            leaf = f"{tensor.dtype}{list(tensor.shape)}"
+        found.update(f"{path}{leaf!r}".encode())
     return found.hexdigest()
 
 
@@ -237,24 +224,21 @@ class Replay:
     """A step that was performed again. ``str()`` of it is the report.
 
     Attributes:
-        run: the folder of the run, or the path of the capsule.
-        start: the name of the checkpoint from which the replay started; ``first_iteration`` is the one after it.
+        start: the name of the checkpoint from which the replay started, ``num_before`` iterations before the step.
         differences: the settings, code, versions, machine and processes that differ from those of the run.
-        inspection: that of this rank; ``batch``, ``losses``, ``gradients`` and ``samples`` (names) are taken from it.
+        inspection: that of this rank; ``batch``, ``losses``, ``gradients``, ``samples`` (names), ``first_bad_module``
+            and ``error`` are taken from it.
         changed_files: the files of the batch of this rank that have changed since the run.
         findings: the faults that each rank has found: name -> text.
-        failure, samples_at_fault, on_the_way, proof, verdict: the texts of the report with these names; "" if there is
-            nothing to compare, or it was not requested.
+        failure, samples_at_fault, on_the_way, proof, verdict: texts of the report; "" if there is nothing to say.
     """
 
     run: str
     iteration: int
     start: str
-    first_iteration: int
+    num_before: int
     differences: list[str]
-    error: str
     inspection: Inspection
-    values: Values = field(default_factory=dict)
     changed_files: list[str] = field(default_factory=list)
     findings: list[dict[str, str]] = field(default_factory=list)
     failure: str = ""
@@ -267,11 +251,7 @@ class Replay:
         seen = self.inspection
         self.batch, self.losses, self.gradients = seen.batch, seen.losses, seen.gradients
         self.samples = [name for names in seen.samples for name in names]
-
-    @property
-    def first_bad_module(self) -> str:
-        """The first module whose output is not finite; "" if all outputs are finite."""
-        return next((module for module, largest in self.inspection.outputs if not math.isfinite(largest)), "")
+        self.error, self.first_bad_module = seen.error, seen.first_bad_module
 
     @property
     def first_bad_gradient(self) -> str:
@@ -298,24 +278,35 @@ class Replay:
         return {name: text for name, text in found.items() if text}
 
     def __str__(self) -> str:
-        done, gradients = self.iteration - self.first_iteration, self.gradients.items()
-        tables: list[tuple[Any, Any]] = [
-            (("batch", "shape", "dtype", "min", "max"), self.inspection.fields()),
-            (("loss", "value"), [(name, loss.item()) for name, loss in self.losses.items()]),
-            (("module", "largest output"), self.inspection.outputs),
-            (("parameter", "gradient's norm"), [(name, grad.float().norm().item()) for name, grad in gradients]),
+        gradients = [(name, gradient.float().norm().item()) for name, gradient in self.gradients.items()]
+        tables: dict[tuple[str, ...], Any] = {
+            ("batch", "shape", "dtype", "min", "max"): self._fields(),
+            ("loss", "value"): [(name, loss.item()) for name, loss in self.losses.items()],
+            ("module", "largest output"): self.inspection.outputs,
+            ("parameter", "gradient's norm"): gradients,
+        }
+        texts = {"failure": self.failure, "samples": self.samples_at_fault, "on the way": self.on_the_way}
+        texts |= {"proof": self.proof, "verdict": self.verdict}
+        lines = [
+            f"Iteration {self.iteration} of {self.run}, from {self.start} and {self.num_before} iterations after it",
+            "",
         ]
-        lines = [f"Iteration {self.iteration} of {self.run}, from {self.start} and {done} iterations after it", ""]
         lines += [f"not as in the run: {text}" for text in self.differences]
         lines += [] if self.differences else ["settings, code, versions and machine are as in the run"]
-        lines += [f"\n{format_table(rows, names, floatfmt='.4g', missingval='-')}" for names, rows in tables]
+        lines += [f"\n{format_table(rows, names, floatfmt='.4g', missingval='-')}" for names, rows in tables.items()]
         lines += ["", f"{len(self.samples)} samples: {_shortened(self.samples)}"]
         for rank, faults in enumerate(self.findings):
             lines += [f"rank {rank}:"] if faults and len(self.findings) > 1 else []
             lines += [f"{name}: {text}" for name, text in faults.items()]
-        checks = {"failure": self.failure, "samples": self.samples_at_fault, "on the way": self.on_the_way}
-        checks |= {"proof": self.proof, "verdict": self.verdict}
-        return "\n".join([*lines, *(f"{name}: {text}" for name, text in checks.items() if text)])
+        return "\n".join([*lines, *(f"{name}: {text}" for name, text in texts.items() if text)])
+
+    def _fields(self) -> Iterator[tuple[Any, ...]]:
+        """Name, shape, dtype, minimum and maximum of each tensor of the batch."""
+        for path, value in _leaves(self.batch):
+            if isinstance(value, Tensor):
+                is_number = value.numel() and not value.is_complex()
+                limits = map(Tensor.item, value.aminmax()) if is_number else (None, None)
+                yield "/".join(map(str, path)), [*value.shape], str(value.dtype), *limits
 
 
 def _shortened(names: Sequence[str], most: int = 4) -> str:
@@ -323,26 +314,32 @@ def _shortened(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+# by whether all bits are equal in this process, and in a new one (None: it was not repeated there)
+_VERDICTS = {
+    (False, None): "transient, or with a state that no checkpoint holds",
+    (False, True): "with a state that no checkpoint holds (a counter, a cache, an iterator)",
+    (False, False): "transient (hardware, a race, a clock, random numbers of another source)",
+    (True, False): "other in each process (the order of a set, an address, the environment)",
+}
+# if they are equal, by whether the values equal those of the run (None: nothing of the data was compared)
+_AGAINST_THE_RUN = {
+    True: "reproducible",
+    False: "different on this machine: the run has stored other values",
+    None: "reproducible, but not compared with the run, which has stored no value of the data (--prove compares)",
+}
+
+
 def judge(first: Inspection, again: Inspection, elsewhere: list[Part] | str, equals_run: bool | None) -> str:
     """Whether the executions of a step agree with each other, and with the values that the run has stored.
 
-    Two are in this process, from the same state; ``elsewhere``: the parts of one in a new process, or why there was
-    none; ``equals_run``: whether the values equal those of the run, None if nothing of the data was compared.
+    Two are in this process; ``elsewhere``: the parts of one in a new process, or why there was none.
     """
-    is_new = not isinstance(elsewhere, str)
-    here = find_difference(first.parts, again.parts)
-    there = "" if isinstance(elsewhere, str) else find_difference(first.parts, elsewhere)
-    same = f"in this process it differs in {here}" if here else "repeated in this process, every bit is equal"
-    new = f"in a new process it differs in {there}" if there else "in a new process, every bit is equal"
-    if here and not is_new:
-        start = "transient, or with a state that no checkpoint holds"
-    elif here:
-        start = "with a state that no checkpoint holds (a counter, a cache, an iterator)"
-        start = "transient (hardware, a race, a clock, random numbers of another source)" if there else start
-    elif there:
-        start = "other in each process (the order of a set, an address, the environment)"
-    elif equals_run is None:
-        start = "reproducible, but not compared with the run, which has stored no value of the data (--prove compares)"
-    else:
-        start = "reproducible" if equals_run else "different on this machine: the run has stored other values"
-    return f"{start}: {same}; {new if is_new else f'not repeated in a new process: {elsewhere}'}"
+    differs = find_difference(first.parts, again.parts)
+    here = f"in this process it differs in {differs}" if differs else "repeated in this process, every bit is equal"
+    equal: tuple[bool, bool | None] = not differs, None
+    there = f"not repeated in a new process: {elsewhere}"
+    if not isinstance(elsewhere, str):
+        differs = find_difference(first.parts, elsewhere)
+        there = f"in a new process it differs in {differs}" if differs else "in a new process, every bit is equal"
+        equal = equal[0], not differs
+    return f"{_VERDICTS.get(equal) or _AGAINST_THE_RUN[equals_run]}: {here}; {there}"

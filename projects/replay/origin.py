@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import importlib.metadata
-import logging
 import os
 import platform
 import re
@@ -20,12 +19,9 @@ from typing import Any
 import torch
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
-from trainkit.config.config import changed_settings
-from trainkit.config.yaml_files import parse_literal
+from trainkit.config.config import changed_settings, get_key
 from trainkit.utils import comm
 from trainkit.utils.logger import format_table
-
-logger = logging.getLogger(__name__)
 
 THREADS = "threads of torch"
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
@@ -63,18 +59,13 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
 def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:
     """How this run was started, as plain values for a checkpoint; ``config`` is the YAML of the settings as given."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    is_cuda = device is not None and device.type == "cuda"
     return {
         "config": config,
         "argv": [*sys.argv],
         "module": spec.name.removesuffix(".__main__") if spec is not None else "",  # the module of python -m
         "folder": os.getcwd(),
         "seed": torch.initial_seed(),
-        "processes": comm.get_world_size(),
-        "device": torch.cuda.get_device_name(device) if is_cuda else "none" if device is None else device.type,
-        "commit": _commit(os.getcwd()),
-        "versions": _versions(),
-        "machine": _machine(),
+        "facts": _facts(device),
         "files": _files(),
     }
 
@@ -85,29 +76,35 @@ def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None)
     No path in the file is opened: it is looked up among the files that this process has imported.
     """
     own = describe_origin("", device)
-    then, now = _facts(saved), _facts(own)
-    names = dict.fromkeys([*then, *(name for name in now if name.startswith("variable "))])
-    pairs = {name: (then.get(name, "not set"), now.get(name, "not set")) for name in names}
-    lines = [f"{name}: {former} in the run, {value} now" for name, (former, value) in pairs.items() if former != value]
+    then, now = saved["facts"], own["facts"]
+    differing = [name for name in then | now if then.get(name) != now.get(name)]
+    lines = [f"{name}: {then.get(name, 'not set')} in the run, {now.get(name, 'not set')} now" for name in differing]
     others = [name for name, digest in saved["files"].items() if own["files"].get(name) != digest]
-    states = {name: "another one" if name in own["files"] else "not imported" for name in others}
-    return lines + [f"code: {name} is {state} now" for name, state in states.items()]
+    return lines + [
+        f"code: {name} is {'another one' if name in own['files'] else 'not imported'} now" for name in others
+    ]
 
 
-def _facts(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """name -> value; files of an older version have fewer."""
-    facts = {"commit of the code": origin["commit"], "device": origin["device"]}
-    versions = {f"version of {name}": version for name, version in origin["versions"].items()}
-    return {**facts, "number of processes": origin["processes"], **versions, **origin.get("machine", {})}
-
-
-def _machine() -> dict[str, str]:
-    """What changes the bits of a computation besides code and versions, as text by name."""
+def _facts(device: torch.device | None) -> dict[str, Any]:
+    """What changes the bits of a computation besides settings and code, by name."""
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # somebody has set torch's newer name, beside which the older one cannot be read
-        precision = str(torch.backends.cuda.matmul.fp32_precision)
-    facts: dict[str, Any] = {
+        precision = torch.backends.cuda.matmul.fp32_precision
+    is_cuda = device is not None and device.type == "cuda"
+    facts = {
+        "commit of the code": _commit(os.getcwd()),
+        "device": torch.cuda.get_device_name(device) if is_cuda else str(getattr(device, "type", "none")),
+        "number of processes": comm.get_world_size(),
+        "version of python": platform.python_version(),
+        "version of torch": str(torch.__version__),
+        "version of trainkit": sys.modules["trainkit"].__version__,
+        "version of CUDA of torch": str(torch.version.cuda),
+    }
+    for name in ("numpy", "torchvision", "fvcore"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            facts[f"version of {name}"] = importlib.metadata.version(name)
+    facts |= {
         THREADS: torch.get_num_threads(),
         "threads of torch between operations": torch.get_num_interop_threads(),
         "instructions of the CPU": torch.backends.cpu.get_cpu_capability(),
@@ -115,17 +112,7 @@ def _machine() -> dict[str, str]:
         "precision of float32 products": precision,
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
     }
-    facts |= {f"variable {name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
-    return {name: str(value) for name, value in facts.items()}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    versions |= {"trainkit": sys.modules["trainkit"].__version__, "CUDA of torch": str(torch.version.cuda)}
-    for name in ("numpy", "torchvision", "fvcore"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+    return facts | {f"variable {name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
 
 
 def _files() -> dict[str, str]:
@@ -154,9 +141,9 @@ def _imported_by(file: Path, here: Path) -> Iterator[str]:
     with suppress(SyntaxError):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                level, start = (node.level, f"{node.module or ''}.") if isinstance(node, ast.ImportFrom) else (0, "")
+                level, start = getattr(node, "level", 0), getattr(node, "module", None) or ""
                 for name, folder in product(node.names, [file.parents[level - 1]] if level else folders):
-                    for part in f"{start}{name.name}".strip(".").split("."):
+                    for part in f"{start}.{name.name}".strip(".").split("."):
                         folder /= part
                         yield from (f"{folder}.py", f"{folder / '__init__.py'}")
 
@@ -180,31 +167,29 @@ def _digest_of(*files: Path) -> str:
 def _commit(folder: str) -> str:
     with suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
-        return found.stdout.strip() if found.returncode == 0 else ""
+        return found.stdout.strip()  # "" if it is no repository
     return ""
 
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
-    before, changed = dict(changed_settings(former, CfgNode())), changed_settings(cfg, former.clone())
-    return [(key, before.get(key), value) for key, value in changed if not _NO_MATTER.fullmatch(key)]
+    changed = changed_settings(cfg, former := former.clone())  # this declares keys of projects in `former`
+    return [(key, get_key(former, key), value) for key, value in changed if not _NO_MATTER.fullmatch(key)]
 
 
-def settings_of(cfg: CfgNode) -> dict[str, str]:
-    """key -> value as text of the settings that change what a run computes; and the number of threads."""
-    found = {key: repr(value) for key, _, value in changes_since(cfg, CfgNode())}
-    return {**found, THREADS: str(torch.get_num_threads())}
+def settings_of(config: str) -> dict[str, Any]:
+    """key -> value of each setting in a config, given as YAML, that changes what a run computes."""
+    return {key: value for key, _, value in changes_since(CfgNode.load_cfg(config), CfgNode())}
 
 
-def table_of_other_settings(saved: Mapping[str, str], cfg: CfgNode) -> str:
-    """A table of the differences between ``settings_of(cfg)`` and saved settings, and what is used; "" if none."""
-    own, rows = settings_of(cfg), []
-    saved = {THREADS: own[THREADS], **saved}  # an older file does not say it
-    for key in dict.fromkeys([*own, *saved]):
+def table_of_other_settings(saved: Mapping[str, Any], cfg: CfgNode) -> str:
+    """A table of the settings of ``cfg`` that differ from those in an origin, and what is used; "" if none."""
+    own = settings_of(cfg.dump()) | {THREADS: torch.get_num_threads()}
+    pair, rows = (own, settings_of(saved["config"]) | {THREADS: saved["facts"][THREADS]}), []
+    for key in pair[0] | pair[1]:
         # only one of the two may know a key of a project: the other has its default
-        here, there = own.get(key) or _default(key), saved.get(key) or _default(key)
-        # parsed: the order of keys may differ, since config.yaml has them in alphabetical order
-        if key != "number of processes" and parse_literal(here) != parse_literal(str(there)):  # older states have it
+        here, there = (repr(found[key]) if key in found else _default(key) for found in pair)
+        if here != there:
             rows.append((key, here, there, "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run"))
     titles = ("setting", "of this run", "in the checkpoint", "what is used")
     return format_table(rows, titles, disable_numparse=True) if rows else ""

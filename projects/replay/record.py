@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from trainkit.projects.replay import origin as facts
@@ -26,10 +27,6 @@ from trainkit.utils.device import device_of, unwrap_model
 logger = logging.getLogger(__name__)
 
 REPLAY = "python -m trainkit.projects.replay"
-
-# saving the first would cost time in each step; the second is as large as the model
-_NOTES = ["random state and buffers are those after the forward pass that has failed"]
-_NOTES += ["the optimizer has no momentum, so its update is another one"]
 
 
 class RunRecord(HookBase):
@@ -47,10 +44,6 @@ class RunRecord(HookBase):
     @cached_property
     def origin(self) -> dict[str, Any]:
         return facts.describe_origin(self.trainer.given_cfg.dump(), device_of(self.trainer.model))
-
-    @cached_property
-    def _settings(self) -> dict[str, str]:
-        return facts.settings_of(self.trainer.cfg)
 
     @property
     def _is_in_parts(self) -> bool:
@@ -73,12 +66,11 @@ class RunRecord(HookBase):
 
     def _full_origin(self) -> dict[str, Any]:
         """The origin, with what is true only now: the files of the last samples, where their names are paths."""
-        names_of_last: Any = getattr(self.trainer.data_loader, "names_of_last", lambda num: [])
         samples: list[str] = []
         try:  # a dataset's own `sample_name`
-            newest = [name for names in names_of_last(1) for name in names]
+            newest = [*chain(*_names_of_last(self.trainer, 1))]
             if newest and os.path.isfile(newest[-1]):
-                samples = [name for names in names_of_last(1 + 1000 // len(newest)) for name in names][-1000:]
+                samples = [*chain(*_names_of_last(self.trainer, 1 + 1000 // len(newest)))][-1000:]
         except Exception as error:
             logger.warning("The files of the last samples are not recorded: %s: %s", type(error).__name__, error)
         now = {"samples": facts.sizes_and_times(samples), "saved_ns": time.time_ns()}
@@ -86,15 +78,17 @@ class RunRecord(HookBase):
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")
-        if not isinstance(trainer, dict) or not isinstance(trainer.get("hooks"), dict):
-            return  # it is not the file of a DefaultTrainer
-        origin, fork = trainer.get("origin"), self.trainer.cfg.get("FORK")
-        parents = origin.get("parents", []) if isinstance(origin, dict) else []
-        # the file may be older than this hook
-        record = trainer["hooks"].setdefault("RunRecord", {"settings": trainer.get("settings", {}), "parents": parents})
-        forks = [(parent["run"], parent["iteration"]) for parent in record["parents"]]
-        if fork is not None and fork.RUN and (fork.RUN, fork.ITER) not in forks:
-            adapt(trainer, self.trainer)
+        if isinstance(trainer, dict) and trainer.get("origin"):  # else it is not the file of a DefaultTrainer
+            fork, parents = self.trainer.cfg.get("FORK"), trainer["origin"].get("parents", [])
+            known = [(parent["run"], parent["iteration"]) for parent in parents]
+            if fork is not None and fork.RUN and (fork.RUN, fork.ITER) not in known:
+                adapt(trainer, self.trainer)
+            trainer["hooks"]["RunRecord"] = trainer["origin"]  # so it gets this as its state, if it loads one
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._parents = state_dict.get("parents", [])
+        if "facts" in state_dict and (table := facts.table_of_other_settings(state_dict, self.trainer.given_cfg)):
+            logger.warning("The checkpoint was written with other settings:\n%s", table)
 
     def after_failure(self, error: BaseException) -> None:
         if not self._is_in_parts:
@@ -104,21 +98,19 @@ class RunRecord(HookBase):
         if self._how_to_repeat:
             logger.error("To repeat the step: %s", self._how_to_repeat)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"settings": self._settings if comm.is_main_process() else {}, "parents": self._parents}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._parents, saved = state_dict["parents"], state_dict["settings"]
-        if saved and (table := facts.table_of_other_settings(saved, self.trainer.cfg)):  # older states have none
-            logger.warning("The checkpoint was written with other settings:\n%s", table)
+def _names_of_last(trainer: Any, num_batches: int) -> list[list[str]]:
+    """The names of the samples of the last batches, if the loader of the trainer knows them."""
+    names: list[list[str]] = getattr(trainer.data_loader, "names_of_last", lambda num: [])(num_batches)
+    return names
 
 
 def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any]) -> str:
     """Write the capsule of a failed step of a `DefaultTrainer`; it replaces the capsule of an earlier failure.
 
-    If the weights may have been updated since, or a file cannot hold the batch, the capsule holds no step. It then
-    holds how the run was started (``origin``) and what it has logged since its last checkpoint. Returns the command
-    that repeats the step; "" if there is no step to repeat.
+    It is a checkpoint without the optimizer's state (momentum), plus the batch and the failure. If the weights may have
+    been updated since, or a file cannot hold the batch, it holds no step, but how the run was started (``origin``) and
+    what was logged since the last checkpoint. Returns the command that repeats the step; "" if there is no such step.
     """
     inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     is_of_step = trainer.position.stage == 1 and bool({"run_step", "before_step"} & inside)
@@ -136,37 +128,25 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     # of several micro-batches, or with logical ranks, this process has only one batch of the step
     is_whole = trainer.accumulation_steps == 1 and not has_logical_ranks
     is_whole = is_whole and is_of_step and iteration == trainer.iter and "update" not in inside
+    capsule: dict[str, Any] = {"iteration": trainer.iter, "error": f"{type(error).__name__}: {error}"}
+    capsule |= {"command": commands[0], "batches": [], "samples": [], "losses": {}}
     # not .pth, so that no run resumes from it
     path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
     try:
-        state = _contents(trainer, error, commands[0], is_whole)
-        write_file({**state, "trainer": {**state["trainer"], "world_size": 1, "origin": origin}}, path)
-        if state["capsule"]["batches"]:
+        with suppress(RuntimeError, TypeError):  # there is no batch yet, or a file cannot hold it; or no loss
+            if is_whole:
+                # copies: a file would hold the whole memory of a tensor of which a sample is a part
+                batch = plain_state(trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone())
+                capsule |= {"batches": [batch], "samples": _names_of_last(trainer, 1)}
+                capsule["losses"] = {name: float(loss) for name, loss in trainer.losses.items()}
+        state = {key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()}
+        step = state["trainer"]["_trainer"]
+        step["optimizer"] = {**step["optimizer"], "state": {}}
+        state["trainer"] |= {"world_size": 1, "origin": origin}
+        model = unwrap_model(trainer.model).state_dict() if capsule["batches"] else {}
+        write_file({"model": model, **state, "capsule": capsule}, path)
+        if capsule["batches"]:
             commands.insert(0, f"{REPLAY} {shlex.quote(path)} -- {command}")
     except Exception as other:
         logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
     return ", or from the checkpoint: ".join(commands)
-
-
-def _contents(trainer: Any, error: Exception, command: str, is_whole: bool) -> dict[str, Any]:
-    """A checkpoint without the optimizer's state (momentum), plus the batch and the failure."""
-    batches, losses = list[Any](), dict[str, Any]()
-    if is_whole:
-        with suppress(RuntimeError, TypeError):  # there is no batch yet, or a file cannot hold it
-            # copies: a file would hold the whole memory of a tensor of which a sample is a part
-            batches.append(plain_state(trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone()))
-            losses = trainer.losses
-    names_of_last: Any = getattr(trainer.data_loader, "names_of_last", lambda num: [])
-    capsule = {
-        "iteration": trainer.iter,
-        "batches": batches,
-        "samples": names_of_last(1) if batches else [],
-        "losses": {name: float(loss) for name, loss in losses.items()},
-        "error": f"{type(error).__name__}: {error}",
-        "notes": _NOTES,
-        "command": command,
-    }
-    state = {key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()}
-    step = state["trainer"]["_trainer"]
-    step["optimizer"] = {**step["optimizer"], "state": {}}
-    return {"model": unwrap_model(trainer.model).state_dict() if batches else {}, **state, "capsule": capsule}

@@ -47,37 +47,31 @@ class _Done(SystemExit):
 
 
 class Session:
-    """Runs the command of a run again, and calls ``work``, which a subclass defines, where it would train."""
+    """Runs the command of a run again, and does something else where it would train."""
 
     keeps_all_hooks = False  # also those that evaluate, which the next checkpoint depends on
-    _inspection: Inspection | None = None  # of the present step; it gets the batches that any `ResumableLoader` gives
-    _trainer: Any
+    inspection: Inspection | None = None  # of the present step; it gets the batches that any `ResumableLoader` gives
+    trainer: Any  # without the hooks that save, evaluate and write
     _result: Any = None
 
     def __init__(self, run: str, at: int, start: Saved | None, after: Saved | None) -> None:
         """``start``: the checkpoint before iteration ``at``, None: the run starts there; ``after``: the next one."""
-        governing = after or start  # the process that wrote `after` has done the step; it may have other settings
-        assert governing is not None
+        governing: Any = after or start  # the process that wrote `after` has done the step; it may have other settings
         self.origin = governing.state["trainer"]["origin"]
-        self._run, self._at, self._start, self._next = run, at, start, after
-        self._processes = self.origin["processes"]  # number of processes that the replay needs
-        self._notes: list[str] = []
+        self.num_ranks = self.origin["facts"]["number of processes"]  # that the replay needs
+        self.run, self.at, self.start, self.next = run, at, start, after
+        self.notes: list[str] = []  # differences from the run
 
-    def work(self, trainer: Any) -> Any:
-        """Called instead of the training, with a trainer without the hooks that save, evaluate and write."""
-        raise NotImplementedError
-
-    def perform(self, start: Start) -> Any:
-        """Run the command, and return what ``work`` returns; raises as `replay`."""
+    def perform(self, start: Start, work: Callable[[Any], Any]) -> Any:
+        """Run the command, and return what ``work(trainer)`` returns in place of the training; raises as `replay`."""
         if start is None:
             known = facts.command_of(self.origin)
-            raise ConfigError(f"give the command of the run after `--`; '{self._run}' says that it was: {known}")
-        self._folder = tempfile.mkdtemp(prefix="replay-")
+            raise ConfigError(f"give the command of the run after `--`; '{self.run}' says that it was: {known}")
+        self._work, self._folder = work, tempfile.mkdtemp(prefix="replay-")
         disabled, threads = logging.root.manager.disable, torch.get_num_threads()
         logging.disable(logging.ERROR)
         try:
-            number = self.origin.get("machine", {}).get(facts.THREADS, "")
-            torch.set_num_threads(min(int(number), 1024) if number.isdecimal() else threads)
+            torch.set_num_threads(min(self.origin["facts"][facts.THREADS], 1024))
             with self._taking_over(), contextlib.suppress(_Done), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 start() if callable(start) else run_command(start)
@@ -94,25 +88,25 @@ class Session:
     def _taking_over(self) -> Iterator[None]:
         """Context in which this replay sets up the configs, has no log, and takes the place of the training."""
         build, draw, seed = DefaultTrainer.__init__, ResumableLoader.__iter__, setup.seed_all_rng
-        drawn = self.origin["seed"] if self._start is None and self.origin["seed"] < 2**32 else None
+        drawn = self.origin["seed"] if self.start is None and self.origin["seed"] < 2**32 else None
 
         def init(trainer: Any, cfg: CfgNode) -> None:
-            self.set_up(cfg)
+            self._set_up(cfg)
             build(trainer, cfg)
 
         def apply_options(cfg: Any, args: Any) -> list[Any]:
-            self.set_up(cfg, any(getattr(args, option.strip("-").replace("-", "_"), None) for option in OPTIONS))
+            self._set_up(cfg, any(getattr(args, option.strip("-").replace("-", "_"), None) for option in OPTIONS))
             return []
 
         def iterate(loader: Any) -> Iterator[Any]:
             for batch in draw(loader):
-                if self._inspection is not None:
-                    self._inspection.drawn.append(batch)
+                if self.inspection is not None:
+                    self.inspection.drawn.append(batch)
                 yield batch
 
         replaced: list[tuple[Any, str, Any]] = [
             (DefaultTrainer, "__init__", init),
-            (DefaultTrainer, "train", lambda trainer, *args, **kwargs: self.train(trainer)),
+            (DefaultTrainer, "train", lambda trainer, *args, **kwargs: self._train(trainer)),
             (ResumableLoader, "__iter__", iterate),
             (setup, "apply_options", apply_options),
             (setup, "setup_logger", lambda *args, **kwargs: None),
@@ -125,7 +119,7 @@ class Session:
                 setattr(owner, name, new)
             yield
 
-    def set_up(self, cfg: Any, has_options: bool = False) -> None:
+    def _set_up(self, cfg: Any, has_options: bool = False) -> None:
         """Give ``cfg`` the settings of the run, and a temporary folder for output, unless it has them already.
 
         The settings that differ are noted, unless an option of the command, which is not applied, would have set them.
@@ -136,46 +130,45 @@ class Session:
             return
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
-        cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self._run))
+        cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self.run))
         facts.refuse_imports(cfg.IMPORTS, given.IMPORTS)
         for key, now, value in () if has_options else facts.changes_since(cfg, given):
-            self._notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
+            self.notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.IMPORTS = self._folder, "", given.IMPORTS
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
-        if self._start is not None:
-            cfg.MODEL.WEIGHTS = ""
+        cfg.MODEL.WEIGHTS = "" if self.start else cfg.MODEL.WEIGHTS
         if frozen:
             cfg.freeze()
 
-    def train(self, trainer: Any) -> None:
+    def _train(self, trainer: Any) -> None:
         """Called in the place of ``DefaultTrainer.train``."""
-        if not 0 <= self._at < trainer.max_iter:
-            raise ConfigError(f"--iter is {self._at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
-        if self._start is None and self.origin.get("parents"):
+        if not 0 <= self.at < trainer.max_iter:
+            raise ConfigError(f"--iter is {self.at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
+        if self.start is None and self.origin["parents"]:
             run, last = map(self.origin["parents"][-1].get, ("run", "iteration"))
             raise ConfigError(f"the run is a fork of {run}, which has done iterations 0 to {last}; replay them there")
-        if self._processes != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
+        if self.num_ranks != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
-                f"the run had {self._processes} processes, and this replay has {comm.get_world_size()}; start it by "
-                f"torchrun --nproc-per-node {self._processes} -m trainkit.projects.replay with the same arguments"
+                f"the run had {self.num_ranks} processes, and this replay has {comm.get_world_size()}; start it by "
+                f"torchrun --nproc-per-node {self.num_ranks} -m trainkit.projects.replay with the same arguments"
             )
-        self._trainer = trainer
+        self.trainer = trainer
         classes = {hook: {base.__name__ for base in type(hook).__mro__} for hook in trainer.hooks}
         needs_results = any("ReduceOnPlateau" in names for names in classes.values())
         others = set() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS
         try:
-            self._notes += facts.describe_other_origin(self.origin, device_of(trainer.model))
+            self.notes += facts.describe_other_origin(self.origin, device_of(trainer.model))
             trainer._hooks = [hook for hook in trainer.hooks if not {"PeriodicWriter", *others} & classes[hook]]
-            self._load_start()
-            self._result = self.work(trainer)
+            self.load_start()
+            self._result = self._work(trainer)
         finally:
             # workers end now, not only when Python's garbage collector finds the trainer
             trainer.reset_data_loader(tuple)
         raise _Done(0)
 
-    def _go_on(self, last: int, *own: HookBase) -> str:
+    def go_on(self, last: int, *own: HookBase) -> str:
         """Train up to iteration ``last`` (included); return the error of the inspected step, "" if it did not fail."""
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer.last_done_iter >= last:
             return ""
         kept = trainer.hooks
@@ -190,25 +183,25 @@ class Session:
         except ConfigError:
             raise
         except Exception as error:
-            if trainer.iter < self._at:
-                text = f"the replay has failed in iteration {trainer.iter}, on the way to {self._at}"
+            if trainer.iter < self.at:
+                text = f"the replay has failed in iteration {trainer.iter}, on the way to {self.at}"
                 raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
             return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         finally:
             trainer._hooks = [*kept]
         return ""
 
-    def _load_start(self) -> None:
-        if self._start is not None:
-            self._trainer.checkpointer.load(self._start.path, strict=True)
+    def load_start(self) -> None:
+        if self.start is not None:
+            self.trainer.checkpointer.load(self.start.path, strict=True)
 
-    def _collect(self) -> dict[str, Any]:
-        return copy_of(self._trainer.checkpointer.collect({"iteration": self._trainer.last_done_iter}))
+    def collect(self) -> Any:
+        return copy_of(self.trainer.checkpointer.collect({"iteration": self.trainer.last_done_iter}))
 
-    def _load(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        checkpointer = self._trainer.checkpointer
+    def load(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        checkpointer = self.trainer.checkpointer
         checkpointer._load_file = lambda path: copy_of(state)
-        checkpointer.load(self._run, strict=strict)
+        checkpointer.load(self.run, strict=strict)
         del checkpointer._load_file
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from trainkit.projects.evaluators.counting import num_samples
-from trainkit.projects.replay.checkpoints import Saved, around, compare_way, logged_values, prove
+from trainkit.projects.replay.checkpoints import Saved, Values, around, compare_way, logged_values, prove_equal
 from trainkit.projects.replay.inspection import Inspection, Part, Replay, judge
 from trainkit.projects.replay.origin import sizes_and_times
 from trainkit.projects.replay.session import Folder, Session, Start, copy_of
@@ -25,6 +25,10 @@ from trainkit.engine import hooks
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.env import get_rng_state, set_rng_state
+
+# the first would cost time in each step; the second is as large as the model
+_NOT_IN_CAPSULES = ["random state and buffers are those after the forward pass that has failed"]
+_NOT_IN_CAPSULES += ["the optimizer has no momentum, so its update is another one"]
 
 
 def replay(
@@ -41,8 +45,7 @@ def replay(
     Args:
         run: the folder of the checkpoints; or the capsule of a failed step, which holds its iteration.
         iter: the iteration of the step, counted from 0, as in metrics.json.
-        start: the command of the run, such as ``["python", "train.py"]``, or a function that does the same. A file
-            never chooses code.
+        start: the command of the run, such as ``["python", "train.py"]``, or a function that does the same.
         prove: continue to the next checkpoint, and compare everything in it.
         verdict: perform the step again in this process, and in a new one if ``start`` is a command.
         bisect: find the samples with which the step fails.
@@ -57,90 +60,86 @@ def replay(
         accepted = "accepted: the folder of a run and --iter, or a capsule without --iter and --prove"
         raise ConfigError(f"got {run!r} (there: {os.path.exists(run)}), iter={iter}, prove={prove}; {accepted}")
     session = _Capsule(run) if iter is None else _Step(run, iter, *around(run, iter))
-    session.keeps_all_hooks, session.verdict, session.bisect, session.command = prove, verdict, bisect, start
-    if prove and (session._next is None or "capsule" in session._next.state):
+    if prove and (session.next is None or "capsule" in session.next.state):
         raise CheckpointError(f"'{run}' has no checkpoint after iteration {iter}; leave out --prove")
-    found: Replay = session.perform(start)
+    session.keeps_all_hooks = prove
+    found: Replay = session.perform(start, lambda trainer: session.work(trainer, start, verdict, bisect))
     return found
 
 
 class _Step(Session):
-    verdict, bisect = True, False
-    command: Start = None
-    _samples: Sequence[list[str]] = ()  # their names, if the loader does not know them
+    samples: Sequence[list[str]] = ()  # their names, if the loader does not know them
 
-    def work(self, trainer: Any) -> Replay:
+    def work(self, trainer: Any, command: Start, verdict: bool, bisect: bool) -> Replay:
         first, reached = trainer.start_iter, list[dict[str, Any]]()
         if self.keeps_all_hooks:
             self._collect_at_next(reached)
-        self._go_on(self._at - 1)
-        before = self._collect()
-        seen, error = self._look()
-        start = os.path.basename(self._start.path) if self._start else "the beginning"
-        values = logged_values(trainer.storage.state_dict(), first, self._at + 1)
-        result = Replay(self._run, self._at, start, first, self._notes, error, seen, values)
-        equals_run = self._compare(result)
-        if self.keeps_all_hooks:
-            assert self._next is not None
-            self._go_on(self._next.done)
-            result.proof = comm.broadcast(prove(reached, self._next) if comm.is_main_process() else "")
-        if self.bisect:
-            self._load(before)
+        self.go_on(self.at - 1)
+        before, seen = self.collect(), self.look()
+        origin = os.path.basename(self.start.path) if self.start else "the beginning"
+        result = Replay(self.run, self.at, origin, self.at - first, self.notes, seen)
+        equals_run = self.compare(result, logged_values(trainer.storage.state_dict(), first, self.at + 1))
+        if self.keeps_all_hooks and self.next is not None:
+            self.go_on(self.next.done)
+            result.proof = comm.broadcast(prove_equal(reached, self.next) if comm.is_main_process() else "")
+        if bisect:
+            self.load(before)
             result.samples_at_fault = _of_ranks(self._find_samples(seen))
-        if self.verdict:
-            self._load(before)
-            result.verdict = _of_ranks(judge(seen, self._look()[0], self._perform_elsewhere(), equals_run))
+        if verdict:
+            self.load(before)
+            result.verdict = _of_ranks(judge(seen, self.look(), self._perform_elsewhere(command), equals_run))
         result.findings = comm.all_gather(result.find())
         return result
 
-    def _compare(self, result: Replay) -> bool | None:
+    def compare(self, result: Replay, values: Values) -> bool | None:
         """Compare with what the run has stored; returns whether the values are equal, None if that is not known."""
         recorded, now = self.origin.get("samples", {}), sizes_and_times(result.samples)
-        newest = self.origin.get("saved_ns", math.inf) if self._next else math.inf
+        newest = self.origin.get("saved_ns", math.inf) if self.next else math.inf
+        # a file that was not recorded must not be newer than the checkpoint
         is_new = {name: recorded[name] != now[name] if name in recorded else now[name][1] > newest for name in now}
         result.changed_files = [name for name in now if is_new[name]]
         # only rank 0 has all values
-        way = compare_way(result.values, self._next, self._at) if comm.is_main_process() else ("", None)
+        way = compare_way(values, self.next, self.at) if comm.is_main_process() else ("", None)
         result.on_the_way, is_equal = comm.broadcast(way)
         return is_equal
 
     def _collect_at_next(self, reached: list[dict[str, Any]]) -> None:
         """Append the state at the place of the next checkpoint to ``reached``."""
-        saved = self._next
+        saved: Any = self.next
 
         def ask(trainer: Any) -> None:
             if trainer.iter == saved.done:
-                trainer.request_save("(replay)", lambda: reached.append(self._collect()))
+                trainer.request_save("(replay)", lambda: reached.append(self.collect()))
 
         hook = hooks.CallbackHook(after_step=ask)
         hook.priority = "NORMAL" if saved.stage == 2 else "LOW"  # above or below the save point
-        self._trainer.register_hooks([hook])
+        self.trainer.register_hooks([hook])
 
-    def _look(self) -> tuple[Inspection, str]:
-        """Perform the step now; return its inspection, and its error ("" if none)."""
-        self._inspection = seen = Inspection(self._at, self._samples)
-        error = self._go_on(self._at, seen)
+    def look(self) -> Inspection:
+        """Perform and inspect the step now."""
+        self.inspection = seen = Inspection(self.samples)
+        seen.error = self.go_on(self.at, seen)
         seen.close()
-        self._inspection = None
-        return seen, error
+        self.inspection = None
+        return seen
 
     def _find_samples(self, seen: Inspection) -> str:
         """Try each sample of the step alone, from the state before the step, which was just loaded."""
-        self._trainer._restore_rng()
+        self.trainer._restore_rng()
         reason, names = "the step has not called the model, or the trainer makes its steps itself", [*seen.samples]
         try:
             names += [[]] * len(seen.batches)
             pairs = [] if seen.is_own_step else zip(seen.batches, names, strict=False)
-            found = [find_samples(self._trainer._trainer, *pair) for pair in pairs]
+            found = [find_samples(self.trainer._trainer, *pair) for pair in pairs]
         except TypeError as error:
             found, reason = [], str(error)
         return "; ".join(found) or f"they cannot be looked at one by one: {reason}"
 
-    def _perform_elsewhere(self) -> list[Part] | str:
-        if "RANK" in os.environ or callable(self.command):
+    def _perform_elsewhere(self, command: Start) -> list[Part] | str:
+        if "RANK" in os.environ or callable(command):
             return "it is under torchrun" if "RANK" in os.environ else "no command is given"
         with tempfile.TemporaryDirectory() as folder:
-            arguments = self._run, self._at if os.path.isdir(self._run) else None, self.command, f"{folder}/parts"
+            arguments = self.run, self.at if os.path.isdir(self.run) else None, command, f"{folder}/parts"
             code = f"import sys; sys.path = {sys.path}; from {__name__} import write_parts; write_parts(*{arguments!r})"
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
             if os.path.exists(arguments[-1]):
@@ -148,15 +147,15 @@ class _Step(Session):
             return (done.stderr.strip().splitlines() or ["it has ended"])[-1]
 
 
+def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
+    """What the new process does: write the parts of the step."""
+    torch.save(replay(run, iter, command, verdict=False).inspection.parts, file)
+
+
 def _of_ranks(text: str) -> str:
     """The text of rank 0, and those of other ranks that differ."""
     texts = comm.all_gather(text)
     return "; ".join([texts[0], *(f"{text} (on rank {i})" for i, text in enumerate(texts) if text != texts[0])])
-
-
-def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
-    """What the new process does: write the parts of the step."""
-    torch.save(replay(run, iter, command, verdict=False).inspection.parts, file)
 
 
 class _Capsule(_Step):
@@ -169,11 +168,10 @@ class _Capsule(_Step):
             reason = "the weights had been updated, or there was no batch that a file can hold, or there were several"
             raise CheckpointError(f"'{path}' holds no step: {reason}. Give {self._capsule['command']}")
         at = self._capsule["iteration"]
-        super().__init__(path, at, Saved(at, 1, path, state), None)
-        self._processes, self._samples = 1, self._capsule["samples"]
-        self._notes += self._capsule["notes"]
+        super().__init__(path, at, Saved(at - 1, 1, path, state), None)
+        self.num_ranks, self.samples, self.notes = 1, self._capsule["samples"], [*_NOT_IN_CAPSULES]
 
-    def _compare(self, result: Replay) -> bool | None:
+    def compare(self, result: Replay, values: Values) -> bool | None:
         """Whether the step fails as in the capsule, and how many of its losses are equal."""
         losses, former = {n: loss.item() for n, loss in result.losses.items()}, self._capsule["losses"]
         same = [name for name, loss in former.items() if repr(losses.get(name)) == repr(loss)]
@@ -185,22 +183,20 @@ class _Capsule(_Step):
             result.failure = f"DIFFERENT: in the run it was {text}{self._capsule['command']}"
         return True  # the failure says it
 
-    def _load_start(self) -> None:
-        self._load(self._state)
+    def load_start(self) -> None:
+        self.load(self._state)
 
-    def _load(self, state: Mapping[str, Any], strict: bool = False) -> None:
-        super()._load(state, strict)
-        step = self._trainer._trainer
-        batches = copy_of(self._capsule["batches"])
-        step.accumulation_steps = len(batches)
-        step._data_loader_iter_obj = iter(batches)
+    def load(self, state: Mapping[str, Any], strict: bool = False) -> None:
+        super().load(state, strict)
+        step = self.trainer._trainer
+        step.accumulation_steps, step._data_loader_iter_obj = 1, iter(copy_of(self._capsule["batches"]))
 
-    def _look(self) -> tuple[Inspection, str]:
-        seen, error = super()._look()
+    def look(self) -> Inspection:
+        seen = super().look()
         # the buffers before the step are not known: the forward pass that failed has changed them
-        parameters = dict(unwrap_model(self._trainer.model).named_parameters())
+        parameters = dict(unwrap_model(self.trainer.model).named_parameters())
         seen.not_finite_before = [name for name in seen.not_finite_before if name in parameters]
-        return seen, error
+        return seen
 
 
 def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
@@ -218,7 +214,7 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
         set_rng_state(rng)
         try:
             loss = float(step.compute_losses(batch).total)
-            return ("" if math.isfinite(loss) else "the loss is not finite"), loss
+            return ("", loss) if math.isfinite(loss) else ("the loss is not finite", math.inf)
         except Exception as error:
             return f"the forward pass ends in {type(error).__name__}", math.inf
         finally:
@@ -236,9 +232,9 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
         if len(bad) == size > 1:
             return f"{failure} with each of the {size} samples alone, so none of them is the cause"
         return f"{failure} with {', '.join(bad[:8]) or 'none'} ({len(bad)} of {size} samples, each alone)"
-    losses = {name: math.inf if math.isnan(loss) else loss for name, (_, loss) in alone.items()}
-    largest, median = max(losses, key=losses.__getitem__), sorted(losses.values())[size // 2]
-    text = f"the loss is finite; {largest} has the largest one alone: {losses[largest]:.4g} (median {median:.4g})"
+    losses = sorted((loss, name) for name, (_, loss) in alone.items())
+    text = "the loss is finite; {1} has the largest one alone: {0:.4g}".format(*losses[-1])
+    text += f" (median {losses[size // 2][0]:.4g})"
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
         text += "; batch norm used the statistics of each sample alone, so in the batch another one may be larger"
     return text

@@ -238,9 +238,8 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
         assert {"tests/engine/job.py", "projects/replay/tests/job.py", "trainkit"} <= origin["files"].keys()
         assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
         origin["files"] |= {"tests/engine/job.py": "another", "gone.py": "1"}
-        origin["versions"]["torch"] = "2.12.0"
-        origin["device"] = "NVIDIA H100"
-        origin["machine"] |= {"threads of torch": "1", "instructions of the CPU": "SSE", "variable OMP_SCHEDULE": "x"}
+        origin["facts"] |= {"version of torch": "2.12.0", "device": "NVIDIA H100"}
+        origin["facts"] |= {"threads of torch": 1, "instructions of the CPU": "SSE", "variable OMP_SCHEDULE": "x"}
 
     threads = []
     job = Job(tmp_path, "SOLVER.BASE_LR", 0.2, make_hooks=lambda: threads.append(torch.get_num_threads()) or [])
@@ -270,7 +269,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
         replay(run.folder, -1, run)
     with pytest.raises(ConfigError, match="has ended before it trained"):
         replay(run.folder, 3, lambda: None)
-    changed_copy(run, tmp_path, lambda state: state["trainer"]["origin"].update(processes=4))
+    changed_copy(run, tmp_path, lambda state: state["trainer"]["origin"]["facts"].update({"number of processes": 4}))
     with pytest.raises(CheckpointError, match="torchrun --nproc-per-node 4 -m trainkit.projects.replay"):
         replay(tmp_path, 6, run)
 
