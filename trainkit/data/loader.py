@@ -118,11 +118,11 @@ class ResumableLoader(DataLoader[Any]):
         return [[_name(self.dataset, index) for index in batch] for batch in [*self._recent][-num_batches:]]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._inside is None:
-            return super().__iter__()
-        progress, context = self._order.start_pass(), self.multiprocessing_context or multiprocessing
+        progress = None if self._inside is None else self._order.start_pass()
+        context: Any = self.multiprocessing_context or multiprocessing
         with _stop_signals_blocked(context.get_start_method()) if self.num_workers else nullcontext():
-            return _Deliveries(progress, iter(self._inside), self._recent)
+            fetched = super().__iter__() if self._inside is None else iter(self._inside)
+        return fetched if progress is None else _Deliveries(progress, fetched, self._recent)
 
 
 class _Deliveries(Iterator[Any]):
