@@ -209,3 +209,6 @@ def test_testing_draws_every_sample_once_and_in_order(cfg, as_rank):
 
     with pytest.raises(ConfigError, match="DATASETS: DatasetCatalog has no 'data_tne'"):
         build_test_loader(cfg, "data_tne")
+    cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
+    with pytest.raises(ConfigError, match="'RepeatFactorTrainingSampler' .* a stream has its own order"):
+        build_train_loader(cfg)

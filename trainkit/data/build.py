@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampler, default_collate
 
 from trainkit.config.config import CfgNode
+from trainkit.config.defaults import get_cfg
 from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
@@ -15,7 +16,7 @@ from trainkit.data.loader import worker_init_reset_seed as worker_init_reset_see
 from trainkit.data.samplers import InferenceSampler, TrainingSampler, new_generator, seed_of
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
-from trainkit.utils.errors import ConfigError, look_up, unknown_name
+from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
 from trainkit.utils.registry import Registry
 
 SAMPLER_REGISTRY = Registry("SAMPLER")
@@ -111,9 +112,11 @@ def _train_arguments(
             raise ConfigError("DATASETS.TRAIN is empty; name at least one registered dataset")
         concatenate = ChainDataset if isinstance(parts[0], IterableDataset) else ConcatDataset
         dataset = concatenate(parts) if len(parts) > 1 else parts[0]
+    name, key = cfg.DATALOADER.SAMPLER_TRAIN, "DATALOADER.SAMPLER_TRAIN"
+    if isinstance(dataset, IterableDataset) and name != get_cfg().DATALOADER.SAMPLER_TRAIN:
+        raise not_accepted(key, name, "the default, also in keys that choose a sampler: a stream has its own order")
     if sampler is None and not isinstance(dataset, IterableDataset):
-        key = "DATALOADER.SAMPLER_TRAIN"
-        sampler = look_up(SAMPLER_REGISTRY, cfg.DATALOADER.SAMPLER_TRAIN, key)(cfg, dataset)
+        sampler = look_up(SAMPLER_REGISTRY, name, key)(cfg, dataset)
     arguments = {"dataset": dataset, "sampler": sampler, "total_batch_size": cfg.SOLVER.IMS_PER_BATCH}
     return {**arguments, **_loader_arguments(cfg, mapper, is_train=True)}
 

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class IterationTimer(HookBase):
     """Store ``time``, the seconds of each step without hooks, and log the mean at the end.
 
-    It runs before every other hook. Steps before the ``warmup_iter``-th of a run (allocations, autotuning) are not
+    It runs before every other hook. Steps before the ``warmup_iter``-th of a new run (allocations, autotuning) are not
     timed.
     """
 
@@ -27,7 +27,8 @@ class IterationTimer(HookBase):
     def before_train(self) -> None:
         self._begin = self._step_begin = time.perf_counter()
         self._steps_sec = self._total_sec = 0.0
-        self._timed_iters = self._started_iters = 0
+        self._timed_iters = 0
+        self._started_iters = min(self.trainer.start_iter, self._warmup_iter)  # a resumed run writes the same lines
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
