@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -29,13 +29,12 @@ class Inspection(HookBase):
 
     Attributes:
         parts: the name and the digest of each part of the step, in the order of computation.
-        outputs: (module, largest absolute value of its output) of each call, in the order in which the calls end.
+        outputs: (module, largest absolute value of its output), in the order in which the calls end.
         batches, samples: the micro-batches as the model gets them, and the names of the samples of each.
-        drawn: gets the batches that loaders give in this step.
-        losses, gradients: copies of the losses, and of the gradients before clipping. If the trainer does not know its
-            losses, the values that are logged in this iteration; with several optimizers, the gradients that each uses.
-        first_bad_module: the first module whose output is not finite; "" if all outputs are finite.
-        error: with which the step has failed; "" if it has not.
+        drawn: the batches that loaders give in this step.
+        losses: if the trainer does not know them, the values that are logged in this iteration.
+        gradients: before clipping; with several optimizers, those that each uses.
+        first_bad_module: whose output is the first one that is not finite; ``error``: of the step; "" if there is none.
     """
 
     def __init__(self, samples: Sequence[list[str]] = ()) -> None:
@@ -48,11 +47,6 @@ class Inspection(HookBase):
         self._handles: list[Any] = []
         self._depth = 0  # of calls of modules
         self._start = 0, 0  # numbers of parts and outputs when the present forward pass began
-
-    @property
-    def batch(self) -> Any:
-        """The batch of the step; a list of several micro-batches."""
-        return self.batches if len(self.batches) > 1 else next(iter(self.batches), None)
 
     def before_step(self) -> None:
         self.drawn.clear()
@@ -226,8 +220,8 @@ class Replay:
     Attributes:
         start: the name of the checkpoint from which the replay started, ``num_before`` iterations before the step.
         differences: the settings, code, versions, machine and processes that differ from those of the run.
-        inspection: that of this rank; ``batch``, ``losses``, ``gradients``, ``samples`` (names), ``first_bad_module``
-            and ``error`` are taken from it.
+        inspection: that of this rank. What one asks for most is here too: ``batch`` (a list of several micro-batches),
+            ``losses``, ``gradients``, ``samples`` (names), ``first_bad_module``, ``error``.
         changed_files: the files of the batch of this rank that have changed since the run.
         findings: the faults that each rank has found: name -> text.
         failure, samples_at_fault, on_the_way, proof, verdict: texts of the report; "" if there is nothing to say.
@@ -249,8 +243,8 @@ class Replay:
 
     def __post_init__(self) -> None:
         seen = self.inspection
-        self.batch, self.losses, self.gradients = seen.batch, seen.losses, seen.gradients
-        self.samples = [name for names in seen.samples for name in names]
+        self.batch = seen.batches if len(seen.batches) > 1 else next(iter(seen.batches), None)
+        self.losses, self.gradients, self.samples = seen.losses, seen.gradients, [*chain(*seen.samples)]
         self.error, self.first_bad_module = seen.error, seen.first_bad_module
 
     @property

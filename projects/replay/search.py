@@ -81,8 +81,8 @@ _QUANTITIES = {
 class Quantity(HookBase):
     """Measures one number of each step; ``found`` gets it, with the iteration and the names of the samples.
 
-    ``name`` is "loss", "grad_norm", "weight" (the largest absolute value); the name of a module, whose largest absolute
-    output it is; or a Python expression of ``trainer`` and ``torch``, evaluated after the backward pass.
+    ``name`` is one of `_QUANTITIES`; the name of a module, whose largest absolute output it is; or a Python expression
+    of ``trainer`` and ``torch``, evaluated after the backward pass.
     """
 
     def __init__(self, name: str) -> None:

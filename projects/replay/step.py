@@ -93,11 +93,10 @@ class _Step(Session):
 
     def compare(self, result: Replay, values: Values) -> bool | None:
         """Compare with what the run has stored; returns whether the values are equal, None if that is not known."""
-        recorded, now = self.origin.get("samples", {}), sizes_and_times(result.samples)
-        newest = self.origin.get("saved_ns", math.inf) if self.next else math.inf
-        # a file that was not recorded must not be newer than the checkpoint
-        is_new = {name: recorded[name] != now[name] if name in recorded else now[name][1] > newest for name in now}
-        result.changed_files = [name for name in now if is_new[name]]
+        recorded, newest = self.origin["samples"], self.origin["saved_ns"] if self.next else math.inf
+        for name, (size, time) in sizes_and_times(result.samples).items():
+            if recorded[name] != [size, time] if name in recorded else time > newest:
+                result.changed_files.append(name)
         # only rank 0 has all values
         way = compare_way(values, self.next, self.at) if comm.is_main_process() else ("", None)
         result.on_the_way, is_equal = comm.broadcast(way)
@@ -126,11 +125,10 @@ class _Step(Session):
     def _find_samples(self, seen: Inspection) -> str:
         """Try each sample of the step alone, from the state before the step, which was just loaded."""
         self.trainer._restore_rng()
-        reason, names = "the step has not called the model, or the trainer makes its steps itself", [*seen.samples]
+        found, reason = [], "the step has not called the model, or the trainer makes its steps itself"
         try:
-            names += [[]] * len(seen.batches)
-            pairs = [] if seen.is_own_step else zip(seen.batches, names, strict=False)
-            found = [find_samples(self.trainer._trainer, *pair) for pair in pairs]
+            for number, batch in enumerate([] if seen.is_own_step else seen.batches):
+                found.append(find_samples(self.trainer._trainer, batch, next(iter(seen.samples[number:]), [])))
         except TypeError as error:
             found, reason = [], str(error)
         return "; ".join(found) or f"they cannot be looked at one by one: {reason}"
@@ -233,8 +231,8 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
             return f"{failure} with each of the {size} samples alone, so none of them is the cause"
         return f"{failure} with {', '.join(bad[:8]) or 'none'} ({len(bad)} of {size} samples, each alone)"
     losses = sorted((loss, name) for name, (_, loss) in alone.items())
-    text = "the loss is finite; {1} has the largest one alone: {0:.4g}".format(*losses[-1])
-    text += f" (median {losses[size // 2][0]:.4g})"
+    (largest, name), (median, _) = losses[-1], losses[size // 2]
+    text = f"the loss is finite; {name} has the largest one alone: {largest:.4g} (median {median:.4g})"
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
         text += "; batch norm used the statistics of each sample alone, so in the batch another one may be larger"
     return text
