@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from trainkit.projects.preflight.findings import LOOK, Finding, NotAsked, check, judge, some
 from trainkit.projects.preflight.job import STEPS, Job, classes_of, digest
 from trainkit.projects.preflight.options import KILLED, reads
-from trainkit.projects.replay.checkpoints import Saved, prove
+from trainkit.projects.replay.checkpoints import Saved, prove_equal
 
 from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, get_cfg
@@ -145,7 +145,7 @@ def values(job: Job) -> Iterator[Finding]:
 def reproducible(job: Job) -> Finding:
     """Is it reproducible?"""
     whole, killed = job.start("whole"), job.start("killed", code=-signal.SIGKILL, **{KILLED: "1"})
-    text = prove([read_file(whole / "model_0000002.pth")], Saved(2, 2, f"{killed}/model_0000002.pth", {}))
+    text = prove_equal([read_file(whole / "model_0000002.pth")], Saved(2, 2, f"{killed}/model_0000002.pth", {}))
     if is_bad := "DIFFERENT" in text:
         words = [sys.executable, "-m", "trainkit.projects.replay", str(whole), "--iter", "0", "--", *job.command]
         text += f"; {job.run(*words).stdout.rpartition('verdict: ')[-1].strip()}"
@@ -157,7 +157,7 @@ def reproducible(job: Job) -> Finding:
 def resumes(job: Job) -> Finding:
     """Does it resume?"""
     whole, killed = Path(job.folder, "whole", "fast_dev_run"), job.start("killed", "--resume", **{KILLED: "1"})
-    text = prove([read_file(whole / "model_final.pth")], Saved(5, 2, f"{killed}/model_final.pth", {}))
+    text = prove_equal([read_file(whole / "model_final.pth")], Saved(5, 2, f"{killed}/model_final.pth", {}))
     lost = "; ".join(job.ordinary.describe_inexact()) or "make it reproducible; what has a state needs a state_dict"
     return judge("resumes", "DIFFERENT" in text, f"killed in its fourth step: {text}", lost)
 

@@ -31,9 +31,10 @@ class Preflight(HookBase):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a run would stop after its step
         signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
         job, found = Job(self.trainer, self._given, self._args["preflight_command"]), list[Finding]()
-        for name, check in sorted(PREFLIGHT_REGISTRY, key=lambda entry: entry[1].__module__ != checks.__name__):
+        entries = sorted(PREFLIGHT_REGISTRY, key=lambda entry: entry[1].__module__ != checks.__name__)
+        for number, (name, check) in enumerate(entries, 1):
             if sys.stderr.isatty():
-                print(f"\r{name:<20}", end="", file=sys.stderr, flush=True)
+                print(f"{number}/{len(entries)} {name:<20}", end="\r", file=sys.stderr, flush=True)
             if not (self._args["preflight_quick"] and name in ("reproducible", "resumes", "processes")):
                 found += job.ask(check)
             if found[0].verdict != "sound":  # the job does not run

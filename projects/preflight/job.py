@@ -3,11 +3,12 @@
 import hashlib
 import os
 import pickle
+import shlex
 import subprocess
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from numbers import Integral
 from pathlib import Path
@@ -59,7 +60,7 @@ class Watcher(HookBase, TorchDispatchMode):
 
     def before_step(self) -> None:
         self._end("hooks")
-        self._looks, self._number = self.trainer.iter % 2 == 0, 0
+        self._looks, self._number, self._before = self.trainer.iter % 2 == 0, 0, "data"
 
     def after_backward(self) -> None:
         self._end("backward")
@@ -80,7 +81,7 @@ class Watcher(HookBase, TorchDispatchMode):
     @torch.compiler.disable
     def _enter(self, model: nn.Module) -> None:
         if model.training:  # it may be evaluated between two steps
-            self._end("data")
+            self._end(self._before)
             if self._looks:
                 sees_all = next(model.parameters()).is_cuda and self.trainer.iter % 4 == 0  # the dispatcher does not
                 self._pass.enter_context(CudaRecorder.watching(self.reads) if sees_all else self)
@@ -90,6 +91,7 @@ class Watcher(HookBase, TorchDispatchMode):
         self._pass.close()
         if model.training:
             self._end("forward")
+            self._before = "backward"  # of this micro-batch, before the next one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::").rstrip("_")
@@ -109,9 +111,9 @@ class Watcher(HookBase, TorchDispatchMode):
 class Job:
     """The user's job: ``trainer`` as built by the user, not trained; ``cfg`` as given; ``folder`` is temporary."""
 
-    def __init__(self, trainer: Any, given: Mapping[str, Any], command: Sequence[str]) -> None:
+    def __init__(self, trainer: Any, given: Mapping[str, Any], command: str) -> None:
         self.trainer, self.model, self.folder = trainer, unwrap_model(trainer.model), trainer.cfg.OUTPUT_DIR
-        self.command = [*command, *(["--num-gpus", "1"] if comm.get_world_size() > 1 else [])]
+        self.command = [*shlex.split(command), *(["--num-gpus", "1"] if comm.get_world_size() > 1 else [])]
         self.watcher, self.cfg, self._number = Watcher(), get_cfg(), 0
         self.cfg.merge_from_other_cfg(given)
         record_reads(self.cfg)

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -41,7 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preflight-quick", action="store_true", help="the same, without new processes")
     parser.add_argument("--preflight-allow", action="append", default=[], metavar="NAME", help="accept this finding")
     parser.add_argument("--preflight-json", default="", metavar="FILE", help="write the findings to FILE too")
-    parser.set_defaults(preflight_command=sys.orig_argv)  # that of the first process, before `launch` starts others
+    # that of the first process, before `launch` starts others; as one text, in which "3ep" stays a word
+    parser.set_defaults(preflight_command=shlex.join(sys.orig_argv))
 
 
 def apply(cfg: Any, args: argparse.Namespace) -> None:

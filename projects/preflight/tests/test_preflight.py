@@ -44,7 +44,7 @@ def preflight(folder, *options):
 
 @pytest.mark.slow
 def test_a_sound_job_is_sound_and_nothing_is_written(tmp_path):
-    code, problems, verdicts, text = preflight(tmp_path, "--preflight")
+    code, problems, verdicts, text = preflight(tmp_path, "--preflight", "SOLVER.MAX_ITER", "13ep")
     assert (code, problems) == (0, set()), text
     cells = [line.split("|")[1] for line in page(PAGE).splitlines() if line.startswith("| `")]
     assert [*verdicts] == re.findall(r"`(\w+)`", " ".join(cells))
