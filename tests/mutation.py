@@ -157,27 +157,28 @@ def main(args: argparse.Namespace) -> None:
     part, num_parts = map(int, args.part.split("/"))
     stamps = itertools.count(1)  # times of the file: Python takes the bytecode of another mutant otherwise
 
-    @functools.cache
-    def time_without_mutant(tests: tuple[str, ...]) -> float | None:
-        """In seconds; None: the tests fail."""
-        start = time.monotonic()
-        return None if is_killed(copy, tests) else time.monotonic() - start
-
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=LEFT_OUT))
+        plain, copy = (Path(shutil.copytree(ROOT, Path(folder, name), ignore=LEFT_OUT)) for name in ("plain", "copy"))
+
+        @functools.cache
+        def limit_sec(tests: tuple[str, ...]) -> float:
+            """Five times as long as without a mutant, and 20 s; 0: they fail without one, and are left out."""
+            start = time.monotonic()
+            if not is_killed(plain, tests):
+                return 20 + 5 * (time.monotonic() - start)
+            print(f"left out, since they fail without a mutant: {' '.join(tests)}", flush=True)
+            return 0
+
         for mutant in chosen(args.folder, args.number, args.seed)[part::num_parts]:
-            file, groups = copy / mutant["file"], runs_for(mutant["file"])
             if mutant["name"] in known:
                 continue
-            times = [time_without_mutant(tests) for tests in groups]
-            if None in times:
-                print(f"{mutant['file']} is left out: its tests fail without a mutant", flush=True)
-                continue
+            file, runs = copy / mutant["file"], runs_for(mutant["file"])
             source = file.read_bytes()
             file.write_bytes(mutated(source, mutant))
             os.utime(file, (stamp := next(stamps), stamp))
-            limits = [20 + 5 * sec for sec in times if sec is not None]
-            mutant["killed"] = any(map(functools.partial(is_killed, copy), groups, limits))
+            failing = (tests for tests in runs if (limit := limit_sec(tests)) and is_killed(copy, tests, limit))
+            mutant["killed_by"] = next(failing, ())
+            mutant["killed"] = mutant["killed_by"] != ()
             file.write_bytes(source)
             record.append(mutant)
             args.records[0].write_text(json.dumps(record, indent=1))

@@ -23,7 +23,6 @@ def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder
     path = run_folder / NEWEST
     intact = path.read_bytes()
     assert (resumed(run_folder), warnings_of(caplog)) == (29, [])
-
     flipped = intact.replace(torch.tensor(29.0).numpy().tobytes(), torch.tensor(28.0).numpy().tobytes())
     for damaged in (flipped, intact[:-1], intact[: len(intact) // 2], b"", b"damaged", b"PK damaged"):
         path.write_bytes(damaged)

@@ -58,6 +58,7 @@ def test_resume_takes_the_last_checkpoint_with_everything(run_folder, tmp_path, 
     assert resume(tmp_path / "fresh", run_folder / "model_0000009.pth", trainer=trainer)[0] == 9
     assert trainer.value == 0
     assert f"No checkpoint to resume from in '{tmp_path / 'fresh'}'" in caplog.text
+    assert "ranks" not in torch.load(run_folder / "model_0000009.pth")
     for folder in ("", tmp_path / "fresh"):
         assert (Checkpointer(linear(0), folder).has_checkpoint(), resume(folder)) == (False, (0, {}))
 
@@ -82,9 +83,7 @@ def test_what_does_not_fit_is_named_and_the_rest_is_loaded(tmp_path, caplog):
     torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(3), "extra": torch.ones(1)}, tmp_path / "other.pth")
     model = linear(0)
     model.register_buffer("steps", torch.zeros(4, 5))
-
     Checkpointer(model).load(tmp_path / "other.pth")
-
     assert weight_of(model) == 1
     assert model.bias.tolist() == [0, 0]
     shapes, missing, unexpected = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
@@ -114,11 +113,12 @@ def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_lo
     rest = Checkpointer(linear(0), a=a, b=b).load(tmp_path / "model.pth", checkpointables=["b"])
     assert (a.value, b.value, rest) == (0, 2, {"a": {"value": 1}, "iteration": 3})
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
     Checkpointer(linear(0), trainer=Counter(), a=a).load(tmp_path / "model.pth")
     assert "holds no state for ['trainer']" in caplog.text
     assert a.value == 1
+    caplog.set_level(logging.INFO)
     assert Checkpointer(linear(0), a=a).load("") == {}
+    assert caplog.messages[-1] == "No checkpoint to load; the model stays as it is"
 
 
 def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):

@@ -111,7 +111,6 @@ def test_a_file_with_other_contents_is_refused_and_nothing_unsafe_recommended(pa
         read_file(path)
     assert "weights_only" not in str(caught.value)
     assert caught.value.__suppress_context__
-
     torch.save(torch.zeros(2), path)
     with pytest.raises(CheckpointError, match="holds a Tensor; a checkpoint is a dict"):
         read_file(path)

@@ -212,7 +212,6 @@ def test_results_of_the_last_evaluation_are_where_detectron2_has_them_unless_its
     results = trainer.train()
     assert results == trainer._last_eval_results
     assert results["classification"]["top1"] == trainer.storage.history("classification/top1").latest()
-
     trainer = DefaultTrainer(tiny_cfg(tmp_path / "without"))
     trainer._hooks.pop(next(i for i, hook in enumerate(trainer._hooks) if isinstance(hook, hooks.EvalHook)))
     trainer.train()

@@ -84,7 +84,7 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
     ]
     assert [loader.timeout for loader in loaders] == [600] * 3
     assert len({loader.generator.initial_seed() for loader in loaders[:2]}) == 1
-    assert len({loader.generator.initial_seed() for loader in loaders}) == 2
+    assert loaders[2].generator.initial_seed() == 17288289091593111796  # as in older checkpoints
     assert next(iter(build_test_loader([*range(4)], batch_size=2))).tolist() == [0, 1]  # as with a config
     cfg.DATALOADER.COLLATE = "list"
     assert [type(sample) for sample in next(iter(build_train_loader(cfg)))] == [dict] * 4
@@ -145,8 +145,8 @@ def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg):
         cfg.SEED = seed
         return indices(build_train_loader(cfg, [{"index": index} for index in range(40)]), 20)
 
-    assert order(3) == order(3)
-    assert order(3) != order(4)
+    assert order(0) == order(0)
+    assert order(0) != order(4)
     assert order(-1) != order(-1)
 
 

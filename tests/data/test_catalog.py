@@ -9,7 +9,6 @@ def test_a_dataset_is_made_when_it_is_asked_for_and_an_unknown_one_names_the_oth
     calls = []
     DatasetCatalog.register("cat_train", lambda: calls.append(None) or [1, 2])
     DatasetCatalog.register("cat_broken", lambda: {}["missing"])
-
     assert calls == []
     assert DatasetCatalog.get("cat_train") == [1, 2]
     assert len(calls) == 1
@@ -26,7 +25,6 @@ def test_a_name_is_registered_once_and_free_after_removal():
     assert DatasetCatalog.pop("cat_twice") is list
     DatasetCatalog.register("cat_twice", tuple)
     DatasetCatalog.remove("cat_twice")
-
     assert "cat_twice" not in DatasetCatalog.list()
     with pytest.raises(KeyError, match="DatasetCatalog has no 'cat_twice'"):
         DatasetCatalog.remove("cat_twice")

@@ -22,7 +22,6 @@ def test_an_epoch_is_a_function_of_seed_and_epoch_alone_and_the_stream_is_all_of
     sampler = INFINITE[name](5)
     epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(5)]
     stream = [*itertools.chain.from_iterable(epochs)]
-
     assert take(sampler, len(stream)) == stream
     assert take(sampler, len(stream)) == stream  # every iter() starts at the same place
     assert all(type(index) is int for index in take(sampler, 3))

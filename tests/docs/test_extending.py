@@ -52,7 +52,6 @@ def test_the_part_of_the_step_and_the_wrapper_are_chosen_by_the_config(page, tmp
         gradients[name] = [parameter.grad for parameter in trainer.model.parameters()]
     # the loss is above 0.1, so its gradient is the same
     assert all(map(torch.equal, gradients[""], gradients["flooded"]))
-
     DefaultTrainer(tiny_cfg(tmp_path, "MODEL.PARALLEL", "half_gradients", *ONE_STEP)).train()
     assert (tmp_path / "model_final.pth").exists()
 

@@ -154,7 +154,6 @@ def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):
     cfg.merge_from_list(["SOLVER.MAX_ITER", 502, "LOG.PERIOD", 500])
     trainer = DefaultTrainer(cfg)
     trainer.train()
-
     dense = [value > 0 for value, _ in trainer.storage.history("loss_dense").values()]
     assert dense[-4:] == [False, False, True, True]
     assert not any(dense[:-2])

@@ -58,6 +58,8 @@ def test_many_float16_overflows_in_a_row_are_a_failure(asynchronous):
         trainer.train(0, 50)
     assert trainer.status == "failed"
     assert trainer.model.weight.item() == 1.0 - 2.0**-10
+    with pytest.raises(FloatingPointError, match="in iteration 0.*update 1 in a row"):
+        amp_trainer_with_overflows([math.inf], max_non_finite_in_row=1).train(0, 1)
 
 
 class HalfLinear(nn.Module):
@@ -154,7 +156,7 @@ def test_fused_sgd_has_clean_momentum_after_an_overflow_in_its_first_step():
         torch.use_deterministic_algorithms(False)
 
 
-def test_the_scaler_goes_on_from_its_state():
+def test_the_scaler_goes_on_from_its_state(caplog):
     first = amp_trainer_with_overflows([math.inf, 1.0])
     first.train(0, 2)
     second = amp_trainer_with_overflows([1.0])
@@ -163,7 +165,10 @@ def test_the_scaler_goes_on_from_its_state():
     assert second.grad_scaler.state_dict() == first.grad_scaler.state_dict()
     second.train(2, 3)
     assert second.storage.latest()["skipped_updates"] == (1.0, 2)
-    second.load_state_dict({key: value for key, value in first.state_dict().items() if key != "non_finite"})
+    second.load_state_dict(
+        {key: value for key, value in first.state_dict().items() if key not in ("non_finite", "grad_scaler")}
+    )
+    assert caplog.messages == ["The checkpoint has no gradient scale; it starts from 8"]
     second.train(2, 3)  # detectron2 does not count
     assert second.storage.latest()["skipped_updates"] == (0.0, 2)
 

@@ -1,6 +1,7 @@
 """The start of an entry script."""
 
 import logging
+import os
 import sys
 import time
 from argparse import Namespace
@@ -78,6 +79,10 @@ def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(t
     assert "WEIGHT_DECAY" not in log
     assert f"Command: {sys.argv[0]}" in log
     assert not torch.are_deterministic_algorithms_enabled()
+    default_setup(cfg_for(tmp_path / "run", "DETERMINISTIC", True), NEW)
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
     assert torch.__version__ in log
 
 

@@ -114,19 +114,22 @@ def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_en
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    def two_seconds(_):
-        now[0] += 2.0
+    def compute(_):
+        now[0] += 2.5
 
     with caplog.at_level(logging.INFO, logger="trainkit.evaluation"):
-        inference_on_dataset(two_seconds, range(10), None, name="digits_val")
-        inference_on_dataset(two_seconds, iter(range(3)), None)
+        inference_on_dataset(compute, range(10), None, name="digits_val")
+        inference_on_dataset(compute, iter(range(2)), None)
+        inference_on_dataset(compute, range(1), None)
     assert [message for message in caplog.messages if "done" in message] == [
-        "Inference done: 3 of 10 batches, 2.0000 s / batch, ETA 0:00:14",
-        "Inference done: 6 of 10 batches, 2.0000 s / batch, ETA 0:00:08",
-        "Inference done: 9 of 10 batches, 2.0000 s / batch, ETA 0:00:02",
-        "Inference done: 3, 2.0000 s / batch",
+        "Inference done: 2 of 10 batches, 2.5000 s / batch, ETA 0:00:20",
+        "Inference done: 4 of 10 batches, 2.5000 s / batch, ETA 0:00:15",
+        "Inference done: 6 of 10 batches, 2.5000 s / batch, ETA 0:00:10",
+        "Inference done: 8 of 10 batches, 2.5000 s / batch, ETA 0:00:05",
+        "Inference done: 10 of 10 batches, 2.5000 s / batch, ETA 0:00:00",
+        "Inference done: 2, 2.5000 s / batch",
     ]
-    assert caplog.messages[-1] == "Total inference time: 0:00:06 (2.000000 s / batch on this rank)"
+    assert caplog.messages[-1] == "Total inference time: 0:00:02 (2.500000 s / batch on this rank)"
 
 
 class StopsBefore(InferenceObserver):

@@ -155,7 +155,6 @@ def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     first = train(tmp_path / "first", *options)
     allocated = torch.cuda.memory_allocated(0)
     second = train(tmp_path / "second", *options, name="cuda:1", hooks=[CallbackHook(after_step=look)])
-
     states = [{name: value.cpu() for name, value in each.model.state_dict().items()} for each in (first, second)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert found == {(1, allocated)}

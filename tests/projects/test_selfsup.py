@@ -102,7 +102,6 @@ def test_simsiam_compares_each_prediction_with_the_other_projection_which_gets_n
     negative_cosine(prediction, target).backward()
     assert target.grad is None
     assert prediction.grad.any()
-
     model, batch = SimSiam(width=2, dim=8, hidden_dim=4), views()
     z = [model.projector(model.backbone(batch[name]).mean(dim=(2, 3))) for name in batch]
     p = [model.predictor(projection) for projection in z]
@@ -163,7 +162,6 @@ def test_the_hook_makes_the_queue_in_its_epoch_and_it_is_used_when_it_is_full():
     # 11 rows are rounded down to two batches of 4
     hook = SwAVHook(batch_size=4, epoch_queue_starts=1, crops_for_assign=[0, 1], feat_dim=4, queue_length=11)
     found = train(model, [hook], 12, lambda: (loss.queue is not None and loss.queue.clone(), loss.use_queue))
-
     assert [used for _, used in found] == [False] * 8 + [True] * 4
     assert [queue is not False for queue, _ in found] == [False] * 6 + [True] * 6
     assert not found[6][0][:, 4:].any()

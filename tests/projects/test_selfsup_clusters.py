@@ -282,7 +282,6 @@ def test_two_ranks_have_the_same_labels_head_and_memory_and_share_the_batches_of
     assert torch.equal(torch.stack([index, other_index], 2).flatten(1), index_of_one)
     labels = torch.stack([label, other_label], 2).flatten(1)
     assert torch.equal(labels[:3], label_of_one[:3])  # later the weights differ, by batch norm
-
     *_, index_of_one = check_odc(0, tmp_path / "one")
     (*ours, index), (*theirs, other_index) = found["check_odc"]
     assert all(map(torch.equal, ours, theirs))

@@ -64,7 +64,6 @@ def test_a_config_trains_it_and_so_does_a_subclass(job, capsys):
     results = train_net.main(args)
     assert "The run has finished after 3 of 3 iterations" in capsys.readouterr().out
     assert set(results) == ({"loss"} if job == "lm" else {"classification", "loss"})
-
     close_logger()
     module = importlib.import_module(f"projects.vision_text.{job}")
     options = re.search(r"\n    start\(Trainer, (.*)\)\n$", (FOLDER / f"{job}.py").read_text())[1]

@@ -30,10 +30,12 @@ def solver_test_adam(params, **kwargs):
     return torch.optim.Adam(params, **kwargs)
 
 
-def test_the_default_is_sgd_with_the_keys_of_the_solver():
+def test_the_default_is_sgd_with_the_keys_of_the_solver(caplog):
+    caplog.set_level("INFO")
     cfg = make_cfg({"BASE_LR": 0.5, "MOMENTUM": 0.8, "NESTEROV": True, "WEIGHT_DECAY": 0.01, "WEIGHT_DECAY_NORM": 0.02})
     optimizer = build_optimizer(cfg, make_model())
     assert type(optimizer) is torch.optim.SGD
+    assert "SGD of 4 parameters in 2 groups" in caplog.text
     keys = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
     assert [[group[key] for key in keys] for group in optimizer.param_groups] == [
         [0.5, 0.8, 0, True, 0.01],

@@ -23,10 +23,8 @@ def tool():
 def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether_its_goal_is_reached(tool):
     measure = importlib.import_module("benchmarks.measure")
     found = {"new": [2.0, 30.0, 5.0], "bare": [1.0, 10.0, 4.0]}  # ratios 2, 3, 1.25; the ratio of the medians is 1.25
-
     row = measure.compare("row", found, "new", "bare", 2.0)
     speed = measure.compare("row", found, "new", "bare", 0.6, at_least=True)
-
     assert (row.value, row.sides, row.holds) == (2.0, {"new": 5.0, "bare": 4.0}, True)
     assert (speed.value, speed.holds) == (0.5, False)
     texts = [measure.Row("row", 1.1249, 1.1).as_texts(), measure.Row("row", None, 3, note="no GPU").as_texts()]
@@ -78,7 +76,6 @@ def test_each_row_is_measured_and_has_its_goal(tool, tmp_path, forked_ranks, nam
 @pytest.mark.slow
 def test_the_resumed_runs_stand_where_they_say(tool, tmp_path):
     rows = tool.resume.resume(1, scratch=tmp_path, late=1_000_000, workers=[0])
-
     assert (rows[0].name, rows[0].goal) == ("resume, 0 loader workers", 1.1)
     assert rows[0].sides.keys() == {"at 1,000,000", "at 10"}
     for iterations, held in ((1_000_000, 10_000), (10, 12)):  # and one more in each of two rounds

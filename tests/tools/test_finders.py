@@ -75,9 +75,7 @@ def test_the_picture_is_the_only_file_that_is_written(tmp_path, monkeypatch, cap
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     args = find_lr.parse_args(["--output", "lr.png", "--iters", "120", "MODEL.WIDTH", "4"])
-
     suggested = find_lr.main(args)
-
     assert [path.name for path in tmp_path.iterdir()] == ["lr.png"]
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert 1e-4 < suggested < 1

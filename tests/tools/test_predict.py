@@ -94,7 +94,6 @@ def test_the_weights_are_those_asked_for_else_the_best_else_the_last(run, call, 
     save(run, "model_best", seed=2, **{"CHECKPOINT.BEST_METRIC": "a/b"})
     assert used(call, run) == f"{run}/model_best.pth"
     assert used(call, run, "--weights", run / "model_final.pth") == f"{run}/model_final.pth"
-
     (run / "config.yaml").rename(tmp_path / "config.yaml")
     config = ("--config-file", tmp_path / "config.yaml", "--opts", "OUTPUT_DIR", run)
     assert used(call, *config) == f"{run}/model_best.pth"

@@ -56,7 +56,6 @@ def calls(folder):
 
 def test_a_grid_has_every_combination_and_names_say_the_settings():
     runs = sweep.make_grid({"A.LR": "0.1, 0.2", "STEPS": "(1,2);(3,)"})
-
     assert [tuple(settings.values()) for settings in runs] == [
         ("0.1", "(1,2)"), ("0.1", "(3,)"), ("0.2", "(1,2)"), ("0.2", "(3,)")
     ]  # fmt: skip

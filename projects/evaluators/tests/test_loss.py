@@ -71,9 +71,7 @@ def test_validation_loss_works_for_a_model_that_gives_losses_in_train_mode_only(
     model.norm.running_mean.fill_(0.25)
     model.eval()
     expected = (model(batch) - batch["y"]).square().mean().item()  # running statistics, no dropout
-
     results = inference_on_dataset(model, [batch], LossEvaluator(model))["loss"]
-
     assert results["loss_square"] == results["total_loss"] == pytest.approx(expected)
     assert results["accuracy"] == pytest.approx(batch["y"].mean().item())
     model.train()

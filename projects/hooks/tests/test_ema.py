@@ -176,7 +176,6 @@ def test_a_checkpoint_has_the_trained_weights_and_the_average_which_is_evaluated
     found = averaging.averaged_weights(state)
     assert all(torch.equal(value, found[name]) for name, value in job.average.state_dict().items())
     assert not torch.equal(found["layers.1.weight"], state["model"]["layers.1.weight"])
-
     loaded = Job(tmp_path, EMAHook(0.5, evaluate="both"))
     assert loaded.hook.state_dict()["steps"] == 5
     assert equal(loaded.average, job.average)

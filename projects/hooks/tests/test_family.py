@@ -103,7 +103,6 @@ def test_a_hook_runs_twice_and_stands_a_step_that_fails(name, tmp_path):
     job.train(0, 5)
     job.train(0, 5)
     job.train(5, 8)
-
     job.model.fails_in = 3
     with pytest.raises(RuntimeError, match="no forward pass today"):
         job.trainer.train(8, 14)

@@ -97,9 +97,7 @@ def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a
 
 def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_at_the_checkpoint(tmp_path):
     failed(failing(tmp_path, 7, KeyError("once")), KeyError)
-
     found = replay(tmp_path / "capsule.rank0.pt", start=Job(tmp_path), bisect=True)
-
     assert found.failure.startswith("DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal")
     assert f"From the checkpoint: {record.REPLAY} {tmp_path} --iter 7 -- " in found.failure
     assert not found.is_equal
@@ -164,7 +162,6 @@ def test_a_batch_that_a_file_cannot_hold_leaves_no_step_and_a_full_disk_does_not
     assert_has_no_step(Job(tmp_path, *arrays), 0)
     monkeypatch.setattr(record, "write_file", write)
     _, _, line = failed(failing(tmp_path, 7, KeyError("mine")), KeyError)
-
     warning = "WARNING: The capsule of the failed step is not written: CheckpointError:"
     assert warning in (tmp_path / "log.txt").read_text()
     assert f"To repeat the step: {record.REPLAY} {tmp_path} --iter 7" in line

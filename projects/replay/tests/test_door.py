@@ -162,8 +162,6 @@ def test_files_that_a_checkpoint_names_are_not_opened(tmp_path, monkeypatch):
     __import__("mine")
     origin = describe_origin("", None)
     names = ["/dev/zero", "link.py", "../evil.py"]
-
     found = describe_other_origin({**origin, "files": {**dict.fromkeys(names, "1"), "mine.py": "1"}}, None)
-
     assert origin["files"].keys() == {"trainkit", "mine.py"}  # of the current folder only
     assert found == [*(f"code: {name} is not imported now" for name in names), "code: mine.py is another one now"]

@@ -65,7 +65,6 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
         with pytest.raises(Killed):
             fork(f"{parent}@5", tmp_path / "killed", *change, "--resume", hooks=[At(kill_at, Killed())])
     trainer = fork(parent, tmp_path / "killed", *change, "--resume")  # without the iteration: it is known
-
     assert trainer.cfg.FORK.ITER == 4
     assert differences(tmp_path / "killed", parent) != []
     assert differences(tmp_path / "killed", tmp_path / "whole") == []

@@ -165,7 +165,6 @@ def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
         state["trainer"]["storage"]["histories"]["total_loss"]["values"][5] += 1e-6
 
     found = replay(changed_copy(run, tmp_path, change), 6, Job(tmp_path), prove=True)
-
     assert found.on_the_way.startswith("DIFFERENT: total_loss of iteration 5 is ")
     assert found.proof.startswith("DIFFERENT from model_final.pth in model/layers.4.bias: 1 of 2 values")
     assert found.verdict.startswith("different on this machine: ")
@@ -211,10 +210,8 @@ def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch)
     words = ["train.py", "MODEL.NAME", "InOrderOfASet"]
     subprocess.run([sys.executable, *words], check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-
     command = [sys.executable, "-m", "trainkit.projects.replay", "run", "--iter", "5", "--", *words]
     printed = subprocess.run(command, capture_output=True, text=True)
-
     assert "\nverdict: other in each process (the order of a set" in printed.stdout, printed
     assert "not as in the run: variable PYTHONHASHSEED: 1 in the run, not set now" in printed.stdout
 
@@ -222,10 +219,8 @@ def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch)
 def test_values_that_no_sample_changes_are_no_proof(tmp_path):
     """With this period only the learning rate is stored."""
     Job(tmp_path, "LOG.GATHER_PERIOD", 60)()
-
     found = replay(tmp_path, 6, Job(tmp_path, "INPUT.TRAIN_TRANSFORM", ""))
     by_bytes = replay(tmp_path, 6, Job(tmp_path), prove=True)
-
     assert found.on_the_way.startswith("2 of 2 logged values equal those in model_final.pth")
     assert found.on_the_way.endswith("; none of them depends on the data")
     assert found.verdict.startswith("reproducible, but not compared with the run, ")

@@ -69,11 +69,9 @@ def test_the_steps_with_the_largest_losses_are_listed(grown):
 
 def test_a_range_gives_the_values_that_the_hook_had_in_the_run_and_changes_nothing(grown, tmp_path):
     before, plain = digest_of_folder(grown.folder), Job(grown.folder, *OPTIONS, make_hooks=lambda: [grow()])
-
     whole = replay_range(grown.folder, 0, 12, Norm, tmp_path / "whole", plain)
     part = replay_range(grown.folder, 4, 7, Norm, tmp_path / "part", plain)
     disturbed = replay_range(grown.folder, 4, 7, Disturb, tmp_path / "disturbed", plain)
-
     assert digest_of_folder(grown.folder) == before
     assert whole.startswith("36 of 36 logged values equal those in model_final.pth, iterations 0 to 11")
     assert part.startswith("9 of 9 logged values equal those in model_0000007.pth, iterations 4 to 6")

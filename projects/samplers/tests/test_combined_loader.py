@@ -122,7 +122,6 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
     found = torch.cat([batch["x"] for batch in itertools.islice(trainer.data_loader, 12)])
     trainer.register_hooks([CallbackHook(before_epoch=lambda trainer: starts.append((trainer.iter, trainer.epoch)))])
     trainer.train()
-
     assert (trainer.max_iter, trainer.cfg.TEST.EVAL_PERIOD, trainer.iters_per_epoch) == (6, 2, 2)
     assert starts == [(0, 0), (2, 1), (4, 2)]
     orders = [TrainingSampler(40, seed=1).epoch_indices(epoch)[:16] for epoch in range(3)]
@@ -134,9 +133,7 @@ def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_pat
     cfg = tiny_cfg(tmp_path)
     apply(cfg, args)
     trainer = DefaultTrainer(cfg)
-
     found = [batch["x"] for batch in itertools.islice(trainer.data_loader, 7)]
-
     first = TrainingSampler(40, seed=1).epoch_indices(0)
     assert torch.equal(torch.cat(found[:3]), inputs_in_order(first[:24]))
     assert all(torch.equal(found[i], found[i % 3]) for i in range(7))

@@ -77,7 +77,6 @@ def test_going_on_costs_the_same_everywhere():
     epochs, place = [], {"position": 10**12, "epoch": 7, "offset": 1}
     sampler = Recording([0.5, 1.5, 2.0], seed=3)
     sampler.load_state_dict({"seed": 3, **place})
-
     assert take(sampler, 2) == sampler.epoch_indices(7)[1:3].tolist()
     assert {*epochs} == {7}
     assert sampler.state_dict() == {"seed": 3, **place}

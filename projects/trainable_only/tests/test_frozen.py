@@ -32,7 +32,6 @@ def test_frozen_parameters_are_left_out_and_come_from_the_file(tmp_path):
     held = read_file(tmp_path / "run/model.pth")
     assert {name.split(".")[0] for name in held["model"]} == {"1", "2"}
     assert held["model"]._metadata["1"] == {"version": 2}
-
     model, state = adapted(7), Counter()
     frozen = FrozenWeights(str(tmp_path / "base.pth"), model)
     assert Checkpointer(model, tmp_path / "run", frozen=frozen, state=state).resume_or_load("") == {}

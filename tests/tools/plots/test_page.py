@@ -43,7 +43,6 @@ def test_the_page_names_nothing_outside_itself(page):
 def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked(make_page, write_run, tmp_path):
     other = [{"iteration": 9, "t/top1": 88.0, "t/speed": 3.0}, {"iteration": 19, "t/top1": None}]
     page = make_page([write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", other)])
-
     assert cells(page) == [
         ["", "", "t · speed", "t · top1"],  # no columns in which no run has a value
         ["run", "iterations", "last", "last", "best", "test data"],
@@ -88,9 +87,7 @@ def test_a_long_line_is_thinned_and_keeps_its_peaks_and_ends(load):
     points = [(i, float(i % 10)) for i in range(100_000)]
     points[54_321] = (54_321, 1e6)
     points[65_432] = (65_432, -1e6)
-
     thinned = load("plots.svg").thin(points)
-
     assert len(thinned) <= 500
     assert [thinned[0], thinned[-1], max(thinned, key=lambda p: p[1]), min(thinned, key=lambda p: p[1])] == [
         points[i] for i in (0, -1, 54_321, 65_432)

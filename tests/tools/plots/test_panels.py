@@ -26,7 +26,6 @@ def test_panels_are_chosen_by_what_there_is(choose, load):
     with pytest.raises(load("plots.runs").RunError, match="nothing to draw in"):
         choose(rows({"rank_data_time": 1.0}))
     panels = choose(rows({**TRAINING, **NOT_DRAWN, **FINAL}))
-
     assert [(panel.title, panel.metrics) for panel in panels] == [
         ("training loss", ["total_loss", "loss_a"]),
         ("classification", ["mean_class_accuracy", "top1", "raw top1"]),

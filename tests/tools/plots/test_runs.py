@@ -10,21 +10,15 @@ def runs_module(load):
     return load("plots.runs")
 
 
-def test_an_evaluation_before_the_first_or_after_the_last_iteration_has_the_iterations_done(read):
+def test_a_value_has_the_iterations_done_and_what_a_resumed_run_did_again_replaces_it(read):
     trained = [{"iteration": i, "lr": 0.1, **({"t/top1": i} if i == 19 else {})} for i in (9, 19, 29)]
     (run,) = read([{"iteration": 0, "t/top1": 5}, *trained, {"iteration": 30, "t/top1": 90, "test/t/top1": 91}])
     assert run.series["t/top1"] == [(0, 5), (20, 19), (30, 90)]
     assert (run.series["test/t/top1"], run.num_done) == ([(30, 91)], 30)
-
-
-def test_null_and_nan_are_not_finite_and_the_epoch_is_no_metric(read):
     text = {"text": "a", "flag": True}
     rows = [{"iteration": 9, "x": None, "epoch": 1}, {"iteration": 19, "x": float("nan"), **text}]
     (run,) = read([*rows, {"iteration": 29, "x": 1}])
     assert run.series == {"x": [(10, None), (20, None), (30, 1)]}
-
-
-def test_what_a_resumed_run_did_again_replaces_what_it_did_before(read):
     (run,) = read([{"iteration": i, "x": v} for i, v in [(0, 1), (1, 2), (2, 3), (1, 20), (2, 30), (3, 40)]])
     assert run.series == {"x": [(1, 1), (2, 20), (3, 30), (4, 40)]}
 

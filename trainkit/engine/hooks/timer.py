@@ -55,7 +55,6 @@ class IterationTimer(HookBase):
         if not self._timed_iters:
             return ""
         step_sec, waits = self._steps_sec / self._timed_iters, self.trainer.storage.histories().get("data_time")
-        data_pct = 100 * waits.avg(self._timed_iters) / step_sec if waits else 0
-        data = f", {data_pct:.0f} % of it waiting for data" if waits else ""
+        data = f", {100 * waits.avg(self._timed_iters) / step_sec:.0f} % of it waiting for data" if waits else ""
         hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
         return f"{step_sec:.4g} s per step{data}; {hooks_pct:.0f} % of the run in hooks"
