@@ -45,6 +45,7 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_
     trainer.train(0, 3)
     assert written == [(0, 2), (1, 2), (2, 2), "at once"]
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
+    assert "ranks" not in saved
     assert (saved["iteration"], saved["trainer"]["iteration"], saved["trainer"]["position"]["stage"]) == (1, 1, 2)
     assert caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write") == 3
     other = sgd(model, momentum=0.5)
