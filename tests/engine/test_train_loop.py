@@ -388,6 +388,7 @@ def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cann
     assert trainer.position == (4, 1)
     trainer.train(4, 4)
     assert repr(trainer) == "Trainer(after 4 of 4 iterations, finished)"
+    assert repr(Trainer([])) == "Trainer(after 0 iterations, not started)"
     assert "The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']" in caplog.messages
     forgetful = CallbackHook()
     forgetful.state_dict = lambda: {"best": 1.0}

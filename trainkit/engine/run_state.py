@@ -59,7 +59,7 @@ class RunState:
         self.failure: BaseException | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({say_done(self.last_done_iter + 1, self.max_iter)}, {self.status})"
+        return f"{type(self).__name__}({say_done(self.last_done_iter + 1, self.max_iter or None)}, {self.status})"
 
     def is_training(self) -> bool:
         return self.status == "running"
