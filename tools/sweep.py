@@ -336,6 +336,8 @@ def main(args: argparse.Namespace) -> int:
     with (args.folder / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([columns, *rows])
     print(tabulate(rows, columns, missingval="-"))
+    if all(row[-4] is None for row in rows):
+        print(f"No run has the metric of the column {columns[-4]!r}; --metric names another")
     if sweep.signal is not None:
         print("The same command continues the sweep")
         return 128 + sweep.signal

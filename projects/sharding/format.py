@@ -198,11 +198,6 @@ class ShardedFormat(CheckpointFormat):
         parts = part_folders(path)
         return [*(os.path.join(part, name) for part in parts for name in sorted(os.listdir(part))), path]
 
-    def remove(self, path: str) -> None:
-        os.remove(path)
-        for part in part_folders(path):
-            shutil.rmtree(part)
-
     def fill(
         self, state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
     ) -> dict[str, Any]:

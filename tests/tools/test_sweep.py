@@ -118,9 +118,11 @@ def test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again(tmp
     assert calls(tmp_path) == [f"{lr} 3 --resume SEED 1" for lr in (0.1, 0.5, 2.0)]
 
     more = (tmp_path, "SOLVER.BASE_LR=0.1,2,0.5,0.2", "--script", stub)
-    assert run(*more, "--", "SEED", 1) == 1
+    assert run(*more, "--metric", "lost", "--mode", "max", "--", "SEED", 1) == 1
     assert [line[:3] for line in calls(tmp_path)] == ["0.1", "0.2", "0.5", "2.0", "2.0"]
-    assert "4 runs, 2 of them finished" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "4 runs, 2 of them finished" in printed
+    assert "No run has the metric of the column 'best lost'" in printed
     with pytest.raises(ConfigError, match=r"has the sweep of another command: .*stub.py SEED 1; this one is"):
         run(*more, "--", "SEED", 2)
 

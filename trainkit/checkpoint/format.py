@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -57,8 +58,11 @@ class CheckpointFormat:
         return [path]
 
     def remove(self, path: str) -> None:
-        """Remove a checkpoint. Raises OSError; FileNotFoundError if there is none."""
+        """Remove a checkpoint with the folders of any format. Raises OSError; FileNotFoundError if there is none."""
         os.remove(path)
+        folder, name = os.path.split(os.path.abspath(path))
+        for part in [part for part in os.listdir(folder) if owner_of_part(part) == name]:
+            shutil.rmtree(os.path.join(folder, part))
 
 
 def make_format(name: str, model: nn.Module | None = None) -> CheckpointFormat:
