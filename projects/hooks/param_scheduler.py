@@ -13,7 +13,7 @@ from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
-from trainkit.utils.periods import is_number
+from trainkit.utils.periods import check_period, is_number
 
 
 @HOOK_REGISTRY.register()
@@ -120,13 +120,10 @@ class ReduceOnPlateau(MetricHook):
         min_factor: float = 0.0,
     ) -> None:
         super().__init__(eval_period, val_metric, mode, threshold)
-        if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1 or eval_period < 1:
-            accepted = (
-                'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1, eval_period >= 1'
-            )
-            raise ValueError(
-                f"accepted: {accepted}; got {threshold_mode!r}, {factor!r}, {min_factor!r} and {eval_period!r}"
-            )
+        check_period("eval_period", eval_period, minimum=1)
+        if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
+            accepted = 'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1'
+            raise ValueError(f"{accepted}; got {threshold_mode!r}, {factor!r} and {min_factor!r}")
         self._factor, self._min_factor, self._is_relative = factor, min_factor, threshold_mode == "rel"
         self._patience, self._cooldown = patience, cooldown
 

@@ -26,7 +26,7 @@ from trainkit.projects.sharding.tensors import is_sharded, local_part, release_g
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.file import SUFFIX, Take, ordinary, plain_state, write_plain
 from trainkit.checkpoint.folder import is_file_of
-from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part
+from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part, part_folders
 from trainkit.checkpoint.ranks import together
 from trainkit.utils import comm
 
@@ -232,12 +232,6 @@ class ShardedFormat(CheckpointFormat):
             reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
             raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from error
         return filled
-
-
-def part_folders(path: str) -> list[str]:
-    """The folders with shards of the checkpoint ``path``."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return [os.path.join(folder, entry) for entry in os.listdir(folder) if owner_of_part(entry) == name]
 
 
 @FORMAT_REGISTRY.register()

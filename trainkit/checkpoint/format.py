@@ -60,9 +60,8 @@ class CheckpointFormat:
     def remove(self, path: str) -> None:
         """Remove a checkpoint with the folders of any format. Raises OSError; FileNotFoundError if there is none."""
         os.remove(path)
-        folder, name = os.path.split(os.path.abspath(path))
-        for part in [part for part in os.listdir(folder) if owner_of_part(part) == name]:
-            shutil.rmtree(os.path.join(folder, part))
+        for part in part_folders(path):
+            shutil.rmtree(part)
 
 
 def make_format(name: str, model: nn.Module | None = None) -> CheckpointFormat:
@@ -81,3 +80,9 @@ def owner_of_part(folder: str) -> str:
     """The name of the checkpoint file to which a folder of this name belongs; ``""`` if it is no such folder."""
     match = _PART.fullmatch(folder)
     return match[1] + SUFFIX if match and match[2] in FORMATS else ""
+
+
+def part_folders(path: str) -> list[str]:
+    """The folders with further files of the checkpoint ``path``."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return [os.path.join(folder, entry) for entry in os.listdir(folder) if owner_of_part(entry) == name]

@@ -198,7 +198,7 @@ def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
         ("ParamScheduler", {"param": "lr", "schedules": [{"NAME": "Cosin"}]}, "Cosin"),
         ("PublishWeights", {"weights": "best"}, "got best"),
         ("ReduceOnPlateau", {"eval_period": 1, "val_metric": "loss", "factor": 1.0}, "factor .* got .*1.0"),
-        ("ReduceOnPlateau", {"eval_period": 0, "val_metric": "loss"}, "eval_period >= 1; got .* 0$"),
+        ("ReduceOnPlateau", {"eval_period": 0, "val_metric": "loss"}, "eval_period must be .* >= 1, got 0$"),
         ("SyncBuffers", {"period": -1}, "period must be .* got -1"),
         ("Throughput", {"peak_tflops": 0}, "peak_tflops must be .* got 0"),
         ("VisualizationHook", {"draw": "nothing"}, "no 'nothing' in the VISUALIZER registry"),
