@@ -13,17 +13,17 @@ and the job's output folder is not touched. Hooks of trainkit are left out, hook
 """
 
 import argparse
-import gc
 import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from find_lr import config_of_test
+from trainkit.projects.preflight.memory import has_room, search
 from user_job import SCRIPT_HELP, find_trainer, only_logging, positive
 
 from predict import ROOT
@@ -35,7 +35,6 @@ from trainkit.utils.logger import format_table
 from trainkit.utils.periods import exact
 
 _WARM_UP = 2  # steps before the time is measured
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,10 @@ def try_size(
     cfg: CfgNode, trainer_class: type[DefaultTrainer], batch_size: int, steps: int
 ) -> tuple[Trial, int | None]:
     """Train with one batch size; also returns the number of samples of an epoch, None if it is not known."""
-    gc.collect()  # trainers are in reference cycles
-    if is_measured := accelerator_runs_ahead():
-        torch.accelerator.memory.empty_cache()
-        torch.accelerator.memory.reset_peak_memory_stats()
     samples, rate = None, None
-    try:
+
+    def make_steps() -> None:
+        nonlocal samples, rate
         with tempfile.TemporaryDirectory() as folder:
             test_cfg = config_of_test(cfg, folder, _WARM_UP + steps)
             test_cfg.defrost()
@@ -91,29 +88,10 @@ def try_size(
             samples = round(exact(trainer.iters_per_epoch) * batch_size) if trainer.has_epochs else None
             trainer.train()
             rate = steps * batch_size / clock.sec
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
-            raise
-    peak = torch.accelerator.memory.max_memory_allocated() / 2**20 if is_measured else None
+
+    has_room(make_steps)
+    peak = torch.accelerator.memory.max_memory_allocated() / 2**20 if accelerator_runs_ahead() else None
     return Trial(batch_size, peak, rate), samples
-
-
-def search(fits: Callable[[int], bool], start: int, limit: Callable[[], int]) -> int:
-    """The largest size that fits, found within an eighth of it; 0 if not even one sample fits.
-
-    Args:
-        limit: called after each size; larger sizes than its result are not tried.
-    """
-    low, high, size = 0, 0, start  # high: the smallest size that does not fit, 0 if there is none yet
-    while not high or high - low > max(1, low // 8):
-        if fits(size):
-            low = size
-        else:
-            high = size
-        if not high and low >= limit():
-            break
-        size = (low + high) // 2 if high else min(2 * low, limit())
-    return low
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:

@@ -201,9 +201,8 @@ def disk(job: Job) -> Iterator[Finding]:
     if accelerator_runs_ahead():
         peak = torch.accelerator.memory.max_memory_allocated()
         memory = torch.get_device_module().get_device_properties().total_memory
-    number = job.cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size() * memory // peak
-    text = f"{peak / 2**20:,.0f} of {memory / 2**20:,.0f} MiB; a batch can have at least {number} samples"
-    yield judge("memory", peak > 0.9 * memory, text, "make the batch smaller", LOOK)
+    text = f"{peak / 2**20:,.0f} of {memory / 2**20:,.0f} MiB; a batch can have {job.largest_batch(memory / peak)}"
+    yield judge("memory", peak > 0.9 * memory, f"{text} samples", "make the batch smaller", LOOK)
 
 
 @check

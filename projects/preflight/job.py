@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainkit.projects.graph.recorder import CudaRecorder
 from trainkit.projects.preflight.findings import Finding, NotAsked, judge
+from trainkit.projects.preflight.memory import has_room, search
 from trainkit.projects.preflight.options import record_reads
 
 from trainkit.config import get_cfg
@@ -148,6 +149,20 @@ class Job:
         self.sec = {part: sec / (self.ordinary.iter // 2) for part, sec in self.watcher.sec.items()}
         trainer = self.build()
         self.batches = [trainer.fetch() for _ in range(8)]
+
+    def largest_batch(self, times: float) -> str:
+        """The largest size of a batch in words; ``times`` the present one fits for sure."""
+        now = self.cfg.SOLVER.IMS_PER_BATCH
+        size = max(now, int(now // comm.get_world_size() * times))
+        # memory of the machine that runs out ends other programs, and ranks would have to agree
+        if not accelerator_runs_ahead() or comm.get_world_size() > 1:
+            return f"at least {size}"
+        of_epoch = round(now * float(self.trainer.iters_per_epoch)) if self.trainer.has_epochs else size
+
+        def fits(size: int) -> bool:
+            return has_room(lambda: self.build("SOLVER.IMS_PER_BATCH", size).train(0, 2))
+
+        return str(search(fits, min(size, of_epoch), lambda: of_epoch))
 
     def start(self, name: str, *options: str, code: int = 0, **environ: str) -> Path:
         """The folder of six steps of the user's command, in a new process; it saves after the third and the last."""

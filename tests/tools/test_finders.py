@@ -114,7 +114,6 @@ class NeedsMemory(TinyClassifier):
     """For 23 samples there is enough memory."""
 
     def forward(self, batch):
-        assert self.training
         if len(batch["label"]) > 23:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return super().forward(batch)

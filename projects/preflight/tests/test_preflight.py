@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.preflight.job import Watcher
+from trainkit.projects.preflight import job
 
 from tests.cuda import needs_cuda
 from tests.docs.pages import blocks, page
+from tests.engine.job import tiny_cfg
 from tests.forked import run_forked, script
-from trainkit.engine import SimpleTrainer
+from tests.tools.test_finders import NeedsMemory  # noqa: F401 - registers it
+from trainkit.engine import DefaultTrainer, SimpleTrainer
 
 PAGE = "docs/preflight.md"
 (OWN,) = blocks(PAGE, "python")
@@ -115,13 +117,21 @@ def test_several_processes_are_compared_with_one(tmp_path):
     assert "different among them: buffers" in text
 
 
+def test_on_an_accelerator_the_largest_batch_that_fits_is_searched(tmp_path, monkeypatch):
+    cfg = tiny_cfg(tmp_path / "output", "MODEL.NAME", "NeedsMemory")
+    checked = job.Job(DefaultTrainer(cfg), cfg, "none")
+    assert checked.largest_batch(2) == "at least 16"
+    monkeypatch.setattr(job, "accelerator_runs_ahead", lambda: True)
+    assert [checked.largest_batch(times) for times in (0.1, 2, 9)] == ["22", "22", "23"]
+
+
 @needs_cuda
 def test_on_a_gpu_waits_that_the_dispatcher_does_not_see_are_found():
     class Masked(nn.Linear):
         def forward(self, batch):
             return super().forward(batch)[batch[:, 0] > 0].sum()
 
-    batch, model, watcher = torch.ones(2, 4, device="cuda"), Masked(4, 1).cuda(), Watcher()
+    batch, model, watcher = torch.ones(2, 4, device="cuda"), Masked(4, 1).cuda(), job.Watcher()
     trainer = SimpleTrainer(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1))
     trainer.register_hooks([watcher])
     trainer.train(0, 1)
