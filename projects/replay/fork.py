@@ -23,6 +23,7 @@ from trainkit.engine import is_restarted
 from trainkit.engine.folders import checkpoint_dir
 from trainkit.solver.lr_scheduler import ScheduledLR
 from trainkit.utils import comm
+from trainkit.utils.device import unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
             anew = {"taken": taken.get(writer["class"], {}), "length": 0, "sizes": {}}
             writer["state"] |= {key: value for key, value in anew.items() if key in writer["state"]}
     if any(key.startswith("SOLVER.") for key in changed) and isinstance(trainer.scheduler, ScheduledLR):
+        _refuse_other_groups(trainer)
         step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
         rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # -1: it seeks its position
         hooks |= {name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")}
@@ -135,6 +137,19 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
             order = sampler.state_dict(state["data"]["position"])
             state["data"] = {**state["data"], "seed": sampler.seed, "order": order}
     state |= {"_trainer": step, "hooks": hooks, "position": position}
+
+
+def _refuse_other_groups(trainer: Any) -> None:
+    """Raises ConfigError if the parent's optimizer is another one, or has other groups: its state goes by place."""
+    cfg = trainer.cfg.clone()
+    cfg.defrost()
+    changes = [change for change in trainer.cfg.FORK.CHANGES if change[0].startswith("SOLVER.")]
+    cfg.merge_from_list([each for key, former, _ in changes for each in (key, former)])
+    both = trainer.optimizer, trainer.build_optimizer(cfg, unwrap_model(trainer.model))
+    now, former = ([type(each), *([*map(id, group["params"])] for group in each.param_groups)] for each in both)
+    if now != former:
+        keys = ", ".join(key for key, *_ in changes)
+        raise ConfigError(f"a fork has the optimizer and the parameter groups of its parent; {keys} would change them")
 
 
 def describe_parent(parent: Mapping[str, Any]) -> str:

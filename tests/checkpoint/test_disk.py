@@ -89,9 +89,7 @@ class Growing(Counter):
         self.value = len(state_dict["value"])
 
 
-def test_a_save_that_does_not_fit_leaves_the_one_before_and_training_goes_on(
-    tmp_path, file_size_limit, caplog, save_format
-):
+def test_a_save_that_does_not_fit_leaves_the_one_before(tmp_path, file_size_limit, caplog, save_format):
     state = Growing()
     checkpointer = Checkpointer(linear(1), tmp_path, format=save_format, state=state)
     folder = {}

@@ -28,6 +28,10 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     assert (trainer.status, trainer.iter) == ("finished", 10)
     assert "This run has finished after 10 iterations, so nothing is done; to train on, raise max_iter" in caplog.text
     assert files(tmp_path) == before
+    (tmp_path / "last_checkpoint").write_text("model_0000004.pth")  # the user goes back
+    earlier = resumed(tmp_path)
+    assert earlier.train() == results
+    torch.testing.assert_close(earlier.model.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_larger_max_iter_trains_on(tmp_path):
@@ -44,9 +48,7 @@ def test_a_larger_max_iter_trains_on(tmp_path):
 EARLY = ("EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", -1.0, "TEST.EVAL_PERIOD", 2)
 
 
-def test_a_run_that_early_stopping_has_ended_is_finished_and_if_it_was_killed_there_the_resumed_one_does_the_rest(
-    tmp_path,
-):
+def test_early_stopping_finishes_a_run_and_a_resumed_one_does_the_rest(tmp_path):
     def interrupt(trainer):
         raise KeyboardInterrupt
 

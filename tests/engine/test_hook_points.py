@@ -170,9 +170,7 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
     assert not np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[0]))
 
 
-def test_a_run_calls_the_points_of_its_hooks_and_those_that_a_trainer_class_overrides_and_no_others(
-    tmp_path, monkeypatch
-):
+def test_a_run_calls_the_points_of_its_hooks_and_those_of_its_trainer_class(tmp_path, monkeypatch):
     base_calls = []
     for point in HOOK_POINTS:  # a call of the base class would be seen
         noting = functools.wraps(getattr(HookBase, point))

@@ -78,9 +78,7 @@ def test_a_run_whose_worker_is_killed_is_started_again_and_ends_as_one_left_alon
 
 
 @pytest.mark.slow
-def test_two_nodes_are_one_run_which_begins_anew_if_a_worker_is_killed_before_the_first_checkpoint(
-    tmp_path, whole, monkeypatch
-):
+def test_two_nodes_are_one_run_which_starts_anew_without_a_checkpoint(tmp_path, whole, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -150,7 +150,7 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
     [group] = state["optimizer"]["param_groups"]
     adam = {name: group[name] for name in group if name != "nesterov"} | {"betas": 0}
     for groups, message in (
-        ([group] * 2, "has 2 parameter groups, this run 1"),
+        ([group] * 2, r"sizes of the checkpoint's parameter groups are \[2, 2\], those of this run \[2\]"),
         ([adam], r"\['betas'\], this one \['nest"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -185,9 +185,7 @@ def foreign(folder, hook=UNIFORM):
         (UNIFORM, [1] * 3 + [2] * 4 + [3] * 4 + [4]),
     ],
 )
-def test_a_foreign_model_is_clustered_at_first_and_at_each_interval_and_its_head_starts_again(
-    tmp_path, options, expected
-):
+def test_a_foreign_model_is_clustered_at_each_interval_and_its_head_starts_again(tmp_path, options, expected):
     def counts(trainer):
         state = trainer.state_dict()["hooks"]["DeepClusterHook"]
         return state["num_clusterings"], trainer.model.head.num_inits

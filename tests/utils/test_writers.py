@@ -164,9 +164,7 @@ def file_size():
     limit(None)
 
 
-def test_a_write_without_room_leaves_no_part_of_a_line_and_the_next_one_has_the_newest_values(
-    path, expected, file_size
-):
+def test_a_write_without_room_leaves_no_part_of_a_line(path, expected, file_size):
     writer, storage = JSONWriter(path), EventStorage()
     train(storage, writer, range(6))
     good = path.read_bytes()

@@ -138,8 +138,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
                 "iterations; raise it, or leave out --resume"
             )
         match comm.broadcast(read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None):
-            case {"iterations": int(done), "max_iter": int(end), "results": dict(results)} if self.max_iter <= end:
-                self.status, self.iter, self._last_eval_results = "finished", done, results
+            # else an earlier checkpoint was chosen, or the last one is damaged
+            case {"iterations": self.start_iter, "max_iter": int(end), "results": dict(old)} if self.max_iter <= end:
+                self.status, self.iter, self._last_eval_results = "finished", self.start_iter, old
 
     def train(  # type: ignore[override]  # the arguments have defaults here, and results are returned
         self, start_iter: int | None = None, max_iter: int | None = None

@@ -307,6 +307,11 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         changes = compare_with_saved(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
         state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
         self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
+        for parameter in parameters_of(self.optimizer, self.model):
+            values = getattr(self.optimizer, "state", {}).get(parameter, {})
+            for name, value in values.items():  # fused optimizers need the memory format of the parameter
+                if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
+                    values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if changes:
             logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)
 
@@ -323,10 +328,11 @@ def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
     """A table of the values that differ in saved groups of an optimizer, at the start of their schedules; "" if none.
 
     Raises:
-        ConfigError: the saved groups are of another kind of optimizer, or their number differs.
+        ConfigError: the saved groups are of another kind of optimizer, or their sizes differ.
     """
-    if len(saved) != len(groups):
-        raise ConfigError(f"the checkpoint has {len(saved)} parameter groups, this run {len(groups)}")
+    old_sizes, sizes = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if old_sizes != sizes:
+        raise ConfigError(f"the sizes of the checkpoint's parameter groups are {old_sizes}, those of this run {sizes}")
     rows = []
     for number, (new, old) in enumerate(zip(map(_values_at_start, groups), map(_values_at_start, saved), strict=True)):
         if (only_old := old.keys() - new) and (only_new := new.keys() - old):  # one alone: another version of torch

@@ -107,8 +107,12 @@ def test_weights_of_convolutions_have_their_channels_last_after_a_resume_too(tmp
     train(tmp_path / "pieces", "MODEL.CHANNELS_LAST", True, stop_at=4)
     resumed = train(tmp_path / "pieces", "MODEL.CHANNELS_LAST", True, resume=True)
     assert_same_run(resumed, whole)
-    strides = [trainer.model.conv.weight.stride() for trainer in (whole, resumed, train(tmp_path / "plain"))]
+    plain = train(tmp_path / "plain", "SOLVER.CHECKPOINT_PERIOD", 5)
+    strides = [trainer.model.conv.weight.stride() for trainer in (whole, resumed, plain)]
     assert strides == [(4, 1, 2, 1), (4, 1, 2, 1), (4, 4, 2, 1)]
+    (tmp_path / "plain/last_checkpoint").write_text("model_0000004.pth")
+    changed = train(tmp_path / "plain", "MODEL.CHANNELS_LAST", True, resume=True)
+    torch.testing.assert_close(changed.model.state_dict(), plain.model.state_dict())  # up to rounding
 
 
 def test_a_model_is_compiled_in_place_and_its_run_is_resumed_without_compilation(tmp_path):

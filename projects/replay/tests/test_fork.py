@@ -138,6 +138,8 @@ def test_what_cannot_be_forked_is_refused(tmp_path, parent, monkeypatch):
     for run, options, message in [
         (f"{parent}@6", (), r"no checkpoint of a DefaultTrainer after 6 iterations; there are those after 5, 10, 12$"),
         (parent, (), "MAX_ITER is 12, but the checkpoint to fork has done 12"),
+        (f"{parent}@5", ("SOLVER.WEIGHT_DECAY_BIAS", 0.5), "parent; SOLVER.WEIGHT_DECAY_BIAS would change them"),
+        (f"{parent}@5", ("SOLVER.OPTIMIZER.NAME", "AdamW"), "parent; SOLVER.OPTIMIZER.NAME would change them"),
         (parent, ("OUTPUT_DIR", parent), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
         (parent, ("CHECKPOINT.DIR", parent), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
         (f"{parent}@5", ("--config-file", "a.yaml"), "--fork trains with the settings of RUN: without"),

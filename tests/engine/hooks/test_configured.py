@@ -117,9 +117,7 @@ class WithOptimizer(HookBase):
         pass
 
 
-def test_without_training_there_are_the_hooks_that_act_on_an_evaluation_and_need_no_part_of_the_training(
-    tmp_path, caplog
-):
+def test_without_training_hooks_that_need_a_part_of_it_are_left_out(tmp_path, caplog):
     names = ["OnTheObject", "EmptyCache", "Recorder", "EvalHook", "WithOptimizer"]
     entries = [{"NAME": name} for name in names]
     assert order(trainer(tmp_path, entries[-1]))[2] == "WithOptimizer"

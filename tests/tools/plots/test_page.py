@@ -165,9 +165,7 @@ def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, w
 
 
 @pytest.mark.slow
-def test_eight_runs_need_no_sideways_scrolling_and_their_rows_are_sorted_by_a_click(
-    make_page, write_run, tmp_path, look
-):
+def test_eight_runs_fit_and_their_rows_are_sorted_by_a_click(make_page, write_run, tmp_path, look):
     places = []
     for i in range(8):
         settings = "".join(f"  SETTING_NUMBER_{j}: {i * j}\n" for j in range(14))

@@ -14,9 +14,7 @@ def plot(load):
     return lambda *args: tool.main(tool.parse_args([str(arg) for arg in args]))
 
 
-def test_the_picture_goes_into_the_folder_of_the_first_run_and_the_suffix_names_its_format(
-    plot, load, write_run, tmp_path
-):
+def test_the_picture_goes_into_the_folder_of_the_first_run(plot, load, write_run, tmp_path):
     pytest.importorskip("matplotlib")
     first, second = write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", ROWS)
     assert plot(first, second) == [tmp_path / "a/metrics.png"]
