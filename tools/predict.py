@@ -84,7 +84,10 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
     if args.run is not None:
         cfg.OUTPUT_DIR = args.run  # the folder may have been moved
     cfg.merge_from_list(args.opts)
-    cfg.MODEL.WEIGHTS = args.weights or (cfg.MODEL.WEIGHTS if args.run is None else "") or _weights_of_run(cfg)
+    weights = args.weights or (cfg.MODEL.WEIGHTS if args.run is None else "") or _weights_of_run(cfg)
+    if cfg.CHECKPOINT.get("TRAINABLE_ONLY") and all(entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS):
+        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "FrozenWeights", "WEIGHTS": cfg.MODEL.WEIGHTS}]  # as in the run
+    cfg.MODEL.WEIGHTS = weights
     cfg.freeze()
     return cfg
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from trainkit.projects.hooks.averaging import AVERAGED_PATH, averaged_weights
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing, sync_folder
@@ -57,24 +58,30 @@ class PublishWeights(HookBase):
             together(self._publish)
 
     def _publish(self) -> None:
+        weights, format = self._arguments
         hooks: list[Any] = [hook for hook in self.trainer.hooks if isinstance(hook, BestCheckpointer)]
         hooks += [hook for hook in self.trainer.hooks if isinstance(hook, PeriodicCheckpointer) and hook.save_last]
         for hook in hooks:
             folder, suffix = hook.checkpointer.save_dir, "" if isinstance(hook, BestCheckpointer) else "_final"
             path = os.path.join(folder, f"{hook.file_prefix}{suffix}.pth")
             if hook.checkpointer.save_to_disk and folder and os.path.exists(path):  # no best file: no finite value
-                logger.info("Weights published as %s", publish_weights(path, *self._arguments))
+                frozen = dict(hook.checkpointer.model.named_parameters())
+                logger.info("Weights published as %s", publish_weights(path, weights, format, frozen))
 
 
 def publish_weights(
-    path: str | os.PathLike[str], weights: Literal["model", "ema"] = "model", format: str = "pth"
+    path: str | os.PathLike[str],
+    weights: Literal["model", "ema"] = "model",
+    format: str = "pth",
+    frozen: Mapping[str, Tensor] | None = None,
 ) -> str:
     """Write ``{"model": weights}`` of a checkpoint into the same folder: one plain file, also for a sharded checkpoint.
 
     The file, whose path is returned, is called ``<name>_published-<first 8 hex digits of its SHA-256>.pth``, which
     ``torch.hub`` verifies. A run does not resume from such a file. ``weights``: "model", or "ema": the average of the
     `EMAHook`, and the model's own weights where nothing is averaged. ``format``: "safetensors" writes only the tensors,
-    by their names, to a file that ends in ``.safetensors``.
+    by their names, to a file that ends in ``.safetensors``. ``frozen``: name -> weight of those that a checkpoint of
+    CHECKPOINT.TRAINABLE_ONLY leaves out; without one of them it is a CheckpointError.
     """
     folder, name = Path(os.path.abspath(path)).parent, Path(path).name.removesuffix(".pth")
     unnamed = folder / f"{name}_published.{format}"
@@ -83,8 +90,12 @@ def publish_weights(
     averaged = averaged_weights(state) if weights == "ema" else {}
     if not isinstance(state.get("model"), Mapping) or averaged is None:
         raise CheckpointError(f"'{path}' has no weights {weights!r} to publish; averages come from an EMAHook")
+    chosen, frozen = {**state["model"], **averaged}, frozen or {}
+    left_out = state.get("frozen_digests", {}).keys() - chosen.keys()
+    if absent := sorted(left_out - frozen.keys()):
+        raise CheckpointError(f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass `frozen`")
     try:
-        chosen = plain_state({**state["model"], **averaged})
+        chosen = plain_state(chosen | {name: frozen[name].detach().cpu() for name in sorted(left_out)})
         if format == "safetensors":
             make_format("safetensors").write({"model": chosen}, str(unnamed))
         else:

@@ -15,6 +15,8 @@ from trainkit.data.build import build_transform
 from trainkit.engine.hook_base import HookBase
 from trainkit.modeling import build_model, on_device
 from trainkit.utils.device import device_of, move_to_device
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,8 @@ class DefaultPredictor:
     """The model of a config, made by ``build``, with the weights MODEL.WEIGHTS, for one sample or a list of samples.
 
     It gives the same outputs as an evaluation. From a best checkpoint it takes the weights that were scored. From
-    another file it takes the average if an `EMAHook` of the config evaluates it, else the model's own weights.
+    another file it takes the average if an `EMAHook` of the config evaluates it, else the model's own weights. If the
+    file leaves out frozen weights, they come from the entry ``FrozenWeights`` in HOOKS, or from ``build``.
     """
 
     def __init__(self, cfg: CfgNode, build: Callable[[CfgNode], nn.Module] = build_model) -> None:
@@ -37,6 +40,7 @@ class DefaultPredictor:
         averaging = [entry for entry in self.cfg.HOOKS if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)]
         if averaging and averaging[0].get("EVALUATE", "ema") != "raw":
             checkpointer.add_checkpointable("averaged", _TakeAverage())
+        checkpointer.add_checkpointable("frozen", _TakeFrozen(self.cfg, self.model))
         checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
         self._transform = build_transform(self.cfg, is_train=False)
         self._device = device_of(self.model)
@@ -73,6 +77,18 @@ class _TakeAverage(HookBase):
             state["model"] = {**state["model"], **averaged}
         else:
             logger.warning("MODEL.WEIGHTS holds no averaged weights of an EMAHook; predicting with the model's")
+
+
+class _TakeFrozen(HookBase):
+    """Completes a file of CHECKPOINT.TRAINABLE_ONLY, and raises CheckpointError if its frozen weights are not there."""
+
+    def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
+        self._model = model
+        self._weights = next((entry.get("WEIGHTS", "") for entry in cfg.HOOKS if entry["NAME"] == "FrozenWeights"), "")
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        if "frozen_digests" in state:
+            load_plugin(NAMES["FrozenWeights"]).FrozenWeights(self._weights, self._model).after_load(state)
 
 
 def _take(outputs: Any, i: int) -> Any:

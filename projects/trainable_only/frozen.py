@@ -55,7 +55,8 @@ class FrozenWeights(HookBase):
             Checkpointer(self._model or self.trainer.model).load(self._weights)
         own = self._parameters()
         if other := [name for name in missing if name not in own or _digest(own[name]) != self._digests[name]]:
-            raise CheckpointError(f"{len(other)} frozen parameters, such as {other[0]!r}, differ; set MODEL.WEIGHTS")
+            text = "set MODEL.WEIGHTS, or WEIGHTS of FrozenWeights in HOOKS, to the file that has them"
+            raise CheckpointError(f"{len(other)} frozen parameters, such as {other[0]!r}, differ; {text}")
         state["model"] = {**state["model"], **{name: own[name].detach() for name in missing}}
 
     def _parameters(self) -> dict[str, nn.Parameter]:

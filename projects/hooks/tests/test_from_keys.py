@@ -43,17 +43,10 @@ def test_each_picked_iteration_has_a_chrome_trace_in_the_output_folder(tmp_path)
 
 def test_iterations_draw_more_and_more_of_one_stream(tmp_path):
     entry = {"NAME": "AccumulationSchedule", "FACTORS": [[3, 2], [6, 4]]}
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 4, "HOOKS", [entry]))
-    drawn, fetch = [], trainer._trainer.fetch
-
-    def fetch_and_note():
-        batch = fetch()
-        drawn.append((trainer.iter, batch["x"]))
-        return batch
-
-    trainer._trainer.fetch = fetch_and_note
+    options = ("SOLVER.IMS_PER_BATCH", 4, "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), "HOOKS", [entry])
+    trainer, drawn = DefaultTrainer(tiny_cfg(tmp_path, *options)), []
+    trainer.model.register_forward_pre_hook(lambda model, args: drawn.append((trainer.iter, args[0]["x"])))
     trainer.train()
-
     assert [iter for iter, _ in drawn] == [0, 1, 2, 3, 3, 4, 4, 5, 5, *(i for i in (6, 7, 8, 9) for _ in range(4))]
     stream = iter(DefaultTrainer.build_train_loader(trainer.cfg))
     assert all(torch.equal(x, next(stream)["x"]) for _, x in drawn)

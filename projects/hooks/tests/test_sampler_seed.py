@@ -19,14 +19,9 @@ def sum_model():
 
 
 def noting(trainer):
-    """A list that gets each batch that the trainer fetches."""
-    found, fetch = [], trainer.fetch
-
-    def fetch_and_note():
-        found.append((batch := fetch()).tolist())
-        return batch
-
-    trainer.fetch = fetch_and_note
+    """A list that gets each batch that the model gets."""
+    found = []
+    trainer.model.register_forward_pre_hook(lambda model, args: found.append(args[0].tolist()))
     return found
 
 
@@ -101,7 +96,7 @@ class WithPlainLoader(DefaultTrainer):
 def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epoch_by_default(tmp_path):
     options = ("SOLVER.MAX_ITER", 6, "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), "SOLVER.STEPS", ())
     trainer = WithPlainLoader(tiny_cfg(tmp_path, *options))
-    found = noting(trainer._trainer)
+    found = noting(trainer)
     trainer.train()
     assert found == [*epoch_order(0), *epoch_order(1)]
     trainer.data_loader = SimpleNamespace(set_epoch=print)  # without a length, like a stream

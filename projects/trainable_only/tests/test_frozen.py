@@ -3,13 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.hooks.publish_weights import publish_weights
 from trainkit.projects.trainable_only.frozen import FrozenWeights
 
 from tests.checkpoint.conftest import Counter
 from tests.engine.job import tiny_cfg
+from tools import predict
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import DefaultPredictor, DefaultTrainer
 
 
 def adapted(fill):
@@ -20,19 +22,18 @@ def adapted(fill):
     return model
 
 
-def save(folder):
-    torch.save(adapted(1).state_dict(), folder / "base.pth")
+def test_frozen_parameters_are_left_out_and_come_from_the_file_and_others_are_an_error(tmp_path):
+    torch.save(adapted(1).state_dict(), tmp_path / "base.pth")
     model = adapted(1)
     nn.init.constant_(model[2].weight, 5)
-    Checkpointer(model, folder / "run", frozen=FrozenWeights(model=model), state=Counter(3)).save("model")
-
-
-def test_frozen_parameters_are_left_out_and_come_from_the_file(tmp_path):
-    save(tmp_path)
+    Checkpointer(model, tmp_path / "run", frozen=FrozenWeights(model=model), state=Counter(3)).save("model")
     held = read_file(tmp_path / "run/model.pth")
     assert {name.split(".")[0] for name in held["model"]} == {"1", "2"}
     assert held["model"]._metadata["1"] == {"version": 2}
     model, state = adapted(7), Counter()
+    with pytest.raises(CheckpointError, match=r"2 frozen parameters, such as '0\.(weight|bias)', differ"):
+        Checkpointer(model, tmp_path / "run", frozen=FrozenWeights(model=model), state=state).resume_or_load("")
+    assert model[2].weight.unique().item() == 7
     frozen = FrozenWeights(str(tmp_path / "base.pth"), model)
     assert Checkpointer(model, tmp_path / "run", frozen=frozen, state=state).resume_or_load("") == {}
     assert [model[i].weight.unique().item() for i in (0, 2)] == [1, 5]
@@ -41,16 +42,7 @@ def test_frozen_parameters_are_left_out_and_come_from_the_file(tmp_path):
     assert again["frozen_digests"] == held["frozen_digests"]
 
 
-def test_other_frozen_parameters_are_an_error(tmp_path):
-    save(tmp_path)
-    model = adapted(7)
-    checkpointer = Checkpointer(model, tmp_path / "run", frozen=FrozenWeights(model=model), state=Counter())
-    with pytest.raises(CheckpointError, match=r"2 frozen parameters, such as '0\.(weight|bias)', differ"):
-        checkpointer.resume_or_load("")
-    assert model[2].weight.unique().item() == 7
-
-
-def test_a_job_with_the_key_resumes_exactly(tmp_path):
+def test_a_job_with_the_key_resumes_exactly_and_publishes_and_predicts_with_all_weights(tmp_path):
     class Trainer(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):
@@ -58,8 +50,10 @@ def test_a_job_with_the_key_resumes_exactly(tmp_path):
             next(model.parameters()).requires_grad_(False)
             return model
 
+    options = ("CHECKPOINT.TRAINABLE_ONLY", True, "MODEL.WEIGHTS", str(tmp_path / "base.pth"))
+    options = (*options, "CHECKPOINT.PUBLISH", "model")
+
     def train(folder, max_iter=None):
-        options = ("CHECKPOINT.TRAINABLE_ONLY", True, "MODEL.WEIGHTS", str(tmp_path / "base.pth"))
         torch.manual_seed(3)
         trainer = Trainer(tiny_cfg(tmp_path / folder, *options))
         trainer.resume_or_load()
@@ -70,5 +64,16 @@ def test_a_job_with_the_key_resumes_exactly(tmp_path):
     whole = train("whole")
     train("parts", 5)
     parts = train("parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert read_file(tmp_path / "parts/model_final.pth")["model"].keys() < whole.keys()
+    final = tmp_path / "parts/model_final.pth"
+    assert read_file(final)["model"].keys() < whole.keys()
+    with pytest.raises(CheckpointError, match="leaves out 1 frozen weights, such as 'layers.0.weight'; pass `frozen`"):
+        publish_weights(final)
+    (published,) = tmp_path.glob("whole/*published*")
+    (tmp_path / "parts/config.yaml").write_text(tiny_cfg("elsewhere", *options).dump())
+    cfg = predict.build_cfg(predict.parse_args([str(tmp_path / "parts"), "--dataset", "tiny_test"]))
+    predicting = DefaultPredictor(cfg, Trainer.build_model).model.state_dict()
+    for found in (parts, read_file(published)["model"], predicting):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(whole[name], found[name]) for name in whole)
+    with pytest.raises(CheckpointError, match="1 frozen parameters, such as .* differ; .*or WEIGHTS of FrozenWeights"):
+        DefaultPredictor(tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(final)), Trainer.build_model)
