@@ -32,8 +32,7 @@ class HostCopy:
     Attributes:
         memory: device of the originals -> blocks for all tensors; pinned, unless the device is the CPU.
 
-    Raises:
-        TypeError: the format cannot store a value.
+    Raises TypeError: the format cannot store a value.
     """
 
     def __init__(

@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 class Requeue(HookBase):
     """If a signal stops the run, ask SLURM to start its job again; rank 0 does it when its process ends.
 
-    Args:
-        signal: its name, such as "SIGUSR1". The trainer must handle it, as it does SIGUSR1 in a SLURM job.
+    ``signal`` is its name, such as "SIGUSR1". The trainer must handle it, as it does SIGUSR1 in a SLURM job.
     """
 
     def __init__(self, signal: str) -> None:

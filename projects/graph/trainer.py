@@ -61,13 +61,7 @@ class GraphTrainer(SimpleTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """
-        Args:
-            args, kwargs: as in the trainer without a graph.
-
-        Raises:
-            ConfigError: the step cannot be recorded (several processes, or an optimizer that needs the host).
-        """
+        """Raises ConfigError: the step cannot be recorded (several processes, or an optimizer that needs the host)."""
         super().__init__(*args, **kwargs)
         self._recorder = self.make_recorder()
         self._recording: _Recording | None = None  # the recording of this step; None: an ordinary step

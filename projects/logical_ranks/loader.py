@@ -19,12 +19,8 @@ from trainkit.utils.protocol import iters_per_epoch
 def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTestLoader":
     """The loader of this process, made from the loader of one logical rank of ``num``.
 
-    Args:
-        loader: built under ``comm.set_data_ranks(comm.get_rank(), num)``.
-        steps: micro-batches of a logical rank per iteration.
-
-    Raises:
-        ConfigError: its batches cannot be divided.
+    ``loader`` is built under ``comm.set_data_ranks(comm.get_rank(), num)``; ``steps`` are the micro-batches of a
+    logical rank per iteration. Raises ConfigError: its batches cannot be divided.
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None) if type(batches) is BatchSampler else None

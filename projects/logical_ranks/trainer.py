@@ -45,13 +45,9 @@ class LogicalTrainer(SimpleTrainer):
     own_keys = ()  # nothing differs between processes
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """
-        Args:
-            args, kwargs: as in the trainer without logical ranks; ``accumulation_steps`` is that of a logical rank. The
-                loader must be a `LogicalLoader`.
+        """The loader must be a `LogicalLoader`; ``accumulation_steps`` is that of a logical rank.
 
-        Raises:
-            ConfigError: the model has sparse gradients or a `SyncBatchNorm`.
+        Raises ConfigError: the model has sparse gradients or a `SyncBatchNorm`.
         """
         super().__init__(*args, **kwargs)
         self._num = comm.get_data_world_size()
@@ -186,8 +182,7 @@ class _Tree:
     def finish(self) -> None:
         """Call after the last logical rank: gradients become the sums over all ranks, and statistics the means.
 
-        Raises:
-            ValueError: the model has written other buffers.
+        Raises ValueError: the model has written other buffers.
         """
         if self._versions() != self._others:
             raise ValueError(

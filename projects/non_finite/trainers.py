@@ -52,13 +52,7 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """
-        Args:
-            args, kwargs: as in the trainer that is extended.
-
-        Raises:
-            ConfigError: fused SGD with dampening.
-        """
+        """Raises ConfigError: fused SGD with dampening."""
         super().__init__(*args, **kwargs)
         self._former_buffers: dict[str, Tensor] = {}
         if skips_on_device(self.optimizer):

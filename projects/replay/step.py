@@ -50,9 +50,8 @@ def replay(
         verdict: perform the step again in this process, and in a new one if ``start`` is a command.
         bisect: find the samples with which the step fails.
 
-    Raises:
-        CheckpointError: no checkpoint can be used, or the run had another number of processes.
-        ConfigError: ``start`` is missing or does not call ``train()``, or there is no such iteration.
+    Raises CheckpointError: no checkpoint can be used, or the run had another number of processes. ConfigError:
+    ``start`` is missing or does not call ``train()``, or there is no such iteration.
     """
     run = os.path.abspath(run)
     is_file = os.path.isfile(run)

@@ -60,13 +60,9 @@ class Shards:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def write(self, folder: str) -> dict[str, Any]:
-        """Write all shards; every rank calls it, in any thread.
+        """Write all shards; every rank calls it, in any thread. Returns the entry ``shards`` of the file.
 
-        Returns:
-            The entry ``shards`` of the file.
-
-        Raises:
-            CheckpointError: on every rank, if one of them cannot write.
+        Raises CheckpointError, on every rank, if one of them cannot write.
         """
         dcp, sharding = _distributed("checkpoint"), _distributed("tensor")
         tensors = {}
@@ -106,8 +102,7 @@ def files_of(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, tu
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """The folder, and name -> (size, digest) of its files, from the entry ``shards`` of the file ``path``.
 
-    Raises:
-        CheckpointError: the entry is malformed, or names files in other folders.
+    Raises CheckpointError: the entry is malformed, or names files in other folders.
     """
     try:
         name = str(manifest["folder"])
@@ -117,10 +112,8 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
     parent = os.path.dirname(path)
     is_beside = owner_of_part(name) and name[: -len("-01234567")].endswith(f".{KEY}") and is_file_of(parent, name)
     if not is_beside or not all(is_file_of(os.path.join(parent, name), file) for file in files):
-        raise CheckpointError(
-            f"'{path}' is refused: its shards {name!r:.80} have to be a folder beside it, and files in that folder, no "
-            "links out of it"
-        )
+        accepted = "a folder beside it, and files in that folder, no links out of it"
+        raise CheckpointError(f"'{path}' is refused: its shards {name!r:.80} have to be {accepted}")
     return os.path.join(parent, name), files
 
 

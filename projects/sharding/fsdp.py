@@ -43,9 +43,8 @@ def fsdp(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
     model is sharded, and the random state of a group becomes that of its first rank. ``mesh`` is a ``DeviceMesh`` of
     all ranks. The method calls torch's ``parallelize_module(model, mesh["tp"], plan)`` and returns the model.
 
-    Raises:
-        ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes;
-            ``parallelize_model`` distributes nothing; a parameter that modules share became several.
+    Raises ConfigError: a name in BLOCKS matches no module; MESH does not fit the number of processes;
+    ``parallelize_model`` distributes nothing; a parameter that modules share became several.
     """
     if comm.get_world_size() == 1:
         return build(cfg)
@@ -179,9 +178,7 @@ def _build_on_meta(cfg: CfgNode, build: ModelBuilder) -> tuple[nn.Module, dict[s
         model = build(cfg)
     weights = _named_tensors(model) if comm.is_main_process() else {}
     if shared := _shared(model):
-        raise ConfigError(
-            f"MODEL.FSDP.META_INIT would separate the parameters {shared[0]}, which are one; set it to False"
-        )
+        raise ConfigError(f"MODEL.FSDP.META_INIT would separate {shared[0]}, which are one; set it to False")
     return model.to("meta"), weights
 
 
@@ -210,10 +207,7 @@ def batches_of_all_ranks(
 
     Of ranks that compute a batch together, only the first one evaluates it. `inference_on_dataset` calls this as a
     method of the model. An evaluator that runs the model too has a method ``keep_up(inputs)``, which runs it as often
-    as ``process`` does.
-
-    Raises:
-        EvaluationAbandoned: on every rank, if some rank is stopping.
+    as ``process`` does. Raises EvaluationAbandoned, on every rank, if some rank is stopping.
     """
     device, own, last = device_of(model), iter(data_loader), _END
     is_first_of_group = comm.get_rank() % comm.get_data_group_size() == 0

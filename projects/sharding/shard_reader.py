@@ -21,11 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 
 class ShardReader(FileSystemReader):
-    """Reads tensors only, since torch would unpickle other objects without limits.
-
-    Args:
-        files: the names of the files that may be read.
-    """
+    """Reads tensors only, since torch would unpickle other objects without limits, and only from ``files``."""
 
     def __init__(self, folder: str, files: Collection[str]) -> None:
         super().__init__(folder)
@@ -67,11 +63,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(path: str, files: Collection[str]) -> Metadata:
-    """
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not metadata, or names a file that may not be read.
-    """
+    """Raises ValueError: the file is not metadata, or names a file that may not be read; OSError: it cannot be read."""
     with open(path, "rb") as file:
         try:
             found = _Unpickler(file).load().state

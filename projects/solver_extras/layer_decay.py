@@ -25,24 +25,8 @@ def build_layer_decay(
     Pass it as ``lr_factor_func`` to ``ParamRules`` or ``get_default_optimizer_params``. It changes learning rates only;
     other rules choose the weight decay (OpenMMLab's constructors do both).
 
-    ============================  ============  ===============================================================
-    ``scheme``                    takes         depth
-    ============================  ============  ===============================================================
-    ``vit``, ``beit``, ``mae``    num_layers    tokens, position and patch embedding 0; block b: b + 1; rest last
-    ``swin``                      depths        mask token and patch embedding 0; blocks, counted through all
-                                                stages: b + 1; downsampling like the block before it; rest last,
-                                                with ``absolute_pos_embed``
-    ``mixmim``                    depths        as ``swin``, but position embedding 0, and the rest at the depth
-                                                of the last block, so that its factor is 1
-    ``mixmim_mmselfsup``          depths        as MMSelfSup: every factor of ``mixmim`` once more times ``rate``
-    ``convnext``                  num_layers    layer-wise: stages 0 and 1 are one layer each, stage 2 one per three
-                                                blocks, stage 3 one; num_layers is 6 or 12 in the paper
-    ``convnext_stage``            nothing       stem and all downsampling 0, stage s: s + 1, rest 5
-    ``convnext_stage_mmseg``      num_layers    as MMSegmentation: the rest at num_layers + 1, so that the factor
-                                                of the last stage depends on num_layers and is far from 1
-    ``model``                     nothing       ``model.get_layer_depth(name)`` gives ``(depth, num_layers)``
-    in ``LAYER_DEPTH_REGISTRY``   nothing       the function, called with a name, gives the same pair
-    ============================  ============  ===============================================================
+    ``scheme`` is a name in the table of `projects/solver_extras/README.md`, which says what it takes and which depths
+    it gives; or "model", for those of ``model.get_layer_depth(name)``; or a name in ``LAYER_DEPTH_REGISTRY``.
 
     Names of OpenMMLab, timm (``blocks.3.``, ``stages.2.blocks.0.``, ``stem.``) and Hugging Face (``embeddings.``,
     ``encoder.layer.3.``, ``encoder.stages.2.layers.0.``) are recognized.

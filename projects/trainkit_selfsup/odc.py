@@ -67,10 +67,8 @@ class ODCMemory(nn.Module):
     def update_samples_memory(self, idx: Tensor, feature: Tensor) -> Tensor:
         """Average new features ``[n, feat_dim]`` of the samples ``idx`` ``[n]`` into the memory; update their clusters.
 
-        Every rank calls it with its own samples; the model calls it after its loss has read the labels.
-
-        Returns:
-            The change ratio, shape ``[]``: the fraction of these samples, over all ranks, whose label has changed.
+        Every rank calls it with its own samples; the model calls it after its loss has read the labels. Returns the
+        change ratio, shape ``[]``: the fraction of these samples, over all ranks, whose label has changed.
         """
         idx, feature = _of_all_ranks(idx), _of_all_ranks(F.normalize(feature.float()))
         mixed = F.normalize(self.feature_bank[idx].lerp(feature, self.momentum))
