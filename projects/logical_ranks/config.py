@@ -11,6 +11,7 @@ from trainkit.utils.errors import not_accepted
 
 _CONFLICTS = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
+    ("SOLVER.LOGICAL_RANKS", "SOLVER.ACCUMULATION_FACTORS", "the number of micro-batches is that of the tree"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "each batch has to use the same parameters"),
     ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),

@@ -213,10 +213,11 @@ class _Tree:
 
     def _exchange_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP calls it with each bucket, in one order on all processes, during the last backward pass of a step."""
-        places = [self._places[id(parameter)] for parameter in bucket.parameters()]
+        parameters, flat = bucket.parameters(), bucket.buffer()
+        parts = zip(flat.split([each.numel() for each in parameters]), parameters, strict=True)
+        grads: _Grads = [part.as_strided(each.shape, each.stride()) for part, each in parts]  # DDP's layout
         for _, sums, _ in reversed(self._sums):
-            _add([*bucket.gradients()], [sums[place] for place in places])
-        flat = bucket.buffer()
+            _add(grads, [sums[self._places[id(each)]] for each in parameters])
         total = torch.futures.Future[Tensor](devices=None if flat.device.type == "cpu" else [flat.device])
         self._under_way.append((_Exchange(flat), total))
         if bucket.is_last():
@@ -224,6 +225,7 @@ class _Tree:
                 exchange.go_on()
             for exchange, future in self._under_way:
                 future.set_result(exchange.result())
+            self._under_way = []
         return total
 
 

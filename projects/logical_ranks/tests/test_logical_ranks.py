@@ -180,10 +180,13 @@ def test_a_model_that_writes_other_buffers_or_cannot_be_added_in_a_tree_is_refus
             trainer(nn.Sequential(nn.Linear(3, 3), module))
 
 
-@pytest.mark.parametrize("key", ["SOLVER.GRAPH.ENABLED", "MODEL.DDP.BROADCAST_BUFFERS", "TEST.PRECISE_BN.ENABLED"])
+KEYS = "SOLVER.GRAPH.ENABLED MODEL.DDP.BROADCAST_BUFFERS TEST.PRECISE_BN.ENABLED SOLVER.ACCUMULATION_FACTORS"
+
+
+@pytest.mark.parametrize("key", KEYS.split())
 def test_settings_whose_sums_depend_on_the_number_of_processes_are_refused(key, tmp_path):
     with pytest.raises(ConfigError, match=f"SOLVER.LOGICAL_RANKS and {key}.* exclude each other"):
-        check_values(tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", 4, key, True))
+        check_values(tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", 4, key, [[2, 3]] if "FACTORS" in key else True))
 
 
 @pytest.mark.parametrize(("number", "world_size"), [(6, 1), (4, 8)])

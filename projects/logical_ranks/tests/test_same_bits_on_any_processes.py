@@ -6,17 +6,18 @@ import signal
 
 import pytest
 import torch
-from torch import multiprocessing
+from torch import multiprocessing, nn
 from trainkit.projects.replay import replay
 from trainkit.projects.replay.tests.job import Job
 
-from tests.engine.job import tiny_cfg
+from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.exactness.machine import content
 from tests.two_ranks import IMPORTED_ONCE
 from trainkit.checkpoint.file import read_file
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
 from trainkit.engine import DefaultTrainer, HookBase, default_setup
 from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,15 @@ class Draw(HookBase):
             torch.rand(())
 
 
+@MODEL_REGISTRY.register()
+class Transposed(TinyClassifier):
+    """With a weight that is not contiguous."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.layers[0].weight = nn.Parameter(self.layers[0].weight.detach().t().contiguous().t())
+
+
 class Kill(HookBase):
     def __init__(self, at):
         self.at = at
@@ -55,6 +65,7 @@ HOOKS = [
 # periods without a common divisor; 40 samples in epochs of 1 2/3 iterations of 3 times 8; 12 samples to evaluate
 EVERYTHING = ("SOLVER.LOGICAL_RANKS", 4, "SOLVER.MAX_ITER", 14, "SOLVER.ACCUMULATION_STEPS", 3, "HOOKS", HOOKS)
 EVERYTHING += ("SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 4, "LOG.PERIOD", 2, "LOG.WINDOW", 5)
+EVERYTHING += ("MODEL.NAME", "Transposed", "MODEL.DDP.STATIC_GRAPH", True)
 EVERYTHING += ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "CHECKPOINT.ASYNC", True)
 EVERYTHING += ("SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model")
 EVERYTHING += ("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.BASE_LR", 0.02, "DATALOADER.NUM_WORKERS", 1)
