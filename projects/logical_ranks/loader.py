@@ -76,34 +76,22 @@ class LogicalLoader:
 class LogicalTestLoader(ResumableLoader):
     """Each logical rank has a contiguous share of the samples; no batch has samples of two of them."""
 
-    batch_sampler: "_ShareBatches"
-
-    def __init__(self, loader: ResumableLoader, logical_ranks: int) -> None:
-        arguments = _arguments(loader, loader.num_workers)
-        super().__init__(loader.dataset, batch_sampler=_ShareBatches(loader, logical_ranks), **arguments)
+    def __init__(self, loader: ResumableLoader, logical_ranks: int, most: int | None = None) -> None:
+        self._given, size = (loader, logical_ranks), len(cast(Sized, loader.dataset))
+        share_of, batches = InferenceSampler._get_local_indices, _Batches()
+        for rank in share_of(logical_ranks, comm.get_world_size(), comm.get_rank()):
+            share: Any = share_of(size, logical_ranks, rank)
+            batches += islice(BatchSampler(share, cast(int, loader.batch_size), drop_last=False), most)
+        batches.sampler = cast(Any, loader.batch_sampler).sampler
+        super().__init__(loader.dataset, batch_sampler=batches, **_arguments(loader, loader.num_workers))
 
     def first_batches(self, num: int) -> "LogicalTestLoader":
         """This loader, with at most ``num`` batches of each logical rank."""
-        self.batch_sampler.most = num
-        return self
+        return LogicalTestLoader(*self._given, num)
 
 
-class _ShareBatches(BatchSampler):
-    sampler: InferenceSampler
-    most: int | None = None  # batches of a logical rank; None: all of them
-
-    def __init__(self, loader: ResumableLoader, logical_ranks: int) -> None:
-        super().__init__(loader.batch_sampler.sampler, loader.batch_size, drop_last=False)  # type: ignore[union-attr, arg-type]
-        share_of, size = InferenceSampler._get_local_indices, len(cast(Sized, loader.dataset))
-        own = share_of(logical_ranks, comm.get_world_size(), comm.get_rank())
-        self._shares = [share_of(size, logical_ranks, rank) for rank in own]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for share in self._shares:
-            yield from islice(BatchSampler(share, self.batch_size, drop_last=False), self.most)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+class _Batches(list[list[int]]):
+    sampler: InferenceSampler  # by its class the loader knows that this is an evaluation
 
 
 def _of_rank(loader: ResumableLoader, rank: int, num: int) -> BatchSampler:

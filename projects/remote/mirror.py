@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from iopath.common.file_io import get_cache_dir
-from trainkit.projects.remote.store import STORE_REGISTRY, CheckpointStore, FsspecStore
+from trainkit.projects.remote.store import STORE_REGISTRY, CheckpointStore
 
 from trainkit.checkpoint.atomic import CheckpointError, write_text
 from trainkit.checkpoint.file import SUFFIX
@@ -109,11 +109,9 @@ class Mirror:
         return error
 
     @cached_property
-    def _store(self) -> CheckpointStore:
+    def _store(self) -> Any:
         scheme = self.address.partition("://")[0]
-        make: Any = STORE_REGISTRY.get(scheme) if scheme in STORE_REGISTRY else FsspecStore
-        store: CheckpointStore = make(self.address)
-        return store
+        return (STORE_REGISTRY.get(scheme) if scheme in STORE_REGISTRY else CheckpointStore)(self.address)
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from trainkit_selfsup.clustering import kmeans
 _NUM_NEIGHBOURS = 20
 _TEMPERATURE = 0.07  # for the votes of the neighbours, as in arXiv:1805.01978
 _L2 = 0.01
-_NUM_TRIALS = 10  # trials of k-means
+_NUM_TRIALS = 10  # of k-means; the one with the smallest sum of squared distances counts
 
 
 class _Part(NamedTuple):
@@ -135,7 +135,9 @@ def normalized_mutual_info(a: Tensor, b: Tensor) -> float:
 
 def _cluster_agreement(features: Tensor, labels: Tensor) -> float:
     generator = torch.Generator().manual_seed(0)
-    clusters, _ = kmeans(F.normalize(features), len(labels.unique()), generator, num_trials=_NUM_TRIALS)
+    points = F.normalize(features)
+    trials = [kmeans(points, len(labels.unique()), generator) for _ in range(_NUM_TRIALS)]
+    clusters, _ = min(trials, key=lambda trial: float((points - trial[1][trial[0]]).square().sum()))
     return normalized_mutual_info(clusters, labels)
 
 

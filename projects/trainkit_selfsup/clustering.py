@@ -6,32 +6,16 @@ from torch.nn import functional as F
 
 
 def kmeans(
-    features: Tensor, num_clusters: int, generator: torch.Generator, *, max_iters: int = 50, num_trials: int = 1
+    features: Tensor, num_clusters: int, generator: torch.Generator, *, max_iters: int = 50
 ) -> tuple[Tensor, Tensor]:
     """Lloyd's algorithm from the seeds of k-means++ (Arthur & Vassilvitskii, 2007); no cluster is empty.
 
-    ``features`` are ``[N, D]``, floating point; the numbers of the CPU ``generator`` determine the result. Each of
-    ``num_trials`` has its own seeds and ends after ``max_iters``, even if labels still change; the one with the
-    smallest sum of squared distances counts. Returns labels, int64 ``[N]``, and centroids ``[num_clusters, D]``, the
-    means of their members.
+    ``features`` are ``[N, D]``, floating point; the numbers of the CPU ``generator`` determine the result. The
+    algorithm ends after ``max_iters``, even if labels still change. Returns labels, int64 ``[N]``, and centroids
+    ``[num_clusters, D]``, the means of their members.
     """
     if not 1 <= num_clusters <= len(features):
         raise ValueError(f"num_clusters must be 1 to the {len(features)} samples, got {num_clusters}")
-    trials = [_one_trial(features, num_clusters, generator, max_iters) for _ in range(num_trials)]
-    _, labels, centroids = min(trials, key=lambda trial: trial[0])
-    return labels, centroids
-
-
-def means(features: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
-    """The mean of each cluster's members, ``[num_clusters, D]``; zero for an empty cluster."""
-    members = F.one_hot(labels, num_clusters).to(features.dtype)  # a product adds in a fixed order, also on a GPU
-    return members.T @ features / members.sum(0).clamp(min=1)[:, None]
-
-
-def _one_trial(
-    features: Tensor, num_clusters: int, generator: torch.Generator, max_iters: int
-) -> tuple[float, Tensor, Tensor]:
-    """The sum of squared distances, labels, centroids."""
     centroids = _seeds(features, num_clusters, generator)
     labels = torch.full([len(features)], -1, device=features.device)
     for _ in range(max_iters):
@@ -40,7 +24,13 @@ def _one_trial(
         if torch.equal(nearest, labels):
             break
         labels, centroids = nearest, means(features, nearest, num_clusters)
-    return float((features - centroids[labels]).square().sum()), labels, centroids
+    return labels, centroids
+
+
+def means(features: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
+    """The mean of each cluster's members, ``[num_clusters, D]``; zero for an empty cluster."""
+    members = F.one_hot(labels, num_clusters).to(features.dtype)  # a product adds in a fixed order, also on a GPU
+    return members.T @ features / members.sum(0).clamp(min=1)[:, None]
 
 
 def _seeds(features: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
