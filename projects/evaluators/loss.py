@@ -1,7 +1,7 @@
 """The losses of a model on an evaluated dataset."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from trainkit.config.from_config import configurable
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
-from trainkit.utils.device import unwrap_model
 from trainkit.utils.losses import parse_losses
 
 # these act randomly in train mode, or update running statistics
@@ -30,23 +29,15 @@ class LossEvaluator(DatasetEvaluator):
     If ``model`` has a method ``losses(batch)``, it is called in eval mode. Otherwise ``model(batch)`` is called in
     train mode, but modules with running statistics or dropout stay in eval mode (batch and instance norm,
     dropout, recurrent and attention layers, ``freeze``). Modes and buffers are restored after every batch. As in
-    training, ``total_loss`` is the sum of the entries that require grad. Each batch counts by its samples. ``model`` is
-    by default the evaluated one; ``freeze`` names further classes to keep in eval mode, such as stochastic depth.
+    training, ``total_loss`` is the sum of the entries that require grad. Each batch counts by its samples. ``freeze``
+    names further classes to keep in eval mode, such as stochastic depth.
     """
 
     @configurable
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        *,
-        freeze: Sequence[type[nn.Module]] = (),
-        num_samples: Callable[[Any], int] = num_samples,
-        task: str = "loss",
-    ) -> None:
-        self._model: Any = None if model is None else unwrap_model(model)
-        self._given_model = self._model
+    def __init__(self, *, freeze: Sequence[type[nn.Module]] = (), task: str = "loss") -> None:
+        self._model: Any = None  # until `bind`
         self._frozen_types: Any = (*_FROZEN_TYPES, *freeze)
-        self._num_samples, self._task = num_samples, task
+        self._task = task
         self.reset()
 
     @classmethod
@@ -54,7 +45,7 @@ class LossEvaluator(DatasetEvaluator):
         return {}
 
     def bind(self, model: Any) -> None:
-        self._model = self._given_model or model
+        self._model = model
 
     def reset(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}  # name -> sum over samples of each batch, on the device
@@ -62,11 +53,11 @@ class LossEvaluator(DatasetEvaluator):
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Add one batch; raises as `parse_losses`."""
-        num_samples = self._num_samples(inputs)
+        number = num_samples(inputs)
         for name, loss in self._losses(inputs).items():
             wide = loss.float() if loss.device.type == "mps" else loss.double()  # MPS has no float64
-            self._sums.setdefault(name, []).append(wide * num_samples)
-            self._counts[name] = self._counts.get(name, 0) + num_samples
+            self._sums.setdefault(name, []).append(wide * number)
+            self._counts[name] = self._counts.get(name, 0) + number
 
     def keep_up(self, inputs: Any) -> None:
         """Run the model as often as ``process`` does; see `trainkit.projects.sharding.fsdp`."""

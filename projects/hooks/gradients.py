@@ -68,12 +68,12 @@ class UnusedParameters(HookBase):
     """Name the trainable parameters without a gradient: the loss does not depend on them.
 
     DistributedDataParallel would fail because of them in the next forward pass. The first iteration of a run and every
-    ``period``-th are checked, on each rank; the same names are logged only once, or with ``raise_error`` end the run
-    before the update. The optimizer must set gradients to None, as it does by default.
+    ``period``-th are checked, on each rank; the same names are logged only once. The optimizer must set gradients to
+    None, as it does by default.
     """
 
-    def __init__(self, period: int = 1, raise_error: bool = False) -> None:
-        self._period, self._raise_error = check_period("period", period), raise_error
+    def __init__(self, period: int = 1) -> None:
+        self._period = check_period("period", period)
 
     def before_train(self) -> None:
         self._last_found = ""
@@ -82,8 +82,6 @@ class UnusedParameters(HookBase):
         if self.trainer.iter == self.trainer.start_iter or is_due(self.trainer, self._period):
             named = unwrap_model(self.trainer.model).named_parameters()
             found = ", ".join(name for name, param in named if param.requires_grad and param.grad is None)
-            if found and self._raise_error:
-                raise RuntimeError(f"parameters without a gradient in iteration {self.trainer.iter}: {found}")
             if found and found != self._last_found:
                 text = "Parameters without a gradient in iteration %d: %s; remove or freeze them"
                 logger.error(text, self.trainer.iter, found)

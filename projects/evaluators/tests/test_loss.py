@@ -71,7 +71,7 @@ def test_validation_loss_works_for_a_model_that_gives_losses_in_train_mode_only(
     model.norm.running_mean.fill_(0.25)
     model.eval()
     expected = (model(batch) - batch["y"]).square().mean().item()  # running statistics, no dropout
-    results = inference_on_dataset(model, [batch], LossEvaluator(model))["loss"]
+    results = inference_on_dataset(model, [batch], LossEvaluator())["loss"]
     assert results["loss_square"] == results["total_loss"] == pytest.approx(expected)
     assert results["accuracy"] == pytest.approx(batch["y"].mean().item())
     model.train()
@@ -89,7 +89,7 @@ def test_modes_buffers_gradients_and_random_state_are_left_as_they_were():
         return values, [module.training for module in model.modules()], torch.get_rng_state().tolist()
 
     before = state()
-    inference_on_dataset(model, [batch, batch_of(3)], LossEvaluator(model))
+    inference_on_dataset(model, [batch, batch_of(3)], LossEvaluator())
 
     assert state() == before
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
