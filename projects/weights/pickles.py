@@ -25,5 +25,5 @@ def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
     except Exception as error:  # code in the file may raise anything
         raise CheckpointError(f"'{path}' cannot be read as a pickle: {type(error).__name__}: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
+        raise CheckpointError(f"'{path}' holds a {type(state).__name__}; save a dict, of a module its state_dict()")
     return state

@@ -104,6 +104,11 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path, model, weights, strict, 
     torch.save({"model": weights}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=rf"entry 'model' does not fit(.|\n)*{message}"):
         Checkpointer(model).load(tmp_path / "other.pth", strict=strict)
+    torch.save({"state_dict": weights, "loss": torch.ones(1)}, tmp_path / "other.pth")
+    with pytest.raises(
+        CheckpointError, match=r"has entries \['state_dict', 'loss'\], no 'model'; save a file of the weights"
+    ):
+        Checkpointer(model).load(tmp_path / "other.pth", strict=strict)
 
 
 def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_loaded(tmp_path, caplog):
@@ -124,9 +129,10 @@ def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):
     wrapped = nn.DataParallel(linear(1))
     Checkpointer(wrapped, tmp_path).save("ours")
     torch.save(wrapped.state_dict(), tmp_path / "theirs.pth")
-    own = nn.Module()  # whose own keys start with "module."
+    extra = {"get_extra_state": lambda self: {"steps": 1}, "set_extra_state": lambda self, state: None}
+    own = type("Own", (nn.Module,), extra)()  # whose own keys start with "module.", and one has a dict
     own.module = linear(1)
-    Checkpointer(own, tmp_path).save("own")
+    torch.save(own.state_dict(), tmp_path / "own.pth")
 
     for name in ("ours", "theirs"):
         model = linear(0)

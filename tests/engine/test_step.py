@@ -178,6 +178,8 @@ def test_an_empty_loader_and_an_ended_iterator_are_errors(loader, message):
     with pytest.raises(ValueError, match=message):
         trainer.train(0, 5)
     assert trainer.status == "failed"
+    with pytest.raises(TypeError, match="data loader is <function batches .*; call it and give what it returns"):
+        trainer.data_loader = batches
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 8])

@@ -324,7 +324,7 @@ def test_what_is_no_hook_and_the_same_hook_twice_are_refused_and_nothing_is_regi
     for hooks, message in (
         ([b, A], r"subclasses of HookBase, got <class .*A'>; write Hook\(\)"),
         ([b, raise_], r"subclasses of HookBase, got .*CallbackHook\(after_step=function\)"),
-        (b, "not iterable"),
+        (b, r"takes a list of hooks, got .*; write \[hook\]"),
     ):
         with pytest.raises(TypeError, match=message):
             trainer.register_hooks(hooks)

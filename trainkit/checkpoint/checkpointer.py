@@ -207,6 +207,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         """The content of a file with this rank's part of the states of ``keys``, and with what is in further files."""
         state, objects = self._load_file(path), self.checkpointables
         if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
+            if any(isinstance(item, Mapping) and "_extra_state" not in str(key) for key, item in state.items()):
+                raise CheckpointError(f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone")
             state = {"model": state}
         if needs_all and (absent := [key for key in keys if key not in state]):
             raise CheckpointError(f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run")

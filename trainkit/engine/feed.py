@@ -38,6 +38,8 @@ class Feed:
 
     @loader.setter
     def loader(self, loader: Iterable[Any]) -> None:
+        if callable(loader) and not isinstance(loader, Iterable):
+            raise TypeError(f"the data loader is {loader!r}; call it and give what it returns")
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
 
@@ -100,8 +102,7 @@ class Feed:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the loader continue at this position; batches that it has loaded ahead are dropped."""
-        self.loader = self._loader
-        obstacle = self.obstacle
+        self.loader, obstacle = self._loader, self.obstacle
         if state_dict and not obstacle:
             self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
         elif state_dict or not obstacle:

@@ -108,8 +108,7 @@ class HookList:
             named = [", ".join(names[id(hook)] for hook in stage) for stage in stages if stage]
             found = [f"  {point:<{width}}  {text}" for text in named]
             if point == "after_step":
-                line = "  -- save point --  checkpoints are written; batch and losses are released"
-                found.insert(bool(hooks), line)
+                found.insert(bool(hooks), "  -- save point --  checkpoints are written; batch and losses are released")
             lines += found
         return "\n".join(lines)
 
@@ -123,6 +122,8 @@ class HookList:
         after: Anchor | None,
     ) -> None:
         """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
+        if not isinstance(hooks, Iterable):
+            raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}; write [hook] for a single one")
         new: list[Any] = [hook for hook in hooks if hook is not None]
         for i, hook in enumerate(new):
             if not isinstance(hook, HookBase):

@@ -3,11 +3,12 @@
 import pickle
 
 import numpy as np
+import pytest
 import torch
 
 from tests.checkpoint.conftest import linear, weight_of
 from tools import convert_checkpoint
-from trainkit.checkpoint import Checkpointer, load_trusted_pickle
+from trainkit.checkpoint import Checkpointer, CheckpointError, load_trusted_pickle
 
 
 class Settings:
@@ -23,6 +24,9 @@ def test_a_trusted_pickle_is_read_in_each_form(tmp_path):
         loaded = load_trusted_pickle(path)
         assert isinstance(loaded["args"], Settings)
         assert loaded["model"]["weight"].tolist() == [1, 1]
+    torch.save(linear(1), tmp_path / "module.pkl")
+    with pytest.raises(CheckpointError, match=r"holds a Linear; save a dict, of a module its state_dict\(\)"):
+        load_trusted_pickle(tmp_path / "module.pkl")
 
 
 def test_the_tool_writes_a_checkpoint_that_anybody_can_load(tmp_path, capsys):

@@ -53,6 +53,8 @@ def test_a_torch_scheduler_is_stepped_once_per_iteration():
     trainer.train(0, ITERS)
     assert used == [(0.5 - t / 16, t) for t in range(ITERS)]
     assert trainer.storage.history("lr").values() == used
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau"):
+        make(lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer))[0].train(0, ITERS)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ class LRScheduler(HookBase):
         self._optimizer = self._given_optimizer or self.trainer.optimizer
         groups, iter = self._optimizer.param_groups, self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler with it")
         if isinstance(scheduler, ParamScheduler):  # a function of the iteration, which has no state to load
             scheduler = LRMultiplier(self._optimizer, scheduler, self.trainer.max_iter, last_iter=iter - 1)
         # compare the groups, not the optimizers: an optimizer may be wrapped
