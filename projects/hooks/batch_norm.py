@@ -32,13 +32,14 @@ class PreciseBN(HookBase):
     with the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see Wu
     and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader, which only this hook uses, starts again each
     time, so the result is a function of the weights. Random state is restored. Without batch norm in train mode, the
-    hook does nothing. With ``period`` 0 it runs only after the last iteration.
+    hook does nothing. With ``period`` 0 it runs only after the last iteration. ``start``: if not 0, it first runs after
+    this many iterations, as an evaluation with TEST.EVAL_START.
     """
 
     priority = 47  # before the checkpointer: the statistics are part of what is saved and evaluated
 
-    def __init__(self, period: int, model: nn.Module, data_loader: Any, num_iter: int) -> None:
-        self._period = check_period("period", period)
+    def __init__(self, period: int, model: nn.Module, data_loader: Any, num_iter: int, *, start: int = 0) -> None:
+        self._period, self._start = check_period("period", period), check_period("start", start)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
         self._model = unwrap_model(model)  # a wrapper may exchange buffers: not with unequal numbers of batches
         self._data_loader = data_loader
@@ -57,11 +58,11 @@ class PreciseBN(HookBase):
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
         loader = trainer.build_train_loader(cfg)  # its own, which does not disturb the order of the training data
-        test = {"period": cfg.TEST.EVAL_PERIOD, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER}
+        test = {"period": cfg.TEST.EVAL_PERIOD, "start": cfg.TEST.EVAL_START, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER}
         return {**test, "model": trainer.model, "data_loader": loader}
 
     def after_step(self) -> None:
-        if self._layers and is_due(self.trainer, self._period, or_last=True):
+        if self._layers and is_due(self.trainer, self._period, offset=self._start, or_last=True):
             self.update_stats()
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ def add_config(cfg: CfgNode) -> None:
     cfg.MAX_TIME = ""  # "23h", "1d 12h": stop and save the run after this time of training. "": no limit.
     cfg.SOLVER.ACCUMULATION_FACTORS = []  # [[1000, 4]]: 4 times as many from iteration 1000 on. Without epochs ("3ep").
     cfg.TEST.PRECISE_BN = CfgNode()
-    cfg.TEST.PRECISE_BN.ENABLED = False  # True: compute the statistics of batch norm layers before each evaluation.
+    cfg.TEST.PRECISE_BN.ENABLED = False  # True: compute batch norm statistics before each evaluation but EVAL_AT_START.
     cfg.TEST.PRECISE_BN.NUM_ITER = 200  # The number of batches for these statistics.
 
 

@@ -33,6 +33,7 @@ class VisualizationHook(HookBase):
     The files are ``<output_dir>/<phase>/<dataset>_iter0000099_batch0003.png``. If ``draw`` returns several images for a
     batch, the names also have ``_0``, ``_1``, ... or the ``names`` of the images. Ranks other than 0 draw their own
     batches and add ``_rank1`` and so on. If a file cannot be written, an error is logged and the evaluation continues.
+    If an `EMAHook` evaluates both weights, the files show the model's own weights, because they are evaluated last.
 
     Args:
         draw: a function, or its name in `VISUALIZER_REGISTRY`. It gets a batch and the model's outputs for it, both on

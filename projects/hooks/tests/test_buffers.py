@@ -4,11 +4,14 @@ import random
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Steps, batches
 from tests.two_ranks import on_two_ranks
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook, EvalHook, PreciseBN, SyncBuffers
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
@@ -62,17 +65,19 @@ def test_nothing_but_the_running_statistics_is_touched():
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_it_runs_every_period_and_after_the_last_iteration():
-    seen = []
+@pytest.mark.parametrize(("start", "expected"), [(0, [1, 3, 4]), (1, [0, 2, 4]), ("0.6ep", [2, 4])])
+def test_it_runs_in_the_iterations_of_the_evaluations(tmp_path, start, expected):
+    test = ("TEST.PRECISE_BN.NUM_ITER", 1, "TEST.EVAL_START", start, "TEST.EVAL_PERIOD", 2, "TEST.IMS_PER_BATCH", 10)
+    options = ("TEST.PRECISE_BN.ENABLED", True, "SOLVER.MAX_ITER", 5, "SOLVER.STEPS", ())
+    trainer, seen = DefaultTrainer(tiny_cfg(tmp_path, *test, *options)), []
 
-    class Loader:
-        def __iter__(self):
-            seen.append(trainer.iter)
-            return iter([torch.ones(2, 3)])
+    def note(model, inputs):
+        if not torch.is_grad_enabled():
+            seen.append((trainer.last_done_iter, model.training))
 
-    trainer = Steps([PreciseBN(2, nn.BatchNorm1d(3), Loader(), num_iter=1)])
-    trainer.train(0, 5)
-    assert seen == [1, 3, 4]
+    trainer.model.register_forward_pre_hook(note)
+    trainer.train()
+    assert seen == [(iter, is_training) for iter in expected for is_training in (True, False)]
 
 
 def test_without_batch_norm_in_train_mode_it_warns_and_does_nothing(caplog):
