@@ -16,10 +16,11 @@ _SCHEDULE_LENGTHS = {"BEGIN", "END", "LENGTH", "STEP_SIZE", "MILESTONES", "PERIO
 def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     """Adapt a config for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of ranks.
 
-    Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, lengths and
-    periods in iterations are divided by r (lengths in epochs stay): the linear scaling rule of Goyal et al., "Accurate,
-    Large Minibatch SGD". In SOLVER.SCHEDULES this covers the arguments of trainkit's own schedules. A default
-    WARMUP_ITERS stays. Returns ``cfg`` itself if nothing changes, else a changed copy.
+    Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, and these
+    lengths in iterations are divided by r, to at least 1 if they are not 0: MAX_ITER, WARMUP_ITERS (a default stays),
+    STEPS, CHECKPOINT_PERIOD and MAX_BATCHES_PER_EPOCH of SOLVER, CHECKPOINT.START, EVAL_PERIOD and EVAL_START of TEST,
+    and the arguments of trainkit's own schedules in SOLVER.SCHEDULES. This is the linear scaling rule of Goyal et al.,
+    "Accurate, Large Minibatch SGD". Returns ``cfg`` itself if nothing changes, else a changed copy.
     """
     reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference in (0, num_workers):
@@ -32,7 +33,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     def shorter(length: Any) -> Any:
         if isinstance(length, list | tuple):
             return type(length)(shorter(item) for item in length)
-        return length if isinstance(length, str) else round(length / scale)
+        return length if isinstance(length, str) else round(length / scale) or int(length > 0)  # 0 switches off
 
     cfg = cfg.clone()  # items of a frozen node can be assigned
     solver, is_default = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS == get_cfg().SOLVER.WARMUP_ITERS
@@ -40,9 +41,10 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     if is_default:
         lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
     if batches := solver.get("MAX_BATCHES_PER_EPOCH", 0):  # a key of the project samplers
-        solver["MAX_BATCHES_PER_EPOCH"] = max(1, shorter(batches))
+        solver["MAX_BATCHES_PER_EPOCH"] = shorter(batches)
     solver.update(lengths, IMS_PER_BATCH=batch_size // reference, REFERENCE_WORLD_SIZE=num_workers)
-    cfg.TEST["EVAL_PERIOD"] = shorter(cfg.TEST.EVAL_PERIOD)
+    cfg.TEST.update({key: shorter(cfg.TEST[key]) for key in ("EVAL_PERIOD", "EVAL_START")})
+    cfg.CHECKPOINT["START"] = shorter(cfg.CHECKPOINT.START)
     _scale_lr(solver, scale)
     for entry in solver.get("SCHEDULES", []):
         entry.update({key: shorter(entry[key]) for key in _SCHEDULE_LENGTHS & entry.keys()})

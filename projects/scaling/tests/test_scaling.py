@@ -46,6 +46,7 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
 
 def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alone(tmp_path):
     options = ["SOLVER.REFERENCE_WORLD_SIZE", 8, "SOLVER.OPTIMIZER.LR", 0.2, "SOLVER.CHECKPOINT_PERIOD", "2ep"]
+    options += ["CHECKPOINT.START", 20]
     cfg = tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 16, "SOLVER.MAX_ITER", 100, "SOLVER.STEPS", (60, 80), *options)
     cfg.freeze()
     scaled = DefaultTrainer.auto_scale_workers(cfg, 4)
@@ -53,7 +54,9 @@ def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alo
     solver = scaled.SOLVER
     assert (solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER, solver.STEPS) == (8, 0.05, 200, (120, 160))
     assert (solver.OPTIMIZER.LR, solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD) == (0.1, 4, "2ep")
-    assert scaled.TEST.EVAL_PERIOD == 10
+    assert (scaled.TEST.EVAL_PERIOD, scaled.TEST.EVAL_START, scaled.CHECKPOINT.START) == (10, 0, 40)
+    shorter = DefaultTrainer.auto_scale_workers(cfg, 80)
+    assert (shorter.TEST.EVAL_PERIOD, shorter.TEST.EVAL_START, shorter.CHECKPOINT.START) == (1, 0, 2)
     assert solver.REFERENCE_WORLD_SIZE == 4
     assert scaled.is_frozen()
     assert DefaultTrainer.auto_scale_workers(scaled, 4) is scaled
