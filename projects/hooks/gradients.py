@@ -149,6 +149,8 @@ class AccumulationSchedule(HookBase):
     config_keys = (("factors", "SOLVER.ACCUMULATION_FACTORS"),)
 
     def __init__(self, factors: Sequence[Sequence[int]]) -> None:
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in factors):
+            raise ValueError(f"factors must be a list of [iteration, factor], such as [[1000, 4]], got {factors!r}")
         self._factors = [(check_period("iteration", at), check_period("factor", to, minimum=1)) for at, to in factors]
         if self._factors != sorted(dict(self._factors).items()):
             raise ValueError(f"the iterations of factors must grow, got {factors!r}")

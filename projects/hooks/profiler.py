@@ -12,7 +12,7 @@ from torch import profiler
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead
-from trainkit.utils.periods import check_period, is_due
+from trainkit.utils.periods import check_period, is_due, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,10 @@ class TorchProfiler(HookBase):
         activities: Sequence[profiler.ProfilerActivity] | None = None,
         save_tensorboard: bool = True,
     ) -> None:
+        is_range = isinstance(enable_predicate, Sequence) and [is_whole(i, 0) for i in enable_predicate] == [True, True]
+        if not is_range and not callable(enable_predicate):
+            accepted = "a function of the trainer, or [begin, end] in iterations"
+            raise ValueError(f"enable_predicate must be {accepted}, got {enable_predicate!r}")
         self._picks, self._output_dir = enable_predicate, output_dir
         self._activities, self._save_tensorboard = activities, save_tensorboard
         self._profile: profiler.profile | None = None
@@ -66,6 +70,7 @@ class TorchProfiler(HookBase):
         self.after_step()  # writes the profile of a step that failed
 
 
+@HOOK_REGISTRY.register()
 class AutogradProfiler(TorchProfiler):
     """`TorchProfiler` with the arguments of detectron2's older hook: traces for ``chrome://tracing``."""
 

@@ -33,8 +33,9 @@ def check(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
-    if ranges := cfg.DATALOADER.get("SKIP"):
-        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "SkipBatches", "RANGES": ranges}]
+    entry = {"NAME": "SkipBatches", "RANGES": cfg.DATALOADER.get("SKIP")}
+    if entry["RANGES"] and entry not in cfg.HOOKS:  # in the config of a trainer it is already
+        cfg.HOOKS = [*cfg.HOOKS, entry]
 
 
 logger = logging.getLogger(__name__)

@@ -192,6 +192,10 @@ def test_what_training_changes_is_resumed_from_a_file_or_in_the_table_and_a_miss
 
 def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
     for name, arguments, message in [
+        ("AccumulationSchedule", {"factors": [[10]]}, r"list of \[iteration, factor\], .* got \[\[10\]\]"),
+        ("AccumulationSchedule", {"factors": [10, 2]}, r"list of \[iteration, factor\], .* got \[10, 2\]"),
+        ("AutogradProfiler", {"enable_predicate": 5}, r"or \[begin, end\] in iterations, got 5"),
+        ("TorchProfiler", {"enable_predicate": [5]}, r"or \[begin, end\] in iterations, got \[5\]"),
         ("EMAHook", {"decay": 1}, "decay .* got .* 1,"),
         ("EMAHook", {"buffers": "keep"}, "buffers must be .* got 'keep'"),
         ("Freeze", {"names": "a", "begin": 2, "end": 2}, "end must be .* got 2"),

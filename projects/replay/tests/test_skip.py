@@ -9,7 +9,7 @@ from trainkit.projects.replay.tests.job import At, Keep, Killed, stop_at, train
 from tests.engine.job import tiny_cfg
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint.file import read_file
-from trainkit.config import CfgNode, ConfigError, check_values
+from trainkit.config import CfgNode, ConfigError, check_values, prepare_projects
 from trainkit.data import TRANSFORM_REGISTRY
 
 
@@ -57,6 +57,8 @@ def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, pla
     assert same(found, plain, SHIFTED)
     assert not same(found, plain, {i: i for i in range(10)})
     assert "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one" in log(tmp_path)
+    cfg = prepare_projects(tiny_cfg(tmp_path, *SKIP))
+    assert len(prepare_projects(cfg).HOOKS) == len(cfg.HOOKS) == 1
     assert (left_out(tmp_path), left_out(tmp_path, "model_0000004")) == ([[3, 5], [6, 7]], [[3, 5]])
 
 
