@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from trainkit.projects.solver_extras.rules import describe_param_groups, group_names
 
+from tests.solver.test_param_groups import Net, named_groups
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.solver import (
     LARS,
@@ -17,14 +18,6 @@ from trainkit.solver import (
 )
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 1)
-        self.norm = nn.BatchNorm2d(2)
-        self.head = nn.Linear(2, 2)
-
-
 class EveryKind(nn.Module):
     def __init__(self):
         super().__init__()
@@ -34,11 +27,6 @@ class EveryKind(nn.Module):
         self.norm = nn.LayerNorm(2)
         self.gain = nn.Parameter(torch.ones(2))
         self.scale = nn.Parameter(torch.ones(()))
-
-
-def named_groups(model, groups):
-    names = {param: name for name, param in model.named_parameters()}
-    return [{**group, "params": [names[param] for param in group["params"]]} for group in groups]
 
 
 def values_by_name(model, groups, key):
