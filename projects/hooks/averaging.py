@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from trainkit.projects.sharding.tensors import local_part, release_gathered, shard_like
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.device import unwrap_model
+from trainkit.utils.loading import load_plugin
 from trainkit.utils.periods import check_period, is_whole
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
@@ -76,6 +76,7 @@ class ModelAverage:
 
     def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
         self.steps, self._model, self._rule = 0, model, rule
+        self._is_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
         own = self._tensors()
         once = {id(tensor): tensor.detach().clone() for tensor in own.values()}  # modules may share a tensor
         self._averages = {name: once[id(tensor)] for name, tensor in own.items()}
@@ -110,14 +111,15 @@ class ModelAverage:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
-            local_part(average).copy_(local_part(shard_like(state_dict[name], average)))
+            saved = _sharding().shard_like(state_dict[name], average) if self._is_sharded else state_dict[name]
+            _local_part(average).copy_(_local_part(saved))
 
     @contextmanager
     def held(self) -> Iterator[nn.Module]:
         """Context in which the model holds the average, without its own weights; every rank enters it."""
-        own = [local_part(tensor.detach()) for tensor in self._tensors().values()]
+        own = [_local_part(tensor.detach()) for tensor in self._tensors().values()]
         former = [tensor.clone() for tensor in own]
-        torch._foreach_copy_(own, [local_part(average) for average in self._averages.values()])
+        torch._foreach_copy_(own, [_local_part(average) for average in self._averages.values()])
         self.is_held = True
         try:
             yield self._model
@@ -127,15 +129,16 @@ class ModelAverage:
             torch._foreach_copy_(own, former)
 
     def _tensors(self) -> dict[str, Tensor]:
-        release_gathered(self._model)
+        if self._is_sharded:
+            _sharding().release_gathered(self._model)
         state = self._model.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
         averaged = averaged and (average.is_floating_point() or average.is_complex())
         averages, sources = self._groups.setdefault((averaged, average.device, average.dtype), ([], []))
-        averages.append(local_part(average))
-        sources.append(local_part(source))
+        averages.append(_local_part(average))
+        sources.append(_local_part(source))
         return sources
 
     def _move(self, weight: float) -> None:
@@ -147,6 +150,15 @@ class ModelAverage:
                 torch._foreach_copy_(averages, sources)
             elif weight > 0:
                 torch._foreach_lerp_(averages, sources, weight)
+
+
+def _sharding() -> Any:
+    return load_plugin("trainkit.projects.sharding.tensors")
+
+
+def _local_part(tensor: Any) -> Any:
+    """This rank's part of a sharded tensor, in the same memory; another tensor is returned as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 logger = logging.getLogger(__name__)
