@@ -286,7 +286,7 @@ def describe_folder(folder: str) -> tuple[str, bool]:
     paths = checkpoint_files(folder)
     if not paths:
         raise CheckpointError(
-            f"there is no checkpoint in '{folder}': no file is called *.pth; name the folder of a run"
+            f"there is no checkpoint in '{folder}': no file is called *.pth; name a run, or its CHECKPOINT.DIR"
         )
     tagged, problem = _tagged(folder)
     rows, broken = [], {}

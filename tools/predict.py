@@ -9,7 +9,8 @@
     python tools/predict.py output/mine --script train.py --input *.jpg
 
 RUN is the folder of a run. Its config.yaml describes the model. The weights are those of its best checkpoint, or else
-of its last one. --script names the file of a job in which a subclass of DefaultTrainer builds the model.
+of its last one. If CHECKPOINT.DIR is relative, call this where the run was started, or give --weights. --script names
+the file of a job in which a subclass of DefaultTrainer builds the model.
 
 Input, one sample after the other, in the form of the test dataset before its transform:
 
