@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import itertools
 import logging
 import re
 import shlex
@@ -19,7 +18,7 @@ from tests.engine.tiny import Weight, sgd
 from tools.inspect_checkpoint import compare_files, parts_of
 from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, get_cfg
-from trainkit.data import MetadataCatalog, build_batch_data_loader, build_train_loader
+from trainkit.data import MetadataCatalog, build_train_loader
 from trainkit.engine import (
     DefaultTrainer,
     GraphTrainer,
@@ -31,7 +30,7 @@ from trainkit.engine import (
     hooks,
 )
 from trainkit.engine.hook_base import HOOK_POINTS
-from trainkit.utils import comm, events
+from trainkit.utils import events
 from trainkit.utils.plugins import RUN_HOOKS
 
 
@@ -50,7 +49,7 @@ NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
-DATASET, LOADER, STREAM = blocks("docs/data.md", "python")
+DATASET, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
@@ -182,13 +181,6 @@ def test_the_loaders_of_the_page_can_be_resumed(code):
     assert first != second
     sizes = len(first) if code == LOADER else {name: len(batch) for name, batch in first.items()}
     assert sizes == (4 if code == LOADER else {"photos": 4, "drawings": 2})
-
-
-def test_the_stream_of_the_page_is_divided_among_ranks(monkeypatch):
-    stream = run(STREAM, "data.md")["Stream"]
-    whole = list(itertools.islice(build_batch_data_loader(stream(), None, 3), 2))
-    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
-    assert str([*itertools.islice(stream(), 3)]) == str([whole[0][0], whole[0][2], whole[1][1]])
 
 
 OPTIONS = ["SOLVER.MAX_ITER", "40", "SOLVER.BASE_LR", "0.05", "SOLVER.WARMUP_ITERS", "5", "SOLVER.STEPS", "()"]

@@ -13,6 +13,7 @@ from tests.projects.torchvision_here import need
 from trainkit.config import get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
 from trainkit.evaluation import inference_on_dataset
+from trainkit.utils import comm
 
 PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
 (OF_PICTURES,) = blocks("docs/recipes.md", "yaml")
@@ -22,29 +23,45 @@ PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recip
 def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
-    for part, name, number in [("train", "cat", 1), ("train", "dog", 2), ("test", "dog", 1)]:
-        path = tmp_path / "pictures" / part / name / f"{number}.png"
+    for part, name in [("train", "cat"), ("train", "dog"), ("test", "dog")]:
+        path = tmp_path / "pictures" / part / name / "1.png"
         path.parent.mkdir(parents=True)
-        image.new("RGB", (8, 6), (255, 0, 0)).save(path)
+        picture = image.new("RGB", (32, 32))
+        picture.putpixel((0, 0), (255, 0, 0))
+        picture.save(path)
     run(PICTURES, "recipes.md")
-
     (tmp_path / "config.yaml").write_text(OF_PICTURES)
     cfg = get_cfg()
     cfg.merge_from_file("config.yaml")
-    samples = DatasetCatalog.get(cfg.DATASETS.TRAIN[0])
-    sample = TRANSFORM_REGISTRY.get(cfg.INPUT.TRAIN_TRANSFORM)(cfg)(samples[1])
 
-    assert [sample["label"] for sample in samples] == [0, 1]
-    assert (sample["x"].shape, sample["x"].amax(dim=(1, 2)).tolist(), sample["label"]) == ((3, 32, 32), [1, 0, 0], 1)
+    for part, name, labels, places in [
+        ("TRAIN", cfg.INPUT.TRAIN_TRANSFORM, [0, 1], {0, 31}),
+        ("TEST", cfg.INPUT.TEST_TRANSFORM, [1], {0}),
+    ]:
+        samples, transform = DatasetCatalog.get(cfg.DATASETS[part][0]), TRANSFORM_REGISTRY.get(name)(cfg)
+        assert [sample["label"] for sample in samples] == labels
+        seen = [transform(samples[-1]) for _ in range(20)]
+        assert {(sample["x"].shape, sample["label"]) for sample in seen} == {((3, 32, 32), 1)}
+        assert {sample["x"][0].argmax().item() for sample in seen} == places
 
 
+@pytest.mark.usefixtures("catalogs")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_workers_divide_the_lines_of_a_stream(tmp_path):
-    (tmp_path / "text").write_text("".join(f"{i}\n" for i in range(7)))
-    stream = run(STREAM, "recipes.md")["Lines"](tmp_path / "text")
-    for num_workers in (0, 2):
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_and_workers_divide_the_lines_of_a_stream(num_workers, num_ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.txt").write_text("".join(f"{i}\n" for i in range(11)))
+    run(STREAM, "recipes.md")
+    found = []
+    for rank in range(num_ranks):
+        with monkeypatch.context() as on_rank:  # not in the workers, which a rank of `launch` starts anew
+            on_rank.setattr(comm, "get_rank", lambda: rank)  # noqa: B023
+            on_rank.setattr(comm, "get_world_size", lambda: num_ranks)
+            stream = DatasetCatalog.get("lines_train")
         loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
-        assert sorted(int(sample["text"]) for sample in loader) == [*range(7)]
+        found += [int(sample["text"]) for sample in loader]
+    assert sorted(found) == [*range(11)]
 
 
 def test_lora_starts_as_the_base_model_and_trains_little():
