@@ -68,6 +68,17 @@ def catalogs():
 
 
 @pytest.fixture
+def as_rank(monkeypatch):
+    """Make this process look like one rank of several to whatever is built afterwards."""
+
+    def as_rank(rank, world_size):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
+
+    return as_rank
+
+
+@pytest.fixture
 def save_format():
     """The format in which checkpoints are saved; a project runs some tests in its own format."""
     return ""

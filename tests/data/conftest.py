@@ -1,7 +1,4 @@
-import pytest
 from torch.utils.data import IterableDataset
-
-from trainkit.utils import comm
 
 
 class Stream(IterableDataset):
@@ -10,14 +7,3 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(self.samples)
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    """Make this process look like one rank of several to whatever is built afterwards."""
-
-    def as_rank(rank, world_size):
-        monkeypatch.setattr(comm, "get_rank", lambda: rank)
-        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
-
-    return as_rank

@@ -116,7 +116,7 @@ def pairs(monkeypatch):
         table.update(entries)
 
 
-def test_a_key_is_declared_checked_and_prepares_the_run(pairs, tmp_path, monkeypatch):
+def test_a_key_is_declared_checked_and_prepares_the_run(pairs, tmp_path, monkeypatch, as_rank):
     by_option = tiny_cfg(tmp_path)
     with monkeypatch.context() as patch:  # one process is an odd number
         patch.setattr(pairs, "check", lambda cfg: None)
@@ -126,12 +126,11 @@ def test_a_key_is_declared_checked_and_prepares_the_run(pairs, tmp_path, monkeyp
 
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.PAIRS", True])
-    monkeypatch.setattr(comm, "get_world_size", lambda: 4)
-    monkeypatch.setattr(comm, "get_rank", lambda: 3)
+    as_rank(3, 4)
     monkeypatch.setattr(comm, "set_data_ranks", lambda *ranks: found.append(ranks))
     found = []
     prepare_projects(cfg)
     assert found[-1] == (1, 2)
-    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
+    as_rank(0, 3)
     with pytest.raises(ConfigError, match="MODEL.PAIRS is True with 3 processes"):
         pairs.check(cfg)

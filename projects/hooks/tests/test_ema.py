@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from trainkit.projects.hooks import averaging
 from trainkit.projects.hooks.averaging import ModelAverage, averaging_rule
+from trainkit.projects.hooks.tests.test_family import Net
 
 from tests.cuda import host_never_waits, needs_cuda
 from tests.engine.job import tiny_cfg
@@ -117,17 +118,6 @@ def test_the_average_follows_the_updates():
         trainer.train(0, 5)
         assert [weight.item() for weight in found] == pytest.approx(expected, abs=1e-6)
         assert model.weight.item() == -4
-
-
-class Net(nn.Module):
-    """A batch is ``[N, 3]``."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-
-    def forward(self, batch):
-        return (self.layers(batch) - 1).square().mean()
 
 
 class Job:

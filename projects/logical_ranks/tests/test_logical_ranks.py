@@ -18,16 +18,9 @@ from trainkit.utils.protocol import iters_per_epoch
 
 
 @pytest.fixture
-def as_rank(monkeypatch):
+def as_rank(as_rank):
     """The process is this rank, and has a part of four logical ranks."""
-
-    def set_ranks(rank, world_size):
-        monkeypatch.setattr(comm, "get_rank", lambda: rank)
-        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
-        comm.set_data_ranks(rank, 4)
-
-    yield set_ranks
-    comm.set_data_ranks()
+    return lambda rank, world_size: (as_rank(rank, world_size), comm.set_data_ranks(rank, 4))
 
 
 def train_loader(steps=1, mapper=None):

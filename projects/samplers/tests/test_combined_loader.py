@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from trainkit.projects.samplers.config import apply
 
+from tests.data.conftest import Stream
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError, check_values, scale_workers
 from trainkit.data import (
@@ -71,16 +72,11 @@ def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
         assert found == pytest.approx(by_mode)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
 def test_a_loader_that_ends_starts_again_and_one_without_a_length_or_a_state_is_known():
     loader = CombinedLoader({"a": [1, 2, 3], "b": "xy"}, "each")
     assert take(loader, 4) == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}, {"a": 3, "b": "x"}, {"a": 1, "b": "y"}]
     assert "the data loader (list) has no state_dict()" in resume_obstacle(loader)
-    assert iters_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream())})) is None
+    assert iters_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream([0]))})) is None
     assert resume_obstacle(combined("each")) == ""
     with pytest.raises(ValueError, match="the loader 'b' of a CombinedLoader yields no batch"):
         take(CombinedLoader({"a": [1], "b": []}), 2)

@@ -7,6 +7,8 @@ from trainkit.projects.hooks.publish_weights import publish_weights
 from trainkit.projects.trainable_only.frozen import FrozenWeights
 
 from tests.checkpoint.conftest import Counter
+from tests.docs.pages import run
+from tests.docs.test_recipes import LORA
 from tests.engine.job import tiny_cfg
 from tools import predict
 from trainkit.checkpoint import Checkpointer, CheckpointError
@@ -42,31 +44,33 @@ def test_frozen_parameters_are_left_out_and_come_from_the_file_and_others_are_an
     assert again["frozen_digests"] == held["frozen_digests"]
 
 
-def test_a_job_with_the_key_resumes_exactly_and_publishes_and_predicts_with_all_weights(tmp_path):
+def test_a_job_with_lora_resumes_exactly_and_publishes_and_predicts_with_all_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", True)
+
     class Trainer(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):
-            model = super().build_model(cfg)
-            next(model.parameters()).requires_grad_(False)
-            return model
+            return run(LORA, "recipes.md")["add_lora"](super().build_model(cfg), rank=2)
 
     options = ("CHECKPOINT.TRAINABLE_ONLY", True, "MODEL.WEIGHTS", str(tmp_path / "base.pth"))
     options = (*options, "CHECKPOINT.PUBLISH", "model")
 
-    def train(folder, max_iter=None):
-        torch.manual_seed(3)
+    def train(folder, max_iter=None, seed=3):
+        torch.manual_seed(seed)
         trainer = Trainer(tiny_cfg(tmp_path / folder, *options))
         trainer.resume_or_load()
         trainer.train(max_iter=max_iter)
         return trainer.model.state_dict()
 
-    torch.save(Trainer(tiny_cfg(tmp_path / "base")).model.state_dict(), tmp_path / "base.pth")
+    base = DefaultTrainer(tiny_cfg(tmp_path / "base")).model.state_dict()
+    torch.save(base, tmp_path / "base.pth")
     whole = train("whole")
+    assert torch.equal(whole["layers.4.weight"], base["layers.4.weight"])
     train("parts", 5)
-    parts = train("parts")
+    parts = train("parts", seed=4)  # the base model that it builds is another one
     final = tmp_path / "parts/model_final.pth"
     assert read_file(final)["model"].keys() < whole.keys()
-    with pytest.raises(CheckpointError, match="leaves out 1 frozen weights, such as 'layers.0.weight'; pass `frozen`"):
+    with pytest.raises(CheckpointError, match="leaves out 6 frozen weights, such as 'layers.0.bias'; pass `frozen`"):
         publish_weights(final)
     (published,) = tmp_path.glob("whole/*published*")
     (tmp_path / "parts/config.yaml").write_text(tiny_cfg("elsewhere", *options).dump())
@@ -75,5 +79,5 @@ def test_a_job_with_the_key_resumes_exactly_and_publishes_and_predicts_with_all_
     for found in (parts, read_file(published)["model"], predicting):
         assert found.keys() == whole.keys()
         assert all(torch.equal(whole[name], found[name]) for name in whole)
-    with pytest.raises(CheckpointError, match="1 frozen parameters, such as .* differ; .*or WEIGHTS of FrozenWeights"):
+    with pytest.raises(CheckpointError, match="4 frozen parameters, such as .* differ; .*or WEIGHTS of FrozenWeights"):
         DefaultPredictor(tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(final)), Trainer.build_model)
