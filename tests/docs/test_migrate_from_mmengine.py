@@ -37,8 +37,7 @@ RULES_IN_YAML, LARS_IN_YAML, STAGES_IN_YAML = blocks(RULES_PAGE, "yaml")
 
 def tables(text):
     """For each table its rows, each a dict from the header's words to the cell."""
-    blocks = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    for block in blocks:
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         header, rule, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines())
         assert all(set(cell) == {"-"} for cell in rule)
         yield [dict(zip(header, row, strict=True)) for row in rows]
@@ -108,9 +107,8 @@ class WithBackbone(nn.Module):
 
 def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
     ast.parse(LEFT)
-    (tmp_path / "config.yaml").write_text(RIGHT)
     cfg = tiny_cfg(tmp_path, "MODEL.NAME", "WithBackbone", "SOLVER.IMS_PER_BATCH", 4)
-    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    cfg.merge_from_other_cfg(yaml.safe_load(RIGHT))
 
     depth_of = run(FUNCTION, "page")["depth_of"]
     assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [(0, 6), (3, 6), (5, 6)]
@@ -125,7 +123,7 @@ def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
 @pytest.mark.parametrize(
     ("python", "config"), [(LEFT, RIGHT), (RULES, RULES_IN_YAML), (LARS, LARS_IN_YAML), (STAGES, STAGES_IN_YAML)]
 )
-def test_an_example_builds_the_optimizer_of_mmengine(tmp_path, python, config):
+def test_an_example_builds_the_optimizer_of_mmengine(python, config):
     """The tests of `projects/solver_extras` compare the groups with the rules of OpenMMLab."""
     wanted = run(python, "page")["optim_wrapper"]["optimizer"]
     model = nn.Module()
@@ -134,9 +132,8 @@ def test_an_example_builds_the_optimizer_of_mmengine(tmp_path, python, config):
     model.backbone.stages = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(n)) for n in (3, 3, 9, 3))
     model.head, model.bn = nn.Linear(2, 2), nn.BatchNorm2d(2)
     model.cls_token = model.pos_embed = nn.Parameter(torch.zeros(1, 1, 4))
-    (tmp_path / "config.yaml").write_text(config)
     cfg = get_cfg()
-    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    cfg.merge_from_other_cfg(yaml.safe_load(config))
     cfg.merge_from_list(["SOLVER.MAX_ITER", 1, "SOLVER.PARAM_GROUPS.CUSTOM_KEYS", []])
     optimizer = build_optimizer(cfg, model)
     assert type(optimizer).__name__ == wanted["type"]
@@ -148,9 +145,8 @@ def test_an_example_builds_the_optimizer_of_mmengine(tmp_path, python, config):
 
 def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):
     run(SELFSUP_MODEL, "page")
-    (tmp_path / "config.yaml").write_text(SELFSUP_CONFIG)
     cfg = tiny_cfg(tmp_path / "run", "DATASETS.TEST", (), "TEST.EVAL_PERIOD", 0, "SOLVER.CHECKPOINT_PERIOD", 1000)
-    cfg.merge_from_file(str(tmp_path / "config.yaml"))
+    cfg.merge_from_other_cfg(yaml.safe_load(SELFSUP_CONFIG))
     cfg.merge_from_list(["SOLVER.MAX_ITER", 502, "LOG.PERIOD", 500])
     trainer = DefaultTrainer(cfg)
     trainer.train()

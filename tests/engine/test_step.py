@@ -157,8 +157,7 @@ def test_a_wrapped_optimizer_loader_and_model_work_unchanged():
 
 
 def test_a_loader_that_ends_is_iterated_again():
-    found = []
-    model = Weight()
+    found, model = [], Weight()
     trainer = SimpleTrainer(model, [torch.tensor(float(i)) for i in range(3)], sgd(model, lr=0.0))
     trainer.register_hooks([AfterStep(lambda trainer: found.append(trainer.batch.item()))])
     trainer.train(0, 7)
