@@ -44,7 +44,12 @@ def losses_from(
         return getattr(returned, "logits", returned), target
 
     def losses(self: Any, batch: Any) -> Any:
-        return original(self, **batch).loss if self.trainkit_loss is None else self.trainkit_loss(*call(self, batch))
+        if self.trainkit_loss is None:
+            return original(self, **batch).loss
+        output, target = call(self, batch)
+        if target is None and split is _split:
+            raise ValueError(f"no 'label' or 'labels' in the batch with {[*batch]}; give losses_from a function split")
+        return self.trainkit_loss(output, target)
 
     @functools.wraps(original)  # generate() of Hugging Face reads the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

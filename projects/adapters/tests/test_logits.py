@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections import UserDict, namedtuple
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -41,6 +42,9 @@ def test_a_model_that_returns_logits_takes_batches_of_all_usual_kinds():
         assert torch.equal(model.losses(batch), loss)
         assert torch.equal(model.eval()(batch), logits)
         assert torch.equal(model.losses(batch), loss)
+    assert torch.equal(model({"x": X}), logits)
+    with pytest.raises(ValueError, match=r"no 'label' or 'labels' in the batch with \['x'\]; give .* split"):
+        model.train()({"x": X})
 
 
 def test_the_names_of_the_state_stay_and_so_do_the_calls_of_the_model_itself():
