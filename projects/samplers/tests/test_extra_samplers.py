@@ -9,7 +9,6 @@ from torch.utils.data import SequentialSampler
 from trainkit.projects.samplers.parts import LimitedSampler
 
 from tests.data import test_loader, test_samplers
-from tests.data.conftest import as_rank  # noqa: F401
 from tests.data.test_build import Squares, cfg, indices  # noqa: F401
 from tests.data.test_loader import SIZE
 from tests.data.test_samplers import take
