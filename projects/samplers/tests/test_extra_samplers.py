@@ -46,7 +46,7 @@ def known_to_the_tests_of_the_core(monkeypatch):
 
 
 @pytest.mark.parametrize("name", INFINITE)
-def test_a_stream_is_a_function_of_seed_and_epoch_that_can_be_entered_anywhere(name, as_rank):  # noqa: F811
+def test_a_stream_is_a_function_of_seed_and_epoch_that_can_be_entered_anywhere(name, as_rank):
     test_samplers.test_an_epoch_is_a_function_of_seed_and_epoch_alone_and_the_stream_is_all_of_them(name)
     for position in (0, 1, 12, 37):
         as_rank(0, 1)
@@ -63,7 +63,7 @@ def test_a_loader_resumes_exactly_with_any_number_of_workers(order):
     test_loader.test_a_position_can_be_asked_for_and_loaded_at_any_time(order)
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_global_batches(as_rank):  # noqa: F811
+def test_another_number_of_ranks_goes_on_with_the_same_global_batches(as_rank):
     test_loader.test_another_number_of_ranks_goes_on_with_the_same_global_batches("repeat", as_rank)
 
 
@@ -147,7 +147,7 @@ def test_short_epochs_continue_with_the_subset_of_their_state():
     assert take(other, 20) == take(one, 30)[10:]
 
 
-def test_grouped_batches_are_resumed_at_another_world_size_with_a_warning(as_rank, caplog):  # noqa: F811
+def test_grouped_batches_are_resumed_at_another_world_size_with_a_warning(as_rank, caplog):
     loader = test_loader.make("grouped")
     test_loader.take(loader, 1)
     as_rank(0, 2)
