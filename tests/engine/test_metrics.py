@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -213,9 +214,9 @@ def sharded(rank, folder):
 
 
 def rank_1_alone(rank, values, check_after=None, trainer_class=SimpleTrainer, **kwargs):
-    """Not wrapped in DDP; rank 1 gets ``values`` and rank 0 ones: what happened, and the failure if there was one."""
+    """Rank 1 gets ``values``, and rank 0 what is not finite one step later: what happened, and the failure if any."""
     model = Weight()
-    data = [torch.tensor(value if rank else 1.0) for value in values]
+    data = [torch.tensor(value if rank else max(former, 1.0)) for former, value in pairwise([1.0, *values])]
     trainer = trainer_class(model, data, sgd(model, lr=0.25), **kwargs)
     trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == check_after and trainer.check_finite())])
     error = ""
@@ -305,8 +306,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all_at_the_next_exchang
         assert found["before the exchange"]["run"][:2] == ("failed", 3)
         assert found["before the exchange"]["stored"] == [0, 1]
         assert found["before a check"]["run"][:2] == ("failed", 2)
-        assert found["skipped"]["run"] == ("finished", 4, 0.5)
-        assert found["skipped"]["skipped"] == [0, 1, 1, 2]
+        assert found["skipped"]["run"] == ("finished", 4, 0.75)
+        assert found["skipped"]["skipped"] == [0, 1, 2, 3]
 
 
 def test_all_ranks_follow_rank_0_in_what_is_best_and_when_to_stop_and_rank_0_writes(ranks):

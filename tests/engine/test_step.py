@@ -95,7 +95,7 @@ def test_the_parts_of_a_step_come_in_their_order(zero_grad_before_forward):
         (lambda w, x: {"loss_a": w * x}, {"total_loss": 3.0}, 3.0),
         (lambda w, x: {"loss_a": w * x, "b": 2 * w}, {"total_loss": 5.0, "loss_a": 3.0, "b": 2.0}, 5.0),
         (
-            lambda w, x: {"loss_a": w * x, "accuracy": torch.tensor(90.0), "b": (2 * w).detach()},
+            lambda w, x: {"loss_a": w * x, "accuracy": torch.tensor(90), "b": (2 * w).detach()},
             {"total_loss": 3.0, "loss_a": 3.0, "accuracy": 90.0, "b": 2.0},
             3.0,
         ),
@@ -119,6 +119,7 @@ def test_entries_that_require_grad_are_summed_and_the_others_only_logged(compute
         (lambda w, x: [w], TypeError, "the model returned list"),
         (lambda w, x: {"a": w, "b": 1.0}, TypeError, "'b': 1.0; accepted"),
         (lambda w, x: {"a": w, "b": w * torch.ones(2, 3)}, ValueError, r"'b' has the shape \[2, 3\]"),
+        (lambda w, x: {"a": w, "z": w * 1j}, TypeError, r"one of \['a', 'z'\] is complex"),
         (lambda w, x: {"total_loss": w}, ValueError, "total_loss, which is the name of the sum"),
         (lambda w, x: {"loss": w * x, "data_time": x}, ValueError, r"stores \['data_time'\] itself"),
         (lambda w, x: {"b": x, "a": w.detach()}, ValueError, r"none of the losses \['a', 'b'\] .* requires grad"),

@@ -151,7 +151,7 @@ class MetricPath:
         for row in rows:
             values = {name: next(read) for name in row.values}
             found = self._trainer.look(row.iter, values)
-            failure = failure or found
+            failure = failure or (found and (row.iter, found))
             if row.is_stored:
                 stored.append(row._replace(values=values))
         means, failures = exchange_rows(stored, math.ceil(exact(self.exchange_period)), failure)
@@ -159,7 +159,8 @@ class MetricPath:
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
                 _put(storage or get_event_storage(), row, mean)
-        raise_failure(failures)
+        first = min(failed[0] for failed in failures if failed) if self._has_failed else 0  # the others come from it
+        raise_failure([failed[1] if failed and failed[0] == first else None for failed in failures])
 
 
 def _put(storage: EventStorage, own: Row, mean: Row) -> None:
@@ -231,8 +232,8 @@ class OwnMetrics:
 
 
 def exchange_rows(
-    rows: Sequence[Row], most: int, failure: str | None = None, *, purpose: str = "metrics"
-) -> tuple[Sequence[Row], list[str | None]]:
+    rows: Sequence[Row], most: int, failure: Any = None, *, purpose: str = "metrics"
+) -> tuple[Sequence[Row], list[Any]]:
     """Returns rows with the means over ranks and the longest ``data_time``, and the failure of each rank.
 
     The result is the same on every rank. There is one exchange of a block whose size depends on ``most`` alone. If

@@ -200,6 +200,8 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if self.clip_gradients else set())
         if taken := sorted(losses.values.keys() & stored):
             raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+        if any(value.is_complex() for value in losses.values.values()):
+            raise TypeError(f"one of {[*losses.values]} is complex; give its abs() or real part")
         logged = [name for name in losses.values if name not in losses.trained]
         logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
 

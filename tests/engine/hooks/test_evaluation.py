@@ -6,9 +6,9 @@ from trainkit.engine.hooks import EvalHook
 
 
 def make(period, step=lambda iter: None, **kwargs):
-    """A trainer, and after how many iterations each evaluation took place."""
+    """A trainer, and after how many iterations each evaluation took place; an evaluation draws a number."""
     found, trainer = [], Steps(step=step)
-    evaluate = EvalHook(period, lambda: found.append(trainer.last_done_iter + 1), **kwargs)
+    evaluate = EvalHook(period, lambda: found.append(trainer.last_done_iter + len(torch.rand(1))), **kwargs)
     trainer.register_hooks([evaluate])
     return trainer, found
 
@@ -25,11 +25,11 @@ def test_it_evaluates_every_period_and_at_the_end_and_never_twice(max_iter, peri
     assert found == 2 * expected
 
 
-def test_at_start_it_evaluates_before_the_first_iteration_of_a_new_run():
-    trainer, found = make(0, eval_at_start=True)
+def test_at_start_it_evaluates_before_the_first_iteration_of_a_new_run_and_leaves_random_states():
+    (trainer, found), before = make(0, eval_at_start=True), torch.get_rng_state()
     trainer.train(0, 4)
     trainer.train(2, 4)
-    assert found == [0, 4, 4]
+    assert (found, torch.equal(torch.get_rng_state(), before)) == ([0, 4, 4], True)
 
 
 @pytest.mark.parametrize("period", [0, 1])

@@ -9,6 +9,7 @@ from trainkit.engine.hooks.monitor import PeriodicHook
 from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils import comm
+from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.periods import say_done
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class EvalHook(PeriodicHook):
         if self.evaluated_iters == done:
             return
         self.trainer.check_finite()
-        with observe_inference(self.trainer, self.phase):
+        with observe_inference(self.trainer, self.phase), preserve_rng_state():  # a resumed run may evaluate again
             self._do_eval()
         self.evaluated_iters = done
         comm.synchronize()  # ranks need different times, which must not count for the timeout of the next collective

@@ -20,7 +20,7 @@ class Numbers:
     def __init__(self, values: list[Any]) -> None:
         self._values, groups = values, dict[tuple[torch.device, torch.dtype], list[int]]()
         for place, value in enumerate(values):
-            if type(value) is not float:
+            if isinstance(value, torch.Tensor):
                 groups.setdefault((value.device, value.dtype), []).append(place)
         self._copies = []
         for (device, dtype), places in groups.items():
