@@ -120,6 +120,9 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return "" if is_endless else f"GroupedBatchSampler has no position in a {name}; use an endless sampler"
 
     def state_dict(self) -> dict[str, Any]:
+        """The position; empty if there is a `resume_obstacle`."""
+        if self.resume_obstacle:
+            return {}
         return {"sampler": self.sampler.state_dict(), "world_size": self.sampler.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
