@@ -141,9 +141,10 @@ class Inspection(HookBase):
         found = list[str]()
         for number, batch in enumerate(self.batches):
             names = next(iter(self.samples[number:]), [])
+            is_list = isinstance(batch, list) and not any(isinstance(value, Tensor) for value in batch)  # of samples
             for path, value in _leaves(batch):
                 if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
-                    in_list = names[path[0] :][:1] if isinstance(batch, list) else []  # a list of samples
+                    in_list = names[path[0] :][:1] if is_list and len(batch) == len(names) else []
                     found += in_list or _bad_names(value, names) or ["one without a name"]
         return [*dict.fromkeys(found)]
 

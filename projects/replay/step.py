@@ -226,8 +226,8 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
         del step.call_model
     if failure:
         bad = [name for name, (found, _) in alone.items() if found == failure]
-        if len(bad) == size > 1:
-            return f"{failure} with each of the {size} samples alone, so none of them is the cause"
+        if len(bad) == size:
+            return f"{failure} with each of the {size} samples alone, so this names none of them"
         return f"{failure} with {', '.join(bad[:8]) or 'none'} ({len(bad)} of {size} samples, each alone)"
     losses = sorted((loss, name) for name, (_, loss) in alone.items())
     (largest, name), (median, _) = losses[-1], losses[size // 2]

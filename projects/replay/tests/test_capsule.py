@@ -11,7 +11,6 @@ from trainkit.projects.replay.tests.job import At, Job, Scans
 from tests.engine.job import TinyClassifier
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
-from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
 from trainkit.modeling import MODEL_REGISTRY
 
@@ -81,10 +80,8 @@ def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a
     def add_part(trainer):
         trainer.batch["part"] = torch.zeros(1_000_000)[:1]
 
-    added = At(3, add_part, "after_backward")
-    job, file, _ = failed(
-        Job(tmp_path, make_hooks=lambda: [added, At(3, KeyError("mine"), "after_backward")]), KeyError
-    )
+    hooks = [At(3, action, "after_backward") for action in (add_part, KeyError("mine"))]
+    job, file, _ = failed(Job(tmp_path, make_hooks=lambda: hooks), KeyError)
 
     found = replay(file, start=job, verdict=False)
 
@@ -165,11 +162,3 @@ def test_a_batch_that_a_file_cannot_hold_leaves_no_step_and_a_full_disk_does_not
     warning = "WARNING: The capsule of the failed step is not written: CheckpointError:"
     assert warning in (tmp_path / "log.txt").read_text()
     assert f"To repeat the step: {record.REPLAY} {tmp_path} --iter 7" in line
-
-
-def test_what_is_no_capsule_is_refused(tmp_path):
-    Job(tmp_path)()
-    with pytest.raises(CheckpointError, match="is no capsule of a step; to replay from a checkpoint, name its folder"):
-        replay(tmp_path / "model_final.pth", start=Job(tmp_path))
-    with pytest.raises(ConfigError, match="iter=3, .* or a capsule without --iter and --prove"):
-        replay(tmp_path / "model_final.pth", 3, Job(tmp_path))

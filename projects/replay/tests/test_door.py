@@ -18,7 +18,6 @@ open("words", "w").write(repr(sys.argv[1:]))
 train("output/new", *sys.argv[1:])
 """
 
-
 NO_COMMANDS = (["python"], ["python", "-c", "print()"], ["missing.py"], ["python", "-m"])
 
 

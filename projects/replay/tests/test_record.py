@@ -24,7 +24,7 @@ def resumed(cfg, caplog):
     return [re.split(r" {2,}", line.strip()) for table in tables for line in table.splitlines()[1:] if line[0] != "-"]
 
 
-def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_what_is_used(tmp_path, caplog):
+def test_settings_and_threads_that_change_what_a_resumed_run_computes_are_shown(tmp_path, caplog, monkeypatch):
     hooks = [{"NAME": "GarbageCollection", "PERIOD": 5, "ENABLED": True}]
     DefaultTrainer(cfg := tiny_cfg(tmp_path, "HOOKS", hooks)).train()
     others = {  # key: former value, value, what is used
@@ -48,14 +48,9 @@ def test_every_setting_that_changes_what_a_resumed_run_computes_is_shown_with_wh
     same.merge_from_file(str(tmp_path / "config.yaml"))
     assert list(same.HOOKS[0]) != list(hooks[0])  # the keys are in another order
     assert resumed(same, caplog) == []
-
-
-def test_another_number_of_threads_is_said_when_a_run_is_resumed(tmp_path, caplog, monkeypatch):
-    DefaultTrainer(tiny_cfg(tmp_path)).train()
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    rows = resumed(tiny_cfg(tmp_path), caplog)
-    assert rows[1:] == [["threads of torch", str(threads + 1), str(threads), "this run"]]
+    assert resumed(same, caplog)[1:] == [["threads of torch", str(threads + 1), str(threads), "this run"]]
 
 
 def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_repeated(tmp_path, caplog, monkeypatch):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
 from trainkit.projects.replay import replay
-from trainkit.projects.replay.inspection import judge
+from trainkit.projects.replay.inspection import Inspection, judge
+from trainkit.projects.replay.step import find_samples
 from trainkit.projects.replay.tests.job import Job, Keep, digest_of_folder, plant_nan, stop_at
 
 from tests.cuda import needs_cuda
@@ -127,6 +128,16 @@ def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_
         assert found.first_bad_gradient == "layers.4.bias" * is_hit
         assert len(found.samples) == 16
     assert sum("scan_017.png" in found.samples for found in steps) == 2  # 5 steps are two epochs
+
+
+def test_no_innocent_sample_is_named():
+    seen, values = Inspection([["a", "b", "c"]]), torch.tensor([1.0, float("nan"), 1.0])
+    seen.batches = [[values, torch.zeros(3)]]  # torch's default_collate makes this of tuples
+    step = SimpleNamespace(model=nn.Identity(), compute_losses=lambda batch: SimpleNamespace(total=values[1]))
+    alone = [find_samples(step, torch.zeros(size), []) for size in (1, 3)]
+    assert seen.bad_samples == ["b"]
+    text = "the loss is not finite with each of the {} samples alone, so this names none of them"
+    assert alone == [text.format(size) for size in (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -254,16 +265,22 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
-    with pytest.raises(ConfigError, match="got '.*/nowhere' .*; accepted: the folder of a run and --iter"):
-        replay(tmp_path / "nowhere", 3, run)
-    with pytest.raises(CheckpointError, match="no checkpoint of a DefaultTrainer that says how its run was started"):
-        replay(tmp_path, 3, run)
+    for kind, arguments, message in [
+        (ConfigError, (tmp_path / "nowhere", 3, run), "got '.*/nowhere' .*; accepted: the folder of a run and --iter"),
+        (CheckpointError, (tmp_path, 3, run), "no checkpoint of a DefaultTrainer that says how its run was started"),
+        (ConfigError, (run.folder, -1, run), "--iter is -1; accepted: 0 to 9, the iterations of the run"),
+        (ConfigError, (run.folder, 3, lambda: None), "has ended before it trained"),
+        (
+            CheckpointError,
+            (file := run.folder / "model_final.pth", None, run),
+            "is no capsule of a step; .* its folder",
+        ),
+        (ConfigError, (file, 3, run), "iter=3, .* or a capsule without --iter and --prove"),
+    ]:
+        with pytest.raises(kind, match=message):
+            replay(*arguments)
     with pytest.raises(CheckpointError, match="no checkpoint after iteration 10; leave out --prove"):
         replay(run.folder, 10, run, prove=True)
-    with pytest.raises(ConfigError, match="--iter is -1; accepted: 0 to 9, the iterations of the run"):
-        replay(run.folder, -1, run)
-    with pytest.raises(ConfigError, match="has ended before it trained"):
-        replay(run.folder, 3, lambda: None)
     changed_copy(run, tmp_path, lambda state: state["trainer"]["origin"]["facts"].update({"number of processes": 4}))
     with pytest.raises(CheckpointError, match="torchrun --nproc-per-node 4 -m trainkit.projects.replay"):
         replay(tmp_path, 6, run)
