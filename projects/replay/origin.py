@@ -32,7 +32,7 @@ _NO_MATTER = re.compile(
 # a resumed run takes these from the saved states of random numbers, optimizer and gradient scaler
 _OF_CHECKPOINT = re.compile(
     r"SEED|SOLVER\.(BASE_LR|REFERENCE_BATCH_SIZE|MOMENTUM|NESTEROV|WEIGHT_DECAY(_NORM|_BIAS)?|BIAS_LR_FACTOR"
-    r"|OPTIMIZER(?!\.NAME).*|PARAM_GROUP.*|AMP\.INIT_SCALE)"
+    r"|OPTIMIZER(?!\.(NAME|FUSED)).*|PARAM_GROUP.*|AMP\.INIT_SCALE)"
 )
 # environment variables that change numbers; the number of threads is a fact of its own
 _ENVIRONMENT = re.compile(r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO")

@@ -32,6 +32,10 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     earlier = resumed(tmp_path)
     assert earlier.train() == results
     torch.testing.assert_close(earlier.model.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
+    (tmp_path / "model_final.pth").rename(tmp_path / "model_best.pth")
+    (tmp_path / "model_final.pth").write_text("damaged")
+    resumed(tmp_path).train()
+    assert torch.load(tmp_path / "model_final.pth")["iteration"] == 9
 
 
 def test_a_larger_max_iter_trains_on(tmp_path):

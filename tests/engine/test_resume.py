@@ -136,7 +136,7 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
         return SimpleTrainer(model, batches(2), make(model, **kwargs))
 
     state = trainer(lr=0.1).state_dict()
-    resumed = trainer(lr=0.2, weight_decay=0.0)
+    resumed = trainer(lr=0.2, weight_decay=0.0, foreach=True)
     resumed.load_state_dict({**state, "data": {"position": 3}})
     data, first, *_, row = "\n".join(caplog.messages[-2:]).splitlines()
     assert data.startswith("The data start again: the data loader (list) has no state_dict()")
@@ -145,7 +145,7 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
     loader = build_batch_data_loader([0], TrainingSampler(1, seed=0), 1)
     SimpleTrainer(resumed.model, loader, sgd(resumed.model, lr=0.1)).load_state_dict(state)
     assert caplog.messages[-1] == "The data start again: their position is not in the checkpoint"
-    assert resumed.optimizer.param_groups[0]["lr"] == 0.1
+    assert [resumed.optimizer.param_groups[0][name] for name in ("lr", "foreach")] == [0.1, True]
 
     [group] = state["optimizer"]["param_groups"]
     adam = {name: group[name] for name in group if name != "nesterov"} | {"betas": 0}

@@ -57,6 +57,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self.format = make_format(format, self.model) if isinstance(format, str) else format
         self._is_prepared, self._is_strict = False, False  # the latter: of the current load
         self._writing: futures.Future[None] | None = None
+        self.resumed_from = ""  # the name of the file from which the next run continues
 
     def save(
         self, name: str, *, tag_last: bool = True, on_commit: Callable[[], None] | None = None, **kwargs: Any
@@ -187,6 +188,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             paths = comm.broadcast(together(lambda: candidates(self.save_dir) if comm.is_main_process() else []))
             last, state = choose(paths, lambda path: together(partial(self._read, path, keys, needs_all=True)))
             if last:
+                self.resumed_from = os.path.basename(last)
                 return self._apply(state, last, keys, strict=True)
             _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
         if not path:

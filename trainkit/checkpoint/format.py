@@ -59,9 +59,9 @@ class CheckpointFormat:
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint with the folders of any format. Raises OSError; FileNotFoundError if there is none."""
-        os.remove(path)
-        for part in part_folders(path):
+        for part in part_folders(path):  # first, since a folder without its file is never found again
             shutil.rmtree(part)
+        os.remove(path)
 
 
 def make_format(name: str, model: nn.Module | None = None) -> CheckpointFormat:

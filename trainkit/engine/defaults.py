@@ -137,8 +137,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
                 f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
                 "iterations; raise it, or leave out --resume"
             )
+        if self.cfg.CHECKPOINT.SAVE_LAST and not self.checkpointer.resumed_from.endswith("_final.pth"):
+            return  # the final file is damaged, or an earlier one was chosen
         match comm.broadcast(read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None):
-            # else an earlier checkpoint was chosen, or the last one is damaged
             case {"iterations": self.start_iter, "max_iter": int(end), "results": dict(old)} if self.max_iter <= end:
                 self.status, self.iter, self._last_eval_results = "finished", self.start_iter, old
 

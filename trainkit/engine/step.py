@@ -25,6 +25,8 @@ from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
 
+_KERNELS = {"foreach", "fused"}  # of an optimizer; which ones can be used depends on the run, not on its checkpoint
+
 
 def forwarded(path: str, doc: str = "") -> Any:
     """A property that reads and sets an attribute of a part: ``forwarded("feed.loader")``."""
@@ -308,7 +310,10 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         """Load a state; its hyper-parameters replace those of this run. Raises as `compare_with_saved`."""
         changes = compare_with_saved(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
         state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
+        kernels = [{name: group[name] for name in _KERNELS & group.keys()} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
+        for group, own in zip(self.optimizer.param_groups, kernels, strict=True):
+            group.update(own)
         for parameter in parameters_of(self.optimizer, self.model):
             values = getattr(self.optimizer, "state", {}).get(parameter, {})
             for name, value in values.items():  # fused optimizers need the memory format of the parameter
@@ -345,6 +350,7 @@ def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
 
 
 def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:
-    first = {name: group.get(f"initial_{name}", value) for name, value in group.items() if name != "params"}
+    own = {name: value for name, value in group.items() if name not in {"params", *_KERNELS}}
+    first = {name: group.get(f"initial_{name}", value) for name, value in own.items()}
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in first.items()}
     return {name: value for name, value in plain.items() if not name.startswith("initial_")}
