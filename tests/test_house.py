@@ -133,7 +133,7 @@ def test_a_simple_trainer_loads_few_modules(tmp_path):
 
 
 @pytest.mark.slow
-@today("9,128 lines")
+@today("9,156 lines")
 def test_the_default_job_loads_few_lines(tmp_path):
     assert num_lines(loaded(DEFAULT_JOB, tmp_path)) <= 7500
 
@@ -148,10 +148,10 @@ def part_of(file):
 @pytest.mark.parametrize(
     ("part", "limit"),
     [
-        pytest.param("engine without hooks", 2300, marks=today("3,177 lines")),
-        pytest.param("engine/hooks", 700, marks=today("858 lines")),
+        pytest.param("engine without hooks", 2300, marks=today("3,196 lines")),
+        pytest.param("engine/hooks", 700, marks=today("863 lines")),
         pytest.param("utils", 1100, marks=today("1,862 lines")),
-        pytest.param("checkpoint", 650, marks=today("816 lines")),
+        pytest.param("checkpoint", 650, marks=today("820 lines")),
         pytest.param("config", 600, marks=today("729 lines")),
         pytest.param("data", 650, marks=today("891 lines")),
         pytest.param("solver, evaluation and modeling", 800, marks=today("942 lines")),
@@ -164,7 +164,7 @@ def test_a_part_of_the_core_is_small(part, limit):
     assert 0 < size <= (limit * 6 // 5 if num_lines(files) <= 6800 else limit)
 
 
-@today("9,278 lines")
+@today("9,306 lines")
 def test_the_core_is_small():
     assert num_lines(sources("trainkit")) <= 6800
 
