@@ -28,6 +28,7 @@ from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, unwrap_model
 from trainkit.utils.env import seed_all_rng
+from trainkit.utils.periods import exact
 
 STEPS = 20  # of the ordinary run
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
@@ -157,7 +158,7 @@ class Job:
         # memory of the machine that runs out ends other programs, and ranks would have to agree
         if not accelerator_runs_ahead() or comm.get_world_size() > 1:
             return f"at least {size}"
-        of_epoch = round(now * float(self.trainer.iters_per_epoch)) if self.trainer.has_epochs else size
+        of_epoch = round(now * exact(self.trainer.iters_per_epoch)) if self.trainer.has_epochs else size
 
         def fits(size: int) -> bool:
             return has_room(lambda: self.build("SOLVER.IMS_PER_BATCH", size).train(0, 2))

@@ -37,8 +37,23 @@ class DeepClusterHook(ClusterHook):
     If the loader knows its position in the data, training continues from there; another loader starts a new pass.
 
     The hook runs before checkpoints are written. Rank 0 finds the clusters for all ranks. Raises ConfigError before
-    training: the model or the data do not have what is needed, or the model is sharded. The README explains all
-    arguments.
+    training: the model or the data do not have what is needed, or the model is sharded.
+
+    Args:
+        clustering: ``k`` is the number of clusters. They are found in the first ``pca_dim`` (256) principal components,
+            whitened and with length 1 (section 4.1), or with ``pca_dim: None`` in the features with length 1. ``type``
+            is Kmeans.
+        unif_sampling: draw each cluster equally often.
+        reweight: set ``loss_weight`` of the model, a buffer ``[k]``; ``head.loss.class_weight``, if there is one,
+            becomes the same tensor. A cluster of n samples has the weight ``(n + 1e-10) ** -reweight_pow``, divided by
+            the sum of all.
+        init_memory: call ``memory_bank.init_memory(features, labels)`` of the model, with ``[N, D]`` and ``[N]``.
+        initial: also cluster before the first iteration.
+        interval: epochs from one clustering to the next.
+        period: iterations from one clustering to the next, instead of ``interval``; in a config also "6ep".
+        extract_dataloader: loads all training data in their order, for the features; default is the training data of
+            the config with INPUT.TEST_TRANSFORM.
+        label_key: the key of the label in a sample that is a dict, see above.
     """
 
     _state_names = ("_labels", "_drawn", "_num_clusterings")

@@ -90,7 +90,15 @@ class SwAVHook(HookBase):
 
     The gradients of a frozen layer are None at the update, so neither weight decay nor momentum changes it.
 
-    The README explains the arguments.
+    Args:
+        batch_size: samples per iteration of one rank.
+        epoch_queue_starts: the first epoch with a queue, counted from 0.
+        crops_for_assign: the crops that are assigned to prototypes; the queue has a part for each.
+        feat_dim: the length of an embedding.
+        queue_length: rows over all ranks, rounded down to whole batches of all ranks; each rank has its part. 0: there
+            is no queue.
+        interval: has no effect. In MMSelfSup, the queue is saved every ``interval`` epochs.
+        frozen_layers_cfg: part of a parameter's name -> the first iteration that updates it.
 
     Raises ConfigError before training: the model has no such loss, no parameter has a name of ``frozen_layers_cfg``,
     the data have no epochs, or ``queue_length`` is less than one batch.

@@ -57,7 +57,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self.format = make_format(format, self.model) if isinstance(format, str) else format
         self._is_prepared, self._is_strict = False, False  # the latter: of the current load
         self._writing: futures.Future[None] | None = None
-        self.resumed_from = ""  # the name of the file from which the next run continues
+        self.resumed_from = ""  # the name of the file that was loaded last to resume
 
     def save(
         self, name: str, *, tag_last: bool = True, on_commit: Callable[[], None] | None = None, **kwargs: Any

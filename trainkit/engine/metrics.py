@@ -232,14 +232,15 @@ class OwnMetrics:
 
 
 def exchange_rows(
-    rows: Sequence[Row], most: int, failure: Any = None, *, purpose: str = "metrics"
-) -> tuple[Sequence[Row], list[Any]]:
+    rows: Sequence[Row], most: int, failure: tuple[int, str] | None = None, *, purpose: str = "metrics"
+) -> tuple[Sequence[Row], list[tuple[int, str] | None]]:
     """Returns rows with the means over ranks and the longest ``data_time``, and the failure of each rank.
 
     The result is the same on every rank. There is one exchange of a block whose size depends on ``most`` alone. If
     a rank has failed, or other names, all of them notice this in the exchange and make a second one.
 
     Args:
+        failure: the iteration and the text.
         most: the largest possible number of rows, the same on every rank.
         purpose: names the process group, see `comm.side_group`; calls in two threads need two purposes.
     """

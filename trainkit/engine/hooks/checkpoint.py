@@ -43,7 +43,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         # a larger number is from another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
         if getattr(self.checkpointer, "resumed_from", "") not in ("", f"{self.file_prefix}_final.pth"):
-            self._final_iter, self.checkpointer.resumed_from = -1, ""  # the final file is damaged, or was given up
+            self._final_iter = -1  # the final file is damaged, or was given up
         self._saved: tuple[int, int] | None = None  # the position of the run at the last save
         self._writing, self._failure = None, ""
         if not hasattr(self.trainer, "cfg"):
