@@ -55,7 +55,9 @@ class Messages:
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef):
                     self._functions[node.name].append(node)
-        self.all = [message for file, tree in trees.items() for message in self._of_file(file, tree)]
+        self.all = [
+            message for file, tree in trees.items() for message in self._of_file(file, tree)
+        ]
 
     def _of_file(self, file, tree):
         for call, scopes in _calls(tree, [tree]):
@@ -88,7 +90,11 @@ class Messages:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if depth < 4:
                 found = self._functions[name]
                 if len(found) == 1:
-                    values = [n.value for n in ast.walk(found[0]) if isinstance(n, ast.Return) and n.value is not None]
+                    values = [
+                        n.value
+                        for n in ast.walk(found[0])
+                        if isinstance(n, ast.Return) and n.value is not None
+                    ]
                     return self._either(values, [found[0]], depth + 1, node)
         return [f"«{ast.unparse(node)}»"]
 
@@ -99,7 +105,9 @@ class Messages:
     def _either(self, nodes, scopes, depth, whole):
         """The texts of all ``nodes``, if they are texts of ours; else ``whole`` as a placeholder."""
         texts = [text for node in nodes for text in self._texts(node, scopes, depth)]
-        are_ours = bool(texts) and all(re.sub("«.*?»", "", text, flags=re.DOTALL).strip() or not text for text in texts)
+        are_ours = bool(texts) and all(
+            re.sub("«.*?»", "", text, flags=re.DOTALL).strip() or not text for text in texts
+        )
         return texts if are_ours else [f"«{ast.unparse(whole)}»"]
 
 
@@ -126,14 +134,20 @@ def _kind(call):
 def _assigned(name, scope):
     statements = scope.body if isinstance(scope, ast.Module) else ast.walk(scope)
     for node in statements:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == name for t in node.targets
+        ):
             yield node.value
 
 
 def _fill(text, args):
     """A log line with its arguments in the places of ``%s`` and the like."""
     values = iter([ast.unparse(arg) for arg in args])
-    return re.sub("%[-.0-9]*[sdrgf]", lambda found: f"«{next(values, '...')}{'!r' * (found[0] == '%r')}»", text)
+    return re.sub(
+        "%[-.0-9]*[sdrgf]",
+        lambda found: f"«{next(values, '...')}{'!r' * (found[0] == '%r')}»",
+        text,
+    )
 
 
 # ---------------------------------------------------------------------- rules: each returns whether a message breaks it
@@ -142,12 +156,16 @@ def _fill(text, args):
 NAME = re.compile(
     r"[«'`{@]|--?\w|\S*[A-Z_.]\S*[A-Z_.]|\S+\.\S|\w+=|\w+_\w+|Throughput\b|[A-Z]+\b|[a-z]\w*\b(?= must| is «| \()"
 )
-WRAPPED = re.compile(r"«[^»]*(error|reason|failure|failed|problem|obstacle|defect|damage|broken)[^»]*»$")
+WRAPPED = re.compile(
+    r"«[^»]*(error|reason|failure|failed|problem|obstacle|defect|damage|broken)[^»]*»$"
+)
 REFUSED = re.compile(
     r"\b(must be|must have|must hold|must name|must return|must give|must differ|accepted:|need \S+ [<>=])"
 )
 UNKNOWN = re.compile(r"\bunknown\b|\bno \w+ is called «|\bthere is no «|(^|: )no «")
-KNOWN = re.compile(r"did you mean|accepted|registered|there (is|are):? «|takes|use \w+, |similar|«accepts»|«_nearest")
+KNOWN = re.compile(
+    r"did you mean|accepted|registered|there (is|are):? «|takes|use \w+, |similar|«accepts»|«_nearest"
+)
 
 
 def says_nothing_of_its_own(message):
@@ -157,7 +175,9 @@ def says_nothing_of_its_own(message):
 
 def names_nothing(message):
     """Neither a value nor an argument, a key, a file or a class: what is it about?"""
-    return not re.search(r"«|`|'|--\w|[A-Z]\w*\.?[A-Z_]|\w_\w|\w\(|\w=|^\w+ (is|must)\b", message.text)
+    return not re.search(
+        r"«|`|'|--\w|[A-Z]\w*\.?[A-Z_]|\w_\w|\w\(|\w=|^\w+ (is|must)\b", message.text
+    )
 
 
 def hides_the_value(message):
@@ -167,7 +187,9 @@ def hides_the_value(message):
 
 def says_unknown_and_not_what_is_known(message):
     """Most unknown names are typing errors: the right one has to be seen."""
-    return message.is_error and bool(UNKNOWN.search(message.text)) and not KNOWN.search(message.text)
+    return (
+        message.is_error and bool(UNKNOWN.search(message.text)) and not KNOWN.search(message.text)
+    )
 
 
 def begins_wrong(message):
@@ -179,7 +201,9 @@ def begins_wrong(message):
 
 def ends_with_a_mark(message):
     """Messages are put into others, after which something follows."""
-    return message.text.endswith((".", "!", ";", ",", " ")) or "!" in message.words.replace("!=", "")
+    return message.text.endswith((".", "!", ";", ",", " ")) or "!" in message.words.replace(
+        "!=", ""
+    )
 
 
 def is_polite_or_vague(message):
@@ -218,7 +242,10 @@ RULES = [
 
 # (rule, how the message starts) -> why it need not keep the rule
 EXCEPTIONS = {
-    (says_nothing_of_its_own, "«text»"): "the text of an error whose state must not be kept in memory",
+    (
+        says_nothing_of_its_own,
+        "«text»",
+    ): "the text of an error whose state must not be kept in memory",
     (names_nothing, "holds a single number"): "behind --input FILE",
     (names_nothing, "Storing or writing metrics failed"): "the traceback follows",
 }
@@ -226,7 +253,9 @@ EXCEPTIONS = {
 
 def faults(messages, exceptions):
     for rule, message in itertools.product(RULES, messages):
-        if rule(message) and not any(rule is other and message.text.startswith(begin) for other, begin in exceptions):
+        if rule(message) and not any(
+            rule is other and message.text.startswith(begin) for other, begin in exceptions
+        ):
             yield f"{rule.__name__}: {message}"
 
 
@@ -237,8 +266,14 @@ BREAKS = [
     (names_nothing, "raise ValueError('the length is not enough; give more')"),
     (hides_the_value, "raise ValueError('max_iter must be >= 1')"),
     (hides_the_value, "parser.error('need --num-gpus >= 1')"),
-    (says_unknown_and_not_what_is_known, "raise ValueError(f'unknown kind {kind!r}; choose another')"),
-    (says_unknown_and_not_what_is_known, "raise ValueError(f'there is no {kind} {name!r}; set another')"),
+    (
+        says_unknown_and_not_what_is_known,
+        "raise ValueError(f'unknown kind {kind!r}; choose another')",
+    ),
+    (
+        says_unknown_and_not_what_is_known,
+        "raise ValueError(f'there is no {kind} {name!r}; set another')",
+    ),
     (begins_wrong, "raise ValueError(f'The value {x!r} is too large; lower it')"),
     (begins_wrong, "logger.warning('the file %s is gone, it is started again', path)"),
     (ends_with_a_mark, "raise ValueError(f'period must be >= 1, got {period}.')"),
@@ -247,7 +282,10 @@ BREAKS = [
     (is_polite_or_vague, "logger.error('Something is wrong with %s, training goes on', path)"),
     (names_a_private_attribute, "raise ValueError(f'set _count to 1, got {count}')"),
     (is_too_long, f"raise ValueError(f'period must be {'very ' * 60} long, got {{period}}')"),
-    (names_no_command_for_a_package, "raise ImportError('WandbWriter needs the package wandb; install it')"),
+    (
+        names_no_command_for_a_package,
+        "raise ImportError('WandbWriter needs the package wandb; install it')",
+    ),
 ]
 KEEPS = """
 raise ValueError(f'period must be >= 1 iteration, got {period}')
@@ -279,7 +317,9 @@ def main():
     problems = [*faults_of_the_rules(), *faults(messages, EXCEPTIONS)]
     for exception in EXCEPTIONS:
         if not list(faults(messages, EXCEPTIONS.keys() - {exception})):
-            problems.append(f"no message needs the exception {exception[0].__name__}, {exception[1]!r} any more")
+            problems.append(
+                f"no message needs the exception {exception[0].__name__}, {exception[1]!r} any more"
+            )
     print(*problems, f"{len(messages)} messages, {len(problems)} faults", sep="\n")
     return bool(problems)
 

@@ -42,7 +42,9 @@ for catalog in ("DatasetCatalog", "MetadataCatalog"):
     kind = type(getattr(trainkit.data, catalog))
     source = ModuleAnalyzer.for_module(kind.__module__)
     source.analyze()
-    source.tagorder |= {name.replace(kind.__name__, catalog): place for name, place in source.tagorder.items()}
+    source.tagorder |= {
+        name.replace(kind.__name__, catalog): place for name, place in source.tagorder.items()
+    }
     kind.__name__ = catalog
     setattr(trainkit.data, catalog, kind)
 
@@ -55,7 +57,9 @@ for package, module in modules.items():
     docstrings[package].update({key: made[key] for key in public & made.keys()})
 
 
-def link_by_last_name(app: Sphinx, env: Any, node: Any, contnode: nodes.Element) -> nodes.Element | None:
+def link_by_last_name(
+    app: Sphinx, env: Any, node: Any, contnode: nodes.Element
+) -> nodes.Element | None:
     """Link a name such as `EvalHook`, or a type in a signature, by the last part of the name.
 
     Returns None, which leaves it as text, if no public object or more than one has this name.
@@ -66,7 +70,9 @@ def link_by_last_name(app: Sphinx, env: Any, node: Any, contnode: nodes.Element)
     kinds = ("class", "exception", "function", "data")
     objects = env.domains.python_domain.objects.items()
     found = [
-        entry for name, entry in objects if name.endswith(f".{last}") and entry.objtype in kinds and not entry.aliased
+        entry
+        for name, entry in objects
+        if name.endswith(f".{last}") and entry.objtype in kinds and not entry.aliased
     ]
     if len(found) != 1:
         return None
@@ -77,7 +83,9 @@ def link_by_last_name(app: Sphinx, env: Any, node: Any, contnode: nodes.Element)
 
 def link_files(app: Sphinx, docname: str, source: list[str]) -> None:
     """Turn links to files outside of this folder into downloads."""
-    source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)#]+)(?:#[^)]*)?\)", r"{download}`\1 <\2>`", source[0])
+    source[0] = re.sub(
+        r"\[([^\]]+)\]\((\.\./[^)#]+)(?:#[^)]*)?\)", r"{download}`\1 <\2>`", source[0]
+    )
 
 
 def set_dashes(app: Sphinx, doctree: nodes.document) -> None:

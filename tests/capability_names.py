@@ -6,15 +6,47 @@ import re
 from pathlib import Path
 
 # Words of a name, or two words that follow each other.
-NAMES = {"fsdp", "shard", "shards", "sharded", "sharding", "logical", "replay", "capsule", "fork", "forked", "remote"}
-NAMES |= {"elastic", "requeue", "requeued", "wandb", "mlflow", "lars", "layer decay", "graph", "graphs", "lazy", "s3"}
+NAMES = {
+    "fsdp",
+    "shard",
+    "shards",
+    "sharded",
+    "sharding",
+    "logical",
+    "replay",
+    "capsule",
+    "fork",
+    "forked",
+    "remote",
+}
+NAMES |= {
+    "elastic",
+    "requeue",
+    "requeued",
+    "wandb",
+    "mlflow",
+    "lars",
+    "layer decay",
+    "graph",
+    "graphs",
+    "lazy",
+    "s3",
+}
 NAMES |= {"tensor parallel"}
 # of DDP, of detectron2's ToIterableDataset, of torch.compile
-OTHER_MEANING = {"static_graph", "STATIC_GRAPH", "shard_sampler", "shard_chunk_size", "explain_graph_break"}
+OTHER_MEANING = {
+    "static_graph",
+    "STATIC_GRAPH",
+    "shard_sampler",
+    "shard_chunk_size",
+    "explain_graph_break",
+}
 
 
 def is_of_capability(name):
-    words = re.findall(r"[a-z]+\d*|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower())
+    words = re.findall(
+        r"[a-z]+\d*|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    )
     return bool(NAMES & {*words, *map(" ".join, itertools.pairwise(words))})
 
 
@@ -23,7 +55,11 @@ def imported_projects(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names = [start + alias.name for alias in node.names]
-            yield from (name for name in names if re.match(r"(trainkit\.)?projects(\.|$)|trainkit_selfsup", name))
+            yield from (
+                name
+                for name in names
+                if re.match(r"(trainkit\.)?projects(\.|$)|trainkit_selfsup", name)
+            )
 
 
 def names_of_capabilities(file, tree):
@@ -38,7 +74,11 @@ def names_of_capabilities(file, tree):
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            targets = [target for s in node.body for target in getattr(s, "targets", [getattr(s, "target", None)])]
+            targets = [
+                target
+                for s in node.body
+                for target in getattr(s, "targets", [getattr(s, "target", None)])
+            ]
             names |= {node.name, *(target.id for target in targets if isinstance(target, ast.Name))}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)

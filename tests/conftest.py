@@ -20,8 +20,17 @@ torch.set_num_threads(1)
 LONGEST = [
     *("tests/fake_cuda/test_run", "projects/sharding/tests/test_fsdp", "tests/tools/test_chaos"),
     *("tests/tools/test_sweep", "tests/docs/test_replay", "projects/replay/tests/test_replay"),
-    *("projects/preflight/tests/test_preflight", "tests/exactness/test_exactness", "tests/engine/test_restarts"),
-    *("tests/docs/test_commands", "tests/test_package", "tests/tools/test_benchmark", "tests/tools/test_resume"),
+    *(
+        "projects/preflight/tests/test_preflight",
+        "tests/exactness/test_exactness",
+        "tests/engine/test_restarts",
+    ),
+    *(
+        "tests/docs/test_commands",
+        "tests/test_package",
+        "tests/tools/test_benchmark",
+        "tests/tools/test_resume",
+    ),
 ]
 
 

@@ -9,7 +9,9 @@ import torch
 
 def needs_cuda(test):
     """Mark a test, or a class of them."""
-    return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+    return pytest.mark.cuda(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test)
+    )
 
 
 def forbid_waiting(mode="error"):

@@ -42,16 +42,50 @@ import torch._dynamo
 import torch.distributed.checkpoint  # what takes long to import is imported once, and each run of tests is a fork
 
 ROOT = Path(__file__).resolve().parents[1]
-FAKE_DEVICE = "tests/fake_cuda/test_run.py::test_the_acceptance_run_has_no_false_row_and_skips_no_test"
-FOLDERS = ("checkpoint", "clients", "config", "data", "engine", "evaluation", "exactness", "solver", "utils")
+FAKE_DEVICE = (
+    "tests/fake_cuda/test_run.py::test_the_acceptance_run_has_no_false_row_and_skips_no_test"
+)
+FOLDERS = (
+    "checkpoint",
+    "clients",
+    "config",
+    "data",
+    "engine",
+    "evaluation",
+    "exactness",
+    "solver",
+    "utils",
+)
 CORE = [*(f"tests/{folder}/**/test_*.py" for folder in FOLDERS), "tests/test_modeling.py"]
 WHOLE_RUNS = ("tests/exactness/", "tests/engine/")
 IS_SLOW = re.compile(r"mark\.slow|\bSLOW\b")
-LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "output", "build")  # of the copy
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", "__pycache__", ".*_cache", "output", "build"
+)  # of the copy
 OTHER: dict[type, type] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult},
+    **{
+        ast.Lt: ast.LtE,
+        ast.LtE: ast.Lt,
+        ast.Gt: ast.GtE,
+        ast.GtE: ast.Gt,
+        ast.Eq: ast.NotEq,
+        ast.NotEq: ast.Eq,
+    },
+    **{
+        ast.Is: ast.IsNot,
+        ast.IsNot: ast.Is,
+        ast.In: ast.NotIn,
+        ast.NotIn: ast.In,
+        ast.And: ast.Or,
+        ast.Or: ast.And,
+    },
+    **{
+        ast.Add: ast.Sub,
+        ast.Sub: ast.Add,
+        ast.Mult: ast.FloorDiv,
+        ast.FloorDiv: ast.Mult,
+        ast.Div: ast.Mult,
+    },
 }
 
 
@@ -77,39 +111,65 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
 def mutants(folder: str) -> Iterator[dict[str, Any]]:
     """Of every possible mutant in the order of the source: its place, and a name that other changes leave to it."""
     for path in sorted((ROOT / "trainkit" / folder).rglob("*.py")):
-        source, file, found = path.read_text(), path.relative_to(ROOT).as_posix(), Counter[tuple[str | None, str]]()
+        source, file, found = (
+            path.read_text(),
+            path.relative_to(ROOT).as_posix(),
+            Counter[tuple[str | None, str]](),
+        )
         for node in ast.walk(ast.parse(source)):
             for part, other in changes(node):
-                before, after = ast.get_source_segment(source, part), ast.unparse(ast.fix_missing_locations(other))
+                before, after = (
+                    ast.get_source_segment(source, part),
+                    ast.unparse(ast.fix_missing_locations(other)),
+                )
                 place = [part.lineno, part.col_offset, part.end_lineno, part.end_col_offset]
                 found[before, after] += 1
                 name = f"{file}: {before} -> {after}, {found[before, after]}"
-                yield {"name": name, "file": file, "place": place, "before": before, "after": f"({after})"}
+                yield {
+                    "name": name,
+                    "file": file,
+                    "place": place,
+                    "before": before,
+                    "after": f"({after})",
+                }
 
 
 def chosen(folder: str, number: int, seed: int) -> list[dict[str, Any]]:
-    return sorted(mutants(folder), key=lambda mutant: random.Random(f"{seed} {mutant['name']}").random())[:number]
+    return sorted(
+        mutants(folder), key=lambda mutant: random.Random(f"{seed} {mutant['name']}").random()
+    )[:number]
 
 
 def runs_for(file: str) -> list[tuple[str, ...]]:
     """Arguments of pytest: its own tests, those of its folder, of the rest of the core; each file with slow ones."""
-    tests = [path.relative_to(ROOT).as_posix() for pattern in CORE for path in sorted(ROOT.glob(pattern))]
+    tests = [
+        path.relative_to(ROOT).as_posix() for pattern in CORE for path in sorted(ROOT.glob(pattern))
+    ]
     folder = f"tests/{Path(file).parts[1]}/"
     beside = [test for test in tests if test.startswith(folder)]
     own = [test for test in beside if test.endswith(f"/test_{Path(file).stem}.py")]
     slow = [
-        test for test in tests if test.startswith((folder, *WHOLE_RUNS)) and IS_SLOW.search((ROOT / test).read_text())
+        test
+        for test in tests
+        if test.startswith((folder, *WHOLE_RUNS)) and IS_SLOW.search((ROOT / test).read_text())
     ]
-    slow += [FAKE_DEVICE] if re.search("accelerator|cuda|runs_ahead", (ROOT / file).read_text()) else []
+    slow += (
+        [FAKE_DEVICE] if re.search("accelerator|cuda|runs_ahead", (ROOT / file).read_text()) else []
+    )
     others = [test for test in tests if test not in beside]
-    return [tuple(run) for run in (own, beside, others, *(["-m", "slow", test] for test in slow)) if run]
+    return [
+        tuple(run) for run in (own, beside, others, *(["-m", "slow", test] for test in slow)) if run
+    ]
 
 
 def run_pytest(copy: Path, tests: tuple[str, ...]) -> None:
     os.setsid()
     os.chdir(copy)
     os.environ["PYTHONPATH"] = f"{copy}:{copy / 'projects'}"
-    sys.path[:] = [str(copy), *(path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT))]
+    sys.path[:] = [
+        str(copy),
+        *(path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT)),
+    ]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "trainkit")]:
         del sys.modules[name]
     for number in (1, 2):
@@ -138,27 +198,49 @@ def mutated(source: bytes, mutant: dict[str, Any]) -> bytes:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, nargs="+", help="JSON files; the first is written, all are in the table")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "records",
+        type=Path,
+        nargs="+",
+        help="JSON files; the first is written, all are in the table",
+    )
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default="", help="of trainkit/, such as data")
-    parser.add_argument("--again", action="store_true", help="judge the survivors of the first record again")
-    parser.add_argument("--part", default="0/1", help="of the mutants, such as 1/2 for every second one")
+    parser.add_argument(
+        "--again", action="store_true", help="judge the survivors of the first record again"
+    )
+    parser.add_argument(
+        "--part", default="0/1", help="of the mutants, such as 1/2 for every second one"
+    )
     return parser.parse_args(arguments)
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    record, *others = [json.loads(path.read_text()) if path.exists() else [] for path in args.records]
+    record, *others = [
+        json.loads(path.read_text()) if path.exists() else [] for path in args.records
+    ]
     present = {mutant["name"] for mutant in mutants("")}
-    record = [mutant for mutant in record if mutant["name"] in present and (mutant["killed"] or not args.again)]
+    record = [
+        mutant
+        for mutant in record
+        if mutant["name"] in present and (mutant["killed"] or not args.again)
+    ]
     known = {mutant["name"] for mutant in record}
     part, num_parts = map(int, args.part.split("/"))
-    stamps = itertools.count(1)  # times of the file: Python takes the bytecode of another mutant otherwise
+    stamps = itertools.count(
+        1
+    )  # times of the file: Python takes the bytecode of another mutant otherwise
 
     with tempfile.TemporaryDirectory() as folder:
-        plain, copy = (Path(shutil.copytree(ROOT, Path(folder, name), ignore=LEFT_OUT)) for name in ("plain", "copy"))
+        plain, copy = (
+            Path(shutil.copytree(ROOT, Path(folder, name), ignore=LEFT_OUT))
+            for name in ("plain", "copy")
+        )
 
         @functools.cache
         def limit_sec(tests: tuple[str, ...]) -> float:
@@ -176,13 +258,20 @@ def main(args: argparse.Namespace) -> None:
             source = file.read_bytes()
             file.write_bytes(mutated(source, mutant))
             os.utime(file, (stamp := next(stamps), stamp))
-            failing = (tests for tests in runs if (limit := limit_sec(tests)) and is_killed(copy, tests, limit))
+            failing = (
+                tests
+                for tests in runs
+                if (limit := limit_sec(tests)) and is_killed(copy, tests, limit)
+            )
             mutant["killed_by"] = next(failing, ())
             mutant["killed"] = mutant["killed_by"] != ()
             file.write_bytes(source)
             record.append(mutant)
             args.records[0].write_text(json.dumps(record, indent=1))
-            state, place = "killed" if mutant["killed"] else "SURVIVED", f"{mutant['file']}:{mutant['place'][0]}"
+            state, place = (
+                "killed" if mutant["killed"] else "SURVIVED",
+                f"{mutant['file']}:{mutant['place'][0]}",
+            )
             print(f"{state} {place}: {mutant['before']} -> {mutant['after']}", flush=True)
     killed = defaultdict(list)
     for mutant in itertools.chain(record, *others):

@@ -29,14 +29,39 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("weights", "optimizer", "metrics")
-CLOCK_READING = re.compile(r"(rank_data_|data_|epoch_)?time|eta_seconds|mfu_pct|.*_(per_sec|sec|mib)|.*memory.*")
+CLOCK_READING = re.compile(
+    r"(rank_data_|data_|epoch_)?time|eta_seconds|mfu_pct|.*_(per_sec|sec|mib)|.*memory.*"
+)
 
 
 EXIT_CODE = 9  # of ExitAt
-EXIT = ("IMPORTS", ["projects.digits", "tests.same_bits_jobs"], "HOOKS", [{"NAME": "ExitAt", "AT": 40}])
+EXIT = (
+    "IMPORTS",
+    ["projects.digits", "tests.same_bits_jobs"],
+    "HOOKS",
+    [{"NAME": "ExitAt", "AT": 40}],
+)
 COMMON = ("MODEL.DEVICE", "cpu", "LOG.WRITERS", ["json"], "LOG.PERIOD", 10, "SEED", 0)
-LENGTHS = ("SOLVER.MAX_ITER", 60, "SOLVER.WARMUP_ITERS", 10, "SOLVER.CHECKPOINT_PERIOD", 25, "TEST.EVAL_PERIOD", 20)
-SHORT = ("SOLVER.MAX_ITER", 12, "SOLVER.WARMUP_ITERS", 4, "TEST.EVAL_PERIOD", 6, "TEST.MAX_BATCHES", 2)
+LENGTHS = (
+    "SOLVER.MAX_ITER",
+    60,
+    "SOLVER.WARMUP_ITERS",
+    10,
+    "SOLVER.CHECKPOINT_PERIOD",
+    25,
+    "TEST.EVAL_PERIOD",
+    20,
+)
+SHORT = (
+    "SOLVER.MAX_ITER",
+    12,
+    "SOLVER.WARMUP_ITERS",
+    4,
+    "TEST.EVAL_PERIOD",
+    6,
+    "TEST.MAX_BATCHES",
+    2,
+)
 CLIP = ("SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model")
 EMA = ("HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "ema"}])
 LAZY = ("train.device=cpu", "train.max_iter=60", "train.log_period=10", "train.eval_period=20")
@@ -60,7 +85,9 @@ JOBS: dict[str, list[list[str]]] = {
     "segmentation": [train("segmentation", *SHORT, "SOLVER.SCHEDULES", [])],
     "gan": [["-m", "tests.same_bits_jobs", "{folder}"]],
     "amp": [digits("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16")],
-    "accumulation": [digits("SOLVER.ACCUMULATION_STEPS", 4, *CLIP, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.5)],
+    "accumulation": [
+        digits("SOLVER.ACCUMULATION_STEPS", 4, *CLIP, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.5)
+    ],
     "ema": [digits(*EMA)],
     "two_ranks": [digits(flags=("--num-gpus", "2"))],
     "fsdp": [digits("MODEL.PARALLEL", "fsdp", flags=("--num-gpus", "2"))],
@@ -76,12 +103,19 @@ def run(name: str, folder: Path) -> dict[str, str]:
     Raises:
         RuntimeError: a command ends with another exit code than it should.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
     for command in JOBS[name]:
         arguments = [sys.executable, *(word.replace("{folder}", str(folder)) for word in command)]
         done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode != (EXIT_CODE if "ExitAt" in str(command) else 0):
-            raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            )
     return digests(folder)
 
 
@@ -91,7 +125,9 @@ def digests(folder: Path) -> dict[str, str]:
     Raises:
         ValueError: a part is empty, so its digest would say nothing.
     """
-    from tools.inspect_checkpoint import read_whole  # here, because a script finds it only after the line at the end
+    from tools.inspect_checkpoint import (
+        read_whole,
+    )  # here, because a script finds it only after the line at the end
 
     state = read_whole(str(folder / "model_final.pth"))
     lines = (folder / "metrics.json").read_text().splitlines()
@@ -127,7 +163,9 @@ def lines_of_tensors(state: Any, name: str = "") -> Iterator[str]:
 
 def without_clock(line: str) -> str:
     """A line of metrics.json without clock readings; "" if it had nothing else."""
-    values = {key: value for key, value in json.loads(line).items() if not CLOCK_READING.fullmatch(key)}
+    values = {
+        key: value for key, value in json.loads(line).items() if not CLOCK_READING.fullmatch(key)
+    }
     return json.dumps(values, sort_keys=True) if values.keys() - {"iteration"} else ""
 
 
@@ -144,7 +182,10 @@ def main(args: argparse.Namespace) -> int:
             found[name] = run(name, Path(folder))
         words = {part: digest[:10] for part, digest in found[name].items()}
         if args.action == "compare":
-            words = {part: "same" if found[name][part] == recorded[name][part] else "DIFFERENT" for part in PARTS}
+            words = {
+                part: "same" if found[name][part] == recorded[name][part] else "DIFFERENT"
+                for part in PARTS
+            }
         print(f"{name:15}" + "".join(f"{words[part]:12}" for part in PARTS), flush=True)
     if args.action == "record":
         args.file.write_text(json.dumps(found, indent=1) + "\n")
@@ -152,10 +193,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["record", "compare"])
     parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("--only", nargs="+", choices=list(JOBS), metavar="NAME", help="these jobs; default: all")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(JOBS), metavar="NAME", help="these jobs; default: all"
+    )
     return parser.parse_args(arguments)
 
 

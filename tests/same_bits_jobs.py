@@ -29,7 +29,9 @@ class GANTrainer(TrainerBase):
     def __init__(self, models, data_loader):
         super().__init__()
         self.models, self.data_loader = models, data_loader
-        self.optimizers = {name: torch.optim.Adam(models[name].parameters(), 0.002) for name in models}
+        self.optimizers = {
+            name: torch.optim.Adam(models[name].parameters(), 0.002) for name in models
+        }
         self.batches = None
 
     def run_step(self):
@@ -38,7 +40,10 @@ class GANTrainer(TrainerBase):
         real = torch.stack(next(self.batches))
         fake = self.models["generator"](torch.randn(len(real), 4))
         judge = self.models["discriminator"]
-        self.update("discriminator", (judge(fake.detach()) - judge(real)).mean() + judge(real).square().mean())
+        self.update(
+            "discriminator",
+            (judge(fake.detach()) - judge(real)).mean() + judge(real).square().mean(),
+        )
         self.update("generator", -judge(fake).mean())
 
     def update(self, name, loss):
@@ -49,7 +54,11 @@ class GANTrainer(TrainerBase):
 
     def state_dict(self):
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-        return {**super().state_dict(), "optimizers": optimizers, "data": self.data_loader.state_dict()}
+        return {
+            **super().state_dict(),
+            "optimizers": optimizers,
+            "data": self.data_loader.state_dict(),
+        }
 
 
 def train_gan(folder):
@@ -58,11 +67,15 @@ def train_gan(folder):
     discriminator = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
     models = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
     points = [torch.tensor([x / 50, (x / 50) ** 2]) for x in range(100)]
-    loader = build_batch_data_loader(points, TrainingSampler(len(points), seed=0), 16, num_workers=0)
+    loader = build_batch_data_loader(
+        points, TrainingSampler(len(points), seed=0), 16, num_workers=0
+    )
     trainer = GANTrainer(models, loader)
     checkpointer = Checkpointer(models, folder, trainer=trainer)
     writers = [JSONWriter(os.path.join(folder, "metrics.json"))]
-    trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 50), hooks.PeriodicWriter(writers, 10)])
+    trainer.register_hooks(
+        [hooks.PeriodicCheckpointer(checkpointer, 50), hooks.PeriodicWriter(writers, 10)]
+    )
     trainer.train(0, 100)
 
 

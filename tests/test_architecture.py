@@ -59,10 +59,39 @@ LATE_IMPORTS = {
     "trainkit.utils.logger": "tabulate takes a third as long to import as the rest of trainkit",
 }
 
-PURE = {"compile", "copy", "frozenset", "getLogger", "int", "list", "local", "object", "split", "tuple", "type"}
-PURE |= {"_by_name", "_of_step", "_point", "attrgetter", "count", "field", "forwarded", "itemgetter", "property"}
+PURE = {
+    "compile",
+    "copy",
+    "frozenset",
+    "getLogger",
+    "int",
+    "list",
+    "local",
+    "object",
+    "split",
+    "tuple",
+    "type",
+}
+PURE |= {
+    "_by_name",
+    "_of_step",
+    "_point",
+    "attrgetter",
+    "count",
+    "field",
+    "forwarded",
+    "itemgetter",
+    "property",
+}
 PURE |= {"names_on_demand", "startswith", "staticmethod", "timedelta", "vars"}
-JOBS = ("charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text")  # not capabilities
+JOBS = (
+    "charlm",
+    "digits",
+    "segmentation",
+    "selfsup",
+    "trainkit_selfsup",
+    "vision_text",
+)  # not capabilities
 
 
 class Sources:
@@ -70,15 +99,27 @@ class Sources:
 
     def __init__(self, root, packages):
         files = [file for package in packages for file in sorted((root / package).rglob("*.py"))]
-        files = [file for file in files if file.parent.name not in ("configs", "tests")]  # LazyConfig runs the former
-        self.trees = {self._name(file.relative_to(root)): ast.parse(file.read_text()) for file in files}
-        self.packages = {self._name(file.relative_to(root)) for file in files if file.name == "__init__.py"}
+        files = [
+            file for file in files if file.parent.name not in ("configs", "tests")
+        ]  # LazyConfig runs the former
+        self.trees = {
+            self._name(file.relative_to(root)): ast.parse(file.read_text()) for file in files
+        }
+        self.packages = {
+            self._name(file.relative_to(root)) for file in files if file.name == "__init__.py"
+        }
 
     @staticmethod
     def _name(path):
         parts = path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts
-        name = ".".join(parts).removeprefix("projects." if "trainkit_selfsup" in parts else "")  # as it is installed
-        return f"trainkit.{name}" if parts[0] == "projects" and len(path.parts) > 2 and parts[1] not in JOBS else name
+        name = ".".join(parts).removeprefix(
+            "projects." if "trainkit_selfsup" in parts else ""
+        )  # as it is installed
+        return (
+            f"trainkit.{name}"
+            if parts[0] == "projects" and len(path.parts) > 2 and parts[1] not in JOBS
+            else name
+        )
 
     def imports(self, module):
         """The modules of ours that ``module`` names in an import; a package stands for its ``__init__``."""
@@ -86,7 +127,9 @@ class Sources:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name in self.trees)
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{module} has a relative import; write the module's full name"
+                assert node.level == 0, (
+                    f"{module} has a relative import; write the module's full name"
+                )
                 for alias in node.names:
                     submodule = f"{node.module}.{alias.name}"
                     if submodule in self.trees or node.module in self.trees:
@@ -117,7 +160,10 @@ def upward_imports(sources):
         for target in sources.imports(module):
             here, there = part_of(module), part_of(target)
             if here is None or there is None:
-                if (module, target) != ("trainkit.utils.collect_env", "trainkit"):  # it reports the version
+                if (module, target) != (
+                    "trainkit.utils.collect_env",
+                    "trainkit",
+                ):  # it reports the version
                     yield f"{module} imports {target}, one of which is in no layer"
             elif here != there and here[0] <= there[0]:
                 yield f"{module} imports {target}, which is not below it"
@@ -132,7 +178,9 @@ def own_package_imports(sources):
 
 def import_cycle(sources):
     try:
-        graphlib.TopologicalSorter({module: set(sources.executed(module)) for module in sources.trees}).prepare()
+        graphlib.TopologicalSorter(
+            {module: set(sources.executed(module)) for module in sources.trees}
+        ).prepare()
     except graphlib.CycleError as error:
         return " <- ".join(error.args[1])
     return None
@@ -147,9 +195,9 @@ def late_imports(sources):
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     yield f"{module}.{function.name} has an import inside"
         for node in ast.walk(tree):
-            names_importer = (isinstance(node, ast.Attribute) and node.attr in ("import_module", "__import__")) or (
-                isinstance(node, ast.Name) and node.id in ("import_module", "__import__")
-            )
+            names_importer = (
+                isinstance(node, ast.Attribute) and node.attr in ("import_module", "__import__")
+            ) or (isinstance(node, ast.Name) and node.id in ("import_module", "__import__"))
             if names_importer and module not in LATE_IMPORTS:
                 yield f"{module} imports by name and is not in LATE_IMPORTS"
 
@@ -157,11 +205,20 @@ def late_imports(sources):
 def effects_at_import(module, tree):
     """Statements of the module and its classes that do more than define a name of the module."""
     definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    in_classes = [statement for node in definitions if isinstance(node, ast.ClassDef) for statement in node.body]
+    in_classes = [
+        statement
+        for node in definitions
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+    ]
     own = {node.name for node in definitions}
     for statement in [*tree.body, *in_classes]:
         if isinstance(statement, ast.Assign | ast.AnnAssign | ast.For):
-            own |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            own |= {
+                n.id
+                for n in ast.walk(statement)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
     for statement in [*tree.body, *in_classes]:
         if not _defines(statement, own):
             yield f"{module}:{statement.lineno}: {ast.unparse(statement).splitlines()[0]}"
@@ -169,7 +226,14 @@ def effects_at_import(module, tree):
 
 def _defines(statement, own):
     match statement:
-        case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Pass():
+        case (
+            ast.Import()
+            | ast.ImportFrom()
+            | ast.FunctionDef()
+            | ast.AsyncFunctionDef()
+            | ast.ClassDef()
+            | ast.Pass()
+        ):
             return True
         case ast.Delete(targets=[ast.Name()]):  # of a name of the module
             return True
@@ -177,13 +241,21 @@ def _defines(statement, own):
             return True
         case ast.If(test=test):
             return ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
-        case ast.For(iter=ast.Tuple(elts=elements), target=ast.Name()):  # the same for several objects of the module
-            return all(_root(element) in own for element in elements) and all(_defines(s, own) for s in statement.body)
-        case ast.Expr(value=ast.Call(func=ast.Attribute() as method) as call):  # such as a registration
+        case ast.For(
+            iter=ast.Tuple(elts=elements), target=ast.Name()
+        ):  # the same for several objects of the module
+            return all(_root(element) in own for element in elements) and all(
+                _defines(s, own) for s in statement.body
+            )
+        case ast.Expr(
+            value=ast.Call(func=ast.Attribute() as method) as call
+        ):  # such as a registration
             return _root(method) in own and all(map(_is_pure, _calls(*call.args, *call.keywords)))
         case ast.Assign(targets=targets, value=value):
             targets = [part for target in targets for part in getattr(target, "elts", [target])]
-            return all(_root(target) in own for target in targets) and all(map(_is_pure, _calls(value)))
+            return all(_root(target) in own for target in targets) and all(
+                map(_is_pure, _calls(value))
+            )
         case ast.AugAssign(target=ast.Name(id=name), value=value):  # a longer __all__
             return name in own and all(map(_is_pure, _calls(value)))
         case ast.AnnAssign(target=target, value=value):
@@ -213,7 +285,11 @@ def sources():
 
 
 def test_imports_run_one_way_without_a_cycle_or_the_package_that_a_module_is_in(sources):
-    assert {"trainkit.utils.events.storage", "tools.train_net", "trainkit.projects.graph.trainer"} <= {*sources.trees}
+    assert {
+        "trainkit.utils.events.storage",
+        "tools.train_net",
+        "trainkit.projects.graph.trainer",
+    } <= {*sources.trees}
     assert [module for module in sources.trees if part_of(module) is None] == ["trainkit"]
     assert [*upward_imports(sources), *own_package_imports(sources)] == []
     assert import_cycle(sources) is None
@@ -227,16 +303,31 @@ def test_nothing_happens_at_import(sources):
     trees = {
         module: tree
         for module, tree in sources.trees.items()
-        if module.split(".")[0] in ("trainkit", "trainkit_selfsup") and module != "trainkit.projects"  # see there
+        if module.split(".")[0] in ("trainkit", "trainkit_selfsup")
+        and module != "trainkit.projects"  # see there
     }
-    assert [effect for module, tree in trees.items() for effect in effects_at_import(module, tree)] == []
+    assert [
+        effect for module, tree in trees.items() for effect in effects_at_import(module, tree)
+    ] == []
 
 
 @pytest.fixture
 def write(tmp_path):
     def write(files):
-        folders = ["", "utils/", "config/", "data/", "evaluation/", "solver/", "engine/", "engine/hooks/"]
-        for name, text in {**{f"trainkit/{folder}__init__.py": "" for folder in folders}, **files}.items():
+        folders = [
+            "",
+            "utils/",
+            "config/",
+            "data/",
+            "evaluation/",
+            "solver/",
+            "engine/",
+            "engine/hooks/",
+        ]
+        for name, text in {
+            **{f"trainkit/{folder}__init__.py": "" for folder in folders},
+            **files,
+        }.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -246,7 +337,9 @@ def write(tmp_path):
 
 
 def test_an_import_that_does_not_run_downwards_is_found(write):
-    files = dict.fromkeys(["trainkit/config/config.py", "trainkit/evaluation/b.py", "trainkit/engine/metrics.py"], "")
+    files = dict.fromkeys(
+        ["trainkit/config/config.py", "trainkit/evaluation/b.py", "trainkit/engine/metrics.py"], ""
+    )
     for module, line in (
         ("utils/a", "from trainkit.config import config"),
         ("data/build", "from trainkit.evaluation.b import x"),
@@ -268,7 +361,10 @@ def test_a_cycle_and_an_import_of_the_own_package_are_found(write):
     }
     assert import_cycle(write(files)) is not None
     assert import_cycle(write({**files, "trainkit/utils/b.py": "import torch"})) is None
-    assert len(list(own_package_imports(write({"trainkit/data/c.py": "from trainkit.data import x"})))) == 1
+    assert (
+        len(list(own_package_imports(write({"trainkit/data/c.py": "from trainkit.data import x"}))))
+        == 1
+    )
 
 
 def test_a_late_import_and_an_effect_at_import_are_found(write):

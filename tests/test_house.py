@@ -12,13 +12,42 @@ from tests.capability_names import imported_projects, names_of_capabilities
 
 ROOT = Path(__file__).parents[1]
 
-JOBS = {"digits", "segmentation", "selfsup", "charlm", "vision_text", "trainkit_selfsup"}  # users of the public names
-CAPABILITIES = sorted(file.parent.name for file in ROOT.glob("projects/*/__init__.py") if file.parent.name not in JOBS)
+JOBS = {
+    "digits",
+    "segmentation",
+    "selfsup",
+    "charlm",
+    "vision_text",
+    "trainkit_selfsup",
+}  # users of the public names
+CAPABILITIES = sorted(
+    file.parent.name for file in ROOT.glob("projects/*/__init__.py") if file.parent.name not in JOBS
+)
 TABLE = "trainkit/utils/plugins.py"  # the one place that names capabilities
-CORE_TESTS = ["engine/test_train_loop.py", "engine/test_defaults.py", "checkpoint/test_checkpointer.py"]
+CORE_TESTS = [
+    "engine/test_train_loop.py",
+    "engine/test_defaults.py",
+    "checkpoint/test_checkpointer.py",
+]
 
-OPTIONAL_PACKAGES = {"tensorboard", "omegaconf", "cloudpickle", "hydra", "matplotlib", "plotly", "wandb"}
-OPTIONAL_PACKAGES |= {"safetensors", "onnx", "mlflow", "torchvision", "timm", "transformers", "pytest"}
+OPTIONAL_PACKAGES = {
+    "tensorboard",
+    "omegaconf",
+    "cloudpickle",
+    "hydra",
+    "matplotlib",
+    "plotly",
+    "wandb",
+}
+OPTIONAL_PACKAGES |= {
+    "safetensors",
+    "onnx",
+    "mlflow",
+    "torchvision",
+    "timm",
+    "transformers",
+    "pytest",
+}
 LOADED_PACKAGES = """
 from trainkit.engine import SimpleTrainer
 import sys
@@ -35,9 +64,15 @@ print(trainkit.__file__)
 
 def sources(*folders):
     """The modules below some folders, without tests and without what belongs to ``trainkit.projects``."""
-    files = [file.relative_to(ROOT) for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        file.relative_to(ROOT)
+        for folder in folders
+        for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
     files = [file for file in files if file.parts[:2] != ("trainkit", "projects")]
-    return [file for file in files if "tests" not in file.parts and not file.stem.startswith("test_")]
+    return [
+        file for file in files if "tests" not in file.parts and not file.stem.startswith("test_")
+    ]
 
 
 def parsed(files):
@@ -45,13 +80,17 @@ def parsed(files):
 
 
 def test_nothing_in_the_core_imports_a_project():
-    found = {file: set(imported_projects(tree)) for file, tree in parsed(sources("trainkit")).items()}
+    found = {
+        file: set(imported_projects(tree)) for file, tree in parsed(sources("trainkit")).items()
+    }
     assert {file: names for file, names in found.items() if names} == {}
 
 
 def test_nothing_in_the_core_is_named_after_a_capability():
     trees = parsed(sources("trainkit"))
-    found = {file: names_of_capabilities(file, tree) for file, tree in trees.items() if file != TABLE}
+    found = {
+        file: names_of_capabilities(file, tree) for file, tree in trees.items() if file != TABLE
+    }
     assert {file: names for file, names in found.items() if names} == {}
 
 
@@ -60,8 +99,14 @@ def test_a_name_of_a_capability_and_an_import_of_a_project_are_found():
         ("class GraphTrainer: pass", {"GraphTrainer"}),
         ("class A:\n    logical_ranks: int = 0\n    lars = 1", {"logical_ranks", "lars"}),
         ("def save(path, *, to_s3=False): pass", {"to_s3"}),
-        ("class A:\n    def f(self): self._fsdp = cfg.SOLVER.LAYER_DECAY", {"_fsdp", "LAYER_DECAY"}),
-        ("import os\nos.fork()\nparagraph = biological_layer = tensor = decay_of_layer = 'fork'", set()),
+        (
+            "class A:\n    def f(self): self._fsdp = cfg.SOLVER.LAYER_DECAY",
+            {"_fsdp", "LAYER_DECAY"},
+        ),
+        (
+            "import os\nos.fork()\nparagraph = biological_layer = tensor = decay_of_layer = 'fork'",
+            set(),
+        ),
     ):
         assert names_of_capabilities("trainkit/a.py", ast.parse(text)) == names
     for text, imports in (
@@ -77,13 +122,21 @@ def test_a_name_of_a_capability_and_an_import_of_a_project_are_found():
 def test_the_core_passes_its_tests_without_a_capability(capability, tmp_path):
     for name in ("trainkit", "tests", "tools", "projects"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py"):  # with the latter the copy is a checkout, which has projects
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+    ):  # with the latter the copy is a checkout, which has projects
         shutil.copy(ROOT / name, tmp_path)
     shutil.rmtree(tmp_path / "projects" / capability)
-    modules = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in sources("trainkit")]
+    modules = [
+        ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+        for file in sources("trainkit")
+    ]
     tests = [f"tests/{name}" for name in CORE_TESTS]
     imported = run("-c", IMPORT_ALL, *modules, cwd=tmp_path)
-    tested = run("-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests, cwd=tmp_path)
+    tested = run(
+        "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests, cwd=tmp_path
+    )
     assert imported.returncode == 0, imported.stderr
     assert imported.stdout == f"{tmp_path / 'trainkit/__init__.py'}\n"
     assert tested.returncode == 0, tested.stdout

@@ -15,7 +15,9 @@ def test_a_mutant_is_another_program():
     for mutant in [*mutants("data")][::10]:
         source = (ROOT / mutant["file"]).read_bytes()
         changed = mutated(source, mutant)
-        assert len(changed) - len(source) == len(mutant["after"].encode()) - len(mutant["before"].encode())
+        assert len(changed) - len(source) == len(mutant["after"].encode()) - len(
+            mutant["before"].encode()
+        )
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
 
 

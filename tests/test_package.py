@@ -28,7 +28,9 @@ print(json.dumps([trainkit.__version__, importlib.metadata.version("trainkit"), 
 
 
 def pip(*arguments):
-    done = subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -54,7 +56,10 @@ def source(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif("pip" not in packages_distributions(), reason="needs pip")
 def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path):
-    sources = {"trainkit": source / "trainkit", "trainkit_selfsup": source / "projects/trainkit_selfsup"}
+    sources = {
+        "trainkit": source / "trainkit",
+        "trainkit_selfsup": source / "projects/trainkit_selfsup",
+    }
     expected = {package: files_below(folder) - {"README.md"} for package, folder in sources.items()}
     for name in CAPABILITIES:
         code = {
@@ -63,14 +68,20 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
             if file.endswith(".py") and not {"tests", "configs"} & {*PurePosixPath(file).parts}
         }
         expected["trainkit"] |= {f"projects/{name}/{file}" for file in code}
-    pip("wheel", "--no-deps", "--wheel-dir", tmp_path, source)  # pip gets setuptools, into an environment of its own
+    pip(
+        "wheel", "--no-deps", "--wheel-dir", tmp_path, source
+    )  # pip gets setuptools, into an environment of its own
     [wheel] = tmp_path.glob("*.whl")
     shutil.rmtree(source)
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", tmp_path / "site", wheel)
 
     assert wheel.name == "trainkit-9.8.7-py3-none-any.whl"
     paths = [PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()]
-    assert {path.parts[0] for path in paths} == {"trainkit", "trainkit_selfsup", "trainkit-9.8.7.dist-info"}
+    assert {path.parts[0] for path in paths} == {
+        "trainkit",
+        "trainkit_selfsup",
+        "trainkit-9.8.7.dist-info",
+    }
     assert {"py.typed", "engine/train_loop.py"} < expected["trainkit"]
     assert {"py.typed", "odc.py"} < expected["trainkit_selfsup"]
     assert {package: files_below(tmp_path / "site" / package) for package in expected} == expected
@@ -78,7 +89,10 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
     modules = ["trainkit", "trainkit.engine", "trainkit_selfsup"]
     modules += [f"trainkit.projects.{name}" for name in CAPABILITIES]
     done = subprocess.run(
-        [sys.executable, "-I", "-c", USE, tmp_path / "site", *modules], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-I", "-c", USE, tmp_path / "site", *modules],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
     version, version_of_metadata, places = json.loads(done.stdout)

@@ -11,62 +11,248 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-JOBS = ["charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"]  # not capabilities
+JOBS = [
+    "charlm",
+    "digits",
+    "segmentation",
+    "selfsup",
+    "trainkit_selfsup",
+    "vision_text",
+]  # not capabilities
 
 PUBLIC = {
     "trainkit.checkpoint": {
-        *("Checkpointer", "CheckpointError", "CheckpointFormat", "CheckpointStore", "FORMAT_REGISTRY"),
+        *(
+            "Checkpointer",
+            "CheckpointError",
+            "CheckpointFormat",
+            "CheckpointStore",
+            "FORMAT_REGISTRY",
+        ),
         *("load_trusted_pickle", "PeriodicCheckpointer", "STORE_REGISTRY"),
     },
     "trainkit.config": {
-        *("CfgNode", "check_values", "choose", "ConfigError", "configurable", "Epochs", "get_cfg", "global_cfg"),
-        *("import_modules", "instantiate", "LazyCall", "LazyConfig", "LENGTH_KEYS", "parse_length", "prepare_projects"),
+        *(
+            "CfgNode",
+            "check_values",
+            "choose",
+            "ConfigError",
+            "configurable",
+            "Epochs",
+            "get_cfg",
+            "global_cfg",
+        ),
+        *(
+            "import_modules",
+            "instantiate",
+            "LazyCall",
+            "LazyConfig",
+            "LENGTH_KEYS",
+            "parse_length",
+            "prepare_projects",
+        ),
         *("resolve_lengths", "scale_lr_to_batch", "scale_workers", "set_global_cfg"),
     },
     "trainkit.data": {
-        *("build_batch_data_loader", "build_test_loader", "build_train_loader", "build_transform", "CombinedLoader"),
-        *("DatasetCatalog", "DatasetFromList", "GroupedBatchSampler", "InferenceSampler", "InfiniteSampler"),
-        *("iters_per_epoch", "MapDataset", "Metadata", "MetadataCatalog", "RandomSubsetTrainingSampler"),
-        *("RepeatFactorTrainingSampler", "ResumableLoader", "resume_obstacle", "SAMPLER_REGISTRY", "ToIterableDataset"),
-        *("TrainingSampler", "TRANSFORM_REGISTRY", "trivial_batch_collator", "worker_init_reset_seed"),
+        *(
+            "build_batch_data_loader",
+            "build_test_loader",
+            "build_train_loader",
+            "build_transform",
+            "CombinedLoader",
+        ),
+        *(
+            "DatasetCatalog",
+            "DatasetFromList",
+            "GroupedBatchSampler",
+            "InferenceSampler",
+            "InfiniteSampler",
+        ),
+        *(
+            "iters_per_epoch",
+            "MapDataset",
+            "Metadata",
+            "MetadataCatalog",
+            "RandomSubsetTrainingSampler",
+        ),
+        *(
+            "RepeatFactorTrainingSampler",
+            "ResumableLoader",
+            "resume_obstacle",
+            "SAMPLER_REGISTRY",
+            "ToIterableDataset",
+        ),
+        *(
+            "TrainingSampler",
+            "TRANSFORM_REGISTRY",
+            "trivial_batch_collator",
+            "worker_init_reset_seed",
+        ),
     },
     "trainkit.data.samplers": {"InferenceSampler", "InfiniteSampler", "TrainingSampler"},
     "trainkit.engine": {
-        *("AMPTrainer", "create_ddp_model", "default_argument_parser", "default_setup", "DEFAULT_TIMEOUT"),
-        *("default_writers", "DefaultPredictor", "DefaultTrainer", "EvaluationRun", "fast_dev_config"),
-        *("GraphAMPTrainer", "GraphTrainer", "HookBase", "hooks", "is_restarted", "launch", "Priority", "run"),
+        *(
+            "AMPTrainer",
+            "create_ddp_model",
+            "default_argument_parser",
+            "default_setup",
+            "DEFAULT_TIMEOUT",
+        ),
+        *(
+            "default_writers",
+            "DefaultPredictor",
+            "DefaultTrainer",
+            "EvaluationRun",
+            "fast_dev_config",
+        ),
+        *(
+            "GraphAMPTrainer",
+            "GraphTrainer",
+            "HookBase",
+            "hooks",
+            "is_restarted",
+            "launch",
+            "Priority",
+            "run",
+        ),
         *("SimpleTrainer", "TrainerBase", "user_errors_exit"),
     },
     "trainkit.engine.hooks": {
-        *("AccumulationSchedule", "AutogradProfiler", "BestCheckpointer", "BestCheckpoints", "CallbackHook"),
-        *("check_period", "CheckFiniteLoss", "ConfiguredHooks", "CopyAhead", "EarlyStopping", "EMAHook", "EmptyCache"),
-        *("EvalHook", "FinalEvalHook", "Freeze", "GarbageCollection", "GradNorm", "HOOK_REGISTRY", "HookBase"),
-        *("is_due", "is_due_epoch", "is_last", "is_nth", "IterationTimer", "LRScheduler", "MemorySnapshot"),
-        *("ParamScheduler", "PeriodicCheckpointer", "PeriodicWriter", "PreciseBN", "Priority", "PublishWeights"),
-        *("ReduceOnPlateau", "RuntimeInfo", "SamplerSeed", "SyncBuffers", "Throughput", "TimeLimit"),
-        *("TorchMemoryStats", "TorchProfiler", "UnusedParameters", "VisualizationHook", "VISUALIZER_REGISTRY"),
+        *(
+            "AccumulationSchedule",
+            "AutogradProfiler",
+            "BestCheckpointer",
+            "BestCheckpoints",
+            "CallbackHook",
+        ),
+        *(
+            "check_period",
+            "CheckFiniteLoss",
+            "ConfiguredHooks",
+            "CopyAhead",
+            "EarlyStopping",
+            "EMAHook",
+            "EmptyCache",
+        ),
+        *(
+            "EvalHook",
+            "FinalEvalHook",
+            "Freeze",
+            "GarbageCollection",
+            "GradNorm",
+            "HOOK_REGISTRY",
+            "HookBase",
+        ),
+        *(
+            "is_due",
+            "is_due_epoch",
+            "is_last",
+            "is_nth",
+            "IterationTimer",
+            "LRScheduler",
+            "MemorySnapshot",
+        ),
+        *(
+            "ParamScheduler",
+            "PeriodicCheckpointer",
+            "PeriodicWriter",
+            "PreciseBN",
+            "Priority",
+            "PublishWeights",
+        ),
+        *(
+            "ReduceOnPlateau",
+            "RuntimeInfo",
+            "SamplerSeed",
+            "SyncBuffers",
+            "Throughput",
+            "TimeLimit",
+        ),
+        *(
+            "TorchMemoryStats",
+            "TorchProfiler",
+            "UnusedParameters",
+            "VisualizationHook",
+            "VISUALIZER_REGISTRY",
+        ),
     },
     "trainkit.evaluation": {
-        *("build_evaluator", "ClassificationEvaluator", "DatasetEvaluator", "DatasetEvaluators", "EVALUATOR_REGISTRY"),
-        *("flatten_results_dict", "inference_context", "inference_on_dataset", "LossEvaluator", "observe_inference"),
+        *(
+            "build_evaluator",
+            "ClassificationEvaluator",
+            "DatasetEvaluator",
+            "DatasetEvaluators",
+            "EVALUATOR_REGISTRY",
+        ),
+        *(
+            "flatten_results_dict",
+            "inference_context",
+            "inference_on_dataset",
+            "LossEvaluator",
+            "observe_inference",
+        ),
         *("print_csv_format", "SemSegEvaluator", "verify_results"),
     },
     "trainkit.solver": {
-        *("build_gradient_clipper", "build_layer_decay", "build_lr_scheduler", "build_optimizer", "build_param_groups"),
-        *("build_schedule", "CombinedOptimizer", "describe_param_groups", "get_default_optimizer_params"),
+        *(
+            "build_gradient_clipper",
+            "build_layer_decay",
+            "build_lr_scheduler",
+            "build_optimizer",
+            "build_param_groups",
+        ),
+        *(
+            "build_schedule",
+            "CombinedOptimizer",
+            "describe_param_groups",
+            "get_default_optimizer_params",
+        ),
         *("GradientClipper", "GradientClipType", "KeepLastValue", "LARS", "LAYER_DEPTH_REGISTRY"),
-        *("LR_SCHEDULER_BUILDER_REGISTRY", "LRFunction", "LRMultiplier", "maybe_add_gradient_clipping"),
+        *(
+            "LR_SCHEDULER_BUILDER_REGISTRY",
+            "LRFunction",
+            "LRMultiplier",
+            "maybe_add_gradient_clipping",
+        ),
         *("OPTIMIZER_BUILDER_REGISTRY", "OPTIMIZER_REGISTRY", "PARAM_GROUP_REGISTRY", "ParamRules"),
-        *("reduce_param_groups", "SCHEDULE_REGISTRY", "ScheduledLR", "schedules", "start_momentum", "WarmupCosineLR"),
+        *(
+            "reduce_param_groups",
+            "SCHEDULE_REGISTRY",
+            "ScheduledLR",
+            "schedules",
+            "start_momentum",
+            "WarmupCosineLR",
+        ),
         *("WarmupMultiStepLR", "WarmupParamScheduler"),
     },
     "trainkit.utils.events": {
-        *("CommonMetricPrinter", "CSVWriter", "estimate_eta_sec", "EventStorage", "EventWriter", "get_event_storage"),
-        *("has_event_storage", "HistoryBuffer", "JSONWriter", "MLflowWriter", "ProgressBar", "TensorboardXWriter"),
+        *(
+            "CommonMetricPrinter",
+            "CSVWriter",
+            "estimate_eta_sec",
+            "EventStorage",
+            "EventWriter",
+            "get_event_storage",
+        ),
+        *(
+            "has_event_storage",
+            "HistoryBuffer",
+            "JSONWriter",
+            "MLflowWriter",
+            "ProgressBar",
+            "TensorboardXWriter",
+        ),
         *("WandbWriter", "WRITER_REGISTRY"),
     },
     "trainkit.projects.replay": {"replay", "Replay", "replay_range"},
-    "trainkit_selfsup": {"DeepClusterHook", "DenseCLHook", "ODCHook", "ODCMemory", "SimSiamHook", "SwAVHook"},
+    "trainkit_selfsup": {
+        "DeepClusterHook",
+        "DenseCLHook",
+        "ODCHook",
+        "ODCMemory",
+        "SimSiamHook",
+        "SwAVHook",
+    },
 }
 
 
@@ -88,7 +274,8 @@ def imported(file):
 def test_jobs_use_what_is_public_or_on_the_pages_of_the_reference():
     """Modules of ``trainkit.utils`` have pages; what else is public says a package's ``__all__``."""
     documented = re.findall(
-        r"auto(?:module|function):: (trainkit\.utils\.\w+)", (ROOT / "docs/api/utils.rst").read_text()
+        r"auto(?:module|function):: (trainkit\.utils\.\w+)",
+        (ROOT / "docs/api/utils.rst").read_text(),
     )
     documented += ["trainkit", "trainkit.modeling", "trainkit.utils", "trainkit.utils.comm"]
     files = [file for job in JOBS for file in (ROOT / "projects" / job).rglob("*.py")]
@@ -110,9 +297,22 @@ def test_importing_takes_no_optional_or_slow_package_and_warns_of_nothing():
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (run.returncode, run.stderr) == (0, "")
-    unwanted = {"tensorboard", "matplotlib", "omegaconf", "hydra", "sklearn", "scipy", "PIL", "pandas"}
+    unwanted = {
+        "tensorboard",
+        "matplotlib",
+        "omegaconf",
+        "hydra",
+        "sklearn",
+        "scipy",
+        "PIL",
+        "pandas",
+    }
     unwanted |= {"wandb", "mlflow"}
     assert unwanted & set(run.stdout.split()) == set()

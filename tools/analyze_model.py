@@ -49,7 +49,9 @@ def sample_batch(cfg: CfgNode, trainer: type[DefaultTrainer] = DefaultTrainer) -
     """
     names = [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL]
     if not names:
-        raise ConfigError("DATASETS.TEST names no dataset to take a sample from; give the --input-shape")
+        raise ConfigError(
+            "DATASETS.TEST names no dataset to take a sample from; give the --input-shape"
+        )
     cfg = cfg.clone()
     cfg.defrost()
     cfg.TEST.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS = 1, 0
@@ -65,11 +67,15 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
     sample: dict[str, Tensor] = {}
     for name, shape in shapes:
         if name in sample:
-            raise ConfigError(f"--input-shape: the name {name!r} is given twice; give each name one shape")
+            raise ConfigError(
+                f"--input-shape: the name {name!r} is given twice; give each name one shape"
+            )
         sample[name] = torch.zeros(shape)
     bare = sample.get("")
     if bare is not None and len(sample) > 1:
-        raise ConfigError("--input-shape: a sample is one tensor or has names for all, got both; give all a name")
+        raise ConfigError(
+            "--input-shape: a sample is one tensor or has names for all, got both; give all a name"
+        )
     if cfg.DATALOADER.COLLATE == "list":
         return [sample if bare is None else bare]
     return {name: value[None] for name, value in sample.items()} if bare is None else bare[None]
@@ -99,10 +105,16 @@ class Counts:
         own = _count(model, batch if device is None else move_to_device(batch, device))
         called, names = [*own[0]], [name for name, _ in model.named_modules()]
         self.flops, self.activations = (
-            {name: number for name in names if (number := sum(n for inner, n in counts.items() if _is_in(inner, name)))}
+            {
+                name: number
+                for name in names
+                if (number := sum(n for inner, n in counts.items() if _is_in(inner, name)))
+            }
             for counts in own
         )
-        self.not_called = sorted(name for name in names if not any(_is_in(inner, name) for inner in called))
+        self.not_called = sorted(
+            name for name in names if not any(_is_in(inner, name) for inner in called)
+        )
         self.uncounted = Counter(
             type(module).__name__
             for name, module in model.named_modules()
@@ -117,13 +129,18 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
         ConfigError: the model does not accept the batch.
     """
     flops = FlopCounterMode(display=False)
-    activations = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(flops.flop_registry, _num_values))
+    activations = FlopCounterMode(
+        display=False, custom_mapping=dict.fromkeys(flops.flop_registry, _num_values)
+    )
     own: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     running: list[str] = []  # the innermost module is the last one
 
     def settle() -> None:
         """Give everything that was counted since the last call to the innermost module."""
-        totals = flops.get_total_flops() // 2, activations.get_total_flops()  # torch counts a multiply-add as two
+        totals = (
+            flops.get_total_flops() // 2,
+            activations.get_total_flops(),
+        )  # torch counts a multiply-add as two
         for counts, total in zip(own, totals, strict=True):
             counts[running[-1]] += total - counts.total()
 
@@ -145,14 +162,18 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
         )
     ]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # otherwise an encoder layer is one operator, which is not counted
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # otherwise an encoder layer is one operator, which is not counted
     try:
         # attention as two matrix products: not all versions of torch count its other kernels
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:
             model(batch)
     except Exception as error:  # a model may raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ConfigError(f"the model does not take the input {_describe(batch)}: {reason}") from error
+        raise ConfigError(
+            f"the model does not take the input {_describe(batch)}: {reason}"
+        ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for hook in hooks:
@@ -192,7 +213,10 @@ def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
         if name.count(".") + bool(name) > depth:
             continue
         trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        sizes = [sum(map(Tensor.numel, tensors)) for tensors in (module.parameters(), trainable, module.buffers())]
+        sizes = [
+            sum(map(Tensor.numel, tensors))
+            for tensors in (module.parameters(), trainable, module.buffers())
+        ]
         counted = [_number(found.get(name, 0)) for found in (counts.flops, counts.activations)]
         if name in counts.not_called:
             counted = ["-", "-"]
@@ -225,7 +249,11 @@ def main(args: argparse.Namespace) -> None:
             cfg.MODEL.DEVICE = "cpu"  # the counts are the same
         cfg.freeze()
         trainer = find_trainer(cfg, args.script)
-        batch = batch_of_shapes(cfg, args.input_shape) if args.input_shape else sample_batch(cfg, trainer)
+        batch = (
+            batch_of_shapes(cfg, args.input_shape)
+            if args.input_shape
+            else sample_batch(cfg, trainer)
+        )
         if args.memory:
             print(report_memory(estimate_memory(cfg, trainer, batch, args.memory), args.memory))
         else:
@@ -240,9 +268,16 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="a config; also the config.yaml of a run")
+    parser.add_argument(
+        "--config-file",
+        required=True,
+        metavar="FILE",
+        help="a config; also the config.yaml of a run",
+    )
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
-    parser.add_argument("--depth", type=int, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})")
+    parser.add_argument(
+        "--depth", type=int, default=DEPTH, metavar="N", help=f"levels of modules shown ({DEPTH})"
+    )
     text = "the memory of a training step, of one of so many ranks, in place of the counts"
     parser.add_argument("--memory", type=positive, default=0, metavar="RANKS", help=text)
     parser.add_argument(
@@ -252,7 +287,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="[NAME=]N,N,...",
         help="the shape of one input of the model, float32, instead of the test data; give it once for each name",
     )
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as MODEL.WIDTH 32")
+    parser.add_argument(
+        "opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as MODEL.WIDTH 32"
+    )
     return parser.parse_intermixed_args(arguments)
 
 
@@ -265,5 +302,8 @@ def _named_shape(text: str) -> tuple[str, list[int]]:
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
+    sys.path += [
+        str(ROOT),
+        str(Path.cwd()),
+    ]  # so that IMPORTS can name projects, and modules in the current folder
     main(parse_args())

@@ -25,7 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import averaging, checkpoint, cuda, graph, history, imports, job, loader, peers, ranks, resume, step
+from benchmarks import (
+    averaging,
+    checkpoint,
+    cuda,
+    graph,
+    history,
+    imports,
+    job,
+    loader,
+    peers,
+    ranks,
+    resume,
+    step,
+)
 from benchmarks.measure import Row
 from tabulate import tabulate
 from user_job import positive
@@ -58,9 +71,17 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     rows, others = ",".join(ROWS), ",".join(peers.names())
-    parser.add_argument("--rows", type=partial(_names, "row", ROWS), default=[*ROWS], help=f"some of {rows}")
-    parser.add_argument("--rounds", type=positive, help="this many rounds instead of each row's own number")
-    parser.add_argument("--full", action="store_true", help=f"memory after 10 million steps, not after {FEW_STEPS:,}")
+    parser.add_argument(
+        "--rows", type=partial(_names, "row", ROWS), default=[*ROWS], help=f"some of {rows}"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, help="this many rounds instead of each row's own number"
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help=f"memory after 10 million steps, not after {FEW_STEPS:,}",
+    )
     parser.add_argument(
         "--against",
         type=partial(_names, "peer", peers.names()),
@@ -68,12 +89,20 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         metavar="NAMES",
         help=f"also time other trainers in the step rows: some of {others}; those not installed are left out",
     )
-    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the results to this file")
     parser.add_argument(
-        "--markdown", type=_new_file, metavar="FILE", help="write the results as a part of docs/benchmarks.md"
+        "--json", type=_new_file, metavar="FILE", help="write the results to this file"
     )
     parser.add_argument(
-        "--scratch", type=_folder, metavar="FOLDER", help="a folder on the disk on which saves are measured"
+        "--markdown",
+        type=_new_file,
+        metavar="FILE",
+        help="write the results as a part of docs/benchmarks.md",
+    )
+    parser.add_argument(
+        "--scratch",
+        type=_folder,
+        metavar="FOLDER",
+        help="a folder on the disk on which saves are measured",
     )
     parsed = parser.parse_args(args)
     if parsed.against and "step" not in parsed.rows:
@@ -84,7 +113,9 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
 def _names(kind: str, known: Collection[str], text: str) -> list[str]:
     for name in text.split(","):
         if name not in known:
-            raise argparse.ArgumentTypeError(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"there is no {kind} {name!r}; there are {', '.join(known)}"
+            )
     return text.split(",")
 
 
@@ -92,7 +123,9 @@ def _new_file(text: str) -> Path:
     """A path that is checked at the start: if writing failed at the end, hours would be lost."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}; name a file in a folder that is there and writable")
+        raise argparse.ArgumentTypeError(
+            f"cannot write {text!r}; name a file in a folder that is there and writable"
+        )
     return path
 
 
@@ -105,7 +138,10 @@ def _folder(text: str) -> Path:
 def describe_machine() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     has_gpu = torch.cuda.is_available()
     return {
@@ -140,8 +176,15 @@ def find_peers(names: list[str]) -> dict[str, peers.Maker]:
 
 def as_markdown(record: dict[str, Any], rows: list[Row]) -> str:
     """A part of docs/benchmarks.md."""
-    facts = [["date", record["date"]], ["command", f"`{record['command']}`"], *record["machine"].items()]
-    tables = [tabulate(facts, ["", ""], "github"), tabulate([row.as_texts() for row in rows], HEADERS, "github")]
+    facts = [
+        ["date", record["date"]],
+        ["command", f"`{record['command']}`"],
+        *record["machine"].items(),
+    ]
+    tables = [
+        tabulate(facts, ["", ""], "github"),
+        tabulate([row.as_texts() for row in rows], HEADERS, "github"),
+    ]
     return "\n\n".join(tables) + "\n"
 
 
@@ -162,7 +205,9 @@ def main(args: argparse.Namespace) -> None:
     finally:
         print(tabulate([row.as_texts() for row in rows], HEADERS))
         if args.json is not None:
-            args.json.write_text(json.dumps({**record, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
+            args.json.write_text(
+                json.dumps({**record, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n"
+            )
         if args.markdown is not None:
             args.markdown.write_text(as_markdown(record, rows))
 

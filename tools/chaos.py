@@ -45,7 +45,14 @@ SURE_OF_CHECKPOINT = 14  # the save in this iteration waits for the first save
 
 # These files describe the starts of a run, or hold files that a start moved aside. Clock readings, and lines of
 # metrics.json that hold nothing else, are not compared either.
-UNCOMPARED_FILES = ("log.txt*", "previous_*", "config.yaml", "metrics.json.*", "events.*", "capsule.*")
+UNCOMPARED_FILES = (
+    "log.txt*",
+    "previous_*",
+    "config.yaml",
+    "metrics.json.*",
+    "events.*",
+    "capsule.*",
+)
 
 # point at which a run can be killed -> the activity to which it belongs
 POINTS = {
@@ -65,9 +72,20 @@ POINTS = {
     "after_step, last": "a step",
     "write of metrics": "a write of metrics.json",
 }
-MAX_COUNTS = {"fetch": 4, "evaluation": 3, "write": 4, "a step during a save": 6, "before_train": 3, "after_train": 3}
+MAX_COUNTS = {
+    "fetch": 4,
+    "evaluation": 3,
+    "write": 4,
+    "a step during a save": 6,
+    "before_train": 3,
+    "after_train": 3,
+}
 MAX_COUNTS |= {"write of metrics": 2}
-MAX_COUNTS |= {f"{when} {call}": count for when in ("before", "after") for call, count in (("fsync", 6), ("rename", 3))}
+MAX_COUNTS |= {
+    f"{when} {call}": count
+    for when in ("before", "after")
+    for call, count in (("fsync", 6), ("rename", 3))
+}
 
 # the files that every run has to write
 FILES = ("model_final.pth", "model_best.pth", "last_checkpoint", "finished", "metrics.json")
@@ -133,21 +151,38 @@ class Job:
         self.num_starts += 1
         log = self._args.output_dir / "starts" / f"{self.num_starts:03d}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        start = Start(kill, os.path.basename(Checkpointer(nn.Identity(), folder).get_checkpoint_file()))
+        start = Start(
+            kill, os.path.basename(Checkpointer(nn.Identity(), folder).get_checkpoint_file())
+        )
         # with SEED -1, the first starts of all runs draw the same seed; later starts draw another one, which must have
         # no effect
         entropy = None if start.checkpoint else self._args.seed
         report = log.with_suffix(".jsonl")
-        plan = {"kill": kill and asdict(kill), "without": without, "entropy": entropy, "report": str(report)}
+        plan = {
+            "kill": kill and asdict(kill),
+            "without": without,
+            "entropy": entropy,
+            "report": str(report),
+        }
         processes = kill.processes if kill and kill.processes else self._args.processes
-        options = {"seed": self._args.seed, "config-seed": self._args.config_seed, "processes": processes}
+        options = {
+            "seed": self._args.seed,
+            "config-seed": self._args.config_seed,
+            "processes": processes,
+        }
         options |= {"logical-ranks": self._args.logical_ranks}
         command = [sys.executable, str(JOB), "--resume", "--output-dir", str(folder)]
-        command += itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in options.items())
+        command += itertools.chain.from_iterable(
+            (f"--{name}", str(value)) for name, value in options.items()
+        )
         environment = os.environ | {"TRAINKIT_CHAOS": json.dumps(plan), "OMP_NUM_THREADS": "1"}
         with log.open("w") as output:
             process = subprocess.Popen(
-                command, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                start_new_session=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
             try:
                 start.code = process.wait(TIMEOUT_SEC)
@@ -210,14 +245,20 @@ class Planner:
         first = begin + rng.randint(1, max(2, 2 * (self._num_iters - begin) // (self.num_left + 1)))
         if begin == 0:
             self._num_fresh += 1
-            if 5 * (self._num_fresh + 1) > self._num_kills:  # four of five kills must follow a resume
+            if (
+                5 * (self._num_fresh + 1) > self._num_kills
+            ):  # four of five kills must follow a resume
                 first = max(first, SURE_OF_CHECKPOINT)
                 point = "forward" if point == "before_train" else point
         if self.num_left == 1 and rng.random() < 0.5:
             point = "after_train"
         kill = Kill(point, 0 if point == "before_train" else min(first, self._num_iters - 2))
         kill.count = rng.randint(1, MAX_COUNTS.get(point, 1))
-        kill.processes = rng.choice(self._nums_processes) if self._nums_processes[1:] else self._nums_processes[0]
+        kill.processes = (
+            rng.choice(self._nums_processes)
+            if self._nums_processes[1:]
+            else self._nums_processes[0]
+        )
         kill.rank = 0 if "write" in POINTS.get(point, "") else rng.randrange(kill.processes)
         kill.alone = kill.processes > 1 and rng.random() < 0.3
         return kill
@@ -237,16 +278,23 @@ class Planner:
 def differences(left: Path, right: Path) -> list[str]:
     """The places where two folders of runs differ: files, entries of checkpoints (all bits), lines of metrics.json."""
     found = [
-        f"{name}: absent in {folder}" for folder in (left, right) for name in FILES if not (folder / name).exists()
+        f"{name}: absent in {folder}"
+        for folder in (left, right)
+        for name in FILES
+        if not (folder / name).exists()
     ]
-    found += [f"{path}: a leftover" for folder in (left, right) for path in folder.rglob("*.trainkit-tmp")]
+    found += [
+        f"{path}: a leftover" for folder in (left, right) for path in folder.rglob("*.trainkit-tmp")
+    ]
     return found + list(differing(_contents(left), _contents(right)))
 
 
 def _contents(folder: Path) -> dict[str, Any]:
     """file -> its content"""
     return {
-        path.name: _content(path) for path in sorted(folder.iterdir()) if not any(map(path.match, UNCOMPARED_FILES))
+        path.name: _content(path)
+        for path in sorted(folder.iterdir())
+        if not any(map(path.match, UNCOMPARED_FILES))
     }
 
 
@@ -254,8 +302,14 @@ def _content(path: Path) -> Any:
     if path.suffix == ".pth":
         return torch.load(path, weights_only=True)
     lines = path.read_text().splitlines() if path.is_file() else ["a folder"]
-    rows = [json.loads(line) if line.startswith("{") and line.endswith("}") else line for line in lines]
-    return [row for row in rows if isinstance(row, str) or row.keys() - CLOCK_READINGS - {"iteration", "epoch"}]
+    rows = [
+        json.loads(line) if line.startswith("{") and line.endswith("}") else line for line in lines
+    ]
+    return [
+        row
+        for row in rows
+        if isinstance(row, str) or row.keys() - CLOCK_READINGS - {"iteration", "epoch"}
+    ]
 
 
 def differing(left: Any, right: Any) -> Iterator[str]:
@@ -281,7 +335,9 @@ def kill_and_compare(args: argparse.Namespace) -> list[str]:
     starts: list[Start] = []
     planner = Planner(args, _num_iters_done(reference))
     while not found and not (starts and starts[-1].code == 0 and planner.num_left == 0):
-        if starts and starts[-1].code == 0:  # the run ended before the last kill: another run gets the other kills
+        if (
+            starts and starts[-1].code == 0
+        ):  # the run ended before the last kill: another run gets the other kills
             runs.append(args.output_dir / f"killed_{len(runs) + 1}")
         kill = planner.next(_num_iters_done(runs[-1])) if planner.num_left else None
         starts.append(job.start(runs[-1], kill))
@@ -321,18 +377,27 @@ def _leave_out(args: argparse.Namespace) -> list[str]:
     job = Job(args)
 
     def start(folder: Path, part: str = "", kill: Kill | None = None) -> None:
-        if defects := job.start(folder, kill, part).defects:  # the run has to end, so that it can be compared
+        if defects := job.start(
+            folder, kill, part
+        ).defects:  # the run has to end, so that it can be compared
             raise SystemExit(defects[0])
 
     start(args.output_dir / "reference")
     for number, kill in enumerate(CONTROL_KILLS):
         start(args.output_dir / f"killed_{number}", kill=kill)
-    found = leave_out_and_compare(args.output_dir, start, "" if args.without == "all" else args.without)
+    found = leave_out_and_compare(
+        args.output_dir, start, "" if args.without == "all" else args.without
+    )
     rows = [
-        (part or "nothing", len(lines), lines[0] if lines else NOT_MISSED.get(part)) for part, lines in found.items()
+        (part or "nothing", len(lines), lines[0] if lines else NOT_MISSED.get(part))
+        for part, lines in found.items()
     ]
     print(tabulate(rows, ["without", "differences", "the first, or why there is none"]))
-    return [part or "nothing" for part, lines in found.items() if bool(lines) == (part in ("", *NOT_MISSED))]
+    return [
+        part or "nothing"
+        for part, lines in found.items()
+        if bool(lines) == (part in ("", *NOT_MISSED))
+    ]
 
 
 def _last_checkpoint(folder: Path) -> dict[str, Any]:
@@ -344,25 +409,45 @@ def _num_iters_done(folder: Path) -> int:
     return _last_checkpoint(folder).get("iteration", -1) + 1
 
 
-_HEADER = ("point", "processes", "at or after", "killed at", "in", "resumed from", "starts at", "exit code")
+_HEADER = (
+    "point",
+    "processes",
+    "at or after",
+    "killed at",
+    "in",
+    "resumed from",
+    "starts at",
+    "exit code",
+)
 
 
 def _row(start: Start) -> tuple[Any, ...]:
     kill = start.kill
     where: tuple[Any, ...] = ("none", "", "", "")
     if kill:
-        where = (str(kill), kill.processes, kill.iter, start.killed_at if start.is_hit else "MISSED")
+        where = (
+            str(kill),
+            kill.processes,
+            kill.iter,
+            start.killed_at if start.is_hit else "MISSED",
+        )
     return *where, start.by, start.checkpoint or "-", start.start_iter, start.code
 
 
 def _describe(start: Start) -> str:
     """A line that describes a start; it is printed while the next start runs."""
-    end = f"killed in iteration {start.killed_at}: {start.kill}" if start.is_hit else f"ended with code {start.code}"
+    end = (
+        f"killed in iteration {start.killed_at}: {start.kill}"
+        if start.is_hit
+        else f"ended with code {start.code}"
+    )
     return f"resumed from {start.checkpoint}, {end}" if start.checkpoint else f"started, {end}"
 
 
 def _print_table(starts: list[Start]) -> None:
-    print(tabulate([(number, *_row(start)) for number, start in enumerate(starts, 1)], ["", *_HEADER]))
+    print(
+        tabulate([(number, *_row(start)) for number, start in enumerate(starts, 1)], ["", *_HEADER])
+    )
     hits = [start for start in starts if start.is_hit and start.kill]
     missed = sum(start.kill is not None and not start.is_hit for start in starts)
     places = Counter(POINTS.get(start.kill.point, "the end") for start in hits if start.kill)
@@ -390,14 +475,25 @@ def main(args: argparse.Namespace) -> int:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="chooses the kills and the variant of the job")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="chooses the kills and the variant of the job"
+    )
     parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1: draw one")
     parser.add_argument("--processes", type=int, choices=PROCESSES, default=1)
-    parser.add_argument("--logical-ranks", type=int, choices=(0, *PROCESSES), default=0, help="of the job; 0: none")
+    parser.add_argument(
+        "--logical-ranks", type=int, choices=(0, *PROCESSES), default=0, help="of the job; 0: none"
+    )
     parser.add_argument("--output-dir", type=Path, help="a new folder; default is a temporary one")
-    parser.add_argument("--without", default="", metavar="PART", help="the control: a part such as trainer/rng, or all")
+    parser.add_argument(
+        "--without",
+        default="",
+        metavar="PART",
+        help="the control: a part such as trainer/rng, or all",
+    )
     return parser.parse_args(arguments)
 
 

@@ -38,7 +38,14 @@ from torch.nn import functional as F
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
-from trainkit.engine import DefaultTrainer, HookBase, Priority, default_setup, launch, user_errors_exit
+from trainkit.engine import (
+    DefaultTrainer,
+    HookBase,
+    Priority,
+    default_setup,
+    launch,
+    user_errors_exit,
+)
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
@@ -96,7 +103,9 @@ class _Killer:
         assert self._kill is not None
         is_worker = os.getpid() != self._pid
         thread = "loader worker" if is_worker else threading.current_thread().name
-        self.report(killed_at=self.iter, by=", ".join(filter(None, [f"rank {self._rank}", thread, file])))
+        self.report(
+            killed_at=self.iter, by=", ".join(filter(None, [f"rank {self._rank}", thread, file]))
+        )
         if self._kill["alone"]:
             os.kill(self._pid, signal.SIGKILL)
         else:
@@ -150,7 +159,9 @@ def _samples(size: int, seed: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(size, 12, generator=generator)
     labels = (features[:, :3] + torch.randn(size, 3, generator=generator)).argmax(1)
-    return [{"features": row, "label": int(label)} for row, label in zip(features, labels, strict=True)]
+    return [
+        {"features": row, "label": int(label)} for row, label in zip(features, labels, strict=True)
+    ]
 
 
 DatasetCatalog.register("chaos_train", partial(_samples, 120, 0))
@@ -177,7 +188,9 @@ class ChaosNet(nn.Module):
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 3)
+        )
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         if not self.training:
@@ -187,7 +200,10 @@ class ChaosNet(nn.Module):
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         scores = self.layers(batch["features"])
-        return {"loss_cls": F.cross_entropy(scores, batch["label"]), "loss_size": 0.01 * scores.square().mean()}
+        return {
+            "loss_cls": F.cross_entropy(scores, batch["label"]),
+            "loss_size": 0.01 * scores.square().mean(),
+        }
 
 
 @HOOK_REGISTRY.register()
@@ -260,8 +276,12 @@ class CountEvaluated(HookBase):
         self._count, self._last = 0, -1
 
     def after_step(self) -> None:
-        latest = self.trainer.storage.latest()  # without "lr" if the storage is left out of a checkpoint
-        self.trainer.storage.put_scalar("used_lr", latest.get("lr", (0.0, -1))[0], smoothing_hint=False)
+        latest = (
+            self.trainer.storage.latest()
+        )  # without "lr" if the storage is left out of a checkpoint
+        self.trainer.storage.put_scalar(
+            "used_lr", latest.get("lr", (0.0, -1))[0], smoothing_hint=False
+        )
         seen = latest.get("loss/total_loss", (0.0, -1))[1]
         if comm.is_main_process() and seen > self._last:
             self._count, self._last = self._count + 1, seen
@@ -285,12 +305,23 @@ def replace_part(state: Any, fresh: Any, part: str) -> None:
         del state[key]
 
 
-def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int, logical_ranks: int = 0) -> CfgNode:
+def job_config(
+    output_dir: Path, seed: int, config_seed: int, num_workers: int, logical_ranks: int = 0
+) -> CfgNode:
     """The config of the job; ``seed`` chooses between its variants. The periods have no common factor."""
     cfg, rng = get_cfg(), random.Random(seed)
-    cfg.OUTPUT_DIR, cfg.SEED, cfg.MODEL.NAME, cfg.MODEL.DEVICE = str(output_dir), config_seed, "ChaosNet", "cpu"
+    cfg.OUTPUT_DIR, cfg.SEED, cfg.MODEL.NAME, cfg.MODEL.DEVICE = (
+        str(output_dir),
+        config_seed,
+        "ChaosNet",
+        "cpu",
+    )
     cfg.INPUT.TRAIN_TRANSFORM = "ChaosTransform"
-    cfg.DATASETS.TRAIN, cfg.DATASETS.VAL, cfg.DATASETS.TEST = ("chaos_train",), ("chaos_val",), ("chaos_test",)
+    cfg.DATASETS.TRAIN, cfg.DATASETS.VAL, cfg.DATASETS.TEST = (
+        ("chaos_train",),
+        ("chaos_val",),
+        ("chaos_test",),
+    )
     cfg.DATALOADER.NUM_WORKERS, cfg.DATALOADER.PERSISTENT_WORKERS = num_workers, rng.random() < 0.5
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = 90, 16, 2
     cfg.SOLVER.OPTIMIZER.NAME, cfg.SOLVER.BASE_LR = rng.choice([("AdamW", 0.01), ("SGD", 0.1)])
@@ -302,13 +333,22 @@ def job_config(output_dir: Path, seed: int, config_seed: int, num_workers: int, 
     cfg.LOG.WRITERS = ["json"]
     cfg.TEST.EVALUATORS, cfg.TEST.IMS_PER_BATCH = ["ClassificationEvaluator", "LossEvaluator"], 2
     cfg.SOLVER.LOGICAL_RANKS = logical_ranks
-    cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = not logical_ranks, 2  # logical ranks refuse PreciseBN
+    cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = (
+        not logical_ranks,
+        2,
+    )  # logical ranks refuse PreciseBN
     metric = "loss/total_loss"
     cfg.CHECKPOINT.BEST_METRIC = cfg.EARLY_STOPPING.METRIC = metric
     cfg.EARLY_STOPPING.PATIENCE = rng.choice([4, 100])
     cfg.HOOKS = [
         {"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": rng.choice(["ema", "both"])},
-        {"NAME": "ReduceOnPlateau", "VAL_METRIC": metric, "MODE": "min", "PATIENCE": 0, "FACTOR": 0.9},
+        {
+            "NAME": "ReduceOnPlateau",
+            "VAL_METRIC": metric,
+            "MODE": "min",
+            "PATIENCE": 0,
+            "FACTOR": 0.9,
+        },
         {"NAME": "ParamScheduler", "PARAM": "weight_decay", "SCHEDULES": [{"NAME": "Linear"}]},
         {"NAME": "Throughput"},
         {"NAME": "KillPoint", "PLACE": "first", "PRIORITY": "HIGHEST"},
@@ -325,12 +365,16 @@ def train(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     _killer = _Killer(plan)
     with user_errors_exit():
-        cfg = job_config(args.output_dir, args.seed, args.config_seed, args.workers, args.logical_ranks)
+        cfg = job_config(
+            args.output_dir, args.seed, args.config_seed, args.workers, args.logical_ranks
+        )
         default_setup(cfg, args)
         trainer = DefaultTrainer(cfg)
         trainer.resume_or_load(resume=args.resume)
         # as scripts for detectron2 do; the losses of one process depend on the number of processes
-        trainer.register_hooks([CountEvaluated()] if args.logical_ranks else [Smoothed(), CountEvaluated()])
+        trainer.register_hooks(
+            [CountEvaluated()] if args.logical_ranks else [Smoothed(), CountEvaluated()]
+        )
         trainer.train()
 
 
@@ -346,7 +390,12 @@ def _train_killably(args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
 
 def _run_rank(rank: int, port: int, args: argparse.Namespace, plan: Mapping[str, Any]) -> None:
     """Run a rank with the environment that torchrun sets."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     os.environ |= {"WORLD_SIZE": str(args.processes), "LOCAL_WORLD_SIZE": str(args.processes)}
     launch(_train_killably, 1, args=(args, plan))
 
@@ -360,20 +409,27 @@ def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_run_rank, args=(rank, port, args, plan)) for rank in range(args.processes)]
+    ranks = [
+        context.Process(target=_run_rank, args=(rank, port, args, plan))
+        for rank in range(args.processes)
+    ]
     for process in ranks:
         process.start()
     running = list(ranks)
     while running and not any(process.exitcode for process in ranks):
         multiprocessing.connection.wait([process.sentinel for process in running])
         running = [process for process in running if process.is_alive()]
-    code = min(process.exitcode or 0 for process in ranks) or max(process.exitcode or 0 for process in ranks)
+    code = min(process.exitcode or 0 for process in ranks) or max(
+        process.exitcode or 0 for process in ranks
+    )
     for process in running:
         process.terminate()
     deadline = time.monotonic() + GRACE_SEC
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():  # inside torch it waits for a rank that has ended; no signal reaches it there
+        if (
+            process.is_alive()
+        ):  # inside torch it waits for a rank that has ended; no signal reaches it there
             process.kill()
             process.join()
     return 128 - code if code < 0 else code
@@ -381,13 +437,17 @@ def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
 
 def main() -> int:
     """Run with the options of the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="chooses the variant of the job")
     parser.add_argument("--config-seed", type=int, default=0, help="SEED of the job; -1: draw one")
-    parser.add_argument("--logical-ranks", type=int, default=0, help="SOLVER.LOGICAL_RANKS of the job")
+    parser.add_argument(
+        "--logical-ranks", type=int, default=0, help="SOLVER.LOGICAL_RANKS of the job"
+    )
     parser.add_argument("--workers", type=int, default=2, help="loader workers of each process")
     args, plan = parser.parse_args(), json.loads(os.environ.get("TRAINKIT_CHAOS", "{}"))
     if args.processes > 1:

@@ -43,25 +43,37 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
 """
 
 _HEADING = "## Keys\n"
+# the lines of a comment, and the key that follows them
+_COMMENT = r"(?P<text>(?: *# (?!-{5}).+\n)+)"
+_KEY = r" *(?:_C|cfg)\.(?P<key>[A-Z]\S+) = .+"
 _SECTION = r"# -{5,} (?P<section>.+)"
-_KEY = r"(?:_C|cfg)\.(?P<key>[A-Z]\S+) = .+?(?:  # (?P<text>.+))?"
-_LINE = re.compile(rf"^ *(?:{_SECTION}|{_KEY})$", re.MULTILINE)
+_ENTRY = re.compile(rf"^(?:{_SECTION}|{_COMMENT}{_KEY})$", re.MULTILINE)
 
 
 def describe_keys() -> Iterator[tuple[str, str, Any, str]]:
     """Module or section, key, default (a node if it holds keys) and comment of each key, in the order of files."""
     cfg, section = get_cfg(), "general"
     for module in ["", *dict.fromkeys(CONFIG_KEYS.values())]:
-        for line in _LINE.finditer(inspect.getsource(load_plugin(module) if module else defaults)):
-            section = line["section"] or section
-            if line["key"] and line["text"]:
-                yield module or section, line["key"], reduce(getattr, line["key"].split("."), cfg), line["text"]
+        for entry in _ENTRY.finditer(
+            inspect.getsource(load_plugin(module) if module else defaults)
+        ):
+            section = entry["section"] or section
+            if entry["key"]:
+                default = reduce(getattr, entry["key"].split("."), cfg)
+                text = " ".join(
+                    line.strip().removeprefix("# ") for line in entry["text"].splitlines()
+                )
+                yield module or section, entry["key"], default, text
 
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Each file and its text."""
     tables = {
-        place: tabulate([_row(*entry) for _, *entry in entries], ["key", "default", "what it does"], tablefmt="pipe")
+        place: tabulate(
+            [_row(*entry) for _, *entry in entries],
+            ["key", "default", "what it does"],
+            tablefmt="pipe",
+        )
         for place, entries in itertools.groupby(describe_keys(), key=lambda entry: entry[0])
     }
     projects = {module: module.split(".")[2] for module in CONFIG_KEYS.values()}
@@ -70,7 +82,9 @@ def pages() -> Iterator[tuple[Path, str]]:
         page += f"\n## {section.capitalize()}\n\n{tables[section]}\n"
     page += "\n## Projects\n\nThe README of a project has its keys.\n\n"
     for module, project in projects.items():
-        keys = ", ".join(f"`{key}`" for key, declared_by in CONFIG_KEYS.items() if declared_by == module)
+        keys = ", ".join(
+            f"`{key}`" for key, declared_by in CONFIG_KEYS.items() if declared_by == module
+        )
         page += f"- [{project}](../projects/{project}/README.md): {keys}\n"
         readme = ROOT / "projects" / project / "README.md"
         before, heading, after = readme.read_text().partition(_HEADING)
@@ -88,7 +102,9 @@ def main() -> None:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, which has only ``--help``."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     return parser.parse_args(arguments)
 

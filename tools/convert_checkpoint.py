@@ -41,7 +41,9 @@ def convert(source: str, target: str) -> list[str]:
         except TypeError as error:
             left_out.append(str(error))
     if not kept:
-        raise CheckpointError(f"'{source}' holds no entry that can be kept; use another file: {'; '.join(left_out)}")
+        raise CheckpointError(
+            f"'{source}' holds no entry that can be kept; use another file: {'; '.join(left_out)}"
+        )
     if "://" not in target:
         write_file(kept, target)
         return left_out
@@ -78,9 +80,13 @@ def main(args: argparse.Namespace) -> None:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="IN.pkl", help="a pickle, or a file of torch.save; its code is run")
+    parser.add_argument(
+        "source", metavar="IN.pkl", help="a pickle, or a file of torch.save; its code is run"
+    )
     parser.add_argument("target", metavar="OUT.pth", help="the checkpoint to write")
     return parser.parse_args(arguments)
 

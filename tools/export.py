@@ -36,7 +36,11 @@ from trainkit.engine import DefaultPredictor, user_errors_exit
 
 Program: TypeAlias = Callable[[dict[str, Tensor]], list[Tensor]]  # batch -> its outputs in one list
 
-_SIZES = (2, 1, 5)  # sizes of the batches that are compared; the first batch is the example for the export
+_SIZES = (
+    2,
+    1,
+    5,
+)  # sizes of the batches that are compared; the first batch is the example for the export
 _RTOL, _ATOL = 1e-3, 1e-5
 
 
@@ -49,10 +53,18 @@ def flat(outputs: Any, name: str = "output") -> dict[str, Tensor]:
     if isinstance(outputs, Tensor):
         return {name: outputs}
     if isinstance(outputs, Mapping):
-        return {found: t for key, value in outputs.items() for found, t in flat(value, str(key)).items()}
+        return {
+            found: t for key, value in outputs.items() for found, t in flat(value, str(key)).items()
+        }
     if isinstance(outputs, list | tuple):
-        return {found: t for i, value in enumerate(outputs) for found, t in flat(value, f"{name}_{i}").items()}
-    raise ConfigError(f"the model returns a {type(outputs).__name__} in eval mode; return tensors to have it exported")
+        return {
+            found: t
+            for i, value in enumerate(outputs)
+            for found, t in flat(value, f"{name}_{i}").items()
+        }
+    raise ConfigError(
+        f"the model returns a {type(outputs).__name__} in eval mode; return tensors to have it exported"
+    )
 
 
 def example_batches(model: nn.Module, batch: Any) -> list[dict[str, Tensor]]:
@@ -62,7 +74,9 @@ def example_batches(model: nn.Module, batch: Any) -> list[dict[str, Tensor]]:
         ConfigError: the batch is not a dict of tensors.
     """
     if not isinstance(batch, Mapping):
-        raise ConfigError(f"the model takes a {type(batch).__name__}; only a dict of tensors can be exported")
+        raise ConfigError(
+            f"the model takes a {type(batch).__name__}; only a dict of tensors can be exported"
+        )
     needed = dict(batch)
     expected = flat(model(dict(needed)))
     for name in batch:
@@ -70,8 +84,13 @@ def example_batches(model: nn.Module, batch: Any) -> list[dict[str, Tensor]]:
         if without and _gives(model, without, expected):
             needed = without
     if wrong := [name for name, value in needed.items() if not isinstance(value, Tensor)]:
-        raise ConfigError(f"the model needs {wrong[0]!r}, which is no tensor; only tensors can be exported")
-    return [{name: value[torch.arange(size) % len(value)] for name, value in needed.items()} for size in _SIZES]
+        raise ConfigError(
+            f"the model needs {wrong[0]!r}, which is no tensor; only tensors can be exported"
+        )
+    return [
+        {name: value[torch.arange(size) % len(value)] for name, value in needed.items()}
+        for size in _SIZES
+    ]
 
 
 def _gives(model: nn.Module, batch: dict[str, Any], expected: dict[str, Tensor]) -> bool:
@@ -79,7 +98,9 @@ def _gives(model: nn.Module, batch: dict[str, Any], expected: dict[str, Tensor])
         outputs = flat(model(dict(batch)))
     except Exception:  # a model without an entry that it needs may raise anything
         return False
-    return [*outputs] == [*expected] and all(torch.equal(outputs[name], expected[name]) for name in expected)
+    return [*outputs] == [*expected] and all(
+        torch.equal(outputs[name], expected[name]) for name in expected
+    )
 
 
 def export(model: nn.Module, batch: dict[str, Tensor], path: Path) -> Program:
@@ -97,7 +118,9 @@ def export(model: nn.Module, batch: dict[str, Tensor], path: Path) -> Program:
                 return _to_onnx(program, batch, path, [*flat(model(dict(batch)))])
             torch.export.save(program, path)
     except ImportError as error:
-        raise ConfigError(f"ONNX needs more packages ({error}): pip install 'trainkit[onnx]'") from error
+        raise ConfigError(
+            f"ONNX needs more packages ({error}): pip install 'trainkit[onnx]'"
+        ) from error
     except Exception as error:  # torch.export raises many types
         raise ConfigError(
             "the model cannot be exported, change what torch.export does not understand: "
@@ -118,13 +141,16 @@ def _to_onnx(program: Any, batch: dict[str, Tensor], path: Path, outputs: list[s
 
     def run(batch: dict[str, Tensor]) -> list[Tensor]:
         return [
-            torch.from_numpy(array) for array in session.run(outputs, {name: batch[name].numpy() for name in names})
+            torch.from_numpy(array)
+            for array in session.run(outputs, {name: batch[name].numpy() for name in names})
         ]
 
     return run
 
 
-def compare(model: nn.Module, program: Program, batches: Sequence[dict[str, Tensor]]) -> tuple[bool, str]:
+def compare(
+    model: nn.Module, program: Program, batches: Sequence[dict[str, Tensor]]
+) -> tuple[bool, str]:
     """Whether all outputs are equal within the tolerance, and a table with the largest difference of each."""
     rows: dict[str, list[Any]] = {}
     all_equal = True
@@ -132,24 +158,40 @@ def compare(model: nn.Module, program: Program, batches: Sequence[dict[str, Tens
         expected = flat(model(dict(batch)))
         for (name, wanted), got in zip(expected.items(), program(batch), strict=True):
             fits = got.shape == wanted.shape and got.dtype == wanted.dtype
-            difference = (got.double() - wanted.double()).abs().max().item() if fits else float("nan")
+            difference = (
+                (got.double() - wanted.double()).abs().max().item() if fits else float("nan")
+            )
             is_equal = fits and torch.allclose(got, wanted, rtol=_RTOL, atol=_ATOL, equal_nan=True)
             all_equal &= is_equal
-            row = rows.setdefault(name, [name, ["batch", *wanted.shape[1:]], str(wanted.dtype)[6:], 0.0, "yes"])
+            row = rows.setdefault(
+                name, [name, ["batch", *wanted.shape[1:]], str(wanted.dtype)[6:], 0.0, "yes"]
+            )
             row[3] = max(row[3], difference) if difference == difference else difference
             row[4] = row[4] if is_equal else "NO"
-    table = [[name, f"[{', '.join(map(str, shape))}]", *rest] for name, shape, *rest in rows.values()]
+    table = [
+        [name, f"[{', '.join(map(str, shape))}]", *rest] for name, shape, *rest in rows.values()
+    ]
     return all_equal, tabulate(table, ["output", "shape", "dtype", "largest difference", "equal"])
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The options, and the file by its suffix."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
-    parser.add_argument("output", type=Path, metavar="FILE", help="to write: .pt2 for torch.export, .onnx for ONNX")
-    parser.add_argument("--weights", default="", help="a checkpoint (default: the best one of the run, or its last)")
+    parser.add_argument(
+        "output", type=Path, metavar="FILE", help="to write: .pt2 for torch.export, .onnx for ONNX"
+    )
+    parser.add_argument(
+        "--weights", default="", help="a checkpoint (default: the best one of the run, or its last)"
+    )
     parser.add_argument("--script", default="", metavar="SCRIPT", help=SCRIPT_HELP)
-    parser.add_argument("--dataset", default="", help="whose first samples are the examples (default: DATASETS.TEST)")
+    parser.add_argument(
+        "--dataset",
+        default="",
+        help="whose first samples are the examples (default: DATASETS.TEST)",
+    )
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="changes to the config")
     return parser.parse_args(args)
 
@@ -161,15 +203,26 @@ def build(args: argparse.Namespace) -> CfgNode:
         ConfigError: a mistake in the command.
     """
     if args.output.suffix not in (".pt2", ".onnx"):
-        raise ConfigError(f"the file {str(args.output)!r} has the suffix {args.output.suffix!r}; accepted: .pt2, .onnx")
+        raise ConfigError(
+            f"the file {str(args.output)!r} has the suffix {args.output.suffix!r}; accepted: .pt2, .onnx"
+        )
     check_writable(str(args.output))
-    own = ["MODEL.DEVICE", "cpu", "DATALOADER.NUM_WORKERS", "0", "TEST.IMS_PER_BATCH", str(max(_SIZES))]
+    own = [
+        "MODEL.DEVICE",
+        "cpu",
+        "DATALOADER.NUM_WORKERS",
+        "0",
+        "TEST.IMS_PER_BATCH",
+        str(max(_SIZES)),
+    ]
     args.config_file, args.opts = "", [*args.opts, *own]
     cfg = build_cfg(args)
     import_modules(cfg.IMPORTS)
     args.dataset = args.dataset or next(iter(cfg.DATASETS.TEST), "")
     if not args.dataset:
-        raise ConfigError("DATASETS.TEST is empty, so there are no examples; name a dataset with --dataset")
+        raise ConfigError(
+            "DATASETS.TEST is empty, so there are no examples; name a dataset with --dataset"
+        )
     return cfg
 
 
@@ -182,15 +235,24 @@ def main(args: argparse.Namespace) -> int:
     batches = example_batches(model, next(iter(trainer.build_test_loader(cfg, args.dataset))))
     program = export(model, batches[0], args.output)
     is_equal, table = compare(model, program, batches)
-    inputs = ", ".join(f"{name} [{', '.join(['batch', *map(str, x.shape[1:])])}]" for name, x in batches[0].items())
-    print(f"weights  {cfg.MODEL.WEIGHTS}\nfile     {args.output}, {args.output.stat().st_size:,} bytes")
+    inputs = ", ".join(
+        f"{name} [{', '.join(['batch', *map(str, x.shape[1:])])}]" for name, x in batches[0].items()
+    )
+    print(
+        f"weights  {cfg.MODEL.WEIGHTS}\nfile     {args.output}, {args.output.stat().st_size:,} bytes"
+    )
     print(f"inputs   {inputs}\n\n{table}")
     if not is_equal:
-        print(f"The outputs differ by more than {_RTOL} of a value, or {_ATOL}: do not use the file")
+        print(
+            f"The outputs differ by more than {_RTOL} of a value, or {_ATOL}: do not use the file"
+        )
     return int(not is_equal)
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
+    sys.path += [
+        str(ROOT),
+        str(Path.cwd()),
+    ]  # so that IMPORTS can name projects, and modules in the current folder
     with user_errors_exit():
         sys.exit(main(parse_args()))

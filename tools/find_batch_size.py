@@ -85,29 +85,47 @@ def try_size(
             trainer, clock = trainer_class(test_cfg), Clock()
             trainer.resume_or_load(resume=False)
             trainer.register_hooks([clock])
-            samples = round(exact(trainer.iters_per_epoch) * batch_size) if trainer.has_epochs else None
+            samples = (
+                round(exact(trainer.iters_per_epoch) * batch_size) if trainer.has_epochs else None
+            )
             trainer.train()
             rate = steps * batch_size / clock.sec
 
     has_room(make_steps)
-    peak = torch.accelerator.memory.max_memory_allocated() / 2**20 if accelerator_runs_ahead() else None
+    peak = (
+        torch.accelerator.memory.max_memory_allocated() / 2**20
+        if accelerator_runs_ahead()
+        else None
+    )
     return Trial(batch_size, peak, rate), samples
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--config-file", default=str(ROOT / "projects/digits/config.yaml"), metavar="FILE")
+    parser.add_argument(
+        "--config-file", default=str(ROOT / "projects/digits/config.yaml"), metavar="FILE"
+    )
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     parser.add_argument(
-        "--steps", type=positive, default=5, help="steps that are timed for each size (default %(default)s)"
+        "--steps",
+        type=positive,
+        default=5,
+        help="steps that are timed for each size (default %(default)s)",
     )
     parser.add_argument(
-        "--max-batch-size", type=positive, metavar="N", help="default: the samples of an epoch; needed on a CPU"
+        "--max-batch-size",
+        type=positive,
+        metavar="N",
+        help="default: the samples of an epoch; needed on a CPU",
     )
-    parser.add_argument("opts", nargs="*", default=[], metavar="KEY VALUE", help="changes to the config")
+    parser.add_argument(
+        "opts", nargs="*", default=[], metavar="KEY VALUE", help="changes to the config"
+    )
     return parser.parse_intermixed_args(args)
 
 
@@ -147,16 +165,23 @@ def main(args: argparse.Namespace) -> int:
     ]
     print(format_table(rows, ["batch size", "peak memory", "samples/s"], colalign=["right"] * 3))
     if not largest:
-        raise ConfigError("SOLVER.IMS_PER_BATCH 1 runs out of memory already; make the model or the samples smaller")
+        raise ConfigError(
+            "SOLVER.IMS_PER_BATCH 1 runs out of memory already; make the model or the samples smaller"
+        )
     if trials[-1].samples_per_sec is not None:
         print(f"memory did not run out up to {largest}, the largest size to try (--max-batch-size)")
     fastest = max(trials, key=lambda trial: trial.samples_per_sec or 0.0)
     print(f"fastest: {fastest.batch_size}, with {fastest.samples_per_sec:,.0f} samples/s")
-    print(f"suggested: SOLVER.IMS_PER_BATCH {largest} for one process; leave some memory if sizes of samples vary")
+    print(
+        f"suggested: SOLVER.IMS_PER_BATCH {largest} for one process; leave some memory if sizes of samples vary"
+    )
     return largest
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
+    sys.path += [
+        str(ROOT),
+        str(Path.cwd()),
+    ]  # so that IMPORTS can name projects, and modules in the current folder
     with user_errors_exit():
         main(parse_args())

@@ -79,7 +79,9 @@ class RangeTest(HookBase):
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
         smoothed = self._average / (1 - _SMOOTHING ** (len(self.points) + 1))
         lowest = min((point.smoothed for point in self.points), default=math.inf)
-        if not math.isfinite(loss) or (len(self.points) >= _MIN_POINTS and smoothed > _DIVERGED * lowest):
+        if not math.isfinite(loss) or (
+            len(self.points) >= _MIN_POINTS and smoothed > _DIVERGED * lowest
+        ):
             self.trainer.request_stop("the loss diverges")
             return
         self.points.append(Point(self._lr(), loss, smoothed))
@@ -90,11 +92,21 @@ def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
     cfg = cfg.clone()
     cfg.defrost()
     cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.LOG.WRITERS = folder, "", []
-    cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.SCHEDULES = iters, (), 0, []
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.SCHEDULES = (
+        iters,
+        (),
+        0,
+        [],
+    )
     cfg.SOLVER.CHECKPOINT_PERIOD, cfg.CHECKPOINT.START, cfg.CHECKPOINT.SAVE_LAST = 0, 0, False
     cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.PUBLISH, cfg.EARLY_STOPPING.METRIC = "", "", ""
     cfg.EARLY_STOPPING.THRESHOLD, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
-    cfg.DATASETS.VAL, cfg.DATASETS.TEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_AT_START = (), (), 0, False
+    cfg.DATASETS.VAL, cfg.DATASETS.TEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_AT_START = (
+        (),
+        (),
+        0,
+        False,
+    )
     cfg.TEST.EXPECTED_RESULTS, cfg.TEST.PRECISE_BN.ENABLED = [], False
     # the test needs the loss of each step
     cfg.LOG.ASYNC, cfg.LOG.GATHER_PERIOD = False, 1
@@ -102,7 +114,11 @@ def config_of_test(cfg: CfgNode, folder: str, iters: int) -> CfgNode:
     import_modules(cfg.IMPORTS)
     names = {entry if isinstance(entry, str) else entry.get("NAME") for entry in cfg.HOOKS}
     own = {name for name in names if name in HOOK_REGISTRY and not _is_of_trainkit(name)}
-    cfg.HOOKS = [entry for entry in cfg.HOOKS if (entry if isinstance(entry, str) else entry.get("NAME")) in own]
+    cfg.HOOKS = [
+        entry
+        for entry in cfg.HOOKS
+        if (entry if isinstance(entry, str) else entry.get("NAME")) in own
+    ]
     cfg.freeze()
     return cfg
 
@@ -111,7 +127,9 @@ def _is_of_trainkit(name: Any) -> bool:
     return str(HOOK_REGISTRY.get(name).__module__).startswith("trainkit.")
 
 
-def run_test(cfg: CfgNode, trainer_class: type[DefaultTrainer], low: float, high: float, iters: int) -> list[Point]:
+def run_test(
+    cfg: CfgNode, trainer_class: type[DefaultTrainer], low: float, high: float, iters: int
+) -> list[Point]:
     """The steps of a range test.
 
     Raises:
@@ -126,7 +144,9 @@ def run_test(cfg: CfgNode, trainer_class: type[DefaultTrainer], low: float, high
         trainer.register_hooks([test])
         trainer.train()
     if len(test.points) < _MIN_POINTS:
-        raise ConfigError(f"the loss diverges after {len(test.points)} steps; give a smaller --min than {low:g}")
+        raise ConfigError(
+            f"the loss diverges after {len(test.points)} steps; give a smaller --min than {low:g}"
+        )
     return test.points
 
 
@@ -139,7 +159,10 @@ def suggest(points: Sequence[Point]) -> tuple[float, float]:
     Raises:
         ConfigError: the loss never falls, or only after it has diverged.
     """
-    logs, losses = np.log10([point.lr for point in points]), np.array([point.loss for point in points])
+    logs, losses = (
+        np.log10([point.lr for point in points]),
+        np.array([point.loss for point in points]),
+    )
     per_decade = (len(points) - 1) / (logs[-1] - logs[0])
     width = min(max(_MIN_POINTS // 2, round(_DECADES * per_decade)), len(points) // 2)
     parts = [slice(start, start + width) for start in range(len(points) - width + 1)]
@@ -153,22 +176,41 @@ def suggest(points: Sequence[Point]) -> tuple[float, float]:
         )
     middle = steepest + width // 2
     few = _MIN_POINTS // 2
-    fell = min(losses[i : i + few].mean() for i in range(len(points) - few + 1)) < _FALLEN * losses[0]
+    fell = (
+        min(losses[i : i + few].mean() for i in range(len(points) - few + 1)) < _FALLEN * losses[0]
+    )
     if not fell and max(point.smoothed for point in points[:middle]) > _DIVERGED * losses[0]:
-        raise ConfigError(f"the loss diverges in the first steps; give a smaller --min than {points[0].lr:.2g}")
-    return 10 ** logs[parts[steepest]].mean(), min(points[middle:], key=lambda point: point.smoothed).lr
+        raise ConfigError(
+            f"the loss diverges in the first steps; give a smaller --min than {points[0].lr:.2g}"
+        )
+    return 10 ** logs[parts[steepest]].mean(), min(
+        points[middle:], key=lambda point: point.smoothed
+    ).lr
 
 
 def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
     """Draw the loss over the learning rate into a PNG file."""
-    figure = importlib.import_module("matplotlib.figure").Figure((6.4, 4.0), dpi=110, layout="constrained")
+    figure = importlib.import_module("matplotlib.figure").Figure(
+        (6.4, 4.0), dpi=110, layout="constrained"
+    )
     axes = figure.add_subplot()
     lrs = [point.lr for point in points]
-    axes.plot(lrs, [point.loss for point in points], color="#c9ced6", linewidth=1, label="loss of each step")
-    axes.plot(lrs, [point.smoothed for point in points], color="#1f6fb2", linewidth=2, label="smoothed")
+    axes.plot(
+        lrs,
+        [point.loss for point in points],
+        color="#c9ced6",
+        linewidth=1,
+        label="loss of each step",
+    )
+    axes.plot(
+        lrs, [point.smoothed for point in points], color="#1f6fb2", linewidth=2, label="smoothed"
+    )
     axes.axvline(suggested, color="#d1495b", linestyle="--", label=f"steepest at {suggested:.2g}")
     top = 1.5 * max(point.smoothed for point in points[: len(points) // 2])
-    axes.set_ylim(min(point.loss for point in points) * 0.95, min(top, max(point.loss for point in points) * 1.05))
+    axes.set_ylim(
+        min(point.loss for point in points) * 0.95,
+        min(top, max(point.loss for point in points) * 1.05),
+    )
     axes.set(xscale="log", xlabel="learning rate (SOLVER.BASE_LR)", ylabel="total_loss")
     axes.grid(color="#e8eaed")
     axes.legend(frameon=False)
@@ -178,22 +220,36 @@ def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--config-file", default=str(ROOT / "projects/digits/config.yaml"), metavar="FILE")
-    parser.add_argument("--min", type=float, default=1e-5, help="the first learning rate (default %(default)s)")
-    parser.add_argument("--max", type=float, default=10.0, help="the last learning rate (default %(default)s)")
+    parser.add_argument(
+        "--config-file", default=str(ROOT / "projects/digits/config.yaml"), metavar="FILE"
+    )
+    parser.add_argument(
+        "--min", type=float, default=1e-5, help="the first learning rate (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max", type=float, default=10.0, help="the last learning rate (default %(default)s)"
+    )
     parser.add_argument("--iters", type=int, default=200, help="steps (default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("lr.png"), metavar="PNG", help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=Path, default=Path("lr.png"), metavar="PNG", help="default: %(default)s"
+    )
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
-    parser.add_argument("opts", nargs="*", default=[], metavar="KEY VALUE", help="changes to the config")
+    parser.add_argument(
+        "opts", nargs="*", default=[], metavar="KEY VALUE", help="changes to the config"
+    )
     return parser.parse_args(args)
 
 
 def main(args: argparse.Namespace) -> float:
     """The suggested learning rate."""
     if not 0 < args.min < args.max < math.inf:
-        raise ConfigError(f"--min is {args.min:g} and --max is {args.max:g}; accepted: 0 < min < max")
+        raise ConfigError(
+            f"--min is {args.min:g} and --max is {args.max:g}; accepted: 0 < min < max"
+        )
     if args.iters < 2 * _MIN_POINTS:
         raise ConfigError(f"--iters is {args.iters}; accepted: {2 * _MIN_POINTS} or more")
     check_writable(str(args.output))
@@ -214,11 +270,16 @@ def main(args: argparse.Namespace) -> float:
     )
     print(f"suggested: SOLVER.BASE_LR {steepest:.2g}")
     if args.iters < _FEW:
-        print(f"few steps show more of the batches than of the learning rate; --iters {2 * _FEW} is more reliable")
+        print(
+            f"few steps show more of the batches than of the learning rate; --iters {2 * _FEW} is more reliable"
+        )
     return steepest
 
 
 if __name__ == "__main__":
-    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
+    sys.path += [
+        str(ROOT),
+        str(Path.cwd()),
+    ]  # so that IMPORTS can name projects, and modules in the current folder
     with user_errors_exit():
         main(parse_args())

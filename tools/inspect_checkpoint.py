@@ -31,7 +31,13 @@ from trainkit.projects.replay.origin import settings_of
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
-from trainkit.checkpoint.folder import candidates, checkpoint_files, choose, read_finished, tagged_file
+from trainkit.checkpoint.folder import (
+    candidates,
+    checkpoint_files,
+    choose,
+    read_finished,
+    tagged_file,
+)
 from trainkit.checkpoint.format import format_of, make_format
 from trainkit.config import get_cfg
 from trainkit.engine import user_errors_exit
@@ -39,7 +45,11 @@ from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import FORMATS
 
-CONTAINERS = ("trainer", "trainer/hooks", "trainer/_trainer")  # the entries of these belong to different objects
+CONTAINERS = (
+    "trainer",
+    "trainer/hooks",
+    "trainer/_trainer",
+)  # the entries of these belong to different objects
 MAX_DIFFERENCES = 10  # differences shown in each part of the state without --all
 MAX_WIDTH = 70  # characters of a value
 MAX_RESULTS = 8  # results shown of the newest evaluation
@@ -60,7 +70,11 @@ def describe_file(path: str, show_all: bool = False) -> str:
         CheckpointError: the file is missing, broken or refused.
     """
     state = _read_shapes(path)
-    facts = [(name, text) for name, text in _facts(path, state) if text and (show_all or name not in _DETAILS)]
+    facts = [
+        (name, text)
+        for name, text in _facts(path, state)
+        if text and (show_all or name not in _DETAILS)
+    ]
     tables = [tabulate(facts, tablefmt="plain", disable_numparse=True)]
     if not show_all:
         return f"{tables[0]}\n\n--all shows every tensor and entry."
@@ -88,7 +102,9 @@ def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
     with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
         begin = file.read(2)
     if begin and not begin.startswith(_MAGIC):
-        raise CheckpointError(f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth")
+        raise CheckpointError(
+            f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth"
+        )
     return read_file(path, map_location)
 
 
@@ -108,7 +124,11 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
     origin: Any = trainer.get("origin") if isinstance(trainer, Mapping) else None
     facts: dict[str, Callable[[], str]] = {
         "file": lambda: f"{path}, {_bytes(os.path.getsize(path))}",
-        "intact": lambda: "yes, its content matches its checksums" if is_zipfile(path) else "it loads; no checksums",
+        "intact": lambda: (
+            "yes, its content matches its checksums"
+            if is_zipfile(path)
+            else "it loads; no checksums"
+        ),
         "iteration": lambda: _describe_iteration(state["iteration"], trainer),
         "continues": lambda: _describe_position(trainer["position"], trainer["iteration"]),
         "evaluation": lambda: _describe_results(trainer),
@@ -117,11 +137,18 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         "settings": lambda: _describe_settings(origin["config"]),
         "processes": lambda: str(trainer["world_size"]),
         "command": lambda: " ".join(
-            [f"-m {origin['module']}" if origin["module"] else origin["argv"][0], *origin["argv"][1:]]
+            [
+                f"-m {origin['module']}" if origin["module"] else origin["argv"][0],
+                *origin["argv"][1:],
+            ]
         ),
-        "started": lambda: f"in {origin['folder']}, on {origin['facts']['device']}, with the seed {origin['seed']}",
+        "started": lambda: (
+            f"in {origin['folder']}, on {origin['facts']['device']}, with the seed {origin['seed']}"
+        ),
         "versions": lambda: ", ".join(
-            f"{name[len('version of ') :]} {fact}" for name, fact in origin["facts"].items() if "version of " in name
+            f"{name[len('version of ') :]} {fact}"
+            for name, fact in origin["facts"].items()
+            if "version of " in name
         ),
         "code": lambda: (
             f"{origin['facts']['commit of the code'] or 'no git repository'}; {len(origin['files'])} files of the "
@@ -129,7 +156,9 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
         "left out": lambda: _describe_left_out(trainer["hooks"]["SkipBatches"]["left_out"]),
-        "in parts": lambda: _describe_parts([file for name in FORMATS for file in make_format(name).files(path)[:-1]]),
+        "in parts": lambda: _describe_parts(
+            [file for name in FORMATS for file in make_format(name).files(path)[:-1]]
+        ),
         "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
     }
     found = []
@@ -147,7 +176,9 @@ def _describe_iteration(iteration: int, trainer: Any) -> str:
 
 
 def _describe_position(position: Mapping[str, Any], iteration: int) -> str:
-    steps = ["with the rest of this iteration (evaluation, writers)"] if position["stage"] == 2 else []
+    steps = (
+        ["with the rest of this iteration (evaluation, writers)"] if position["stage"] == 2 else []
+    )
     if position["finished_early"]:
         steps.append(f"no further, finished early: {position['finished_early']}")
     elif iteration + 1 >= position["max_iter"]:
@@ -184,7 +215,9 @@ def _describe_model(model: Any) -> str:
 def _describe_settings(config: str) -> str:
     """The settings that change what is computed and differ from the defaults, one on each line."""
     settings, default = settings_of(config), settings_of(get_cfg().dump())
-    changed = [key for key in settings if settings[key] != default.get(key) and key != "SEED"]  # it has its own line
+    changed = [
+        key for key in settings if settings[key] != default.get(key) and key != "SEED"
+    ]  # it has its own line
     return "\n".join(f"{key} {settings[key]!r}" for key in changed)
 
 
@@ -195,13 +228,23 @@ def _describe_left_out(ranges: Sequence[tuple[int, int]]) -> str:
 
 def _table_of_tensors(name: str, tensors: Mapping[str, Any]) -> str:
     rows = [
-        (key, str(list(value.shape)), str(value.dtype).removeprefix("torch."), _bytes(_num_bytes(value)))
+        (
+            key,
+            str(list(value.shape)),
+            str(value.dtype).removeprefix("torch."),
+            _bytes(_num_bytes(value)),
+        )
         if isinstance(value, Tensor)
         else (key, "", type(value).__name__, _summary(value))
         for key, value in tensors.items()
     ]
     found = [*tensors_in(tensors)]
-    total = (f"{len(found)} tensors", f"{sum(tensor.numel() for tensor in found):,} values", "", _size(tensors))
+    total = (
+        f"{len(found)} tensors",
+        f"{sum(tensor.numel() for tensor in found):,} values",
+        "",
+        _size(tensors),
+    )
     return tabulate([*rows, total], [name, "shape", "dtype", "size"], disable_numparse=True)
 
 
@@ -210,7 +253,9 @@ def parts_of(state: Mapping[str, Any], path: str = "") -> list[str]:
     parts = []
     for key, value in state.items():
         here = f"{path}/{key}".lstrip("/")
-        parts += parts_of(value, here) if here in CONTAINERS and isinstance(value, Mapping) else [here]
+        parts += (
+            parts_of(value, here) if here in CONTAINERS and isinstance(value, Mapping) else [here]
+        )
     return parts
 
 
@@ -228,7 +273,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _at(state: Any, part: str) -> Any:
     """The inverse of `parts_of`; a key may have a slash in it."""
-    for key in part.split("/", maxsplit=2 if part.startswith(("trainer/hooks/", "trainer/_trainer/")) else 1):
+    for key in part.split(
+        "/", maxsplit=2 if part.startswith(("trainer/hooks/", "trainer/_trainer/")) else 1
+    ):
         state = state[key]
     return state
 
@@ -237,7 +284,11 @@ def _summary(value: Any) -> str:
     """The values that are not tensors, on one line."""
     if isinstance(value, Tensor):
         text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    elif isinstance(value, Mapping) and len(value) > 3 and all(isinstance(item, Tensor) for item in value.values()):
+    elif (
+        isinstance(value, Mapping)
+        and len(value) > 3
+        and all(isinstance(item, Tensor) for item in value.values())
+    ):
         text = f"{len(value)} tensors"
     elif isinstance(value, Mapping):
         text = ", ".join(f"{key} {_short(item)}" for key, item in value.items())
@@ -252,7 +303,9 @@ def _short(value: Any) -> str:
         return f"tensor {list(value.shape)}"
     if isinstance(value, Mapping | list | tuple):
         items = [*value.values()] if isinstance(value, Mapping) else value
-        is_flat = len(items) <= 40 and not any(isinstance(item, Mapping | list | tuple | Tensor) for item in items)
+        is_flat = len(items) <= 40 and not any(
+            isinstance(item, Mapping | list | tuple | Tensor) for item in items
+        )
         return text if is_flat and len(text := repr(value)) <= 40 else f"({len(value)} entries)"
     return repr(value) if not isinstance(value, str) else value
 
@@ -263,7 +316,9 @@ def _size(value: Any) -> str:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # this works for a sparse tensor too, which has no nbytes
+    return (
+        tensor.numel() * tensor.element_size()
+    )  # this works for a sparse tensor too, which has no nbytes
 
 
 def _bytes(number: float) -> str:
@@ -301,7 +356,13 @@ def describe_folder(folder: str) -> tuple[str, bool]:
         except OSError as error:  # a CheckpointError is an OSError
             broken[path], row[4] = str(error), "BROKEN"
         rows.append(row)
-    lines = [tabulate(rows, ["checkpoint", "iterations", "size", "written", "state", "is"], disable_numparse=True)]
+    lines = [
+        tabulate(
+            rows,
+            ["checkpoint", "iterations", "size", "written", "state", "is"],
+            disable_numparse=True,
+        )
+    ]
     lines += [*broken.values(), problem or _describe_resume(folder, broken)]
     return "\n".join(lines), bool(broken or problem)
 
@@ -312,7 +373,12 @@ def _tagged(folder: str) -> tuple[str, str]:
         path = tagged_file(folder or os.curdir)
     except CheckpointError as error:
         return "", str(error)
-    return path, f"'{path}', which last_checkpoint names, is not there" if path and not os.path.exists(path) else ""
+    return (
+        path,
+        f"'{path}', which last_checkpoint names, is not there"
+        if path and not os.path.exists(path)
+        else "",
+    )
 
 
 def _notes(path: str, tagged: str) -> str:
@@ -340,7 +406,11 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
         path, _ = choose(candidates(folder), read)
     except CheckpointError:
         return "--resume finds no intact checkpoint."
-    return f"--resume continues from {os.path.basename(path)}." if path else "--resume finds no checkpoint."
+    return (
+        f"--resume continues from {os.path.basename(path)}."
+        if path
+        else "--resume finds no checkpoint."
+    )
 
 
 # ---------------------------------------------------------------------------- two files
@@ -359,7 +429,9 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
     parts = dict.fromkeys(itertools.chain.from_iterable(map(parts_of, states)))
     by_part: dict[str, list[str]] = {}
     try:
-        found = list(differing(*states, skip=lambda key, path: not show_all and is_of_the_clock(path)))
+        found = list(
+            differing(*states, skip=lambda key, path: not show_all and is_of_the_clock(path))
+        )
     except RuntimeError as error:  # such as a tensor that is larger than the memory
         raise CheckpointError(f"'{left}' and '{right}' cannot be compared: {error}") from error
     for line in found:
@@ -373,7 +445,9 @@ def compare_files(left: str, right: str, show_all: bool = False) -> tuple[str, b
         if hidden := len(found) - len(shown):
             lines.append(f"{part}: {hidden} more differences, which --all shows")
     total = sum(map(len, by_part.values()))
-    same = f"identical: {len(parts)} entries, bit by bit" + ("" if show_all else ", except clock readings")
+    same = f"identical: {len(parts)} entries, bit by bit" + (
+        "" if show_all else ", except clock readings"
+    )
     lines.append(f"different in {total} places" if total else same)
     return "\n".join(lines), total > 0
 
@@ -397,19 +471,27 @@ def main(args: argparse.Namespace) -> int:
             text, is_bad = describe_folder(args.path)
         else:
             text, is_bad = describe_file(args.path, args.all), False
-        print(re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text))  # control characters
+        print(
+            re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+        )  # control characters
     return int(is_bad)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint, or a folder of checkpoints")
-    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second checkpoint to compare with the first")
     parser.add_argument(
-        "--all", action="store_true", help="show every entry of a file, or every difference, also those of clocks"
+        "other", nargs="?", metavar="OTHER", help="a second checkpoint to compare with the first"
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="show every entry of a file, or every difference, also those of clocks",
     )
     return parser.parse_args(arguments)
 

@@ -41,7 +41,12 @@ Examples:
   the saved config      --config-file output/lazy/config.yaml
   4 processes           --num-gpus 4
 """
-FAST_DEV_RUN = ["train.max_iter=6", "train.eval_period=3", "train.checkpointer.period=3", "train.log_period=1"]
+FAST_DEV_RUN = [
+    "train.max_iter=6",
+    "train.eval_period=3",
+    "train.checkpointer.period=3",
+    "train.log_period=1",
+]
 
 logger = logging.getLogger("trainkit.tools.lazyconfig_train_net")
 
@@ -79,11 +84,15 @@ def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
     options["async_write_metrics"] = resolve_device(cfg.train.device).type != "cpu"
     if cfg.train.amp.enabled:
         precision = getattr(torch, cfg.train.amp.precision)
-        trainer: SimpleTrainer = AMPTrainer(model, data_loader, optimizer, precision=precision, **options)
+        trainer: SimpleTrainer = AMPTrainer(
+            model, data_loader, optimizer, precision=precision, **options
+        )
     else:
         trainer = SimpleTrainer(model, data_loader, optimizer, **options)
     checkpointer = Checkpointer(model, cfg.train.output_dir, trainer=trainer)
-    writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if comm.is_main_process() else []
+    writers = (
+        default_writers(cfg.train.output_dir, cfg.train.max_iter) if comm.is_main_process() else []
+    )
     trainer.register_hooks(
         [
             hooks.IterationTimer(),
@@ -135,7 +144,10 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
 def invoke_main() -> None:
     """Run with the options of the command line."""
     args = default_argument_parser(EXAMPLES).parse_args()
-    sys.path += [str(ROOT), str(Path.cwd())]  # a config may import from projects, and from the current folder
+    sys.path += [
+        str(ROOT),
+        str(Path.cwd()),
+    ]  # a config may import from projects, and from the current folder
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 
 

@@ -15,11 +15,19 @@ from trainkit.engine import DefaultTrainer
 from trainkit.utils.losses import parse_losses
 
 # how torch's tracker calls them, and how the report does
-_KINDS = {"PARAM": "parameters", "BUFFER": "buffers", "GRAD": "gradients", "OPT": "optimizer", "ACT": "activations"}
+_KINDS = {
+    "PARAM": "parameters",
+    "BUFFER": "buffers",
+    "GRAD": "gradients",
+    "OPT": "optimizer",
+    "ACT": "activations",
+}
 _DIVIDED = ("parameters", "gradients", "optimizer")  # among the ranks of MODEL.PARALLEL fsdp
 
 
-def estimate_memory(cfg: CfgNode, trainer: type[DefaultTrainer], sample: Any, ranks: int = 1) -> dict[str, int]:
+def estimate_memory(
+    cfg: CfgNode, trainer: type[DefaultTrainer], sample: Any, ranks: int = 1
+) -> dict[str, int]:
     """Bytes of a rank at the peak of its second step: of each kind of tensor, and the total.
 
     The steps run on fake tensors in the memory of the CPU, with the share of SOLVER.IMS_PER_BATCH of one of ``ranks``
@@ -57,14 +65,18 @@ def estimate_memory(cfg: CfgNode, trainer: type[DefaultTrainer], sample: Any, ra
                         tracker.reset_mod_stats()
         except Exception as error:  # a model may raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ConfigError(f"--memory: a step on tensors without values failed: {reason}") from error
+            raise ConfigError(
+                f"--memory: a step on tensors without values failed: {reason}"
+            ) from error
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     found = {name: peak.get(kind, 0) for kind, name in _named(peak).items()}
     found["other"] = peak["Total"] - sum(found.values())
     if ranks > 1 and cfg.MODEL.PARALLEL == "fsdp":
         found |= {name: -(-found[name] // ranks) for name in _DIVIDED}
     elif ranks > 1 and not cfg.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW:
-        found["copy of the gradients (DDP)"] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        found["copy of the gradients (DDP)"] = sum(
+            p.nbytes for p in model.parameters() if p.requires_grad
+        )
     return {**found, "total": sum(found.values())}
 
 
@@ -72,14 +84,22 @@ def report_memory(found: Mapping[str, int], ranks: int) -> str:
     """A table of `estimate_memory`."""
     rows = [(name, f"{size / 2**20:,.1f}") for name, size in found.items()]
     of = "of a rank" if ranks > 1 else "of the run"
-    return tabulate(rows, ["at the peak of a step", f"MiB {of}"], disable_numparse=True, colalign=["left", "right"])
+    return tabulate(
+        rows,
+        ["at the peak of a step", f"MiB {of}"],
+        disable_numparse=True,
+        colalign=["left", "right"],
+    )
 
 
 def _put_on_cpu(model: nn.Module) -> None:
     """Like ``model.to("cpu")``, which fake tensors do not support; frozen parameters become buffers for the tracker."""
     same: dict[Tensor, Tensor] = {}  # modules may share tensors
     for module in model.modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             if tensor not in same:
                 empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
                 same[tensor] = nn.Parameter(empty) if tensor.requires_grad else empty
@@ -102,11 +122,21 @@ def _batch_of(value: Any, size: int, fake: FakeTensorMode) -> Any:
         return {name: _batch_of(item, size, fake) for name, item in value.items()}
     if isinstance(value, list) and len(value) == 1:  # one sample, or one name
         return [fake.from_tensor(value[0]) if isinstance(value[0], Tensor) else value[0]] * size
-    return type(value)(_batch_of(item, size, fake) for item in value) if isinstance(value, list | tuple) else value
+    return (
+        type(value)(_batch_of(item, size, fake) for item in value)
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    values = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return [tensor for item in values for tensor in _tensors(item)]

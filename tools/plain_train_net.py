@@ -16,7 +16,12 @@ import torch
 from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules, resolve_lengths
 from trainkit.data import build_test_loader, build_train_loader, iters_per_epoch
-from trainkit.engine import default_argument_parser, default_setup, default_writers, user_errors_exit
+from trainkit.engine import (
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    user_errors_exit,
+)
 from trainkit.evaluation import build_evaluator, inference_on_dataset, print_csv_format
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
@@ -51,7 +56,9 @@ def train(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
             loss = sum(losses.values())
             optimizer.zero_grad()
             loss.backward()
-            storage.put_scalars(total_loss=loss.item(), **{name: value.item() for name, value in losses.items()})
+            storage.put_scalars(
+                total_loss=loss.item(), **{name: value.item() for name, value in losses.items()}
+            )
             storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
             optimizer.step()
             scheduler.step()
@@ -73,7 +80,9 @@ def evaluate(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
     """The results on each dataset of DATASETS.TEST."""
     results = {}
     for name in cfg.DATASETS.TEST:
-        results[name] = inference_on_dataset(model, build_test_loader(cfg, name), build_evaluator(cfg, name))
+        results[name] = inference_on_dataset(
+            model, build_test_loader(cfg, name), build_evaluator(cfg, name)
+        )
         logger.info("Results on %s:", name)
         print_csv_format(results[name])
     return results
@@ -85,14 +94,20 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         cfg.merge_from_file(args.config_file or str(ROOT / "projects/digits/config.yaml"))
         cfg.merge_from_list(args.opts)
         if args.resume:
-            raise ConfigError("--resume is given, but the plain loop cannot resume; use tools/train_net.py")
+            raise ConfigError(
+                "--resume is given, but the plain loop cannot resume; use tools/train_net.py"
+            )
         default_setup(cfg, args)
         import_modules(cfg.IMPORTS)
         model = build_model(cfg)
         checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
-        weights = cfg.MODEL.WEIGHTS or (checkpointer.get_checkpoint_file() if args.eval_only else "")
+        weights = cfg.MODEL.WEIGHTS or (
+            checkpointer.get_checkpoint_file() if args.eval_only else ""
+        )
         if args.eval_only and not weights:
-            raise ConfigError(f"there is nothing to evaluate: no checkpoint in {cfg.OUTPUT_DIR}; set MODEL.WEIGHTS")
+            raise ConfigError(
+                f"there is nothing to evaluate: no checkpoint in {cfg.OUTPUT_DIR}; set MODEL.WEIGHTS"
+            )
         checkpointer.load(weights)
     return evaluate(cfg, model) if args.eval_only else train(cfg, model)
 

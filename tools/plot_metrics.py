@@ -24,16 +24,22 @@ from plots.runs import RunError, read_runs
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="plot_metrics.py", description="Show the metrics of runs side by side.", allow_abbrev=False
+        prog="plot_metrics.py",
+        description="Show the metrics of runs side by side.",
+        allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="an output folder, or a metrics.json")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="an output folder, or a metrics.json"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="PICTURE",
         help="a .png, .svg or .pdf; default: metrics.png in the folder of the first run; none with --html",
     )
-    parser.add_argument("--html", type=Path, metavar="PAGE", help="one file that a browser shows without a network")
+    parser.add_argument(
+        "--html", type=Path, metavar="PAGE", help="one file that a browser shows without a network"
+    )
     return parser.parse_args(args)
 
 

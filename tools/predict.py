@@ -62,7 +62,14 @@ from trainkit.utils.device import move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_K = 3  # number of classes that are shown if classes have names
-TOLD = ("id", "image_id", "name", "file_name", "path", "label")  # entries of a sample that its line shows
+TOLD = (
+    "id",
+    "image_id",
+    "name",
+    "file_name",
+    "path",
+    "label",
+)  # entries of a sample that its line shows
 MAX_VALUES = 16  # larger tensors are not printed
 
 
@@ -80,14 +87,23 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
     if args.run is None and not args.config_file:
         raise ConfigError("name the folder of a run, or a --config-file")
     if args.run is not None and not os.path.isdir(args.run):
-        raise ConfigError(f"{args.run!r} is not a folder; name the folder of a run, or a --config-file and --weights")
+        raise ConfigError(
+            f"{args.run!r} is not a folder; name the folder of a run, or a --config-file and --weights"
+        )
     cfg.merge_from_file(args.config_file or os.path.join(args.run, "config.yaml"))
     if args.run is not None:
         cfg.OUTPUT_DIR = args.run  # the folder may have been moved
     cfg.merge_from_list(args.opts)
-    weights = args.weights or (cfg.MODEL.WEIGHTS if args.run is None else "") or _weights_of_run(cfg)
-    if cfg.CHECKPOINT.get("TRAINABLE_ONLY") and all(entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS):
-        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "FrozenWeights", "WEIGHTS": cfg.MODEL.WEIGHTS}]  # as in the run
+    weights = (
+        args.weights or (cfg.MODEL.WEIGHTS if args.run is None else "") or _weights_of_run(cfg)
+    )
+    if cfg.CHECKPOINT.get("TRAINABLE_ONLY") and all(
+        entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS
+    ):
+        cfg.HOOKS = [
+            *cfg.HOOKS,
+            {"NAME": "FrozenWeights", "WEIGHTS": cfg.MODEL.WEIGHTS},
+        ]  # as in the run
     cfg.MODEL.WEIGHTS = weights
     cfg.freeze()
     return cfg
@@ -95,7 +111,10 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
 
 def _weights_of_run(cfg: CfgNode) -> str:
     folder = checkpoint_dir(cfg)
-    best = [os.path.join(folder, f"{prefix}.pth") for prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).values()]
+    best = [
+        os.path.join(folder, f"{prefix}.pth")
+        for prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).values()
+    ]
     path = next(filter(os.path.exists, best), "") or choose(candidates(folder))[0]
     if not path:
         raise ConfigError(f"there is no checkpoint in {folder!r}; name one with --weights")
@@ -121,7 +140,9 @@ def samples_of_file(path: str, key: str) -> Iterator[Any]:
     }
     suffix = Path(path).suffix.lower()
     if suffix not in readers:
-        raise ConfigError(f"--input {path!r} has the suffix {suffix!r}; accepted: {', '.join(readers)}")
+        raise ConfigError(
+            f"--input {path!r} has the suffix {suffix!r}; accepted: {', '.join(readers)}"
+        )
     is_empty = True
     try:
         for sample in _split(readers[suffix](path), key):
@@ -180,17 +201,23 @@ def _split(content: Any, key: str) -> Iterator[Any]:
             raise ConfigError(f"holds {wrong[0]!r}, which is not an array [N, ...]; leave it out")
         if len({len(value) for value in content.values()}) > 1:
             lengths = {name: len(value) for name, value in content.items()}
-            raise ConfigError(f"holds arrays of different lengths: {lengths}; the first axis counts the samples")
+            raise ConfigError(
+                f"holds arrays of different lengths: {lengths}; the first axis counts the samples"
+            )
         for values in zip(*content.values(), strict=True):
             yield dict(zip(content, values, strict=True))
     elif isinstance(content, np.ndarray | Tensor):
         if content.ndim == 0:
             raise ConfigError("holds a single number; samples are an array [N, ...]")
-        yield from ({key: np.array(v) if isinstance(v, np.ndarray) else v} if key else v for v in content)
+        yield from (
+            {key: np.array(v) if isinstance(v, np.ndarray) else v} if key else v for v in content
+        )
     elif isinstance(content, list | Iterator):
         yield from content
     else:
-        raise ConfigError(f"holds a {type(content).__name__}, accepted are arrays, dicts of them and lists of samples")
+        raise ConfigError(
+            f"holds a {type(content).__name__}, accepted are arrays, dicts of them and lists of samples"
+        )
 
 
 # ---------------------------------------------------------------------------- the predictions
@@ -217,9 +244,13 @@ def predict_dataset(
         batches = _loader_of(predictor.cfg, dataset, num)
     else:
         samples = itertools.islice(dataset, num)
-        yield from ((_told(sample), prediction) for sample, prediction in predict(predictor, samples))
+        yield from (
+            (_told(sample), prediction) for sample, prediction in predict(predictor, samples)
+        )
         return
-    predicted = (zip(told, predictor.predict_batch(batch, len(told)), strict=True) for told, batch in batches)
+    predicted = (
+        zip(told, predictor.predict_batch(batch, len(told)), strict=True) for told, batch in batches
+    )
     yield from itertools.islice(itertools.chain.from_iterable(predicted), num)
 
 
@@ -231,8 +262,12 @@ def _loader_of(cfg: CfgNode, dataset: Any, num: int | None) -> Iterable[tuple[li
         chosen,
         mapper=partial(_transformed, build_transform(cfg, is_train=False)),
         batch_size=cfg.TEST.IMS_PER_BATCH,
-        num_workers=min(cfg.DATALOADER.NUM_WORKERS, num_batches - 1),  # a worker starts too slowly for one batch
-        collate_fn=partial(_collated, default_collate if cfg.DATALOADER.COLLATE == "default" else list),
+        num_workers=min(
+            cfg.DATALOADER.NUM_WORKERS, num_batches - 1
+        ),  # a worker starts too slowly for one batch
+        collate_fn=partial(
+            _collated, default_collate if cfg.DATALOADER.COLLATE == "default" else list
+        ),
         prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR,
         timeout=cfg.DATALOADER.TIMEOUT,
     )
@@ -242,11 +277,15 @@ def _transformed(transform: Callable[[Any], Any] | None, sample: Any) -> tuple[A
     return _told(sample), sample if transform is None else transform(sample)
 
 
-def _collated(collate: Callable[[list[Any]], Any], samples: list[tuple[Any, Any]]) -> tuple[list[Any], Any]:
+def _collated(
+    collate: Callable[[list[Any]], Any], samples: list[tuple[Any, Any]]
+) -> tuple[list[Any], Any]:
     return [told for told, _ in samples], collate([sample for _, sample in samples])
 
 
-def predict(predictor: DefaultPredictor, samples: Iterable[Any], origin: str = "") -> Iterator[tuple[Any, Any]]:
+def predict(
+    predictor: DefaultPredictor, samples: Iterable[Any], origin: str = ""
+) -> Iterator[tuple[Any, Any]]:
     """(sample, its prediction), computed in batches of TEST.IMS_PER_BATCH.
 
     Args:
@@ -283,15 +322,23 @@ def describe(prediction: Any, class_names: Sequence[str], top_k: int | None) -> 
         top_k: number of classes; None: 3 if there are ``class_names``, else no classes.
     """
     if isinstance(prediction, Mapping):
-        return {str(name): describe(value, class_names, top_k) for name, value in prediction.items()}
+        return {
+            str(name): describe(value, class_names, top_k) for name, value in prediction.items()
+        }
     if isinstance(prediction, list | tuple):
         return [describe(value, class_names, top_k) for value in prediction]
     if not isinstance(prediction, Tensor):
-        return prediction if isinstance(prediction, str | int | float | bool | None) else str(prediction)
+        return (
+            prediction
+            if isinstance(prediction, str | int | float | bool | None)
+            else str(prediction)
+        )
     if prediction.is_floating_point() and prediction.ndim in (1, 3):
         has_names = len(prediction) == len(class_names)
         if has_names or (top_k and prediction.ndim == 1):
-            names = list(class_names) if has_names else [str(index) for index in range(len(prediction))]
+            names = (
+                list(class_names) if has_names else [str(index) for index in range(len(prediction))]
+            )
             return _best_classes(prediction.float(), names, top_k or TOP_K)
     if prediction.is_complex():
         return str(prediction)
@@ -310,7 +357,10 @@ def _best_classes(scores: Tensor, names: Sequence[Any], top_k: int) -> list[dict
         are_probabilities = bool((scores >= 0).all()) and abs(scores.sum().item() - 1) < 1e-3
         what, shares = "prob", scores if are_probabilities else scores.softmax(dim=0)
     else:
-        what, shares = "pixels", scores.argmax(dim=0).flatten().bincount(minlength=len(scores)) / scores[0].numel()
+        what, shares = (
+            "pixels",
+            scores.argmax(dim=0).flatten().bincount(minlength=len(scores)) / scores[0].numel(),
+        )
     values, indices = shares.topk(min(top_k, len(shares)))
     return [
         {"class": str(names[index]), "index": index, what: round(value, 6)}
@@ -330,8 +380,15 @@ def _with_nulls(value: Any) -> Any:
 
 def _told(sample: Any) -> dict[str, Any]:
     """The names and the label of a sample, if it has them."""
-    found: Any = {name: sample[name] for name in TOLD if name in sample} if isinstance(sample, Mapping) else {}
-    found = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in found.items()}
+    found: Any = (
+        {name: sample[name] for name in TOLD if name in sample}
+        if isinstance(sample, Mapping)
+        else {}
+    )
+    found = {
+        name: value.item() if getattr(value, "ndim", None) == 0 else value
+        for name, value in found.items()
+    }
     return {name: value for name, value in found.items() if type(value) in (int, str)}
 
 
@@ -347,7 +404,10 @@ def _told_of_batch(batch: Any) -> list[dict[str, Any]]:
 
 
 def write_lines(
-    write: Callable[[str], object], predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None
+    write: Callable[[str], object],
+    predicted: Iterable[tuple[Any, Any]],
+    class_names: Sequence[Any],
+    top_k: int | None,
 ) -> int:
     """One JSON object per prediction; returns their number."""
     num_written = 0
@@ -355,7 +415,11 @@ def write_lines(
         label = told.get("label")
         if type(label) is int and 0 <= label < len(class_names):
             told = {**told, "label": str(class_names[label])}
-        row = {"sample": num_written, **told, "prediction": _with_nulls(describe(prediction, class_names, top_k))}
+        row = {
+            "sample": num_written,
+            **told,
+            "prediction": _with_nulls(describe(prediction, class_names, top_k)),
+        }
         write(json.dumps(row, allow_nan=False) + "\n")
         num_written += 1
     return num_written
@@ -371,17 +435,25 @@ def check_writable(path: str) -> None:
         with open(path, "ab"):
             pass
     except OSError as error:
-        raise ConfigError(f"{path!r} cannot be written: {error.strerror}; name another file") from error
+        raise ConfigError(
+            f"{path!r} cannot be written: {error.strerror}; name another file"
+        ) from error
     if is_new:
         os.remove(path)
 
 
-def write_file(path: str, predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None) -> int:
+def write_file(
+    path: str, predicted: Iterable[tuple[Any, Any]], class_names: Sequence[Any], top_k: int | None
+) -> int:
     """Write all predictions or no file: as lines of JSON, or unchanged as a list for ``torch.load``."""
     with replacing(os.path.realpath(path)) as output:
         if path.endswith(".jsonl"):
-            return write_lines(lambda line: output.write(line.encode()), predicted, class_names, top_k)
-        predictions = [move_to_device(prediction, torch.device("cpu")) for _, prediction in predicted]
+            return write_lines(
+                lambda line: output.write(line.encode()), predicted, class_names, top_k
+            )
+        predictions = [
+            move_to_device(prediction, torch.device("cpu")) for _, prediction in predicted
+        ]
         torch.save(predictions, cast(Any, output))
         return len(predictions)
 
@@ -400,15 +472,21 @@ def main(args: argparse.Namespace) -> None:
         if args.dataset:
             predicted = predict_dataset(predictor, trainer, args.dataset, args.num)
         else:
-            samples = itertools.chain.from_iterable(samples_of_file(path, args.key) for path in args.input)
+            samples = itertools.chain.from_iterable(
+                samples_of_file(path, args.key) for path in args.input
+            )
             chosen = itertools.islice(samples, args.num)
             found = predict(predictor, chosen, f"--input {' '.join(args.input)}")
             predicted = ((_told(sample), prediction) for sample, prediction in found)
         datasets = [args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL]
         names = (MetadataCatalog.get(name).get("class_names") for name in datasets)
-        class_names: Sequence[Any] = next(filter(None, names), ())  # those of the first dataset that has any
+        class_names: Sequence[Any] = next(
+            filter(None, names), ()
+        )  # those of the first dataset that has any
         if args.output is None:
-            number = write_lines(partial(print, end="", flush=True), predicted, class_names, args.top_k)
+            number = write_lines(
+                partial(print, end="", flush=True), predicted, class_names, args.top_k
+            )
         else:
             number = write_file(args.output, predicted, class_names, args.top_k)
     print(f"{number} predictions with {cfg.MODEL.WEIGHTS}", file=sys.stderr)
@@ -424,20 +502,32 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
     parser.add_argument(
-        "--config-file", default="", metavar="FILE", help="use this config instead of the config.yaml of the run"
+        "--config-file",
+        default="",
+        metavar="FILE",
+        help="use this config instead of the config.yaml of the run",
     )
     parser.add_argument(
-        "--weights", default="", metavar="FILE", help="use this checkpoint instead of the best one of the run"
+        "--weights",
+        default="",
+        metavar="FILE",
+        help="use this checkpoint instead of the best one of the run",
     )
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--dataset", metavar="NAME", help="a dataset that the modules of IMPORTS register")
+    source.add_argument(
+        "--dataset", metavar="NAME", help="a dataset that the modules of IMPORTS register"
+    )
     source.add_argument("--input", nargs="+", metavar="FILE", help="files with samples, see above")
-    parser.add_argument("--key", default="image", help='name of a bare array in a sample, "" for none (image)')
+    parser.add_argument(
+        "--key", default="image", help='name of a bare array in a sample, "" for none (image)'
+    )
     parser.add_argument("--num", type=positive, metavar="N", help="only the first N samples")
     parser.add_argument("--top-k", type=positive, metavar="K", help=f"number of classes ({TOP_K})")
     parser.add_argument("--output", type=_output, metavar="FILE", help="a .jsonl or .pt file")
-    parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="changes to the config")
+    parser.add_argument(
+        "--opts", nargs="+", default=[], metavar="KEY VALUE", help="changes to the config"
+    )
     return parser.parse_args(arguments)
 
 
@@ -452,7 +542,10 @@ def _output(text: str) -> str:
 def invoke_main() -> None:
     """Run with the options of the command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    sys.path += [str(ROOT), str(Path.cwd())]  # so that IMPORTS can name projects, and modules in the current folder
+    sys.path += [
+        str(ROOT),
+        str(Path.cwd()),
+    ]  # so that IMPORTS can name projects, and modules in the current folder
     main(parse_args())
 
 

@@ -27,7 +27,14 @@ _COMMON += ["HOOKS", "[{NAME: Throughput}]"]  # so that the pictures show a scal
 _RUNS = {
     "sgd": [],
     "sgd_small_lr": ["SOLVER.BASE_LR", "0.02"],
-    "adamw": ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.BASE_LR", "0.005", "SOLVER.NESTEROV", "False"],
+    "adamw": [
+        "SOLVER.OPTIMIZER.NAME",
+        "AdamW",
+        "SOLVER.BASE_LR",
+        "0.005",
+        "SOLVER.NESTEROV",
+        "False",
+    ],
 }
 _PAGE_SIZE = (1280, 1030)
 
@@ -58,7 +65,14 @@ def _shrink(path: Path) -> None:
 
 def train(folder: Path, settings: list[str]) -> Path:
     """Train a run of the default job in ``folder``."""
-    command = [sys.executable, str(ROOT / "tools/train_net.py"), "OUTPUT_DIR", str(folder), *_COMMON, *settings]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/train_net.py"),
+        "OUTPUT_DIR",
+        str(folder),
+        *_COMMON,
+        *settings,
+    ]
     print(f"training {folder.name}", file=sys.stderr)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # the model is too small for two threads
     subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, check=True)

@@ -66,9 +66,13 @@ def parse_spec(spec: str) -> tuple[str, str]:
     """
     key, equals, values = spec.partition("=")
     if not (key and equals and values):
-        raise ConfigError(f"{spec!r} is no KEY=VALUES; write SOLVER.BASE_LR=0.01,0.1 or SOLVER.BASE_LR=log:1e-3..1")
+        raise ConfigError(
+            f"{spec!r} is no KEY=VALUES; write SOLVER.BASE_LR=0.01,0.1 or SOLVER.BASE_LR=log:1e-3..1"
+        )
     if key in ("OUTPUT_DIR", "CHECKPOINT.DIR"):
-        raise ConfigError(f"{key} cannot be varied: the sweep gives each run a folder of its own; leave it out")
+        raise ConfigError(
+            f"{key} cannot be varied: the sweep gives each run a folder of its own; leave it out"
+        )
     return key, values
 
 
@@ -85,8 +89,13 @@ def make_grid(specs: dict[str, str]) -> list[Settings]:
     """
     for key, values in specs.items():
         if _RANGE.fullmatch(values):
-            raise ConfigError(f"{key}={values} is a range, which has no grid; list the values, or give --random N")
-    return [dict(zip(specs, values, strict=True)) for values in itertools.product(*map(split_values, specs.values()))]
+            raise ConfigError(
+                f"{key}={values} is a range, which has no grid; list the values, or give --random N"
+            )
+    return [
+        dict(zip(specs, values, strict=True))
+        for values in itertools.product(*map(split_values, specs.values()))
+    ]
 
 
 def draw(specs: dict[str, str], number: int, seed: int) -> list[Settings]:
@@ -102,7 +111,9 @@ def draw(specs: dict[str, str], number: int, seed: int) -> list[Settings]:
         settings = {key: _draw_value(generator, key, values) for key, values in specs.items()}
         repeats = repeats + 1 if settings in drawn else 0
         if repeats > _MAX_REPEATS:
-            raise ConfigError(f"--random is {number}, but only {len(drawn)} settings are different; ask for fewer")
+            raise ConfigError(
+                f"--random is {number}, but only {len(drawn)} settings are different; ask for fewer"
+            )
         if not repeats:
             drawn.append(settings)
     return drawn
@@ -117,7 +128,9 @@ def _draw_value(generator: random.Random, key: str, values: str) -> str:
     except ValueError:
         low, high = 0.0, -1.0
     if low > high or (found["log"] and low <= 0):
-        raise ConfigError(f"{key}={values}: write LOW..HIGH with LOW <= HIGH, or log:LOW..HIGH with 0 < LOW <= HIGH")
+        raise ConfigError(
+            f"{key}={values}: write LOW..HIGH with LOW <= HIGH, or log:LOW..HIGH with 0 < LOW <= HIGH"
+        )
     if found["log"]:
         return f"{low * (high / low) ** generator.random():.4g}"
     if all(re.fullmatch(r"[-+]?\d+", found[end]) for end in ("low", "high")):
@@ -160,7 +173,9 @@ class Sweep:
         ConfigError: the folder belongs to another sweep, or to a sweep that is running.
     """
 
-    def __init__(self, folder: Path, script: str, script_args: Sequence[str], runs: Sequence[Settings]) -> None:
+    def __init__(
+        self, folder: Path, script: str, script_args: Sequence[str], runs: Sequence[Settings]
+    ) -> None:
         self.folder, self.runs = folder, {name_run(settings): settings for settings in runs}
         self._command = [sys.executable, script, "--resume", *script_args]
         self._file = folder / _STATE_FILE
@@ -189,7 +204,9 @@ class Sweep:
     def run(self, processes: int, devices: Sequence[str]) -> None:
         """Train what has not finished yet, ``processes`` runs at a time."""
         waiting = [name for name in self.runs if self.codes.get(name) != 0]
-        print(f"{len(self.runs)} runs, {len(self.runs) - len(waiting)} of them finished", flush=True)
+        print(
+            f"{len(self.runs)} runs, {len(self.runs) - len(waiting)} of them finished", flush=True
+        )
         places = list(devices or [""]) * processes  # for each place, the device that its run sees
         running: dict[str, _Child] = {}
         while running or (waiting and self.signal is None):
@@ -212,13 +229,22 @@ class Sweep:
         self.signal = signal_number
 
     def _start(self, name: str, processes: int, device: str) -> "_Child":
-        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), **os.environ}
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+            **os.environ,
+        }
         if device:
             environment["CUDA_VISIBLE_DEVICES"] = device
         with (self.folder / f"{name}.txt").open("ab") as output:
             # in a session of its own: Ctrl-C reaches only the sweep, which then stops its runs
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            process = subprocess.Popen(self.command(name), env=environment, start_new_session=True, **streams)
+            streams: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": output,
+            }
+            process = subprocess.Popen(
+                self.command(name), env=environment, start_new_session=True, **streams
+            )
         return _Child(process, device, time.monotonic())
 
     def _note(self, name: str, code: int, duration_sec: float) -> None:
@@ -253,7 +279,9 @@ def choose_metric(metric: str, mode: str, runs: dict[str, Run]) -> tuple[str, st
     try:
         return metric, infer_mode(metric) if mode == "auto" else mode
     except ValueError:
-        raise ConfigError(f"the name {metric!r} does not tell whether more or less is better; give --mode") from None
+        raise ConfigError(
+            f"the name {metric!r} does not tell whether more or less is better; give --mode"
+        ) from None
 
 
 def make_table(sweep: Sweep, metric: str, mode: str) -> tuple[list[str], list[list[Any]]]:
@@ -286,22 +314,45 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     words = list(sys.argv[1:] if args is None else args)
     place = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="where the runs are, each in a folder of its own")
-    parser.add_argument("specs", nargs="+", metavar="KEY=VALUES", help="VALUES: 1,2,3 or 0.1..1 or log:1e-4..1")
     parser.add_argument(
-        "--random", type=positive, metavar="N", help="draw N settings instead of taking all combinations"
+        "specs", nargs="+", metavar="KEY=VALUES", help="VALUES: 1,2,3 or 0.1..1 or log:1e-4..1"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the settings drawn (default %(default)s)")
-    parser.add_argument("--processes", type=positive, default=1, help="runs at the same time (default %(default)s)")
     parser.add_argument(
-        "--devices", default="", help="of CUDA, such as 0,1: each run sees one of them; default: each sees all"
+        "--random",
+        type=positive,
+        metavar="N",
+        help="draw N settings instead of taking all combinations",
     )
-    parser.add_argument("--script", default=str(TRAIN_NET), help="a training script with the options of train_net.py")
-    parser.add_argument("--metric", default="", help="of the table (default: CHECKPOINT.BEST_METRIC, or total_loss)")
-    parser.add_argument("--mode", choices=["auto", "max", "min"], default="auto", help="which value of it is better")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and train nothing")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the settings drawn (default %(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=positive, default=1, help="runs at the same time (default %(default)s)"
+    )
+    parser.add_argument(
+        "--devices",
+        default="",
+        help="of CUDA, such as 0,1: each run sees one of them; default: each sees all",
+    )
+    parser.add_argument(
+        "--script",
+        default=str(TRAIN_NET),
+        help="a training script with the options of train_net.py",
+    )
+    parser.add_argument(
+        "--metric", default="", help="of the table (default: CHECKPOINT.BEST_METRIC, or total_loss)"
+    )
+    parser.add_argument(
+        "--mode", choices=["auto", "max", "min"], default="auto", help="which value of it is better"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands and train nothing"
+    )
     read = parser.parse_args(words[:place])
     read.script_args = words[place + 1 :]
     return read
@@ -317,14 +368,18 @@ def main(args: argparse.Namespace) -> int:
     if args.mode == "auto" and args.metric:
         choose_metric(args.metric, args.mode, {})  # its error must come before hours of training
     runs = make_grid(specs) if args.random is None else draw(specs, args.random, args.seed)
-    if Path(args.script).resolve() == TRAIN_NET.resolve():  # another script may have keys of its own
+    if (
+        Path(args.script).resolve() == TRAIN_NET.resolve()
+    ):  # another script may have keys of its own
         check_settings(args.script_args, runs)
     sweep = Sweep(args.folder, args.script, args.script_args, runs)
     try:
         if args.dry_run:
             print(*(shlex.join(sweep.command(name)) for name in sweep.runs), sep="\n")
             return 0
-        former = {number: signal.signal(number, sweep.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        former = {
+            number: signal.signal(number, sweep.stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             sweep.run(args.processes, [device for device in args.devices.split(",") if device])
         finally:
@@ -342,7 +397,9 @@ def main(args: argparse.Namespace) -> int:
         print("The same command continues the sweep")
         return 128 + sweep.signal
     if failed := [name for name in sweep.runs if sweep.codes.get(name) != 0]:
-        print(f"{len(failed)} runs have failed; see {args.folder / failed[0]}.txt. The same command tries them again")
+        print(
+            f"{len(failed)} runs have failed; see {args.folder / failed[0]}.txt. The same command tries them again"
+        )
     return int(bool(failed))
 
 

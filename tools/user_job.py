@@ -13,7 +13,8 @@ from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.engine import DefaultTrainer
 
 SCRIPT_HELP = (
-    "the file of the subclass of DefaultTrainer that builds the model, and of its data; FILE:NAME if it has several"
+    "the file of the subclass of DefaultTrainer that builds the model, and of its data; "
+    "FILE:NAME if it has several"
 )
 
 
@@ -40,7 +41,12 @@ def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
         return DefaultTrainer
     path, _, name = script.partition(":")
     modules = [_load(path)] if script else [sys.modules[module] for module in cfg.IMPORTS]
-    found = {value.__name__: value for module in modules for value in vars(module).values() if _is_trainer(value)}
+    found = {
+        value.__name__: value
+        for module in modules
+        for value in vars(module).values()
+        if _is_trainer(value)
+    }
     if name:
         found = {name: found[name]} if name in found else {}
     else:
@@ -49,9 +55,15 @@ def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
     if len(found) == 1:
         return next(iter(found.values()))
     if script:
-        several = f"several ({', '.join(sorted(found))}); name one, such as {path}:{min(found)}" if found else ""
+        several = (
+            f"several ({', '.join(sorted(found))}); name one, such as {path}:{min(found)}"
+            if found
+            else ""
+        )
         none = f"no {name or 'such class'}; name the file that defines it"
-        raise ConfigError(f"--script {script!r} must define a subclass of DefaultTrainer, got {several or none}")
+        raise ConfigError(
+            f"--script {script!r} must define a subclass of DefaultTrainer, got {several or none}"
+        )
     raise ConfigError(
         "MODEL.NAME is empty; if a subclass of DefaultTrainer builds the model, name its file: --script train.py"
     )

@@ -28,7 +28,9 @@ def build_model(cfg: CfgNode) -> nn.Module:
     device = device_of_config(cfg)
     model = entry(cfg)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"MODEL.NAME: {name} must return an nn.Module, got {type(model).__name__}")
+        raise ConfigError(
+            f"MODEL.NAME: {name} must return an nn.Module, got {type(model).__name__}"
+        )
     return model.to(device)
 
 

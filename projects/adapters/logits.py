@@ -13,9 +13,15 @@ def _split(batch: Any) -> tuple[Any, Any]:
         target = inputs.pop("label" if "label" in inputs else "labels", None)
         return inputs if len(inputs) > 1 else [*inputs.values()], target
     tensors = [batch] if isinstance(batch, Tensor) else batch
-    if isinstance(tensors, list | tuple) and tensors and all(isinstance(entry, Tensor) for entry in tensors):
+    if (
+        isinstance(tensors, list | tuple)
+        and tensors
+        and all(isinstance(entry, Tensor) for entry in tensors)
+    ):
         return tensors[:-1] or tensors, tensors[-1]
-    accepted = "a mapping, a tensor, or a tuple or list of tensors (for others give losses_from split=...)"
+    accepted = (
+        "a mapping, a tensor, or a tuple or list of tensors (for others give losses_from split=...)"
+    )
     raise TypeError(f"the batch must be {accepted}, got {type(batch).__name__}")
 
 
@@ -40,7 +46,9 @@ def losses_from(
 
     def call(self: Any, batch: Any) -> tuple[Any, Any]:
         inputs, target = split(batch)
-        returned = original(self, **inputs) if isinstance(inputs, Mapping) else original(self, *inputs)
+        returned = (
+            original(self, **inputs) if isinstance(inputs, Mapping) else original(self, *inputs)
+        )
         return getattr(returned, "logits", returned), target
 
     def losses(self: Any, batch: Any) -> Any:
@@ -48,7 +56,9 @@ def losses_from(
             return original(self, **batch).loss
         output, target = call(self, batch)
         if target is None and split is _split:
-            raise ValueError(f"no 'label' or 'labels' in the batch with {[*batch]}; give losses_from a function split")
+            raise ValueError(
+                f"no 'label' or 'labels' in the batch with {[*batch]}; give losses_from a function split"
+            )
         return self.trainkit_loss(output, target)
 
     @functools.wraps(original)  # generate() of Hugging Face reads the signature
@@ -57,6 +67,8 @@ def losses_from(
             return original(self, *args, **kwargs)
         return self.losses(*args) if self.training else call(self, *args)[0]
 
-    model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward, "losses": losses})
+    model.__class__ = type(
+        type(model).__name__, (type(model),), {"forward": forward, "losses": losses}
+    )
     model.trainkit_loss = loss_fn  # type: ignore[assignment]
     return model

@@ -4,7 +4,8 @@ from trainkit.config import CfgNode, choose
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.CHECKPOINT.ASYNC = False  # True: copy the state to host memory, and write it in a thread meanwhile.
+    # True: copy the state to host memory, and write it in a thread meanwhile.
+    cfg.CHECKPOINT.ASYNC = False
 
 
 def prepare(cfg: CfgNode) -> None:

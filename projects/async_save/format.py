@@ -28,7 +28,9 @@ class StagedFormat(CheckpointFormat):
     def __init__(self, inner: CheckpointFormat | None = None) -> None:
         self._inner = inner or CheckpointFormat()
         self.collective = self._inner.collective
-        self._memory: dict[torch.device, list[Tensor]] = {}  # of the last copy: allocating takes longer than copying
+        self._memory: dict[
+            torch.device, list[Tensor]
+        ] = {}  # of the last copy: allocating takes longer than copying
 
     def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> HostCopy:
         copy = HostCopy(state, self._memory, self._inner, self._snapshot)
@@ -43,7 +45,11 @@ class StagedFormat(CheckpointFormat):
         return self._inner.read(path)
 
     def fill(
-        self, state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
+        self,
+        state: dict[str, Any],
+        path: str,
+        model: nn.Module | None = None,
+        wanted: Iterable[str] = ("",),
     ) -> dict[str, Any]:
         return self._inner.fill(state, path, model, wanted)
 

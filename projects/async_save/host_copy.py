@@ -11,7 +11,9 @@ from trainkit.checkpoint.file import ordinary
 from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.utils.device import new_event, runs_ahead
 
-BLOCK_SIZE = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
+BLOCK_SIZE = (
+    1 << 28
+)  # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
 _ALIGNMENT = 64  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
 _Memory: TypeAlias = Mapping[torch.device, Sequence[Tensor]]
@@ -45,7 +47,9 @@ class HostCopy:
         # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[torch.device, dict[_Address, UntypedStorage]] = {}
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
-        taken: dict[int, tuple[Tensor, Tensor]] = {}  # id -> original and copy: a file holds an object once
+        taken: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # id -> original and copy: a file holds an object once
 
         def take(tensor: Tensor, path: str) -> Tensor:
             if id(tensor) not in taken:
@@ -57,18 +61,26 @@ class HostCopy:
                 return tensor
             if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
                 return tensor.to("cpu", copy=True)
-            originals.setdefault(tensor.device, {}).setdefault(_address(tensor), tensor.untyped_storage())
+            originals.setdefault(tensor.device, {}).setdefault(
+                _address(tensor), tensor.untyped_storage()
+            )
             tensors.append((torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor))
             return tensors[-1][0]
 
         self._state = (format or CheckpointFormat()).prepare(state, take=take)
         self.memory: dict[torch.device, list[Tensor]] = {}
-        self._arrivals: list[tuple[Any, object]] = []  # (event after all copies of a device, what they read)
+        self._arrivals: list[
+            tuple[Any, object]
+        ] = []  # (event after all copies of a device, what they read)
         copies: dict[_Address, UntypedStorage] = {}
         for device, of_device in originals.items():
-            copies |= self._copy_storages(device, of_device, [*(memory or {}).get(device, ())], snapshot)
+            copies |= self._copy_storages(
+                device, of_device, [*(memory or {}).get(device, ())], snapshot
+            )
         for copy, tensor in tensors:
-            copy.set_(copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride())
+            copy.set_(
+                copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
 
     def state(self) -> dict[str, Any]:
         """The copy; waits until it is complete."""
@@ -78,27 +90,42 @@ class HostCopy:
         return self._state
 
     def _copy_storages(
-        self, device: torch.device, originals: Mapping[_Address, UntypedStorage], former: list[Tensor], snapshot: bool
+        self,
+        device: torch.device,
+        originals: Mapping[_Address, UntypedStorage],
+        former: list[Tensor],
+        snapshot: bool,
     ) -> dict[_Address, UntypedStorage]:
-        pinned, blocks = device.type != "cpu", _blocks(originals)  # pinned: their total size stays the same
+        pinned, blocks = (
+            device.type != "cpu",
+            _blocks(originals),
+        )  # pinned: their total size stays the same
         room, left = _room(device) if pinned and snapshot else 0, sum(size for _, size in blocks)
         copies, to_host, self.memory[device] = {}, [], []
         for places, size in blocks:
             block = former.pop(0) if former and len(former[0]) >= size else None
             if block is None:
                 room_on_host = size if pinned else size + size // 4  # the next state may be larger
-                block = torch.empty(room_on_host, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                block = torch.empty(
+                    room_on_host, dtype=torch.uint8, device="cpu", pin_memory=pinned
+                )
             self.memory[device].append(block)
             target = block
-            if left <= room:  # the last blocks: the others are copied while the computation waits, so they come first
-                with contextlib.suppress(torch.OutOfMemoryError):  # what is free may be in small pieces
+            if (
+                left <= room
+            ):  # the last blocks: the others are copied while the computation waits, so they come first
+                with contextlib.suppress(
+                    torch.OutOfMemoryError
+                ):  # what is free may be in small pieces
                     target = torch.empty(size, dtype=torch.uint8, device=device)
                     to_host.append((block[:size], target))
             left -= size
             for address, place in places.items():
                 original = torch.empty(0, dtype=torch.uint8, device=device).set_(originals[address])
                 target[place : place + len(original)].copy_(original, non_blocking=pinned)
-                copy = torch.frombuffer(block.numpy(), dtype=torch.uint8, count=len(original), offset=place)
+                copy = torch.frombuffer(
+                    block.numpy(), dtype=torch.uint8, count=len(original), offset=place
+                )
                 copies[address] = copy.untyped_storage()
         if pinned:
             stream = torch.Stream(device)
@@ -137,4 +164,9 @@ def _address(tensor: Tensor) -> _Address:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is fully described by its memory, shape and strides."""
     is_view = tensor.is_conj() or tensor.is_neg()
-    return tensor.layout is torch.strided and not tensor.is_quantized and not is_view and tensor.numel() > 0
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not is_view
+        and tensor.numel() > 0
+    )

@@ -1,6 +1,15 @@
 """A language model of characters. Importing it registers the datasets, the network and the check of the corpus."""
 
-from projects.charlm.corpus import UNKNOWN, VOCABULARY, Corpus, SameCorpus, decode, encode, read_corpus, split_of
+from projects.charlm.corpus import (
+    UNKNOWN,
+    VOCABULARY,
+    Corpus,
+    SameCorpus,
+    decode,
+    encode,
+    read_corpus,
+    split_of,
+)
 from projects.charlm.data import WINDOW, TextWindows
 from projects.charlm.model import GPT
 

@@ -30,7 +30,9 @@ class TextWindows(Dataset[dict[str, Any]]):
         most = max(len(tokens) - 1, 0) // WINDOW
         self._tokens, self._num_windows = tokens, most if num_windows is None else num_windows
         if self._num_windows > most:
-            raise ValueError(f"num_windows is {num_windows}, but {len(tokens)} characters give {most} windows at most")
+            raise ValueError(
+                f"num_windows is {num_windows}, but {len(tokens)} characters give {most} windows at most"
+            )
 
     def __len__(self) -> int:
         return self._num_windows
@@ -44,5 +46,9 @@ class TextWindows(Dataset[dict[str, Any]]):
 
 
 DatasetCatalog.register("stdlib_train", lambda: TextWindows(python_corpus().splits["train"]))
-DatasetCatalog.register("stdlib_val", lambda: TextWindows(python_corpus().splits["val"], NUM_EVALUATED))
-DatasetCatalog.register("stdlib_test", lambda: TextWindows(python_corpus().splits["test"], NUM_EVALUATED))
+DatasetCatalog.register(
+    "stdlib_val", lambda: TextWindows(python_corpus().splits["val"], NUM_EVALUATED)
+)
+DatasetCatalog.register(
+    "stdlib_test", lambda: TextWindows(python_corpus().splits["test"], NUM_EVALUATED)
+)

@@ -38,8 +38,12 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(self.norm2(x))).square())  # arXiv:2109.08668
 
     def _attend(self, x: Tensor, waves: Tensor) -> Tensor:
-        queries, keys, values = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(_rotate(queries, waves), _rotate(keys, waves), values, is_causal=True)
+        queries, keys, values = (
+            self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            _rotate(queries, waves), _rotate(keys, waves), values, is_causal=True
+        )
         return self.proj(attended.transpose(1, 2).flatten(2))
 
 
@@ -85,7 +89,9 @@ class GPT(nn.Module):
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The loss in nats per character, and the same in bits."""
-        loss = F.cross_entropy(self.logits(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+        loss = F.cross_entropy(
+            self.logits(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
+        )
         return {"loss_char": loss, "bits_per_char": loss.detach() / math.log(2)}
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -97,7 +103,9 @@ class GPT(nn.Module):
     def flops_per_sample(self) -> int:
         """FLOPs of forward and backward pass, see Chowdhery et al., "PaLM", appendix B."""
         num_params = sum(parameter.numel() for parameter in self.parameters())
-        return WINDOW * (6 * num_params + 12 * len(self.blocks) * self.embedding.embedding_dim * WINDOW)
+        return WINDOW * (
+            6 * num_params + 12 * len(self.blocks) * self.embedding.embedding_dim * WINDOW
+        )
 
 
 def _waves(dim: int) -> Tensor:

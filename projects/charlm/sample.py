@@ -60,9 +60,14 @@ def _draw(logits: Tensor, top_k: int | None, generator: torch.Generator) -> Tens
 
 def main(arguments: list[str] | None = None) -> None:
     """Run with the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--weights", type=Path, default="output/charlm/model_best.pth", help="a checkpoint, with config.yaml beside it"
+        "--weights",
+        type=Path,
+        default="output/charlm/model_best.pth",
+        help="a checkpoint, with config.yaml beside it",
     )
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--length", type=int, default=500, help="characters")

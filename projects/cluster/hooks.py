@@ -48,9 +48,15 @@ class Requeue(HookBase):
 def requeue(job: str) -> None:
     """Ask SLURM to stop the job ``job`` and to start it again; log an error if it does not."""
     try:
-        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+        subprocess.run(
+            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        logger.error("The SLURM job %s is not requeued: %s", job, str(getattr(error, "stderr", "") or error).strip())
+        logger.error(
+            "The SLURM job %s is not requeued: %s",
+            job,
+            str(getattr(error, "stderr", "") or error).strip(),
+        )
     else:
         logger.info("The SLURM job %s is requeued; it will continue from the last checkpoint", job)
 
@@ -82,4 +88,6 @@ def _set_timeout(seconds: float) -> None:
 def trace_files() -> str:
     """Where torch's flight recorder, which is on for NCCL, writes when a rank waits too long; the rank follows."""
     default = f"{os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')}/torch/comm_lib_trace_rank_"
-    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default)
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default
+    )

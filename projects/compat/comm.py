@@ -41,6 +41,9 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
     The bits are the same on every rank. It waits for the device, so do not use it in each step.
     """
     by_rank = comm.all_gather({name: value.detach().cpu() for name, value in input_dict.items()})
-    totals = {name: torch.stack([values[name] for values in by_rank]).sum(dim=0) for name in sorted(input_dict)}
+    totals = {
+        name: torch.stack([values[name] for values in by_rank]).sum(dim=0)
+        for name in sorted(input_dict)
+    }
     means = {name: total / len(by_rank) for name, total in totals.items()} if average else totals
     return {name: value.to(input_dict[name].device) for name, value in means.items()}

@@ -10,7 +10,9 @@ from trainkit.data.common import serialize_methods
 
 
 @contextmanager
-def set_default_dataset_from_list_serialize_method(new: Callable[[Sequence[Any]], Any]) -> Iterator[None]:
+def set_default_dataset_from_list_serialize_method(
+    new: Callable[[Sequence[Any]], Any],
+) -> Iterator[None]:
     """Context in which `DatasetFromList` with ``serialize=True`` keeps its samples in ``new(samples)``."""
     serialize_methods.append(new)
     try:
@@ -29,7 +31,11 @@ class ToIterableDataset(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, sampler: Sampler[int], shard_sampler: bool = True, shard_chunk_size: int = 1
+        self,
+        dataset: Any,
+        sampler: Sampler[int],
+        shard_sampler: bool = True,
+        shard_chunk_size: int = 1,
     ) -> None:
         self.dataset, self.sampler, self._chunk_size = dataset, sampler, shard_chunk_size
         self.indexed = (dataset, sampler) if shard_sampler else None

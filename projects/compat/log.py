@@ -18,7 +18,12 @@ _last_times: dict[Hashable, float] = {}
 
 
 def log_first_n(
-    lvl: int, msg: str, n: int = 1, *, name: str | None = None, key: str | Collection[str] = "caller"
+    lvl: int,
+    msg: str,
+    n: int = 1,
+    *,
+    name: str | None = None,
+    key: str | Collection[str] = "caller",
 ) -> None:
     """Log only the first ``n`` times.
 
@@ -27,7 +32,10 @@ def log_first_n(
     """
     module, line = _caller()
     parts = {"caller": line, "message": msg}
-    if _count("first", *(parts[part] for part in sorted([key] if isinstance(key, str) else key))) <= n:
+    if (
+        _count("first", *(parts[part] for part in sorted([key] if isinstance(key, str) else key)))
+        <= n
+    ):
         logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
 
 
@@ -50,7 +58,9 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """A table of one row with the keys as header, for a few values."""
     row, center = [list(small_dict.values())], "center"
-    return tabulate(row, [*small_dict], tablefmt="pipe", floatfmt=".3f", stralign=center, numalign=center)
+    return tabulate(
+        row, [*small_dict], tablefmt="pipe", floatfmt=".3f", stralign=center, numalign=center
+    )
 
 
 def _log_api_usage(identifier: str) -> None:

@@ -27,14 +27,20 @@ def retry_if_cuda_oom(func: Callable[..., Any]) -> Callable[..., Any]:
                 if "CUDA out of memory. " not in str(error):
                     raise
             torch.cuda.empty_cache()  # outside except: the error holds the tensors of its frames
-        _logger.warning("The GPU has not enough memory for %s, so it runs on the CPU, which is slow", func)
+        _logger.warning(
+            "The GPU has not enough memory for %s, so it runs on the CPU, which is slow", func
+        )
         return func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
 
     return wrapped
 
 
 def _to_cpu(value: Any) -> Any:
-    return value.to(device="cpu") if getattr(getattr(value, "device", None), "type", None) == "cuda" else value
+    return (
+        value.to(device="cpu")
+        if getattr(getattr(value, "device", None), "type", None) == "cuda"
+        else value
+    )
 
 
 class PicklableWrapper:

@@ -49,7 +49,9 @@ class WarmupCosineLR(ScheduledLR):
         super().__init__(optimizer, schedule, last_epoch)
 
 
-def _get_warmup_factor_at_iter(method: str, iter: int, warmup_iters: int, warmup_factor: float) -> float:
+def _get_warmup_factor_at_iter(
+    method: str, iter: int, warmup_iters: int, warmup_factor: float
+) -> float:
     if method not in ("linear", "constant"):
         raise ValueError(f"the method of a warm-up must be linear or constant, got {method!r}")
     if iter >= warmup_iters:
@@ -67,5 +69,7 @@ class KeepLastValue(ParamScheduler):
     def __call__(self, where: float) -> float:
         try:
             return self._scheduler(min(where, 1.0))
-        except Exception:  # fvcore's step-like schedules end just before 1; others may raise anything
+        except (
+            Exception
+        ):  # fvcore's step-like schedules end just before 1; others may raise anything
             return self._scheduler(1.0 - 2 * self.WHERE_EPSILON)

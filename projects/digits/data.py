@@ -26,7 +26,9 @@ def load_split(split: str) -> list[dict[str, Any]]:
     with np.load(_FILE) as arrays:
         chosen = arrays["split"] == _SPLITS.index(split)
         images, labels = arrays["images"][chosen], arrays["labels"][chosen]
-    return [{"image": image, "label": int(label)} for image, label in zip(images, labels, strict=True)]
+    return [
+        {"image": image, "label": int(label)} for image, label in zip(images, labels, strict=True)
+    ]
 
 
 @TRANSFORM_REGISTRY.register()
@@ -48,8 +50,12 @@ class DigitsTrainTransform(DigitsTransform):
         sample = super().__call__(sample)
         # up to 10 degrees, a tenth of the size, and half a pixel
         matrix = affine_matrix((2 * torch.rand(6) - 1).tolist(), math.radians(10), 0.1, 0.1, 0.125)
-        grid = F.affine_grid(torch.tensor([matrix]), [1, *sample["image"].shape], align_corners=False)
-        return sample | {"image": F.grid_sample(sample["image"][None], grid, align_corners=False)[0]}
+        grid = F.affine_grid(
+            torch.tensor([matrix]), [1, *sample["image"].shape], align_corners=False
+        )
+        return sample | {
+            "image": F.grid_sample(sample["image"][None], grid, align_corners=False)[0]
+        }
 
 
 def affine_matrix(

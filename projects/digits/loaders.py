@@ -17,7 +17,11 @@ from trainkit.data import (
 
 
 def train_loader(
-    split: str, transform: Callable[[Any], Any], total_batch_size: int, num_workers: int = 0, seed: int | None = None
+    split: str,
+    transform: Callable[[Any], Any],
+    total_batch_size: int,
+    num_workers: int = 0,
+    seed: int | None = None,
 ) -> ResumableLoader:
     """Endless and shuffled; ``total_batch_size`` samples per batch over all ranks."""
     samples = load_split(split)
@@ -32,7 +36,9 @@ def train_loader(
     )
 
 
-def eval_loader(split: str, transform: Callable[[Any], Any], batch_size: int, num_workers: int = 0) -> ResumableLoader:
+def eval_loader(
+    split: str, transform: Callable[[Any], Any], batch_size: int, num_workers: int = 0
+) -> ResumableLoader:
     """Each sample once, in order; ``batch_size`` of them per rank."""
     samples = load_split(split)
     return build_batch_data_loader(

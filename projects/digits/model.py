@@ -54,4 +54,8 @@ class DigitsCNN(nn.Module):
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits = self.layers(batch["image"])
-        return {"loss_cls": F.cross_entropy(logits, batch["label"], label_smoothing=self.label_smoothing)}
+        return {
+            "loss_cls": F.cross_entropy(
+                logits, batch["label"], label_smoothing=self.label_smoothing
+            )
+        }

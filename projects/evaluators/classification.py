@@ -30,7 +30,9 @@ class Metadata(types.SimpleNamespace):
     def __setattr__(self, key: str, value: Any) -> None:
         known = self.__dict__.setdefault(key, value)
         if known is not value and known != value:
-            raise ValueError(f"metadata {key!r} of {self.name!r} is {known!r} and cannot become {value!r}")
+            raise ValueError(
+                f"metadata {key!r} of {self.name!r} is {known!r} and cannot become {value!r}"
+            )
 
     def set(self, **attributes: Any) -> "Metadata":
         for key, value in attributes.items():
@@ -66,7 +68,9 @@ class ClassificationEvaluator(CountingEvaluator):
     """
 
     @configurable
-    def __init__(self, topk: Sequence[int] = (1,), *, label_key: str = "label", task: str = "classification") -> None:
+    def __init__(
+        self, topk: Sequence[int] = (1,), *, label_key: str = "label", task: str = "classification"
+    ) -> None:
         self._topk = sorted(set(topk))
         super().__init__(label_key, task)
 
@@ -91,8 +95,12 @@ class ClassificationEvaluator(CountingEvaluator):
 
     def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
         samples, hits_at = counts["samples"], counts["hits_at"]
-        present = (100.0 * counts["right"].double() / samples)[samples > 0].tolist()  # exact up to 2**53 samples
-        metrics = {f"top{k}": 100.0 * int(hits_at[:k].sum()) / int(samples.sum()) for k in self._topk}
+        present = (100.0 * counts["right"].double() / samples)[
+            samples > 0
+        ].tolist()  # exact up to 2**53 samples
+        metrics = {
+            f"top{k}": 100.0 * int(hits_at[:k].sum()) / int(samples.sum()) for k in self._topk
+        }
         return {**metrics, "mean_class_accuracy": sum(present) / len(present)}
 
 
@@ -121,8 +129,15 @@ class ConfusionMatrixEvaluator(ClassificationEvaluator):
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
         is_written = is_owned(cfg.OUTPUT_DIR) and not cfg.TEST.MAX_BATCHES
-        file = os.path.join(cfg.OUTPUT_DIR, f"confusion_{dataset_name.replace('/', '_')}.json") if is_written else ""
-        return {"class_names": MetadataCatalog.get(dataset_name).get("class_names"), "confusion_file": file}
+        file = (
+            os.path.join(cfg.OUTPUT_DIR, f"confusion_{dataset_name.replace('/', '_')}.json")
+            if is_written
+            else ""
+        )
+        return {
+            "class_names": MetadataCatalog.get(dataset_name).get("class_names"),
+            "confusion_file": file,
+        }
 
     def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         return {**super().count_shapes(num_classes), "confusion": (num_classes, num_classes)}
@@ -134,14 +149,21 @@ class ConfusionMatrixEvaluator(ClassificationEvaluator):
     def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
         confusion = counts["confusion"]
         accuracy = 100.0 * counts["right"].double() / counts["samples"]  # 0 / 0 is NaN
-        self.log_classes("Accuracy of each class in percent", "samples", confusion, {"accuracy": accuracy})
+        self.log_classes(
+            "Accuracy of each class in percent", "samples", confusion, {"accuracy": accuracy}
+        )
         names, matrix = [*self.names(len(confusion))], confusion.tolist()
         if len(names) <= 10:
             rows = [(name, *row) for name, row in zip(names, matrix, strict=True)]
             self.log_table("Samples of each label by their prediction", ["label", *names], rows)
         if self._confusion_file and len(names) <= 200:
             iteration = get_event_storage().iter if has_event_storage() else None
-            content = {"task": self._task, "iteration": iteration, "class_names": names, "confusion": matrix}
+            content = {
+                "task": self._task,
+                "iteration": iteration,
+                "class_names": names,
+                "confusion": matrix,
+            }
             try:
                 write_text(json.dumps(content), self._confusion_file)
             except OSError as error:
@@ -177,7 +199,10 @@ class SemSegEvaluator(CountingEvaluator):
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
         metadata = MetadataCatalog.get(dataset_name)
-        return {"class_names": metadata.get("class_names"), "ignore_label": metadata.get("ignore_label", 255)}
+        return {
+            "class_names": metadata.get("class_names"),
+            "ignore_label": metadata.get("ignore_label", 255),
+        }
 
     def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         return {"confusion": (num_classes, num_classes)}
@@ -188,10 +213,25 @@ class SemSegEvaluator(CountingEvaluator):
 
     def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
         confusion = counts["confusion"].double()  # exact up to 2**53 pixels
-        right, labelled, predicted = confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
+        right, labelled, predicted = (
+            confusion.diagonal(),
+            confusion.sum(dim=1),
+            confusion.sum(dim=0),
+        )
         iou = 100.0 * right / (labelled + predicted - right)  # 0 / 0 is NaN
         accuracy = 100.0 * right / labelled
-        self.log_classes("Each class in percent", "pixels", counts["confusion"], {"IoU": iou, "accuracy": accuracy})
-        means = {"mIoU": iou.nanmean(), "aAcc": 100.0 * right.sum() / labelled.sum(), "mAcc": accuracy.nanmean()}
-        by_class = {f"IoU-{name}": value for name, value in zip(self.names(len(iou)), iou, strict=True)}
+        self.log_classes(
+            "Each class in percent",
+            "pixels",
+            counts["confusion"],
+            {"IoU": iou, "accuracy": accuracy},
+        )
+        means = {
+            "mIoU": iou.nanmean(),
+            "aAcc": 100.0 * right.sum() / labelled.sum(),
+            "mAcc": accuracy.nanmean(),
+        }
+        by_class = {
+            f"IoU-{name}": value for name, value in zip(self.names(len(iou)), iou, strict=True)
+        }
         return {name: value.item() for name, value in (means | by_class).items()}

@@ -49,14 +49,20 @@ class CountingEvaluator(DatasetEvaluator):
         labels = labels_of(inputs, self._label_key).to(scores.device, non_blocking=True)
         num_classes, shape = scores.shape[1], [len(scores), *scores.shape[2:]]
         if list(labels.shape) != shape or labels.is_floating_point():
-            raise ValueError(f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}")
+            raise ValueError(
+                f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}"
+            )
         for name, size in {**self.count_shapes(num_classes), "bad labels": ()}.items():
             if name not in self._counts:
                 self._counts[name] = torch.zeros(size, dtype=torch.int64, device=scores.device)
             elif self._counts[name].shape != size:
-                raise ValueError(f"scores have {num_classes} classes, those of the batches before had another number")
+                raise ValueError(
+                    f"scores have {num_classes} classes, those of the batches before had another number"
+                )
         is_class = (labels >= 0) & (labels < num_classes)
-        counted = torch.ones_like(is_class) if self.ignore_label is None else labels != self.ignore_label
+        counted = (
+            torch.ones_like(is_class) if self.ignore_label is None else labels != self.ignore_label
+        )
         self._counts["bad labels"] += (counted & ~is_class).sum()
         valid = is_class & counted
         return scores, labels.long().where(valid, 0), valid
@@ -69,22 +75,35 @@ class CountingEvaluator(DatasetEvaluator):
 
     def evaluate(self) -> dict[str, Any]:
         """``{task: metrics}`` of all ranks, on rank 0; ValueError, on every rank, if a label was out of range."""
-        parts = [part for part in comm.all_gather({k: count.cpu() for k, count in self._counts.items()}) if part]
+        parts = [
+            part
+            for part in comm.all_gather({k: count.cpu() for k, count in self._counts.items()})
+            if part
+        ]
         counts: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
         if num_bad_labels := int(counts.pop("bad labels")):
-            raise ValueError(f"{num_bad_labels} labels are not below {len(next(iter(counts.values())))} classes")
+            raise ValueError(
+                f"{num_bad_labels} labels are not below {len(next(iter(counts.values())))} classes"
+            )
         return {self._task: self.compute_metrics(counts)} if comm.is_main_process() else {}
 
     def names(self, num_classes: int) -> Sequence[str]:
         names = self._class_names or [*map(str, range(num_classes))]
         if len(names) != num_classes:
-            raise ValueError(f"class_names has {len(names)} names, but the model scores {num_classes} classes")
+            raise ValueError(
+                f"class_names has {len(names)} names, but the model scores {num_classes} classes"
+            )
         return names
 
-    def log_classes(self, title: str, unit: str, confusion: Tensor, percentages: Mapping[str, Tensor]) -> None:
+    def log_classes(
+        self, title: str, unit: str, confusion: Tensor, percentages: Mapping[str, Tensor]
+    ) -> None:
         """Log a row for each class: its name, its number of ``unit``, and percentages ``[C]`` by name of the column."""
         numbers = [values.tolist() for values in percentages.values()]
-        columns = [[f"{value:.2f}" if math.isfinite(value) else "-" for value in values] for values in numbers]
+        columns = [
+            [f"{value:.2f}" if math.isfinite(value) else "-" for value in values]
+            for values in numbers
+        ]
         rows = zip(self.names(len(confusion)), confusion.sum(dim=1).tolist(), *columns, strict=True)
         self.log_table(title, ["class", unit, *percentages], rows)
 
@@ -96,11 +115,15 @@ class CountingEvaluator(DatasetEvaluator):
 
 def scores_of(outputs: Any, dims: str) -> Tensor:
     """The scores in a model's output, see `CountingEvaluator`. Raises TypeError if it has none."""
-    scores = outputs.get("logits", outputs.get("scores")) if isinstance(outputs, Mapping) else outputs
+    scores = (
+        outputs.get("logits", outputs.get("scores")) if isinstance(outputs, Mapping) else outputs
+    )
     if isinstance(scores, Tensor) and scores.ndim == len(dims):
         return scores
     accepted = f"scores [{', '.join(dims)}], alone or as 'logits' or 'scores'"
-    raise TypeError(f"the model must give {accepted}, got {getattr(scores, 'shape', outputs)!s:.100}")
+    raise TypeError(
+        f"the model must give {accepted}, got {getattr(scores, 'shape', outputs)!s:.100}"
+    )
 
 
 def labels_of(inputs: Any, key: str) -> Tensor:
@@ -109,9 +132,14 @@ def labels_of(inputs: Any, key: str) -> Tensor:
     if len(samples) > 1 and all(isinstance(entry, Tensor) for entry in samples):
         return samples[-1]
     if not all(isinstance(sample, Mapping) for sample in samples):
-        raise TypeError(f"a batch must be a mapping with the key {key!r} or a list of such, got {inputs!r:.100}")
+        raise TypeError(
+            f"a batch must be a mapping with the key {key!r} or a list of such, got {inputs!r:.100}"
+        )
     other = "labels" if key == "label" else key  # Hugging Face calls them "labels"
-    labels = [torch.as_tensor(sample[key if key in sample or other not in sample else other]) for sample in samples]
+    labels = [
+        torch.as_tensor(sample[key if key in sample or other not in sample else other])
+        for sample in samples
+    ]
     return labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)
 
 
@@ -122,4 +150,6 @@ def num_samples(batch: Any) -> int:
     for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
-    raise TypeError(f"a batch of type {type(batch).__name__} is no list of samples and holds no tensor to count")
+    raise TypeError(
+        f"a batch of type {type(batch).__name__} is no list of samples and holds no tensor to count"
+    )

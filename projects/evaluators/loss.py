@@ -48,14 +48,20 @@ class LossEvaluator(DatasetEvaluator):
         self._model = model
 
     def reset(self) -> None:
-        self._sums: dict[str, list[Tensor]] = {}  # name -> sum over samples of each batch, on the device
-        self._counts: dict[str, int] = {}  # name -> number of samples; batches may have different losses
+        self._sums: dict[
+            str, list[Tensor]
+        ] = {}  # name -> sum over samples of each batch, on the device
+        self._counts: dict[
+            str, int
+        ] = {}  # name -> number of samples; batches may have different losses
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Add one batch; raises as `parse_losses`."""
         number = num_samples(inputs)
         for name, loss in self._losses(inputs).items():
-            wide = loss.float() if loss.device.type == "mps" else loss.double()  # MPS has no float64
+            wide = (
+                loss.float() if loss.device.type == "mps" else loss.double()
+            )  # MPS has no float64
             self._sums.setdefault(name, []).append(wide * number)
             self._counts[name] = self._counts.get(name, 0) + number
 
@@ -65,13 +71,20 @@ class LossEvaluator(DatasetEvaluator):
 
     def evaluate(self) -> dict[str, Any]:
         """``{task: {"total_loss": mean, <name>: mean, ...}}`` over all ranks, with the names of a dict; on rank 0."""
-        mine = {name: (torch.stack(sums).tolist(), self._counts[name]) for name, sums in self._sums.items()}
+        mine = {
+            name: (torch.stack(sums).tolist(), self._counts[name])
+            for name, sums in self._sums.items()
+        }
         by_rank, means = comm.all_gather(mine), {}
         for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
-            lists, counts = zip(*(theirs[name] for theirs in by_rank if name in theirs), strict=True)
+            lists, counts = zip(
+                *(theirs[name] for theirs in by_rank if name in theirs), strict=True
+            )
             sums = [value for values in lists for value in values]
             # fsum rounds once, so neither the order nor the division of batches over processes changes the result
-            means[name] = (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / sum(counts)
+            means[name] = (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / sum(
+                counts
+            )
         return {self._task: means} if comm.is_main_process() else {}
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
@@ -92,7 +105,11 @@ class LossEvaluator(DatasetEvaluator):
 @contextmanager
 def _preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Context that at its end restores the buffers, even if the model has replaced them."""
-    owned = [(module, *entry) for module in model.modules() for entry in module.named_buffers(recurse=False)]
+    owned = [
+        (module, *entry)
+        for module in model.modules()
+        for entry in module.named_buffers(recurse=False)
+    ]
     saved = [(*entry, entry[-1].clone()) for entry in owned]
     try:
         yield

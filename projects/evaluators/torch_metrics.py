@@ -15,7 +15,9 @@ class TorchMetrics(DatasetEvaluator):
     ``label`` of a batch, and the results under ``task``.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], *, label: str = "label", task: str = "metrics") -> None:
+    def __init__(
+        self, metrics: Mapping[str, Any], *, label: str = "label", task: str = "metrics"
+    ) -> None:
         self._metrics, self._label, self._task = dict(metrics), label, task
 
     def reset(self) -> None:

@@ -14,7 +14,13 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "fast_dev_run"
 _SETTINGS = {
-    "SOLVER": {"MAX_ITER": 6, "STEPS": (), "WARMUP_ITERS": 1, "SCHEDULES": [], "CHECKPOINT_PERIOD": 3},
+    "SOLVER": {
+        "MAX_ITER": 6,
+        "STEPS": (),
+        "WARMUP_ITERS": 1,
+        "SCHEDULES": [],
+        "CHECKPOINT_PERIOD": 3,
+    },
     "CHECKPOINT": {"DIR": ""},
     "TEST": {"EVAL_PERIOD": 3, "EVAL_AT_START": True, "MAX_BATCHES": 2, "EXPECTED_RESULTS": []},
     "LOG": {"PERIOD": 1},
@@ -44,9 +50,15 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     for key, (name, value) in _OF_PROJECTS.items():
         if (node := get_key(cfg, key)) is not None:
             node[name] = value
-    entries = [entry for entry in cfg.HOOKS if not isinstance(entry, Mapping) or entry.get("NAME") != "ParamScheduler"]
+    entries = [
+        entry
+        for entry in cfg.HOOKS
+        if not isinstance(entry, Mapping) or entry.get("NAME") != "ParamScheduler"
+    ]
     cfg["HOOKS"] = [
-        {key: _EARLY.get(key, value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
+        {key: _EARLY.get(key, value) for key, value in entry.items()}
+        if isinstance(entry, Mapping)
+        else entry
         for entry in [*entries, {"NAME": "LoadsAgain"}]  # a schedule is too long for six steps
     ]
     cfg.freeze()

@@ -4,16 +4,29 @@ from trainkit.config import CfgNode, choose
 from trainkit.config.checks import check_conflicts
 
 _CONFLICTS = (
-    ("MODEL.COMPILE.ENABLED", "SOLVER.GRAPH.ENABLED", "take the graph where the device waits for the host"),
-    ("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", "SOLVER.GRAPH.ENABLED", "a graph cannot look at the random state"),
+    (
+        "MODEL.COMPILE.ENABLED",
+        "SOLVER.GRAPH.ENABLED",
+        "take the graph where the device waits for the host",
+    ),
+    (
+        "MODEL.ACTIVATION_CHECKPOINT.BLOCKS",
+        "SOLVER.GRAPH.ENABLED",
+        "a graph cannot look at the random state",
+    ),
     ("MODEL.PARALLEL=fsdp", "SOLVER.GRAPH.ENABLED", "a graph cannot gather parameters"),
-    ("SOLVER.LOGICAL_RANKS", "SOLVER.GRAPH.ENABLED", "a graph draws no random numbers of a logical rank"),
+    (
+        "SOLVER.LOGICAL_RANKS",
+        "SOLVER.GRAPH.ENABLED",
+        "a graph draws no random numbers of a logical rank",
+    ),
 )
 
 
 def add_config(cfg: CfgNode) -> None:
     cfg.SOLVER.GRAPH = CfgNode()
-    cfg.SOLVER.GRAPH.ENABLED = False  # True: record the step as a CUDA graph; without CUDA nothing changes.
+    # True: record the step as a CUDA graph; without CUDA nothing changes.
+    cfg.SOLVER.GRAPH.ENABLED = False
 
 
 def check(cfg: CfgNode) -> None:

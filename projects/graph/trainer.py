@@ -22,7 +22,9 @@ from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_ITERS = 3  # ordinary steps per signature: optimizers create their state, libraries choose their kernels
+WARM_UP_ITERS = (
+    3  # ordinary steps per signature: optimizers create their state, libraries choose their kernels
+)
 MAX_RECORDINGS = 8  # each holds the memory of a backward pass, with gradients
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
 _MAX_SIGNATURES = 100  # limit of signatures that are counted
@@ -64,17 +66,29 @@ class GraphTrainer(SimpleTrainer):
         """Raises ConfigError: the step cannot be recorded (several processes, or an optimizer that needs the host)."""
         super().__init__(*args, **kwargs)
         self._recorder = self.make_recorder()
-        self._recording: _Recording | None = None  # the recording of this step; None: an ordinary step
-        self._recordings: dict[Hashable, _Recording | None] = {}  # None: the step cannot be recorded
-        self._seen: dict[Hashable, int] = {}  # number of batches per signature that is not recorded yet
-        self._shown: _Recording | None = None  # the recording whose gradients the parameters have now
+        self._recording: _Recording | None = (
+            None  # the recording of this step; None: an ordinary step
+        )
+        self._recordings: dict[
+            Hashable, _Recording | None
+        ] = {}  # None: the step cannot be recorded
+        self._seen: dict[
+            Hashable, int
+        ] = {}  # number of batches per signature that is not recorded yet
+        self._shown: _Recording | None = (
+            None  # the recording whose gradients the parameters have now
+        )
         self._in_step = False  # True after a step that has failed
         self._given: Sequence[Any] = ()  # the micro-batches of this step
-        self._waits: list[str] | None = None  # where the last ordinary step before a recording waits for the device
+        self._waits: list[str] | None = (
+            None  # where the last ordinary step before a recording waits for the device
+        )
         self._newest: Hashable = None
         self._warned_of: set[str] = set()
         if self._recorder is None:
-            logger.warning("Steps are recorded only on CUDA; on %s they are ordinary", self._device.type)
+            logger.warning(
+                "Steps are recorded only on CUDA; on %s they are ordinary", self._device.type
+            )
         else:
             check_recordable(self.optimizer)
             self.forget_recordings()
@@ -98,7 +112,9 @@ class GraphTrainer(SimpleTrainer):
     def compute_gradients(self) -> Losses:
         if self._recorder is None:
             return super().compute_gradients()
-        batches = [batch for batch, _ in super().micro_batches()]  # all of them, as a recording has memory for all
+        batches = [
+            batch for batch, _ in super().micro_batches()
+        ]  # all of them, as a recording has memory for all
         inputs: list[Tensor] = []
         self._recording = recording = self._find_recording(batches, inputs)
         if recording is None:
@@ -133,8 +149,12 @@ class GraphTrainer(SimpleTrainer):
             with self._beside():
                 return super().judge_gradients(losses)
         cut = "judgement" in self._recording.replays  # hooks have acted in after_backward
-        if cut and any(parameter.grad is not gradient for parameter, gradient in self._recording.gradients):
-            raise RuntimeError(f"a hook has exchanged a gradient in after_backward; change it in place, {ADVICE}")
+        if cut and any(
+            parameter.grad is not gradient for parameter, gradient in self._recording.gradients
+        ):
+            raise RuntimeError(
+                f"a hook has exchanged a gradient in after_backward; change it in place, {ADVICE}"
+            )
         self._replay(self._recording, "judgement")
         return {}  # its values are among the losses'
 
@@ -180,7 +200,11 @@ class GraphTrainer(SimpleTrainer):
             return recording
         if any(tensor.device != self._device for tensor in tensors):
             signature = None  # the model may read the tensor on the host
-        if signature is None or len(self._recordings) == MAX_RECORDINGS or len(self._seen) == _MAX_SIGNATURES:
+        if (
+            signature is None
+            or len(self._recordings) == MAX_RECORDINGS
+            or len(self._seen) == _MAX_SIGNATURES
+        ):
             self._warn_once(
                 f"{len(self._recordings)} kinds of batches are recorded, and there are more, which run as ordinary "
                 "steps. Give batches of few shapes, in lists, tuples and dicts, without file names and the like"
@@ -188,7 +212,10 @@ class GraphTrainer(SimpleTrainer):
             self._seen.clear()
             return None
         self._seen[signature] = self._seen.get(signature, 0) + 1
-        self._newest, self._waits = signature, [] if self._seen[signature] == WARM_UP_ITERS else None
+        self._newest, self._waits = (
+            signature,
+            [] if self._seen[signature] == WARM_UP_ITERS else None,
+        )
         if self._seen[signature] <= WARM_UP_ITERS:
             return None
         del self._seen[signature]
@@ -231,9 +258,17 @@ class GraphTrainer(SimpleTrainer):
         stages[-1] |= {"judgement": judgement, "update": self._update_on_device}
         for stage in stages:
             recording.replays[next(iter(stage))] = self._record_stage([*stage.values()])
-        gradients_of = [(parameter, parameter.grad) for parameter in parameters_of(self.optimizer, self.model)]
-        recording.gradients = sorted(gradients_of, key=lambda pair: pair[1] is None)  # see compute_gradients
-        logger.info("From iteration %d on, this step is replayed: recorded in %d pieces", self.iter, len(stages))
+        gradients_of = [
+            (parameter, parameter.grad) for parameter in parameters_of(self.optimizer, self.model)
+        ]
+        recording.gradients = sorted(
+            gradients_of, key=lambda pair: pair[1] is None
+        )  # see compute_gradients
+        logger.info(
+            "From iteration %d on, this step is replayed: recorded in %d pieces",
+            self.iter,
+            len(stages),
+        )
         return recording
 
     def _record_stage(self, works: list[Callable[[], None]]) -> Callable[[], None]:
@@ -253,7 +288,9 @@ class GraphTrainer(SimpleTrainer):
                     f"Change that in the model, {ADVICE}"
                 ) from error
             put = [*storage.latest()]
-        replaced = [name for name, buffer in self.model.named_buffers() if buffers.get(name) is not buffer]
+        replaced = [
+            name for name, buffer in self.model.named_buffers() if buffers.get(name) is not buffer
+        ]
         if put or replaced:
             raise RuntimeError(
                 f"the model puts the scalars {put} and replaces the buffers {replaced} in its forward pass, which a "
@@ -278,19 +315,29 @@ class GraphTrainer(SimpleTrainer):
     def forget_recordings(self) -> None:
         """Drop all recordings, and note the current constants; the next step is an ordinary one."""
         self._recordings, self._seen, self._in_step = {}, {}, False
-        self._modules = [vars(module) for module in self.model.modules() if "training" in vars(module)]
+        self._modules = [
+            vars(module) for module in self.model.modules() if "training" in vars(module)
+        ]
         groups = self.optimizer.param_groups
-        self._settings: list[itemgetter[Any]] = []  # they read the settings of a group that a recording contains
+        self._settings: list[
+            itemgetter[Any]
+        ] = []  # they read the settings of a group that a recording contains
         for group in groups:
             names = [name for name, value in group.items() if not isinstance(value, Tensor)]
-            kept = (name for name in names if name not in ("params", "lr") and not name.startswith("initial_"))
+            kept = (
+                name
+                for name in names
+                if name not in ("params", "lr") and not name.startswith("initial_")
+            )
             self._settings.append(itemgetter(*kept))
         self._objects, self._values = _constants_of(self)
         self._rates = torch.zeros(len(groups), dtype=torch.float32, device=self._device)
         self._filled: list[float] = []
         for parameter, state in getattr(self.optimizer, "state", {}).items():
             for name, value in state.items():
-                if isinstance(value, Tensor):  # such as the count of steps, which may be on the host
+                if isinstance(
+                    value, Tensor
+                ):  # such as the count of steps, which may be on the host
                     state[name] = value.to(parameter.device)
 
     # ------------------------------------------------------------------ the optimizer
@@ -298,7 +345,9 @@ class GraphTrainer(SimpleTrainer):
     def _update_on_device(self) -> None:
         """The update with the learning rate as a tensor; a recording would keep numbers as constants."""
         groups = self.optimizer.param_groups
-        own: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
+        own: list[dict[str, Any]] = [
+            {k: group[k] for k in ("lr", "capturable") if k in group} for group in groups
+        ]
         try:
             for group, names, rate in zip(groups, own, self._rates.unbind(), strict=True):
                 group.update({**dict.fromkeys(names, True), "lr": rate})
@@ -338,7 +387,10 @@ class _RecordedLosses(Losses):
     def pack(self, extra: Mapping[str, Tensor]) -> None:
         """Put the values into one tensor; part of the recording."""
         scalars = {**super().scalars, **extra}
-        values = [value.to(self.total.device, torch.float64, non_blocking=True) for value in scalars.values()]
+        values = [
+            value.to(self.total.device, torch.float64, non_blocking=True)
+            for value in scalars.values()
+        ]
         self._names, self._packed = [*scalars], torch.stack(values)
 
     @property
@@ -352,7 +404,10 @@ class _RecordedLosses(Losses):
 def _constants_of(trainer: GraphTrainer) -> tuple[list[object], list[object]]:
     """(objects that must stay the same, values that must stay equal)."""
     state = getattr(trainer.optimizer, "state", None)  # replaced when a state is loaded
-    groups, parameters = trainer.optimizer.param_groups, parameters_of(trainer.optimizer, trainer.model)
+    groups, parameters = (
+        trainer.optimizer.param_groups,
+        parameters_of(trainer.optimizer, trainer.model),
+    )
     values = [
         trainer.acts_after_backward(),
         *map(_REQUIRES_GRAD, parameters),

@@ -33,7 +33,10 @@ def averaged_weights(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def averaging_rule(
-    kind: AveragingKind = "exponential", decay: float | None = None, gamma: float | None = None, interval: int = 1
+    kind: AveragingKind = "exponential",
+    decay: float | None = None,
+    gamma: float | None = None,
+    interval: int = 1,
 ) -> Callable[[int], float]:
     """The weight of the new values in an average, ``average += weight * (new - average)``.
 
@@ -74,11 +77,15 @@ class ModelAverage:
 
     is_held = False  # whether the model holds the average now
 
-    def __init__(self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False
+    ) -> None:
         self.steps, self._model, self._rule = 0, model, rule
         self._is_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
         own = self._tensors()
-        once = {id(tensor): tensor.detach().clone() for tensor in own.values()}  # modules may share a tensor
+        once = {
+            id(tensor): tensor.detach().clone() for tensor in own.values()
+        }  # modules may share a tensor
         self._averages = {name: once[id(tensor)] for name, tensor in own.items()}
         # (averages, sources): one foreach call for all tensors of one device and dtype
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
@@ -89,7 +96,9 @@ class ModelAverage:
             if path in self._averages:
                 sources = self._add(self._averages[path], buffer, average_buffers)
                 owner, _, name = path.rpartition(".")
-                self._buffers.append((sources, len(sources) - 1, model.get_submodule(owner)._buffers, name))
+                self._buffers.append(
+                    (sources, len(sources) - 1, model.get_submodule(owner)._buffers, name)
+                )
 
     def update(self) -> None:
         """Update the average with the model's current weights."""
@@ -111,7 +120,11 @@ class ModelAverage:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
-            saved = _sharding().shard_like(state_dict[name], average) if self._is_sharded else state_dict[name]
+            saved = (
+                _sharding().shard_like(state_dict[name], average)
+                if self._is_sharded
+                else state_dict[name]
+            )
             _local_part(average).copy_(_local_part(saved))
 
     @contextmanager
@@ -136,7 +149,9 @@ class ModelAverage:
 
     def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
         averaged = averaged and (average.is_floating_point() or average.is_complex())
-        averages, sources = self._groups.setdefault((averaged, average.device, average.dtype), ([], []))
+        averages, sources = self._groups.setdefault(
+            (averaged, average.device, average.dtype), ([], [])
+        )
         averages.append(_local_part(average))
         sources.append(_local_part(source))
         return sources
@@ -144,7 +159,9 @@ class ModelAverage:
     def _move(self, weight: float) -> None:
         """Move the averages to the model's values by ``weight``, from 0 to 1, and copy all other tensors."""
         for sources, i, buffers, name in self._buffers:
-            sources[i] = buffers[name]  # a model may replace a buffer by a new tensor; parameters stay the same tensors
+            sources[i] = buffers[
+                name
+            ]  # a model may replace a buffer by a new tensor; parameters stay the same tensors
         for (averaged, _, _), (averages, sources) in self._groups.items():
             if weight == 1 or not averaged:
                 torch._foreach_copy_(averages, sources)
@@ -198,7 +215,10 @@ class EMAHook(HookBase):
         if buffers not in ("copy", "average") or evaluate not in ("ema", "raw", "both"):
             accepted = 'buffers must be "copy" or "average", and evaluate "ema", "raw" or "both"'
             raise ValueError(f"{accepted}; got {buffers!r} and {evaluate!r}")
-        self._rule, self._begin = averaging_rule(kind, decay, gamma, interval), check_period("begin", begin)
+        self._rule, self._begin = (
+            averaging_rule(kind, decay, gamma, interval),
+            check_period("begin", begin),
+        )
         self._average_buffers, self.evaluate = buffers == "average", evaluate
         if evaluate == "raw":  # then this hook offers no other model
             self.evaluated_models = super().evaluated_models  # type: ignore[method-assign, assignment]
@@ -208,14 +228,20 @@ class EMAHook(HookBase):
 
     def before_train(self) -> None:
         """Raises ConfigError if ``begin`` is after the end of the run."""
-        cfg = getattr(self.trainer, "cfg", None)  # max_iter of this train() may be only a part of the run
+        cfg = getattr(
+            self.trainer, "cfg", None
+        )  # max_iter of this train() may be only a part of the run
         end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
         if self._begin > end:
-            raise ConfigError(f"begin of EMAHook is {self._begin}, but the run has only {end} iterations")
+            raise ConfigError(
+                f"begin of EMAHook is {self._begin}, but the run has only {end} iterations"
+            )
         done = self.trainer.start_iter
         state = {} if done == 0 else self.state_dict()
         if not state and done >= max(self._begin, 1):
-            logger.warning("EMAHook has no average of the first %d iterations; it starts with the model", done)
+            logger.warning(
+                "EMAHook has no average of the first %d iterations; it starts with the model", done
+            )
         self._make_average(self.trainer.model, state)
 
     def after_step(self) -> None:
@@ -240,12 +266,17 @@ class EMAHook(HookBase):
         self.copy_buffers()
         self._was_evaluated = True
         logger.info("Evaluating the averaged weights")
-        return {"": self._average.held(), **({"raw": nullcontext(model)} if self.evaluate == "both" else {})}
+        return {
+            "": self._average.held(),
+            **({"raw": nullcontext(model)} if self.evaluate == "both" else {}),
+        }
 
     def before_save(self, state: dict[str, Any]) -> None:
         """Make the average the ``model`` of a best checkpoint that it was chosen for."""
         if self._average is not None and self._average.is_held:
-            raise RuntimeError("a model cannot be saved in the evaluation of its average; save in after_step")
+            raise RuntimeError(
+                "a model cannot be saved in the evaluation of its average; save in after_step"
+            )
         if "best_of" not in state or not self._was_evaluated:
             return
         is_raw = self.evaluate == "both" and state["best_of"].startswith("raw/")
@@ -256,7 +287,9 @@ class EMAHook(HookBase):
             state["model"].update((name, average[name]) for name in trained if name in average)
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
-        average = ModelAverage(unwrap_model(model), self._rule, average_buffers=self._average_buffers)
+        average = ModelAverage(
+            unwrap_model(model), self._rule, average_buffers=self._average_buffers
+        )
         if state:
             average.load_state_dict(state["model"])
             average.steps = state["steps"]

@@ -38,10 +38,14 @@ class PreciseBN(HookBase):
 
     priority = 47  # before the checkpointer: the statistics are part of what is saved and evaluated
 
-    def __init__(self, period: int, model: nn.Module, data_loader: Any, num_iter: int, *, start: int = 0) -> None:
+    def __init__(
+        self, period: int, model: nn.Module, data_loader: Any, num_iter: int, *, start: int = 0
+    ) -> None:
         self._period, self._start = check_period("period", period), check_period("start", start)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
-        self._model = unwrap_model(model)  # a wrapper may exchange buffers: not with unequal numbers of batches
+        self._model = unwrap_model(
+            model
+        )  # a wrapper may exchange buffers: not with unequal numbers of batches
         self._data_loader = data_loader
         # the state holds the seed: with SEED -1, a resumed run would draw another seed
         self._data_state = {} if resume_obstacle(data_loader) else self._data_loader.state_dict()
@@ -57,8 +61,14 @@ class PreciseBN(HookBase):
         cfg = trainer.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
-        loader = trainer.build_train_loader(cfg)  # its own, which does not disturb the order of the training data
-        test = {"period": cfg.TEST.EVAL_PERIOD, "start": cfg.TEST.EVAL_START, "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER}
+        loader = trainer.build_train_loader(
+            cfg
+        )  # its own, which does not disturb the order of the training data
+        test = {
+            "period": cfg.TEST.EVAL_PERIOD,
+            "start": cfg.TEST.EVAL_START,
+            "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER,
+        }
         return {**test, "model": trainer.model, "data_loader": loader}
 
     def after_step(self) -> None:
@@ -91,7 +101,9 @@ class PreciseBN(HookBase):
         if count == 0:
             raise ValueError("the data loader of PreciseBN yields no batch")
         sizes = [layer.num_features for layer in self._layers]
-        for layer, new_mean, new_var in zip(self._layers, mean.split(sizes), var.split(sizes), strict=True):
+        for layer, new_mean, new_var in zip(
+            self._layers, mean.split(sizes), var.split(sizes), strict=True
+        ):
             layer.get_buffer("running_mean").copy_(new_mean)
             layer.get_buffer("running_var").copy_(new_var)
 
@@ -101,7 +113,9 @@ def _pack(layers: list[_BatchNorm], buffer: str) -> torch.Tensor:
     return torch.cat([layer.get_buffer(buffer) for layer in layers])
 
 
-def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _over_ranks(
+    mean: torch.Tensor, var: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Mean, variance and count over the batches of all ranks, equal on every rank; the argument ``count`` is local."""
     if comm.get_world_size() == 1:
         return mean, var, count
@@ -116,7 +130,10 @@ def _over_ranks(mean: torch.Tensor, var: torch.Tensor, count: int) -> tuple[torc
 @contextmanager
 def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
     """Context in which running statistics are those of the last batch alone; they are restored at the end."""
-    saved = [(layer, layer.momentum, [(buffer, buffer.clone()) for buffer in layer.buffers()]) for layer in layers]
+    saved = [
+        (layer, layer.momentum, [(buffer, buffer.clone()) for buffer in layer.buffers()])
+        for layer in layers
+    ]
     try:
         for layer in layers:
             layer.momentum = 1.0
@@ -158,13 +175,19 @@ class SyncBuffers(HookBase):
         has_stepped, self._has_stepped = self._has_stepped, False
         if not has_stepped or comm.get_world_size() == 1:
             return
-        buffers = [buffer for buffer in unwrap_model(self.trainer.model).buffers() if buffer.is_floating_point()]
+        buffers = [
+            buffer
+            for buffer in unwrap_model(self.trainer.model).buffers()
+            if buffer.is_floating_point()
+        ]
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             alike = [buffer for buffer in buffers if buffer.dtype == dtype]
             flat = torch.cat([buffer.flatten() for buffer in alike])
             dist.all_reduce(flat)
             flat /= comm.get_world_size()
-            for buffer, mean in zip(alike, flat.split([buffer.numel() for buffer in alike]), strict=True):
+            for buffer, mean in zip(
+                alike, flat.split([buffer.numel() for buffer in alike]), strict=True
+            ):
                 buffer.copy_(mean.view_as(buffer))
         for hook in self.trainer.hooks:
             if isinstance(hook, EMAHook):

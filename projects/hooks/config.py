@@ -8,24 +8,44 @@ from trainkit.engine.hooks.checkpoint import best_file_prefixes
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.CHECKPOINT.BEST_TO_KEEP = 1  # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
-    cfg.CHECKPOINT.PUBLISH = ""  # "model" or "ema": at the end, write files of only these weights (final and best).
-    cfg.CHECKPOINT.PUBLISH_FORMAT = "pth"  # The format of these files: "pth", or "safetensors" (needs that package).
-    cfg.MAX_TIME = ""  # "23h", "1d 12h": stop and save the run after this time of training. "": no limit.
-    cfg.SOLVER.ACCUMULATION_FACTORS = []  # [[1000, 4]]: 4 times as many from iteration 1000 on. Without epochs ("3ep").
+    # 3: keep the 3 best also as model_best_<iteration>. 1: only model_best.
+    cfg.CHECKPOINT.BEST_TO_KEEP = 1
+    # "model" or "ema": at the end, write files of only these weights (final and best).
+    cfg.CHECKPOINT.PUBLISH = ""
+    # The format of these files: "pth", or "safetensors" (needs that package).
+    cfg.CHECKPOINT.PUBLISH_FORMAT = "pth"
+    # "23h", "1d 12h": stop and save the run after this time of training. "": no limit.
+    cfg.MAX_TIME = ""
+    # [[1000, 4]]: 4 times as many from iteration 1000 on. Without epochs ("3ep").
+    cfg.SOLVER.ACCUMULATION_FACTORS = []
     cfg.TEST.PRECISE_BN = CfgNode()
-    cfg.TEST.PRECISE_BN.ENABLED = False  # True: compute batch norm statistics before each evaluation but EVAL_AT_START.
-    cfg.TEST.PRECISE_BN.NUM_ITER = 200  # The number of batches for these statistics.
+    # True: compute batch norm statistics before each evaluation but EVAL_AT_START.
+    cfg.TEST.PRECISE_BN.ENABLED = False
+    # The number of batches for these statistics.
+    cfg.TEST.PRECISE_BN.NUM_ITER = 200
 
 
 def check(cfg: CfgNode) -> None:
-    check_accepted(cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH", "[1, inf)": "CHECKPOINT.BEST_TO_KEEP"})
-    check_accepted(cfg, {("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT", "[1, inf)": "TEST.PRECISE_BN.NUM_ITER"})
+    check_accepted(
+        cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH", "[1, inf)": "CHECKPOINT.BEST_TO_KEEP"}
+    )
+    check_accepted(
+        cfg,
+        {
+            ("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT",
+            "[1, inf)": "TEST.PRECISE_BN.NUM_ITER",
+        },
+    )
     if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
-        raise ConfigError(f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set")
+        raise ConfigError(
+            f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set"
+        )
     if cfg.MAX_TIME:
         parse_time(cfg.MAX_TIME)
-    check_conflicts(cfg, [("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "it depends on the number of ranks")])
+    check_conflicts(
+        cfg,
+        [("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "it depends on the number of ranks")],
+    )
 
 
 def prepare(cfg: CfgNode) -> None:
@@ -40,7 +60,12 @@ def prepare(cfg: CfgNode) -> None:
     added = [{"NAME": name} for name, is_on in switches.items() if is_on and name not in named]
     if kept > 1:
         for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items():
-            entry = {"NAME": "BestCheckpoints", "NUM_TO_KEEP": kept, "VAL_METRIC": metric, "FILE_PREFIX": prefix}
+            entry = {
+                "NAME": "BestCheckpoints",
+                "NUM_TO_KEEP": kept,
+                "VAL_METRIC": metric,
+                "FILE_PREFIX": prefix,
+            }
             added.append(entry)
         cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
     cfg.HOOKS = [*cfg.HOOKS, *added]

@@ -79,7 +79,9 @@ class CopyAhead(HookBase):
         self.trainer.feed.move = self.move
 
     def move(self, batch: Any, device: torch.device) -> Any:
-        if not runs_ahead(device) or not all(_is_plain(leaf) or _stays(leaf) for leaf in tree_leaves(batch)):
+        if not runs_ahead(device) or not all(
+            _is_plain(leaf) or _stays(leaf) for leaf in tree_leaves(batch)
+        ):
             return move_to_device(batch, device)
         if self._stream is None or self._stream.device != device:
             self._stream = torch.Stream(device)
@@ -88,7 +90,9 @@ class CopyAhead(HookBase):
             moved = move_to_device(batch, device)
         current.wait_stream(self._stream)
         for leaf in filter(_is_plain, tree_leaves(moved)):
-            leaf.record_stream(current)  # the next batch must not get this memory during the computation
+            leaf.record_stream(
+                current
+            )  # the next batch must not get this memory during the computation
         return moved
 
 

@@ -32,10 +32,14 @@ class CheckFiniteLoss(HookBase):
     def after_backward(self) -> None:
         if is_due(self.trainer, self._interval):
             losses = self.trainer.losses
-            names = getattr(self.trainer, "trained_losses", losses)  # a user's run_step may set only ``losses``
+            names = getattr(
+                self.trainer, "trained_losses", losses
+            )  # a user's run_step may set only ``losses``
             by_rank = comm.all_gather({name: losses[name].item() for name in names})
             if not all(math.isfinite(value) for found in by_rank for value in found.values()):
-                raise FloatingPointError(f"in iteration {self.trainer.iter}, before the update, by rank: {by_rank}")
+                raise FloatingPointError(
+                    f"in iteration {self.trainer.iter}, before the update, by rank: {by_rank}"
+                )
 
 
 @HOOK_REGISTRY.register()
@@ -59,7 +63,9 @@ class GradNorm(HookBase):
             parameters = parameters_of(getattr(self.trainer, "optimizer", None), self.trainer.model)
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a sharded model
+            norm = (
+                norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            )  # of a sharded model
             self.trainer.storage.put_scalar("grad_norm", norm)
 
 
@@ -81,7 +87,9 @@ class UnusedParameters(HookBase):
     def after_backward(self) -> None:
         if self.trainer.iter == self.trainer.start_iter or is_due(self.trainer, self._period):
             named = unwrap_model(self.trainer.model).named_parameters()
-            found = ", ".join(name for name, param in named if param.requires_grad and param.grad is None)
+            found = ", ".join(
+                name for name, param in named if param.requires_grad and param.grad is None
+            )
             if found and found != self._last_found:
                 text = "Parameters without a gradient in iteration %d: %s; remove or freeze them"
                 logger.error(text, self.trainer.iter, found)
@@ -110,15 +118,27 @@ class Freeze(HookBase):
         trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         if wrong := [pattern for pattern in self._names if not fnmatch.filter(trainable, pattern)]:
             raise ConfigError(f"names of Freeze has {wrong}; trainable are: {', '.join(trainable)}")
-        self._targets = [trainable[name] for pattern in self._names for name in fnmatch.filter(trainable, pattern)]
+        self._targets = [
+            trainable[name]
+            for pattern in self._names
+            for name in fnmatch.filter(trainable, pattern)
+        ]
         # these wrappers decide in their constructors which parameters get gradients
-        self._removes_gradients = model is not self.trainer.model or hasattr(model, "set_requires_gradient_sync")
+        self._removes_gradients = model is not self.trainer.model or hasattr(
+            model, "set_requires_gradient_sync"
+        )
 
     def _is_active(self) -> bool:
-        return self._begin <= self.trainer.iter and (self._end is None or self.trainer.iter < self._end)
+        return self._begin <= self.trainer.iter and (
+            self._end is None or self.trainer.iter < self._end
+        )
 
     def before_step(self) -> None:
-        if not self._removes_gradients and self.trainer.iter in (self.trainer.start_iter, self._begin, self._end):
+        if not self._removes_gradients and self.trainer.iter in (
+            self.trainer.start_iter,
+            self._begin,
+            self._end,
+        ):
             self._train_targets(not self._is_active())
 
     def after_backward(self) -> None:
@@ -150,8 +170,13 @@ class AccumulationSchedule(HookBase):
 
     def __init__(self, factors: Sequence[Sequence[int]]) -> None:
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in factors):
-            raise ValueError(f"factors must be a list of [iteration, factor], such as [[1000, 4]], got {factors!r}")
-        self._factors = [(check_period("iteration", at), check_period("factor", to, minimum=1)) for at, to in factors]
+            raise ValueError(
+                f"factors must be a list of [iteration, factor], such as [[1000, 4]], got {factors!r}"
+            )
+        self._factors = [
+            (check_period("iteration", at), check_period("factor", to, minimum=1))
+            for at, to in factors
+        ]
         if self._factors != sorted(dict(self._factors).items()):
             raise ValueError(f"the iterations of factors must grow, got {factors!r}")
 
@@ -159,5 +184,7 @@ class AccumulationSchedule(HookBase):
         self._first = self._first or self.trainer.accumulation_steps
 
     def before_step(self) -> None:
-        factor = next((factor for at, factor in reversed(self._factors) if at <= self.trainer.iter), 1)
+        factor = next(
+            (factor for at, factor in reversed(self._factors) if at <= self.trainer.iter), 1
+        )
         self.trainer.accumulation_steps = self._first * factor

@@ -35,7 +35,10 @@ class ParamScheduler(HookBase):
     config_keys = (("max_iter", "SOLVER.MAX_ITER"),)
 
     def __init__(
-        self, param: str, schedules: Sequence[Mapping[str, Any]] | Schedule, max_iter: int | None = None
+        self,
+        param: str,
+        schedules: Sequence[Mapping[str, Any]] | Schedule,
+        max_iter: int | None = None,
     ) -> None:
         self.param, self._given, self._max_iter = param, schedules, max_iter
         self._build(2**40)  # raises its errors now; the length of the run is not known yet
@@ -46,14 +49,20 @@ class ParamScheduler(HookBase):
 
     def before_train(self) -> None:
         if self.param == "lr" and any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
-            raise ConfigError("ParamScheduler of lr and LRScheduler both set the rate; use SOLVER.SCHEDULES")
+            raise ConfigError(
+                "ParamScheduler of lr and LRScheduler both set the rate; use SOLVER.SCHEDULES"
+            )
         self._schedule = self._build(self._max_iter or self.trainer.max_iter)
         groups = self.trainer.optimizer.param_groups
         used = [group for group in groups if not (self.param == "lr" and group.get("fixed_lr"))]
-        self._targets = [(group, *_fields(group)[self.param]) for group in used if self.param in _fields(group)]
+        self._targets = [
+            (group, *_fields(group)[self.param]) for group in used if self.param in _fields(group)
+        ]
         if not self._targets:
             accepted = sorted({name for group in groups for name in _fields(group)})
-            raise ConfigError(f"ParamScheduler: no parameter group has {self.param!r}; accepted: {accepted}")
+            raise ConfigError(
+                f"ParamScheduler: no parameter group has {self.param!r}; accepted: {accepted}"
+            )
         name, self._bases, sizes = f"initial_{self.param}", list[float](), list[int]()
         for group, key, index in self._targets:
             # read from the device once, not in each step
@@ -73,13 +82,21 @@ class ParamScheduler(HookBase):
             if isinstance(old, Tensor):
                 old.fill_(value)  # in place: a captured graph reads this tensor
             else:
-                group[key] = value if index is None else (*group[key][:index], value, *group[key][index + 1 :])
+                group[key] = (
+                    value
+                    if index is None
+                    else (*group[key][:index], value, *group[key][index + 1 :])
+                )
 
 
 def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
     """name -> where the number is in the group: (key, None), or (key, index) for an item of ``betas``."""
     numbers = [key for key, value in group.items() if isinstance(value, Tensor) or is_number(value)]
-    betas = {"momentum": ("betas", 0), "betas.0": ("betas", 0), "betas.1": ("betas", 1)} if "betas" in group else {}
+    betas = (
+        {"momentum": ("betas", 0), "betas.0": ("betas", 0), "betas.1": ("betas", 1)}
+        if "betas" in group
+        else {}
+    )
     return {**betas, **{key: (key, None) for key in numbers}}
 
 
@@ -122,9 +139,15 @@ class ReduceOnPlateau(MetricHook):
         super().__init__(eval_period, val_metric, mode, threshold)
         check_period("eval_period", eval_period, minimum=1)
         if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
-            accepted = 'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1'
+            accepted = (
+                'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1'
+            )
             raise ValueError(f"{accepted}; got {threshold_mode!r}, {factor!r} and {min_factor!r}")
-        self._factor, self._min_factor, self._is_relative = factor, min_factor, threshold_mode == "rel"
+        self._factor, self._min_factor, self._is_relative = (
+            factor,
+            min_factor,
+            threshold_mode == "rel",
+        )
         self._patience, self._cooldown = patience, cooldown
 
     def _forget(self) -> None:
@@ -136,12 +159,18 @@ class ReduceOnPlateau(MetricHook):
         super().before_train()
         scheduler = getattr(self.trainer, "scheduler", None)
         if not isinstance(scheduler, ScheduledLR):
-            raise ConfigError(f"ReduceOnPlateau needs a trainer.scheduler of trainkit, got {scheduler!r}")
+            raise ConfigError(
+                f"ReduceOnPlateau needs a trainer.scheduler of trainkit, got {scheduler!r}"
+            )
         if self.trainer.start_iter == 0:
             self._set_factors([])
 
     def bound(self, best: float) -> float:
-        return best * (1.0 + self._sign * self._min_delta) if self._is_relative else super().bound(best)
+        return (
+            best * (1.0 + self._sign * self._min_delta)
+            if self._is_relative
+            else super().bound(best)
+        )
 
     def judge(self, value: float) -> bool:
         if self._cooling > 0:
@@ -164,4 +193,6 @@ class ReduceOnPlateau(MetricHook):
         scheduler.seek(scheduler.last_epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({**state_dict.get("monitor", {}), **state_dict})  # older files have a part "monitor"
+        super().load_state_dict(
+            {**state_dict.get("monitor", {}), **state_dict}
+        )  # older files have a part "monitor"

@@ -34,7 +34,9 @@ class TorchProfiler(HookBase):
         activities: Sequence[profiler.ProfilerActivity] | None = None,
         save_tensorboard: bool = True,
     ) -> None:
-        is_range = isinstance(enable_predicate, Sequence) and [is_whole(i, 0) for i in enable_predicate] == [True, True]
+        is_range = isinstance(enable_predicate, Sequence) and [
+            is_whole(i, 0) for i in enable_predicate
+        ] == [True, True]
         if not is_range and not callable(enable_predicate):
             accepted = "a function of the trainer, or [begin, end] in iterations"
             raise ValueError(f"enable_predicate must be {accepted}, got {enable_predicate!r}")
@@ -48,12 +50,18 @@ class TorchProfiler(HookBase):
     def before_step(self) -> None:
         picks, iter = self._picks, self.trainer.iter
         if picks(self.trainer) if callable(picks) else picks[0] <= iter < picks[1]:
-            options: Any = dict.fromkeys(("record_shapes", "profile_memory", "with_stack", "with_flops"), True)
-            self._profile = profiler.profile(activities=self._activities, on_trace_ready=self._save, **options)
+            options: Any = dict.fromkeys(
+                ("record_shapes", "profile_memory", "with_stack", "with_flops"), True
+            )
+            self._profile = profiler.profile(
+                activities=self._activities, on_trace_ready=self._save, **options
+            )
             self._profile.start()
 
     def _save(self, profile: profiler.profile) -> None:
-        name = f"trace_iter{self.trainer.iter:07d}" + (f"_rank{comm.get_rank()}" if comm.get_rank() else "")
+        name = f"trace_iter{self.trainer.iter:07d}" + (
+            f"_rank{comm.get_rank()}" if comm.get_rank() else ""
+        )
         if self._save_tensorboard:
             profiler.tensorboard_trace_handler(str(self._folder), worker_name=name)(profile)
         else:
@@ -82,7 +90,9 @@ class AutogradProfiler(TorchProfiler):
         use_cuda: bool = True,
     ) -> None:
         activities = None if use_cuda else [profiler.ProfilerActivity.CPU]
-        super().__init__(enable_predicate, output_dir, activities=activities, save_tensorboard=False)
+        super().__init__(
+            enable_predicate, output_dir, activities=activities, save_tensorboard=False
+        )
 
 
 @HOOK_REGISTRY.register()
@@ -103,7 +113,12 @@ class TorchMemoryStats(HookBase):
         is_wanted = self._runs < self._max_runs and is_due(self.trainer, self._period, or_last=True)
         if is_wanted and accelerator_runs_ahead():
             self._runs += 1
-            names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+            names = (
+                "memory_allocated",
+                "max_memory_allocated",
+                "memory_reserved",
+                "max_memory_reserved",
+            )
             used = [getattr(torch.accelerator.memory, name)() / 2**20 for name in names]
             text = "Device memory after iteration %d: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f"
             logger.info(text, self.trainer.iter, *used)
@@ -121,7 +136,10 @@ class MemorySnapshot(HookBase):
     """
 
     def __init__(self, output_dir: str = "", max_entries: int = 100_000) -> None:
-        self._output_dir, self._max_entries = output_dir, check_period("max_entries", max_entries, minimum=1)
+        self._output_dir, self._max_entries = (
+            output_dir,
+            check_period("max_entries", max_entries, minimum=1),
+        )
 
     def before_train(self) -> None:
         if torch.cuda.is_available():
@@ -129,11 +147,16 @@ class MemorySnapshot(HookBase):
 
     def after_failure(self, error: BaseException) -> None:
         if torch.cuda.is_available() and isinstance(error, torch.OutOfMemoryError):
-            folder = Path(self._output_dir or getattr(getattr(self.trainer, "checkpointer", None), "save_dir", ""))
+            folder = Path(
+                self._output_dir
+                or getattr(getattr(self.trainer, "checkpointer", None), "save_dir", "")
+            )
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"memory_{self.trainer.iter}_rank{comm.get_rank()}.pickle"
             torch.cuda.memory._dump_snapshot(str(file))
-            logger.error("The history of the memory is in %s, for https://docs.pytorch.org/memory_viz", file)
+            logger.error(
+                "The history of the memory is in %s, for https://docs.pytorch.org/memory_viz", file
+            )
 
     def after_train(self) -> None:
         if torch.cuda.is_available():
@@ -150,10 +173,17 @@ class EmptyCache(HookBase):
 
     priority = SAVE_POINT + 4  # after the hooks that use memory
 
-    def __init__(self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True) -> None:
-        points = ["before_epoch", "before_eval"] * before_epoch + ["after_step", "after_eval_step"] * after_step
+    def __init__(
+        self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True
+    ) -> None:
+        points = ["before_epoch", "before_eval"] * before_epoch + [
+            "after_step",
+            "after_eval_step",
+        ] * after_step
         for point in points + ["after_epoch", "after_eval"] * after_epoch:
-            setattr(self, point, _empty_cache)  # not in the class: the epoch points need a trainer with epochs
+            setattr(
+                self, point, _empty_cache
+            )  # not in the class: the epoch points need a trainer with epochs
 
 
 def _empty_cache(*_: Any) -> None:

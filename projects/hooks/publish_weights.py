@@ -41,7 +41,9 @@ class PublishWeights(HookBase):
     config_keys = (("weights", "CHECKPOINT.PUBLISH"), ("format", "CHECKPOINT.PUBLISH_FORMAT"))
 
     def __init__(
-        self, weights: Literal["", "model", "ema"] = "model", format: Literal["pth", "safetensors"] = "pth"
+        self,
+        weights: Literal["", "model", "ema"] = "model",
+        format: Literal["pth", "safetensors"] = "pth",
     ) -> None:
         if weights not in ("", "model", "ema") or format not in ("pth", "safetensors"):
             accepted = 'accepted are weights "model" or "ema", format "pth" or "safetensors"'
@@ -50,8 +52,12 @@ class PublishWeights(HookBase):
 
     def before_train(self) -> None:
         """Raises ConfigError if there will be no average to publish."""
-        if self._arguments[0] == "ema" and all(type(hook).__name__ != "EMAHook" for hook in self.trainer.hooks):
-            raise ConfigError('weights is "ema", but no EMAHook is registered; add one, or publish "model"')
+        if self._arguments[0] == "ema" and all(
+            type(hook).__name__ != "EMAHook" for hook in self.trainer.hooks
+        ):
+            raise ConfigError(
+                'weights is "ema", but no EMAHook is registered; add one, or publish "model"'
+            )
 
     def after_train(self) -> None:
         if self.trainer.status == "finished":
@@ -59,14 +65,27 @@ class PublishWeights(HookBase):
 
     def _publish(self) -> None:
         weights, format = self._arguments
-        hooks: list[Any] = [hook for hook in self.trainer.hooks if isinstance(hook, BestCheckpointer)]
-        hooks += [hook for hook in self.trainer.hooks if isinstance(hook, PeriodicCheckpointer) and hook.save_last]
+        hooks: list[Any] = [
+            hook for hook in self.trainer.hooks if isinstance(hook, BestCheckpointer)
+        ]
+        hooks += [
+            hook
+            for hook in self.trainer.hooks
+            if isinstance(hook, PeriodicCheckpointer) and hook.save_last
+        ]
         for hook in hooks:
-            folder, suffix = hook.checkpointer.save_dir, "" if isinstance(hook, BestCheckpointer) else "_final"
+            folder, suffix = (
+                hook.checkpointer.save_dir,
+                "" if isinstance(hook, BestCheckpointer) else "_final",
+            )
             path = os.path.join(folder, f"{hook.file_prefix}{suffix}.pth")
-            if hook.checkpointer.save_to_disk and folder and os.path.exists(path):  # no best file: no finite value
+            if (
+                hook.checkpointer.save_to_disk and folder and os.path.exists(path)
+            ):  # no best file: no finite value
                 frozen = dict(hook.checkpointer.model.named_parameters())
-                logger.info("Weights published as %s", publish_weights(path, weights, format, frozen))
+                logger.info(
+                    "Weights published as %s", publish_weights(path, weights, format, frozen)
+                )
 
 
 def publish_weights(
@@ -89,21 +108,33 @@ def publish_weights(
     state = format_of(state).fill(state, os.fspath(path), wanted=("model.", AVERAGED_PATH))
     averaged = averaged_weights(state) if weights == "ema" else {}
     if not isinstance(state.get("model"), Mapping) or averaged is None:
-        raise CheckpointError(f"'{path}' has no weights {weights!r} to publish; averages come from an EMAHook")
+        raise CheckpointError(
+            f"'{path}' has no weights {weights!r} to publish; averages come from an EMAHook"
+        )
     chosen, frozen = {**state["model"], **averaged}, frozen or {}
     left_out = state.get("frozen_digests", {}).keys() - chosen.keys()
     if absent := sorted(left_out - frozen.keys()):
-        raise CheckpointError(f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass `frozen`")
+        raise CheckpointError(
+            f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass `frozen`"
+        )
     try:
-        chosen = plain_state(chosen | {name: frozen[name].detach().cpu() for name in sorted(left_out)})
+        chosen = plain_state(
+            chosen | {name: frozen[name].detach().cpu() for name in sorted(left_out)}
+        )
         if format == "safetensors":
             make_format("safetensors").write({"model": chosen}, str(unnamed))
         else:
-            with replacing(str(unnamed)) as output:  # without the mark of a checkpoint: no run resumes from it
+            with replacing(
+                str(unnamed)
+            ) as output:  # without the mark of a checkpoint: no run resumes from it
                 torch.save({"model": chosen}, output)
-    except TypeError as error:  # another program has written the file, or the format cannot store it
+    except (
+        TypeError
+    ) as error:  # another program has written the file, or the format cannot store it
         raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
-    published = folder / f"{name}_published-{hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]}.{format}"
+    published = (
+        folder / f"{name}_published-{hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]}.{format}"
+    )
     os.replace(unnamed, published)
     sync_folder(str(folder))
     return str(published)
@@ -133,12 +164,18 @@ class BestCheckpoints(BestCheckpointer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._kept: list[list[Any]] = []  # [name, value] of numbered files, the best first; on rank 0
+        self._kept: list[
+            list[Any]
+        ] = []  # [name, value] of numbered files, the best first; on rank 0
 
     def after_load(self, state: dict[str, Any]) -> None:
         """In older checkpoints the states of these hooks have the name of the base class."""
         states = state.get("trainer", {}).get("hooks", {})
-        for name in [name for name in states if name.startswith("BestCheckpointer") and "kept" in states[name]]:
+        for name in [
+            name
+            for name in states
+            if name.startswith("BestCheckpointer") and "kept" in states[name]
+        ]:
             states[name.replace("BestCheckpointer", "BestCheckpoints")] = states.pop(name)
 
     def judge(self, value: float) -> list[str]:

@@ -39,26 +39,39 @@ class RuntimeInfo(HookBase):
 
     def before_train(self) -> None:
         model, groups = getattr(self.trainer, "model", None), self._groups()
-        self._names = group_names(groups, unwrap_model(model)) if groups and isinstance(model, nn.Module) else []
+        self._names = (
+            group_names(groups, unwrap_model(model))
+            if groups and isinstance(model, nn.Module)
+            else []
+        )
         logger.info("This run: %s", "; ".join(self._describe(model)))
 
     def _groups(self) -> list[dict[str, Any]]:
         return getattr(getattr(self.trainer, "optimizer", None), "param_groups", [])
 
     def before_step(self) -> None:
-        if is_due(self.trainer, self._period, or_last=True):  # the schedule changes the rates after the step
+        if is_due(
+            self.trainer, self._period, or_last=True
+        ):  # the schedule changes the rates after the step
             rates = [group["lr"] for group in self._groups()]
             self._used = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def after_step(self) -> None:
         if not is_due(self.trainer, self._period, or_last=True):
             return
-        names = [*self._names, *map(str, range(len(self._names), len(self._used)))]  # a hook may add groups
+        names = [
+            *self._names,
+            *map(str, range(len(self._names), len(self._used))),
+        ]  # a hook may add groups
         found = {"epoch": self.trainer.epoch} if self.trainer.has_epochs else {}
-        found |= {f"lr/{name}": lr for name, lr in zip(names, self._used, strict=True) if len(names) > 1}
+        found |= {
+            f"lr/{name}": lr for name, lr in zip(names, self._used, strict=True) if len(names) > 1
+        }
         for group in self._groups()[:1]:
             momentum = group.get("momentum", group.get("betas", (None,))[0])
-            if momentum is not None and all(getattr(hook, "param", "") != "momentum" for hook in self.trainer.hooks):
+            if momentum is not None and all(
+                getattr(hook, "param", "") != "momentum" for hook in self.trainer.hooks
+            ):
                 found["momentum"] = momentum
         for name, value in found.items():
             self.trainer.storage.put_scalar(name, value, smoothing_hint=False)
@@ -78,15 +91,38 @@ class RuntimeInfo(HookBase):
             yield f"{cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS} samples per iteration"
             yield "seed " + (str(cfg.SEED) if cfg.SEED >= 0 else "drawn at random")
         if isinstance(model, nn.Module):
-            sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-            trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
+            sizes = [
+                (parameter.numel(), parameter.requires_grad) for parameter in model.parameters()
+            ]
+            trained, total = (
+                sum(size for size, trains in sizes if trains),
+                sum(size for size, _ in sizes),
+            )
             yield f"{trained:,} of {total:,} parameters trained"
 
 
 # 10^12 dense operations per second in 16 bits, from the makers' data sheets; the first part of a device's name counts
 PEAK_TFLOPS = {
-    **{"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148, "A100": 312, "A10G": 70},
-    **{"A10": 125, "V100": 125, "T4": 65, "L40S": 362, "L4": 121, "RTX 4090": 165, "MI300X": 1307, "MI250X": 383},
+    **{
+        "B200": 2250,
+        "H200": 989,
+        "H100 PCIe": 756,
+        "H100 NVL": 835,
+        "H100": 989,
+        "H20": 148,
+        "A100": 312,
+        "A10G": 70,
+    },
+    **{
+        "A10": 125,
+        "V100": 125,
+        "T4": 65,
+        "L40S": 362,
+        "L4": 121,
+        "RTX 4090": 165,
+        "MI300X": 1307,
+        "MI250X": 383,
+    },
 }
 
 
@@ -119,9 +155,13 @@ class Throughput(HookBase):
     def before_train(self) -> None:
         self._samples, self._sec = 0, 0.0
         model, peak = unwrap_model(self.trainer.model), self._peak_tflops
-        flops, self._tokens_per_sample = (_number(model, f"{name}_per_sample") for name in ("flops", "tokens"))
+        flops, self._tokens_per_sample = (
+            _number(model, f"{name}_per_sample") for name in ("flops", "tokens")
+        )
         if peak is not None and flops is None:
-            raise ConfigError(f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample")
+            raise ConfigError(
+                f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample"
+            )
         if peak is None and any(parameter.is_cuda for parameter in model.parameters()):
             peak = peak_tflops_of(torch.cuda.get_device_name())
         self._mfu_pct_per_sample = 100 * flops / 1e12 / peak if flops and peak else None
@@ -132,19 +172,30 @@ class Throughput(HookBase):
 
     def after_step(self) -> None:
         self._sec += time.perf_counter() - self._step_begin
-        number = self.trainer.feed.drawn if hasattr(self.trainer, "feed") else 1  # micro-batches, of equal size
+        number = (
+            self.trainer.feed.drawn if hasattr(self.trainer, "feed") else 1
+        )  # micro-batches, of equal size
         self._samples += number * num_samples(self.trainer.batch)
         if is_due(self.trainer, self._period, or_last=True):
             # after the metrics of this step, which use the same process group
-            self.trainer.storage.publish(partial(self._store, self.trainer.iter, self._samples, self._sec))
+            self.trainer.storage.publish(
+                partial(self._store, self.trainer.iter, self._samples, self._sec)
+            )
             self._samples, self._sec = 0, 0.0
 
     def _store(self, iter: int, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(iter, sec, {"samples": float(samples)})], 1)
-        samples_per_sec = mean.values["samples"] / mean.data_time * comm.get_world_size() / comm.get_data_group_size()
+        samples_per_sec = (
+            mean.values["samples"]
+            / mean.data_time
+            * comm.get_world_size()
+            / comm.get_data_group_size()
+        )
         get_event_storage().put_scalar("samples_per_sec", samples_per_sec)
         if self._tokens_per_sample is not None:
-            get_event_storage().put_scalar("tokens_per_sec", samples_per_sec * self._tokens_per_sample)
+            get_event_storage().put_scalar(
+                "tokens_per_sec", samples_per_sec * self._tokens_per_sample
+            )
         if self._mfu_pct_per_sample is not None:
             mfu_pct = samples_per_sec / comm.get_world_size() * self._mfu_pct_per_sample
             get_event_storage().put_scalar("mfu_pct", mfu_pct)

@@ -31,6 +31,10 @@ class TimeLimit(HookBase):
 def parse_time(text: object) -> float:
     """The seconds of a text such as ``1d 12h``. Raises ConfigError if it is another text."""
     if not re.fullmatch(r"(?=.*[1-9])( *\d+(\.\d+)?[dhms])+", str(text)):
-        raise ConfigError(f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h")
+        raise ConfigError(
+            f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h"
+        )
     units = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
-    return sum(float(part) * units[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text)))
+    return sum(
+        float(part) * units[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text))
+    )

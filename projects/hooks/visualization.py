@@ -58,7 +58,9 @@ class VisualizationHook(HookBase):
         if phases not in ("val", "test", "both"):
             raise ValueError(f'phases must be "val", "test" or "both", got {phases!r}')
         function = look_up(VISUALIZER_REGISTRY, draw, "draw") if isinstance(draw, str) else draw
-        self._draw = partial(function, **{name.lower(): value for name, value in (options or {}).items()})
+        self._draw = partial(
+            function, **{name.lower(): value for name, value in (options or {}).items()}
+        )
         self._phases, self._names, self._output_dir = phases, names, output_dir
         self._period = check_period("period", period, minimum=1)
 
@@ -67,7 +69,9 @@ class VisualizationHook(HookBase):
         return Path(self._output_dir or Path(self.trainer.cfg.OUTPUT_DIR, "visualization"))
 
     def before_train(self) -> None:
-        assert self._folder  # without a config and output_dir the error comes now, not at the first evaluation
+        assert (
+            self._folder
+        )  # without a config and output_dir the error comes now, not at the first evaluation
 
     def before_eval(self, phase: Phase, name: str) -> None:
         self._dataset = re.sub(r"[^\w.-]", "_", name or "unnamed")
@@ -77,11 +81,17 @@ class VisualizationHook(HookBase):
             return
         with preserve_rng_state():
             drawn = self._draw(inputs, outputs)
-        images = [_as_array(image) for image in (drawn if isinstance(drawn, list | tuple) else [drawn])]
+        images = [
+            _as_array(image) for image in (drawn if isinstance(drawn, list | tuple) else [drawn])
+        ]
         rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
         for image, name in zip(images, self._names_of(inputs, len(images)), strict=True):
             batch = f"batch{index:04d}{name}"
-            path = self._folder / phase / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png"
+            path = (
+                self._folder
+                / phase
+                / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png"
+            )
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 importlib.import_module("PIL.Image").fromarray(image).save(path)
@@ -96,7 +106,10 @@ class VisualizationHook(HookBase):
             return [f"_{i}" for i in range(count)] if count > 1 else [""] * count
         of_samples = isinstance(inputs, list | tuple)
         names = [sample[self._names] for sample in inputs] if of_samples else inputs[self._names]
-        plain = [re.sub(r"\.(png|jpe?g|bmp|tiff?|webp)$", "", Path(str(name)).name) for name in names[:count]]
+        plain = [
+            re.sub(r"\.(png|jpe?g|bmp|tiff?|webp)$", "", Path(str(name)).name)
+            for name in names[:count]
+        ]
         return ["_" + re.sub(r"[^\w.-]", "_", name) for name in plain]
 
 
@@ -104,5 +117,7 @@ def _as_array(image: Any) -> np.ndarray:
     """A copy in host memory: ``draw`` may use its array again before a writer reads the image."""
     array = np.array(image.numpy(force=True) if isinstance(image, torch.Tensor) else image)
     if array.dtype != np.uint8 or array.shape[2:] != (3,) or 0 in array.shape:
-        raise TypeError(f"draw must return images of shape [H, W, 3], uint8, got {array.shape}, {array.dtype}")
+        raise TypeError(
+            f"draw must return images of shape [H, W, 3], uint8, got {array.shape}, {array.dtype}"
+        )
     return array

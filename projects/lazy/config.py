@@ -12,7 +12,16 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-from trainkit.projects.lazy.nodes import TARGET, is_node, locate, name_of, to_container, to_node, to_plain, update
+from trainkit.projects.lazy.nodes import (
+    TARGET,
+    is_node,
+    locate,
+    name_of,
+    to_container,
+    to_node,
+    to_plain,
+    update,
+)
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_yaml
@@ -55,18 +64,26 @@ class LazyConfig:
         is_python = path.endswith(".py")
         content = vars(run_file(path)) if is_python else read_yaml(path)
         if keys is None:
-            nodes = {name: value for name, value in content.items() if not name.startswith("_") and is_node(value)}
+            nodes = {
+                name: value
+                for name, value in content.items()
+                if not name.startswith("_") and is_node(value)
+            }
             return to_node(nodes if is_python else content)
         names = [keys] if isinstance(keys, str) else list(keys)
         if missing := [name for name in names if name not in content]:
             raise ConfigError(f"{path} has no {missing[0]!r}; {_nearest(missing[0], content)}")
-        found = [to_node(content[name]) if is_node(content[name]) else content[name] for name in names]
+        found = [
+            to_node(content[name]) if is_node(content[name]) else content[name] for name in names
+        ]
         return found[0] if isinstance(keys, str) else tuple(found)
 
     @staticmethod
     def load_rel(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
         """``load`` with a path relative to the file of the calling code."""
-        folder = os.path.dirname(sys._getframe(1).f_code.co_filename)  # inspect.stack() would touch every module
+        folder = os.path.dirname(
+            sys._getframe(1).f_code.co_filename
+        )  # inspect.stack() would touch every module
         return LazyConfig.load(os.path.join(folder, filename), keys)
 
     @staticmethod
@@ -90,7 +107,9 @@ class LazyConfig:
             key, equals, text = item.partition("=")
             names = key.lstrip("+").split(".")
             if not equals or "" in names:
-                raise ConfigError(f"overrides are written key=value, such as model.width=32, got {item!r}")
+                raise ConfigError(
+                    f"overrides are written key=value, such as model.width=32, got {item!r}"
+                )
             _check_key(cfg, names, may_be_new=key.startswith("+"))
             update(cfg, ".".join(names), parse_literal(text))
         return cfg
@@ -119,7 +138,11 @@ def instantiate(cfg: Any) -> Any:
     target = values.pop(TARGET)
     try:
         return (locate(target) if isinstance(target, str) else target)(**values)
-    except (ImportError, TypeError, ValueError) as error:  # raised by constructors for wrong arguments
+    except (
+        ImportError,
+        TypeError,
+        ValueError,
+    ) as error:  # raised by constructors for wrong arguments
         call = f"{name_of(target)}({', '.join(map(str, values))})"
         raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
 
@@ -134,12 +157,19 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
         cfg.train.device = "cpu"
     train, settings = cfg.get("train", {}), get_cfg()
     if not train.get("output_dir"):
-        raise ConfigError(f"train.output_dir is missing in the config, which has {', '.join(map(str, cfg))}; set it")
+        raise ConfigError(
+            f"train.output_dir is missing in the config, which has {', '.join(map(str, cfg))}; set it"
+        )
     if "://" in train.output_dir:
-        raise ConfigError(f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address")
+        raise ConfigError(
+            f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address"
+        )
     text = to_yaml(cfg)
     train.output_dir = os.path.abspath(os.path.expanduser(train.output_dir))
-    settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = train.output_dir, train.get("init_checkpoint") or ""
+    settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = (
+        train.output_dir,
+        train.get("init_checkpoint") or "",
+    )
     settings.CUDNN_BENCHMARK = bool(train.get("cudnn_benchmark"))
     settings.SEED = -1 if train.get("seed") is None else train.seed
     return settings, text
@@ -169,7 +199,12 @@ def to_yaml(cfg: Any) -> str:
 def _check_key(node: Any, names: Sequence[str], *, may_be_new: bool) -> None:
     for i, name in enumerate(names):
         here = ".".join(names[: i + 1])
-        if isinstance(node, Sequence) and not isinstance(node, str) and name.isdigit() and int(name) < len(node):
+        if (
+            isinstance(node, Sequence)
+            and not isinstance(node, str)
+            and name.isdigit()
+            and int(name) < len(node)
+        ):
             node = node[int(name)]
         elif not isinstance(node, Mapping):
             raise UnknownKeyError(f"{here}: {node!r} is neither a node nor a long enough list")
@@ -178,7 +213,9 @@ def _check_key(node: Any, names: Sequence[str], *, may_be_new: bool) -> None:
         elif may_be_new:
             return
         elif did_you_mean(name, map(str, node)) or not name.isidentifier():
-            raise UnknownKeyError(f"there is no {here!r}; {_nearest(name, node)} (new keys: +{here}=...)")
+            raise UnknownKeyError(
+                f"there is no {here!r}; {_nearest(name, node)} (new keys: +{here}=...)"
+            )
         else:
             key = ".".join(names)
             _logger.warning("%s is used as a new key; write +%s if this is what you mean", key, key)
@@ -192,7 +229,11 @@ def _nearest(name: str, known: Mapping[Any, Any]) -> str:
 
 def _to_lines(name: str, value: Any) -> list[str]:
     if isinstance(value, dict) and value and TARGET not in value:
-        return [line for key, item in value.items() for line in _to_lines(f"{name}.{key}".lstrip("."), item)]
+        return [
+            line
+            for key, item in value.items()
+            for line in _to_lines(f"{name}.{key}".lstrip("."), item)
+        ]
     return [f"{name} = {_to_code(value)}"]
 
 
@@ -203,7 +244,9 @@ def _to_code(value: Any) -> str:
         return repr(value)
     if TARGET not in value:
         return f"{{{', '.join(f'{name!r}: {_to_code(item)}' for name, item in value.items())}}}"
-    arguments = ", ".join(f"{name}={_to_code(item)}" for name, item in value.items() if name != TARGET)
+    arguments = ", ".join(
+        f"{name}={_to_code(item)}" for name, item in value.items() if name != TARGET
+    )
     return f"{name_of(value[TARGET])}({arguments})"
 
 
@@ -238,7 +281,9 @@ def _import(
     folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
     wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
     if not os.path.isfile(wanted):
-        raise ImportError(f"{path}: the relative import from {'.' * level + name!r}: {wanted} does not exist")
+        raise ImportError(
+            f"{path}: the relative import from {'.' * level + name!r}: {wanted} does not exist"
+        )
     module = run_file(wanted)
     for imported in list(vars(module)) if "*" in (fromlist or ()) else fromlist or ():
         value = vars(module).get(imported)

@@ -62,7 +62,9 @@ def to_plain(value: Any, *, resolve: bool = False) -> Any:
         return [to_plain(item, resolve=resolve) for item in value]
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return value
-    arguments = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    arguments = {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init
+    }
     return to_plain({TARGET: type(value), **arguments}, resolve=resolve)
 
 
@@ -72,7 +74,9 @@ def to_container(value: Any, *, resolve: bool) -> Any:
     if not omegaconf.OmegaConf.is_config(value):
         return value
     mode = {"structured_config_mode": omegaconf.SCMode.INSTANTIATE}  # keeps dataclasses
-    return omegaconf.OmegaConf.to_container(value, resolve=resolve, throw_on_missing=resolve, **mode)
+    return omegaconf.OmegaConf.to_container(
+        value, resolve=resolve, throw_on_missing=resolve, **mode
+    )
 
 
 def update(cfg: Any, key: str, value: Any) -> None:
@@ -84,7 +88,11 @@ def name_of(target: Any) -> str:
     """The name of a target in errors."""
     if isinstance(target, str):
         return target
-    return f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else repr(target)
+    return (
+        f"{target.__module__}.{target.__qualname__}"
+        if hasattr(target, "__qualname__")
+        else repr(target)
+    )
 
 
 def path_of(target: Any) -> Any:
@@ -100,4 +108,6 @@ def _omegaconf() -> Any:
     try:
         return importlib.import_module("omegaconf")
     except ModuleNotFoundError as error:
-        raise ConfigError("LazyConfig needs the package omegaconf: pip install 'trainkit[lazy]'") from error
+        raise ConfigError(
+            "LazyConfig needs the package omegaconf: pip install 'trainkit[lazy]'"
+        ) from error

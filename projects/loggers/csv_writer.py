@@ -20,7 +20,10 @@ class CSVWriter(LinesWriter):
         super().__init__(csv_file, window_size, header="iteration,epoch,name,value\n")
 
     def format(self, rows: list[Row]) -> str:
-        lines, cells = io.StringIO(), [(iter, name, value) for iter, row in rows for name, value in row.items()]
+        lines, cells = (
+            io.StringIO(),
+            [(iter, name, value) for iter, row in rows for name, value in row.items()],
+        )
         writer = csv_format.writer(lines, lineterminator="\n")
         writer.writerows((iter, "", name, repr(value)) for iter, name, value in cells)
         return lines.getvalue()

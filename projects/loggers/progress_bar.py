@@ -40,9 +40,15 @@ class ProgressBar(CommonMetricPrinter):
         super().write()
         latest = get_event_storage().latest_with_smoothing_hint(self._window_size)
         if self._bar is not None and latest:
-            shown = {name: latest[key][0] for name, key in (("loss", "total_loss"), ("lr", "lr")) if key in latest}
+            shown = {
+                name: latest[key][0]
+                for name, key in (("loss", "total_loss"), ("lr", "lr"))
+                if key in latest
+            }
             self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(min(max(iter for _, iter in latest.values()) + 1, self._bar.total) - self._bar.n)
+            self._bar.update(
+                min(max(iter for _, iter in latest.values()) + 1, self._bar.total) - self._bar.n
+            )
             self._bar.refresh()
 
     def close(self) -> None:
@@ -55,7 +61,9 @@ class ProgressBar(CommonMetricPrinter):
 
 def can_show_bars() -> bool:
     """Whether stdout is a terminal or a notebook."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    is_terminal = (
+        sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    )
     return is_terminal or type(sys.stdout).__module__.startswith("ipykernel.")
 
 

@@ -46,7 +46,9 @@ class ServiceWriter(ScalarWriter):
     def __init__(self, window_size: int, package: str) -> None:
         super().__init__(window_size)
         if importlib.util.find_spec(package) is None:
-            raise ImportError(f"{type(self).__name__} needs the package {package}: pip install 'trainkit[{package}]'")
+            raise ImportError(
+                f"{type(self).__name__} needs the package {package}: pip install 'trainkit[{package}]'"
+            )
 
     @property
     def _writer(self) -> Any:
@@ -94,7 +96,9 @@ class ServiceWriter(ScalarWriter):
             yield
         except Exception as error:  # services have no common base class of their errors
             self._has_failed = True
-            logger.error("Nothing more is written for %s, training continues: %s", self._service, error)
+            logger.error(
+                "Nothing more is written for %s, training continues: %s", self._service, error
+            )
 
 
 @contextlib.contextmanager
@@ -131,11 +135,15 @@ class WandbWriter(ServiceWriter):
 
     _service = "Weights & Biases"
 
-    def __init__(self, output_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any) -> None:
+    def __init__(
+        self, output_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any
+    ) -> None:
         super().__init__(window_size, "wandb")
         self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
         # set here, so that every checkpoint has it; a sweep sets the variable
-        self._run_id: str = kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        self._run_id: str = (
+            kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        )
         self._next_step = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,28 +154,44 @@ class WandbWriter(ServiceWriter):
         self._run_id, self._next_step = state["run_id"], state["next_step"]
 
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
-        wandb, run, pictures = importlib.import_module("wandb"), self._writer, dict[int, dict[str, Any]]()
+        wandb, run, pictures = (
+            importlib.import_module("wandb"),
+            self._writer,
+            dict[int, dict[str, Any]](),
+        )
         for name, tensor, iter in storage.images():
             pictures.setdefault(iter, {})[name] = wandb.Image(_to_uint8_array(tensor))
         for name, iter, raw in storage.histograms():
             pictures.setdefault(iter, {})[name] = wandb.Histogram(np_histogram=_bins(raw))
         for iter, row in [*rows, *sorted(pictures.items())]:
             step = max(iter, self._next_step)
-            run.log({**row, "iteration": iter}, step=step, commit=True)  # without commit a row waits for a later step
+            run.log(
+                {**row, "iteration": iter}, step=step, commit=True
+            )  # without commit a row waits for a later step
             self._next_step = step + 1
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
         (self._dir / "wandb").mkdir(parents=True, exist_ok=True)
         # by default wandb's process logs into the cache, reports errors to its makers, and asks a terminal for a key
-        defaults = {"WANDB_CACHE_DIR": str(self._dir / "wandb/cache"), "WANDB_ERROR_REPORTING": "false"}
+        defaults = {
+            "WANDB_CACHE_DIR": str(self._dir / "wandb/cache"),
+            "WANDB_ERROR_REPORTING": "false",
+        }
         with _default_environment({**defaults, "WANDB_LOGIN_TIMEOUT": "1"}):
             wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
             # without create_new it could be a run that other code has started
-            options = {"dir": str(self._dir), "resume": "allow", "reinit": "create_new", **self._kwargs}
+            options = {
+                "dir": str(self._dir),
+                "resume": "allow",
+                "reinit": "create_new",
+                **self._kwargs,
+            }
             settings = _SETTINGS | options.get("settings", {})
             run = wandb.init(**{**options, "settings": settings, "id": self._run_id})
         if run.disabled:
-            logger.warning("Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login")
+            logger.warning(
+                "Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login"
+            )
         run.define_metric("*", step_metric="iteration")
         return run, run.finish
 
@@ -176,13 +200,20 @@ def _bins(raw: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Counts and edges; if there are too many bins, neighbours are merged."""
     counts, edges = raw["bucket_counts"], [raw["min"], *raw["bucket_limits"]]
     width = -(-len(counts) // _MAX_BINS)
-    return [sum(counts[i : i + width]) for i in range(0, len(counts), width)], [*edges[:-1:width], edges[-1]]
+    return [sum(counts[i : i + width]) for i in range(0, len(counts), width)], [
+        *edges[:-1:width],
+        edges[-1],
+    ]
 
 
 @WRITER_REGISTRY.register()
-def wandb(output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None) -> WandbWriter:
+def wandb(
+    output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None
+) -> WandbWriter:
     """The writer of LOG.WRITERS; the settings of the run are those of ``cfg``."""
-    return WandbWriter(output_dir, window_size, config=load_yaml("" if cfg is None else cfg.dump(), "cfg"))
+    return WandbWriter(
+        output_dir, window_size, config=load_yaml("" if cfg is None else cfg.dump(), "cfg")
+    )
 
 
 class MLflowWriter(ServiceWriter):
@@ -206,7 +237,11 @@ class MLflowWriter(ServiceWriter):
         config: str = "",
     ) -> None:
         super().__init__(window_size, "mlflow")
-        self._dir, self._settings, self._config = Path(output_dir).absolute(), settings or {}, config
+        self._dir, self._settings, self._config = (
+            Path(output_dir).absolute(),
+            settings or {},
+            config,
+        )
         self._run_id: str | None = os.environ.get("MLFLOW_RUN_ID")
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +252,9 @@ class MLflowWriter(ServiceWriter):
         self._run_id = state["run_id"]
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
-        with _default_environment({"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}):
+        with _default_environment(
+            {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        ):
             mlflow = importlib.import_module("mlflow")  # imported late: it takes as long as torch
             uri = os.environ.get("MLFLOW_TRACKING_URI") or (self._dir / "mlruns").as_uri()
             client = mlflow.MlflowClient(tracking_uri=uri)
@@ -226,10 +263,14 @@ class MLflowWriter(ServiceWriter):
         else:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
             experiment = client.get_experiment_by_name(name)
-            experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+            experiment_id = (
+                experiment.experiment_id if experiment else client.create_experiment(name)
+            )
             self._run_id = client.create_run(experiment_id, run_name=self._dir.name).info.run_id
             for name, value in self._settings.items():
-                client.log_param(self._run_id, _text(name), str(value)[:6000])  # MLflow accepts no more
+                client.log_param(
+                    self._run_id, _text(name), str(value)[:6000]
+                )  # MLflow accepts no more
             if self._config:
                 client.log_text(self._run_id, self._config, "config.yaml")
         return client, partial(client.set_terminated, self._run_id)
@@ -238,9 +279,13 @@ class MLflowWriter(ServiceWriter):
         client, metric = self._writer, importlib.import_module("mlflow.entities").Metric
         now_ms = int(time.time() * 1000)
         for iter, row in rows:
-            client.log_batch(self._run_id, [metric(_text(name), row[name], now_ms, iter) for name in row])
+            client.log_batch(
+                self._run_id, [metric(_text(name), row[name], now_ms, iter) for name in row]
+            )
         for name, tensor, iter in storage.images():
-            client.log_image(self._run_id, _to_uint8_array(tensor), f"images/{_text(name)}/{iter:07d}.png")
+            client.log_image(
+                self._run_id, _to_uint8_array(tensor), f"images/{_text(name)}/{iter:07d}.png"
+            )
 
 
 def _text(name: str) -> str:
@@ -248,7 +293,11 @@ def _text(name: str) -> str:
 
 
 @WRITER_REGISTRY.register()
-def mlflow(output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None) -> MLflowWriter:
+def mlflow(
+    output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None
+) -> MLflowWriter:
     """The writer of LOG.WRITERS; the settings of the run are those of ``cfg``."""
     settings = {} if cfg is None else dict(changed_settings(cfg, get_cfg()))
-    return MLflowWriter(output_dir, window_size, settings=settings, config="" if cfg is None else cfg.dump())
+    return MLflowWriter(
+        output_dir, window_size, settings=settings, config="" if cfg is None else cfg.dump()
+    )

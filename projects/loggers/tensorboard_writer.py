@@ -28,7 +28,9 @@ class TensorboardXWriter(ScalarWriter):
         """The ``SummaryWriter``, under detectron2's name; opens it if needed."""
         if self._opened is None:  # imported late: it takes longer than all of trainkit
             summary_writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-            self._opened = summary_writer(self._log_dir, **{"purge_step": self._purge_step, **self._kwargs})
+            self._opened = summary_writer(
+                self._log_dir, **{"purge_step": self._purge_step, **self._kwargs}
+            )
         return self._opened
 
     def begin(self, trainer: Any) -> None:
@@ -56,7 +58,11 @@ class TensorboardXWriter(ScalarWriter):
         images, histograms = storage.images(), storage.histograms()
         if not rows and not images and not histograms:
             return
-        steps = [self._last_step, *(image.iter for image in images), *(histogram.iter for histogram in histograms)]
+        steps = [
+            self._last_step,
+            *(image.iter for image in images),
+            *(histogram.iter for histogram in histograms),
+        ]
         try:
             for iter, row in rows:
                 steps.append(iter)

@@ -11,15 +11,32 @@ from trainkit.utils.errors import not_accepted
 
 _CONFLICTS = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
-    ("SOLVER.LOGICAL_RANKS", "SOLVER.ACCUMULATION_FACTORS", "the number of micro-batches is that of the tree"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.COMPRESSION", "it rounds what processes exchange, and one process does not"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "each batch has to use the same parameters"),
-    ("SOLVER.LOGICAL_RANKS", "MODEL.DDP.BROADCAST_BUFFERS", "all processes have the same buffers already"),
+    (
+        "SOLVER.LOGICAL_RANKS",
+        "SOLVER.ACCUMULATION_FACTORS",
+        "the number of micro-batches is that of the tree",
+    ),
+    (
+        "SOLVER.LOGICAL_RANKS",
+        "MODEL.DDP.COMPRESSION",
+        "it rounds what processes exchange, and one process does not",
+    ),
+    (
+        "SOLVER.LOGICAL_RANKS",
+        "MODEL.DDP.FIND_UNUSED_PARAMETERS",
+        "each batch has to use the same parameters",
+    ),
+    (
+        "SOLVER.LOGICAL_RANKS",
+        "MODEL.DDP.BROADCAST_BUFFERS",
+        "all processes have the same buffers already",
+    ),
 )
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.SOLVER.LOGICAL_RANKS = 0  # The same bits on 1, 2, 4, ... processes, up to this power of two. 0: off.
+    # The same bits on 1, 2, 4, ... processes, up to this power of two. 0: off.
+    cfg.SOLVER.LOGICAL_RANKS = 0
 
 
 def check(cfg: CfgNode) -> None:
@@ -28,7 +45,9 @@ def check(cfg: CfgNode) -> None:
     num, world_size = cfg.SOLVER.LOGICAL_RANKS, comm.get_world_size()
     if num < 0 or num & (num - 1) or num % world_size:
         raise not_accepted(
-            "SOLVER.LOGICAL_RANKS", num, f"0, or a power of two that is a multiple of {world_size} processes"
+            "SOLVER.LOGICAL_RANKS",
+            num,
+            f"0, or a power of two that is a multiple of {world_size} processes",
         )
 
 
@@ -36,7 +55,8 @@ def prepare(cfg: CfgNode) -> None:
     """A batch has a part for each logical rank; a process computes those that `own_ranks` names."""
     if num := cfg.SOLVER.LOGICAL_RANKS:
         comm.set_data_ranks(comm.get_rank(), num)
-        cfg.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False  # a process adds up its gradients itself
+        # a process adds up its gradients itself
+        cfg.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False
         choose(cfg, "SOLVER.TRAINER", "logical_trainer", "SOLVER.LOGICAL_RANKS")
 
 

@@ -45,7 +45,12 @@ class LogicalLoader:
         own = own_ranks(logical_ranks)
         self.logical_ranks, self.steps = logical_ranks, steps
         self._loaders = [
-            _like(loader, _of_rank(loader, rank, logical_ranks), max(1, loader.num_workers // len(own))) for rank in own
+            _like(
+                loader,
+                _of_rank(loader, rank, logical_ranks),
+                max(1, loader.num_workers // len(own)),
+            )
+            for rank in own
         ]
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +66,9 @@ class LogicalLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        return whole_or_rounded(Fraction(exact(iters_per_epoch(self._loaders[0]) or 0)) * len(self._loaders))
+        return whole_or_rounded(
+            Fraction(exact(iters_per_epoch(self._loaders[0]) or 0)) * len(self._loaders)
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for loader in self._loaders:
@@ -76,14 +83,20 @@ class LogicalLoader:
 class LogicalTestLoader(ResumableLoader):
     """Each logical rank has a contiguous share of the samples; no batch has samples of two of them."""
 
-    def __init__(self, loader: ResumableLoader, logical_ranks: int, most: int | None = None) -> None:
+    def __init__(
+        self, loader: ResumableLoader, logical_ranks: int, most: int | None = None
+    ) -> None:
         self._given, size = (loader, logical_ranks), len(cast(Sized, loader.dataset))
         share_of, batches = InferenceSampler._get_local_indices, _Batches()
         for rank in share_of(logical_ranks, comm.get_world_size(), comm.get_rank()):
             share: Any = share_of(size, logical_ranks, rank)
-            batches += islice(BatchSampler(share, cast(int, loader.batch_size), drop_last=False), most)
+            batches += islice(
+                BatchSampler(share, cast(int, loader.batch_size), drop_last=False), most
+            )
         batches.sampler = cast(Any, loader.batch_sampler).sampler
-        super().__init__(loader.dataset, batch_sampler=batches, **_arguments(loader, loader.num_workers))
+        super().__init__(
+            loader.dataset, batch_sampler=batches, **_arguments(loader, loader.num_workers)
+        )
 
     def first_batches(self, num: int) -> "LogicalTestLoader":
         """This loader, with at most ``num`` batches of each logical rank."""
@@ -107,7 +120,15 @@ def _like(loader: ResumableLoader, batches: BatchSampler, num_workers: int) -> R
 
 
 def _arguments(loader: ResumableLoader, num_workers: int) -> dict[str, Any]:
-    names = ["seed", "timeout", "collate_fn", "pin_memory", "persistent_workers", "prefetch_factor", "worker_init_fn"]
+    names = [
+        "seed",
+        "timeout",
+        "collate_fn",
+        "pin_memory",
+        "persistent_workers",
+        "prefetch_factor",
+        "worker_init_fn",
+    ]
     names += ["generator", "multiprocessing_context"]
     return {"num_workers": num_workers, **{name: getattr(loader, name) for name in names}}
 

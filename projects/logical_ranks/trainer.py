@@ -57,7 +57,11 @@ class LogicalTrainer(SimpleTrainer):
         self.accumulation_steps *= len(self._own)
         self._steps = self.accumulation_steps
         threads = torch.get_num_threads()
-        logger.info("%d logical ranks; other numbers of threads than %d may round differently", self._num, threads)
+        logger.info(
+            "%d logical ranks; other numbers of threads than %d may round differently",
+            self._num,
+            threads,
+        )
 
     def share_run(self, owner: Any) -> None:
         super().share_run(owner)
@@ -66,21 +70,29 @@ class LogicalTrainer(SimpleTrainer):
     def start_run(self) -> None:
         super().start_run()
         if (found := getattr(self.data_loader, "logical_ranks", 0)) != self._num:
-            raise ConfigError(f"the training loader has {found} logical ranks, the trainer {self._num}")
+            raise ConfigError(
+                f"the training loader has {found} logical ranks, the trainer {self._num}"
+            )
 
     def compute_gradients(self) -> Losses:
         if self.accumulation_steps != self._steps:
-            raise ConfigError("with SOLVER.LOGICAL_RANKS the number of micro-batches cannot change during a run")
+            raise ConfigError(
+                "with SOLVER.LOGICAL_RANKS the number of micro-batches cannot change during a run"
+            )
         found, steps = list[Losses](), self._steps // len(self._own)
         for number in range(self.accumulation_steps):
-            batch = self.draw()  # the first one of a run comes after a pass without effect, see settle_buckets
+            batch = (
+                self.draw()
+            )  # the first one of a run comes after a pass without effect, see settle_buckets
             place, step = divmod(number, steps)
             if number == 0:
                 self._tree.start()
             elif step == 0:
                 self._tree.push()
             self._seed_for(_OF_BATCHES + self._own[place] * steps + step)
-            is_last = number == self.accumulation_steps - 1  # DDP exchanges gradients with the last one
+            is_last = (
+                number == self.accumulation_steps - 1
+            )  # DDP exchanges gradients with the last one
             with nullcontext() if is_last else without_gradient_sync(self.model):
                 losses = self.compute_losses(batch)
                 self.backward(losses.total / (self._num * steps))
@@ -94,25 +106,38 @@ class LogicalTrainer(SimpleTrainer):
         names = [([*losses.values], losses.trained) for losses in found]
         self._names = self._names or comm.all_gather(names[0])[0]
         if any(other != self._names for other in names):
-            raise ValueError(f"with SOLVER.LOGICAL_RANKS each batch must give the same losses; got {names}")
+            raise ValueError(
+                f"with SOLVER.LOGICAL_RANKS each batch must give the same losses; got {names}"
+            )
         rows = [
-            torch.stack([_wide(value).to(losses.total.device) for value in (losses.total, *losses.values.values())])
+            torch.stack(
+                [
+                    _wide(value).to(losses.total.device)
+                    for value in (losses.total, *losses.values.values())
+                ]
+            )
             for losses in found
         ]
         by_rank = torch.stack(rows).view(len(self._own), -1, len(rows[0]))
         # with torch.sum, the order of additions would depend on the number of logical ranks
         means = (reduce(add, by_rank.unbind(1)) / by_rank.shape[1]).unbind()
-        _, ascending = zip(*sorted(zip(self._own, means, strict=True), key=itemgetter(0)), strict=True)
+        _, ascending = zip(
+            *sorted(zip(self._own, means, strict=True), key=itemgetter(0)), strict=True
+        )
         total, *values = (tree_sum(torch.stack(ascending)) / len(self._own)).unbind()
         by_name = dict(zip(self._names[0], values, strict=True))
         return Losses(by_name, self._names[1], [losses.outputs for losses in found], total=total)
 
     def end_step(self) -> None:
         super().end_step()
-        self._seed_for(_AT_SAVE_POINT)  # hooks may have drawn different numbers on different processes
+        self._seed_for(
+            _AT_SAVE_POINT
+        )  # hooks may have drawn different numbers on different processes
 
     def _seed_for(self, number: int) -> None:
-        seed = splitmix64(splitmix64(splitmix64(self.data_loader.seed, _SEED_KEY), self.iter), number)
+        seed = splitmix64(
+            splitmix64(splitmix64(self.data_loader.seed, _SEED_KEY), self.iter), number
+        )
         seed_globals(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(seed)
@@ -138,7 +163,11 @@ class _Tree:
 
     def __init__(self, model: nn.Module, logical_ranks: int) -> None:
         modules = dict(unwrap_model(model).named_modules())
-        wrong = [name for name, m in modules.items() if isinstance(m, nn.SyncBatchNorm) or getattr(m, "sparse", False)]
+        wrong = [
+            name
+            for name, m in modules.items()
+            if isinstance(m, nn.SyncBatchNorm) or getattr(m, "sparse", False)
+        ]
         if wrong:
             raise ConfigError(
                 f"SOLVER.LOGICAL_RANKS excludes SyncBatchNorm and sparse gradients, as in {', '.join(wrong)}"
@@ -151,7 +180,9 @@ class _Tree:
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._others_of = [module for module in modules.values() if module not in norms]
         self._floating = [buffer for buffer in self._statistics if buffer.is_floating_point()]
-        self._sums: list[tuple[int, _Grads, Tensor]] = []  # (number of logical ranks, gradients, statistics)
+        self._sums: list[
+            tuple[int, _Grads, Tensor]
+        ] = []  # (number of logical ranks, gradients, statistics)
         self._under_way: list[tuple[_Exchange, torch.futures.Future[Tensor]]] = []
         self._is_ddp = isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
@@ -215,10 +246,14 @@ class _Tree:
         """DDP calls it with each bucket, in one order on all processes, during the last backward pass of a step."""
         parameters, flat = bucket.parameters(), bucket.buffer()
         parts = zip(flat.split([each.numel() for each in parameters]), parameters, strict=True)
-        grads: _Grads = [part.as_strided(each.shape, each.stride()) for part, each in parts]  # DDP's layout
+        grads: _Grads = [
+            part.as_strided(each.shape, each.stride()) for part, each in parts
+        ]  # DDP's layout
         for _, sums, _ in reversed(self._sums):
             _add(grads, [sums[self._places[id(each)]] for each in parameters])
-        total = torch.futures.Future[Tensor](devices=None if flat.device.type == "cpu" else [flat.device])
+        total = torch.futures.Future[Tensor](
+            devices=None if flat.device.type == "cpu" else [flat.device]
+        )
         self._under_way.append((_Exchange(flat), total))
         if bucket.is_last():
             for exchange, _ in self._under_way:

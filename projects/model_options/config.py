@@ -19,20 +19,34 @@ logger = logging.getLogger(__name__)
 
 _ACCEPTED = {
     (False, True, None): "MODEL.COMPILE.DYNAMIC",
-    ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"): "MODEL.COMPILE.MODE",
+    (
+        "default",
+        "reduce-overhead",
+        "max-autotune",
+        "max-autotune-no-cudagraphs",
+    ): "MODEL.COMPILE.MODE",
 }
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.MODEL.CHANNELS_LAST = False  # True: store convolution weights in torch's channels_last format, faster on GPUs.
-    cfg.MODEL.ACTIVATION_CHECKPOINT = CfgNode()  # Saves memory: the backward pass computes some outputs again.
-    cfg.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []  # The class names of these modules, such as ["Block"]. []: none.
-    cfg.MODEL.COMPILE = CfgNode()  # torch.compile. --eval-only does not compile the model.
-    cfg.MODEL.COMPILE.ENABLED = False  # True: compile the model.
-    cfg.MODEL.COMPILE.BACKEND = "inductor"  # The backend of torch.compile.
-    cfg.MODEL.COMPILE.MODE = "default"  # Or "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
-    cfg.MODEL.COMPILE.FULLGRAPH = False  # True: raise an error if a part of the model cannot be compiled.
-    cfg.MODEL.COMPILE.DYNAMIC = False  # False: compile for each shape. True: for any shape. None: torch decides.
+    # True: store convolution weights in torch's channels_last format, faster on GPUs.
+    cfg.MODEL.CHANNELS_LAST = False
+    # Saves memory: the backward pass computes some outputs again.
+    cfg.MODEL.ACTIVATION_CHECKPOINT = CfgNode()
+    # The class names of these modules, such as ["Block"]. []: none.
+    cfg.MODEL.ACTIVATION_CHECKPOINT.BLOCKS = []
+    # torch.compile. --eval-only does not compile the model.
+    cfg.MODEL.COMPILE = CfgNode()
+    # True: compile the model.
+    cfg.MODEL.COMPILE.ENABLED = False
+    # The backend of torch.compile.
+    cfg.MODEL.COMPILE.BACKEND = "inductor"
+    # Or "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
+    cfg.MODEL.COMPILE.MODE = "default"
+    # True: raise an error if a part of the model cannot be compiled.
+    cfg.MODEL.COMPILE.FULLGRAPH = False
+    # False: compile for each shape. True: for any shape. None: torch decides.
+    cfg.MODEL.COMPILE.DYNAMIC = False
 
 
 def check(cfg: CfgNode) -> None:
@@ -43,29 +57,56 @@ def wrap_model(cfg: CfgNode, model: nn.Module) -> nn.Module:
     """Apply the options; raises ConfigError if a name in BLOCKS is no class of a module."""
     if cfg.MODEL.CHANNELS_LAST:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    names, classes = cfg.MODEL.ACTIVATION_CHECKPOINT.BLOCKS, {type(module).__name__ for module in model.modules()}
+    names, classes = (
+        cfg.MODEL.ACTIVATION_CHECKPOINT.BLOCKS,
+        {type(module).__name__ for module in model.modules()},
+    )
     if not classes >= {*names}:
         raise not_accepted("MODEL.ACTIVATION_CHECKPOINT.BLOCKS", names, ", ".join(sorted(classes)))
     options = cfg.MODEL.COMPILE
     for block in [module for module in model.modules() if type(module).__name__ in names]:
         # a compiled block has no side effects, and accepts only torch's own contexts
         norms = [] if options.ENABLED else [m for m in block.modules() if isinstance(m, _NormBase)]
-        more: dict[str, Any] = {"context_fn": lambda norms=norms: (nullcontext(), _without_statistics(norms))}
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **(more if norms else {}))
+        more: dict[str, Any] = {
+            "context_fn": lambda norms=norms: (nullcontext(), _without_statistics(norms))
+        }
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, **(more if norms else {})
+        )
     if options.ENABLED:
-        model.compile(backend=options.BACKEND, mode=options.MODE, fullgraph=options.FULLGRAPH, dynamic=options.DYNAMIC)
+        model.compile(
+            backend=options.BACKEND,
+            mode=options.MODE,
+            fullgraph=options.FULLGRAPH,
+            dynamic=options.DYNAMIC,
+        )
         if options.DYNAMIC is None:
-            logger.warning("MODEL.COMPILE.DYNAMIC None: kernels depend on earlier shapes, a resumed run may differ")
+            logger.warning(
+                "MODEL.COMPILE.DYNAMIC None: kernels depend on earlier shapes, a resumed run may differ"
+            )
         if "autotune" in options.MODE:
-            logger.warning("MODEL.COMPILE.MODE %s: kernels chosen by speed, a resumed run may differ", options.MODE)
+            logger.warning(
+                "MODEL.COMPILE.MODE %s: kernels chosen by speed, a resumed run may differ",
+                options.MODE,
+            )
     return model
 
 
 @contextmanager
 def _without_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
     """Context in which norms do not update running statistics: they have counted the batch in the forward pass."""
-    counting = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.track_running_stats]
-    for norm, _, _ in counting:  # switching off track_running_stats would change the tensors kept for the backward pass
+    counting = [
+        (norm, norm.momentum, norm.num_batches_tracked)
+        for norm in norms
+        if norm.track_running_stats
+    ]
+    for (
+        norm,
+        _,
+        _,
+    ) in (
+        counting
+    ):  # switching off track_running_stats would change the tensors kept for the backward pass
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield

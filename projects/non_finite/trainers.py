@@ -41,7 +41,11 @@ class CheckGradients(SimpleTrainer):
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
         is_bad = values.pop(_FLAG, 0.0) and not values.get(SKIP_FLAG)
         failure = super().look(iter, values)
-        return describe_failure("gradients are", iter, values) if is_bad and failure is None else failure
+        return (
+            describe_failure("gradients are", iter, values)
+            if is_bad and failure is None
+            else failure
+        )
 
 
 class SkipNonFinite(CheckGradients, SkippingTrainer):
@@ -75,7 +79,9 @@ class SkipNonFinite(CheckGradients, SkippingTrainer):
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         for name, buffer in self.model.named_buffers() if self._former_buffers else ():
             if name in self._former_buffers:  # False: this forward pass has created the buffer
-                torch.where(flag.bool().to(buffer.device), self._former_buffers[name], buffer, out=buffer)
+                torch.where(
+                    flag.bool().to(buffer.device), self._former_buffers[name], buffer, out=buffer
+                )
         self._former_buffers = {}
         self._skip_flag = None if by_scaler is not None else flag
         return {**extra, SKIP_FLAG: flag}

@@ -33,11 +33,17 @@ class DefaultPredictor:
         check_values(cfg)
         import_modules(cfg.IMPORTS)
         if not cfg.MODEL.WEIGHTS:
-            raise ConfigError("MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict")
+            raise ConfigError(
+                "MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict"
+            )
         self.cfg = cfg.clone()
         self.model = on_device(self.cfg, build(self.cfg)).eval()
         checkpointer = Checkpointer(self.model)
-        averaging = [entry for entry in self.cfg.HOOKS if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)]
+        averaging = [
+            entry
+            for entry in self.cfg.HOOKS
+            if entry["NAME"] == "EMAHook" and entry.get("ENABLED", True)
+        ]
         if averaging and averaging[0].get("EVALUATE", "ema") != "raw":
             checkpointer.add_checkpointable("averaged", _TakeAverage())
         checkpointer.add_checkpointable("frozen", _TakeFrozen(self.cfg, self.model))
@@ -52,7 +58,9 @@ class DefaultPredictor:
         """
         if not isinstance(inputs, list):
             return self([inputs])[0]
-        samples = inputs if self._transform is None else [self._transform(sample) for sample in inputs]
+        samples = (
+            inputs if self._transform is None else [self._transform(sample) for sample in inputs]
+        )
         if not samples:
             return []
         batch = default_collate(samples) if self.cfg.DATALOADER.COLLATE == "default" else samples
@@ -68,7 +76,9 @@ class DefaultPredictor:
 class _TakeAverage(HookBase):
     """Gives the model the averaged weights of the loaded file."""
 
-    paths_read = (AVERAGED_PATH,)  # after_load reads these paths; a sharded checkpoint loads only paths that are named
+    paths_read = (
+        AVERAGED_PATH,
+    )  # after_load reads these paths; a sharded checkpoint loads only paths that are named
 
     def after_load(self, state: dict[str, Any]) -> None:
         if EVALUATED in state:  # a best checkpoint: its entry "model" has the evaluated weights
@@ -76,7 +86,9 @@ class _TakeAverage(HookBase):
         if averaged := averaged_weights(state):
             state["model"] = {**state["model"], **averaged}
         else:
-            logger.warning("MODEL.WEIGHTS holds no averaged weights of an EMAHook; predicting with the model's")
+            logger.warning(
+                "MODEL.WEIGHTS holds no averaged weights of an EMAHook; predicting with the model's"
+            )
 
 
 class _TakeFrozen(HookBase):
@@ -84,11 +96,16 @@ class _TakeFrozen(HookBase):
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         self._model = model
-        self._weights = next((entry.get("WEIGHTS", "") for entry in cfg.HOOKS if entry["NAME"] == "FrozenWeights"), "")
+        self._weights = next(
+            (entry.get("WEIGHTS", "") for entry in cfg.HOOKS if entry["NAME"] == "FrozenWeights"),
+            "",
+        )
 
     def after_load(self, state: dict[str, Any]) -> None:
         if "frozen_digests" in state:
-            load_plugin(NAMES["FrozenWeights"]).FrozenWeights(self._weights, self._model).after_load(state)
+            load_plugin(NAMES["FrozenWeights"]).FrozenWeights(
+                self._weights, self._model
+            ).after_load(state)
 
 
 def _take(outputs: Any, i: int) -> Any:

@@ -43,7 +43,14 @@ def runs(job: Job) -> Finding:
 @check
 def learns(job: Job) -> Iterator[Finding]:
     """Does it learn at all?"""
-    trainer = job.build("SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), "SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR")
+    trainer = job.build(
+        "SOLVER.WARMUP_ITERS",
+        0,
+        "SOLVER.STEPS",
+        (),
+        "SOLVER.LR_SCHEDULER_NAME",
+        "WarmupMultiStepLR",
+    )
     trainer.data_loader = job.batches[:1] * 30
     trainer.train(0, min(30, trainer.max_iter))
     if "total_loss" not in trainer.storage.latest():
@@ -68,13 +75,22 @@ def learns(job: Job) -> Iterator[Finding]:
     model = trainer.model.eval()
     with torch.no_grad():
         outputs = [model(batch) for batch in job.batches[1:]]
-    if len(known) < 4 * len(classes) or not all(isinstance(each, Tensor) and each.ndim == 2 for each in outputs):
-        raise NotAsked("a batch has few samples of each class, or the model returns no logits", "labels")
+    if len(known) < 4 * len(classes) or not all(
+        isinstance(each, Tensor) and each.ndim == 2 for each in outputs
+    ):
+        raise NotAsked(
+            "a batch has few samples of each class, or the model returns no logits", "labels"
+        )
     truth = torch.tensor([label for labels in others for label in labels])
     share = (torch.cat(outputs).argmax(1).cpu() == truth).double().mean().item()
     chance = max(classes.values()) / classes.total()
     text = f"with one batch learned, {share:.0%} of others are right; the most frequent class has {chance:.0%}"
-    yield judge("labels", share <= chance + 2 * math.sqrt(chance / len(truth)), text, "do they belong to the inputs?")
+    yield judge(
+        "labels",
+        share <= chance + 2 * math.sqrt(chance / len(truth)),
+        text,
+        "do they belong to the inputs?",
+    )
 
 
 @check
@@ -86,18 +102,32 @@ def optimizer(job: Job) -> Iterator[Finding]:
     lost = [name for name, value in named.items() if value.requires_grad and id(value) not in held]
     foreign = len(held - {id(value) for value in named.values() if value.requires_grad})
     text = f"trained, but not in it: {some(lost)}; in it, but not trained: {foreign}"
-    yield judge("optimizer", lost or foreign, text, "build it after the model is complete and frozen")
+    yield judge(
+        "optimizer", lost or foreign, text, "build it after the model is complete and frozen"
+    )
     yield judge("frozen", frozen, some(frozen), "unfreeze them, or allow it", LOOK)
     kinds, parts = (_BatchNorm, nn.Dropout, type(model)), model.named_modules()
-    modes = [name or "the model" for name, part in parts if isinstance(part, kinds) and not part.training]
+    modes = [
+        name or "the model" for name, part in parts if isinstance(part, kinds) and not part.training
+    ]
     yield judge("modes", modes, f"in eval mode: {some(modes)}", "call train()")
     unused = [name for name in named if name not in (*frozen, *job.watcher.trained)]
     text = f"zero or missing in {STEPS} steps: {some(unused)}"
     yield judge("gradients", unused, text, "are they used in the loss?", LOOK)
-    silent = [((~fires).double().mean(), place) for (_, place), fires in job.watcher.fired.items() if not fires.all()]
+    silent = [
+        ((~fires).double().mean(), place)
+        for (_, place), fires in job.watcher.fired.items()
+        if not fires.all()
+    ]
     lines = some(f"{share:.0%} of {place}" for share, place in silent)
     text = f"channels never above zero in {STEPS // 2} steps: {lines}"
-    yield judge("dead", any(share > 0.25 for share, _ in silent), text, "lower the rate, or initialize otherwise", LOOK)
+    yield judge(
+        "dead",
+        any(share > 0.25 for share, _ in silent),
+        text,
+        "lower the rate, or initialize otherwise",
+        LOOK,
+    )
 
 
 @check
@@ -106,14 +136,30 @@ def values(job: Job) -> Iterator[Finding]:
     texts, is_bad = [], False
     for (path, first), *others in zip(*map(tree_leaves_with_path, job.batches), strict=False):
         if isinstance(first, Tensor) and first.numel() > 1:
-            of_all = torch.cat([leaf.flatten().float() for leaf in (first, *(leaf for _, leaf in others))])
+            of_all = torch.cat(
+                [leaf.flatten().float() for leaf in (first, *(leaf for _, leaf in others))]
+            )
             std, mean = torch.std_mean(of_all)
             field, kind = keystr(path).strip("[]'"), str(first.dtype).removeprefix("torch.")
-            texts.append(f"{field} {[*first.shape]} {kind} from {of_all.min():.3g} to {of_all.max():.3g}")
+            texts.append(
+                f"{field} {[*first.shape]} {kind} from {of_all.min():.3g} to {of_all.max():.3g}"
+            )
             texts[-1] += f", mean {mean:.2g}, std {std:.2g}"
-            is_bad |= first.is_floating_point() and first.ndim > 1 and not (0.02 < std < 2 and abs(mean) < 2)
-    yield judge("values", is_bad, "; ".join(texts[:6]), "normalize once; find values that are not finite", LOOK)
-    for images in [leaf for leaf in tree_leaves(job.batches[0]) if isinstance(leaf, Tensor) and leaf.ndim == 4][:1]:
+            is_bad |= (
+                first.is_floating_point()
+                and first.ndim > 1
+                and not (0.02 < std < 2 and abs(mean) < 2)
+            )
+    yield judge(
+        "values",
+        is_bad,
+        "; ".join(texts[:6]),
+        "normalize once; find values that are not finite",
+        LOOK,
+    )
+    for images in [
+        leaf for leaf in tree_leaves(job.batches[0]) if isinstance(leaf, Tensor) and leaf.ndim == 4
+    ][:1]:
         yield judge("picture", False, _drawn(images))
 
     digests = [digest(batch) for batch in job.batches]
@@ -122,14 +168,23 @@ def values(job: Job) -> Iterator[Finding]:
     yield judge("repeats", steps, text, "shuffle the samples", LOOK)
     again, state = digest(job.build().fetch()), digest(get_rng_state())
     names = job.cfg.DATASETS
-    datasets = [_indexed(each) for each in (names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN})]
+    datasets = [
+        _indexed(each) for each in (names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN})
+    ]
     is_idle = len({digest(dataset[0]) for dataset in datasets[0][:1] for _ in range(8)}) == 1
     is_idle = is_idle and digest(get_rng_state()) != state
-    text = "first batches of two runs with one seed" + "; a sample draws random numbers that change nothing" * is_idle
-    yield judge("augmentation", is_idle or again != digests[0], text, "use the global random generators")
+    text = (
+        "first batches of two runs with one seed"
+        + "; a sample draws random numbers that change nothing" * is_idle
+    )
+    yield judge(
+        "augmentation", is_idle or again != digests[0], text, "use the global random generators"
+    )
 
     train, others = ([*_facts(each)] for each in datasets)
-    of_train, of_others = ({label for labels, _ in each for label in labels} for each in (train, others))
+    of_train, of_others = (
+        {label for labels, _ in each for label in labels} for each in (train, others)
+    )
     if not train or not others or len(of_train) < min(2, len(of_others)):
         raise NotAsked("no datasets with indices, or TRAIN has no labels", "overlap, classes")
     known = {each for _, each in train}
@@ -138,16 +193,29 @@ def values(job: Job) -> Iterator[Finding]:
     yield judge("overlap", common > len(others) / 100, text, "divide the data before anything else")
     text = f"only in TRAIN: {some(sorted(of_train - of_others))}; not in it: {some(sorted(of_others - of_train))}"
     if of_others:
-        yield judge("classes", of_train != of_others, text, "divide each class in the same way", LOOK)
+        yield judge(
+            "classes", of_train != of_others, text, "divide each class in the same way", LOOK
+        )
 
 
 @check
 def reproducible(job: Job) -> Finding:
     """Is it reproducible?"""
     whole, killed = job.start("whole"), job.start("killed", code=-signal.SIGKILL, **{KILLED: "1"})
-    text = prove_equal([read_file(whole / "model_0000002.pth")], Saved(2, 2, f"{killed}/model_0000002.pth", {}))
+    text = prove_equal(
+        [read_file(whole / "model_0000002.pth")], Saved(2, 2, f"{killed}/model_0000002.pth", {})
+    )
     if is_bad := "DIFFERENT" in text:
-        words = [sys.executable, "-m", "trainkit.projects.replay", str(whole), "--iter", "0", "--", *job.command]
+        words = [
+            sys.executable,
+            "-m",
+            "trainkit.projects.replay",
+            str(whole),
+            "--iter",
+            "0",
+            "--",
+            *job.command,
+        ]
         text += f"; {job.run(*words).stdout.rpartition('verdict: ')[-1].strip()}"
     text = f"three steps in two processes: {text}"
     return judge("reproducible", is_bad, text, "seed what draws; DETERMINISTIC on a GPU")
@@ -156,9 +224,17 @@ def reproducible(job: Job) -> Finding:
 @check
 def resumes(job: Job) -> Finding:
     """Does it resume?"""
-    whole, killed = Path(job.folder, "whole", "fast_dev_run"), job.start("killed", "--resume", **{KILLED: "1"})
-    text = prove_equal([read_file(whole / "model_final.pth")], Saved(5, 2, f"{killed}/model_final.pth", {}))
-    lost = "; ".join(job.ordinary.describe_inexact()) or "make it reproducible; what has a state needs a state_dict"
+    whole, killed = (
+        Path(job.folder, "whole", "fast_dev_run"),
+        job.start("killed", "--resume", **{KILLED: "1"}),
+    )
+    text = prove_equal(
+        [read_file(whole / "model_final.pth")], Saved(5, 2, f"{killed}/model_final.pth", {})
+    )
+    lost = (
+        "; ".join(job.ordinary.describe_inexact())
+        or "make it reproducible; what has a state needs a state_dict"
+    )
     return judge("resumes", "DIFFERENT" in text, f"killed in its fourth step: {text}", lost)
 
 
@@ -190,7 +266,9 @@ def disk(job: Job) -> Iterator[Finding]:
     size = sum(file.stat().st_size for file in files if file.is_file())
     need = size * (min(saves, cfg.CHECKPOINT.MAX_TO_KEEP or saves) + 2)
     place = Path(os.path.abspath(job.cfg.CHECKPOINT.DIR or job.cfg.OUTPUT_DIR))
-    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
+    free = shutil.disk_usage(
+        next(folder for folder in (place, *place.parents) if folder.is_dir())
+    ).free
     text = f"a checkpoint has {size / 2**20:.1f} MiB and takes {save_sec:.1f} s; all need {need / 2**30:.2f} of "
     yield judge("disk", need > free, f"{text}{free / 2**30:.0f} GiB", "set CHECKPOINT.MAX_TO_KEEP")
     total = steps * sum(job.sec.values()) + saves * save_sec + (evaluations + 1) * eval_sec
@@ -208,13 +286,28 @@ def disk(job: Job) -> Iterator[Finding]:
 @check
 def schedule(job: Job) -> Iterator[Finding]:
     """Is the schedule what you think?"""
-    named, scheduler, length = job.model.named_parameters(), job.trainer.scheduler, job.trainer.max_iter
+    named, scheduler, length = (
+        job.model.named_parameters(),
+        job.trainer.scheduler,
+        job.trainer.max_iter,
+    )
     if hasattr(scheduler, "schedule"):  # it is not one of torch
-        rates = {i: scheduler.schedule(i, scheduler.base_lrs[0]) for i in range(0, length, max(1, length // 30))}
+        rates = {
+            i: scheduler.schedule(i, scheduler.base_lrs[0])
+            for i in range(0, length, max(1, length // 30))
+        }
         peak = max(rates, key=rates.__getitem__)
-        bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * rate / (rates[peak] or 1)))] for rate in rates.values())
+        bars = "".join(
+            "▁▂▃▄▅▆▇█"[min(7, int(8 * rate / (rates[peak] or 1)))] for rate in rates.values()
+        )
         text = f"{bars} from {rates[0]:.2g} to {rates[peak]:.2g} at {peak}, then {[*rates.values()][-1]:.2g}"
-        yield judge("schedule", peak > length / 2, text, "the rate rises for more than half of the run", LOOK)
+        yield judge(
+            "schedule",
+            peak > length / 2,
+            text,
+            "the rate rises for more than half of the run",
+            LOOK,
+        )
     decaying = [group for group in job.trainer.optimizer.param_groups if group.get("weight_decay")]
     held = {id(value) for group in decaying for value in group["params"]}
     norms = [part for part in job.model.modules() if isinstance(part, NORM_LAYERS)]
@@ -225,7 +318,9 @@ def schedule(job: Job) -> Iterator[Finding]:
 
     clip = job.cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED or clip.CLIP_TYPE != "full_model":
-        raise NotAsked("SOLVER.CLIP_GRADIENTS does not clip the norm of the whole model", "clipping")
+        raise NotAsked(
+            "SOLVER.CLIP_GRADIENTS does not clip the norm of the whole model", "clipping"
+        )
     seen = [value for value, _ in job.ordinary.storage.history("grad_norm").values()]
     number = sum(value > clip.CLIP_VALUE for value in seen)
     text = f"{clip.CLIP_VALUE:g} clips {number} of {len(seen)} steps; norms from {min(seen):.2g} to {max(seen):.2g}"
@@ -241,8 +336,12 @@ def settings(job: Job) -> Finding:
     checked = (*CONFIG_KEYS, "SOLVER.OPTIMIZER")  # their keys are errors if they are not known
     own = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in checked)]
     nodes = {key: key.rpartition(".")[0] for key in (*own, *reads)}
-    asked = {nodes[key] for key in reads}  # of other nodes no key is asked for: they are passed on as a whole
-    names = [key for key in own if key not in reads and (nodes[key] in asked or nodes[key] not in reads)]
+    asked = {
+        nodes[key] for key in reads
+    }  # of other nodes no key is asked for: they are passed on as a whole
+    names = [
+        key for key in own if key not in reads and (nodes[key] in asked or nodes[key] not in reads)
+    ]
     text = f"of {len(own)} keys of your own, nobody reads {some(names)}"
     return judge("settings", names, text, "correct or remove them")
 
@@ -253,15 +352,22 @@ def processes(job: Job) -> Finding:
     if comm.get_world_size() == 1 or "total_loss" not in job.ordinary.storage.latest():
         raise NotAsked("the job has one process, or stores no total_loss")
     trainer, losses = job.ordinary, job.ordinary.storage.history("total_loss").values()
-    own = {"buffers": digest(dict(unwrap_model(trainer.model).named_buffers())), "metrics": {*trainer.storage.latest()}}
-    first, *others = comm.all_gather({**own, "hooks": [type(hook).__name__ for hook in trainer.hooks]})
+    own = {
+        "buffers": digest(dict(unwrap_model(trainer.model).named_buffers())),
+        "metrics": {*trainer.storage.latest()},
+    }
+    first, *others = comm.all_gather(
+        {**own, "hooks": [type(hook).__name__ for hook in trainer.hooks]}
+    )
     first["metrics"] &= others[0]["metrics"]  # rank 0 also has results
     different = [name for name in first if any(each[name] != first[name] for each in others)]
     lines = map(json.loads, Path(job.start("alone"), "metrics.json").read_text().splitlines())
     alone = next(line["total_loss"] for line in lines if "total_loss" in line)
     text = f"different among them: {some(different)}; the first loss is {losses[0][0]:.4g}, of one process {alone:.4g}"
     advice = "a loss is a mean over samples; SyncBatchNorm or the hook SyncBuffers"
-    return judge("processes", different or abs(losses[0][0] - alone) > 0.01 * abs(alone), text, advice, LOOK)
+    return judge(
+        "processes", different or abs(losses[0][0] - alone) > 0.01 * abs(alone), text, advice, LOOK
+    )
 
 
 def _indexed(names: Iterable[str]) -> list[Any]:
@@ -275,10 +381,20 @@ def _facts(datasets: list[Any]) -> Iterator[tuple[list[int], str]]:
     for dataset in datasets:
         for i in range(0, len(dataset), len(dataset) // 2000 + 1):
             sample = dataset[i]
-            yield classes_of(sample), digest([x for x in tree_leaves(sample) if not isinstance(x, int | float)])
+            yield (
+                classes_of(sample),
+                digest([x for x in tree_leaves(sample) if not isinstance(x, int | float)]),
+            )
 
 
 def _drawn(images: Tensor) -> str:
-    gray = nn.functional.interpolate(images[:4].float().nan_to_num().mean(1, keepdim=True), (8, 16))[:, 0]
-    levels = (4 * (gray - gray.min()) / (gray.max() - gray.min()).clamp(min=1e-9)).round().int().tolist()
-    return "\n".join("  ".join("".join("·░▒▓█"[level] for level in image[row]) for image in levels) for row in range(8))
+    gray = nn.functional.interpolate(
+        images[:4].float().nan_to_num().mean(1, keepdim=True), (8, 16)
+    )[:, 0]
+    levels = (
+        (4 * (gray - gray.min()) / (gray.max() - gray.min()).clamp(min=1e-9)).round().int().tolist()
+    )
+    return "\n".join(
+        "  ".join("".join("·░▒▓█"[level] for level in image[row]) for image in levels)
+        for row in range(8)
+    )

@@ -25,7 +25,9 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def judge(name: str, is_bad: object, text: str, advice: str = "", verdict: str = "wrong") -> Finding:
+def judge(
+    name: str, is_bad: object, text: str, advice: str = "", verdict: str = "wrong"
+) -> Finding:
     """A finding with this verdict, or a sound one."""
     return Finding(name, verdict, text, advice) if is_bad else Finding(name, "sound", text)
 
@@ -33,4 +35,6 @@ def judge(name: str, is_bad: object, text: str, advice: str = "", verdict: str =
 def some(names: Iterable[object]) -> str:
     """The first names of a list, and how many more there are."""
     texts = [*map(str, names)]
-    return (", ".join(texts[:3]) or "none") + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+    return (", ".join(texts[:3]) or "none") + (
+        f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    )

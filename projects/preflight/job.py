@@ -31,8 +31,21 @@ from trainkit.utils.env import seed_all_rng
 from trainkit.utils.periods import exact
 
 STEPS = 20  # of the ordinary run
-_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
-_LIBRARIES = ("<", __file__, f"{Path(torch.__file__).parent}{os.sep}", f"{Path(comm.__file__).parents[1]}{os.sep}")
+_READS = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+}
+_LIBRARIES = (
+    "<",
+    __file__,
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(comm.__file__).parents[1]}{os.sep}",
+)
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -76,7 +89,9 @@ class Watcher(HookBase, TorchDispatchMode):
         before, self._now = self._now, time.perf_counter()
         if self._looks:
             named = unwrap_model(self.trainer.model).named_parameters()
-            self.trained |= {name for name, value in named if value.grad is not None and value.grad.any()}
+            self.trained |= {
+                name for name, value in named if value.grad is not None and value.grad.any()
+            }
         else:
             self.sec[part] += self._now - before
 
@@ -85,7 +100,9 @@ class Watcher(HookBase, TorchDispatchMode):
         if model.training:  # it may be evaluated between two steps
             self._end(self._before)
             if self._looks:
-                sees_all = next(model.parameters()).is_cuda and self.trainer.iter % 4 == 0  # the dispatcher does not
+                sees_all = (
+                    next(model.parameters()).is_cuda and self.trainer.iter % 4 == 0
+                )  # the dispatcher does not
                 self._pass.enter_context(CudaRecorder.watching(self.reads) if sees_all else self)
 
     @torch.compiler.disable
@@ -96,16 +113,27 @@ class Watcher(HookBase, TorchDispatchMode):
             self._before = "backward"  # of this micro-batch, before the next one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::").rstrip("_")
-        devices = {leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)}
+        results, name = (
+            func(*args, **(kwargs or {})),
+            func._schema.name.removeprefix("aten::").rstrip("_"),
+        )
+        devices = {
+            leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)
+        }
         if name in ("relu", *_READS) or (name in ("copy", "_to_copy") and len(devices) > 1):
-            stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_LIBRARIES)][-1:]
+            stack = [
+                frame
+                for frame in traceback.extract_stack()
+                if not frame.filename.startswith(_LIBRARIES)
+            ][-1:]
             place = "".join(f"{name} at {frame.filename}:{frame.lineno}" for frame in stack)
             if name != "relu":
                 self.reads.append(place)
                 return results
             self._number += 1
-            fires = (results > 0).movedim(-1 if results.ndim == 3 else 1, 0).flatten(1).any(1)  # 3: [N, length, C]
+            fires = (
+                (results > 0).movedim(-1 if results.ndim == 3 else 1, 0).flatten(1).any(1)
+            )  # 3: [N, length, C]
             self.fired[self._number, place] = fires | self.fired.get((self._number, place), fires)
         return results
 
@@ -114,8 +142,15 @@ class Job:
     """The user's job: ``trainer`` as built by the user, not trained; ``cfg`` as given; ``folder`` is temporary."""
 
     def __init__(self, trainer: Any, given: Mapping[str, Any], command: str) -> None:
-        self.trainer, self.model, self.folder = trainer, unwrap_model(trainer.model), trainer.cfg.OUTPUT_DIR
-        self.command = [*shlex.split(command), *(["--num-gpus", "1"] if comm.get_world_size() > 1 else [])]
+        self.trainer, self.model, self.folder = (
+            trainer,
+            unwrap_model(trainer.model),
+            trainer.cfg.OUTPUT_DIR,
+        )
+        self.command = [
+            *shlex.split(command),
+            *(["--num-gpus", "1"] if comm.get_world_size() > 1 else []),
+        ]
         self.watcher, self.cfg, self._number = Watcher(), get_cfg(), 0
         self.cfg.merge_from_other_cfg(given)
         record_reads(self.cfg)
@@ -129,12 +164,21 @@ class Job:
             reason, name = (*error.args, check.__name__)[:2]
             yield Finding(name, "not asked", reason)
         except Exception as error:
-            yield judge(check.__name__, True, f"{type(error).__name__}: {error}"[:300], "the job has to run")
+            yield judge(
+                check.__name__, True, f"{type(error).__name__}: {error}"[:300], "the job has to run"
+            )
 
     def build(self, *options: Any) -> Any:
         """A new trainer, as in a process that has just started."""
         cfg, self._number = self.cfg.clone(), self._number + 1
-        own = ["OUTPUT_DIR", f"{self.folder}/{self._number}", "CHECKPOINT.DIR", "", "SEED", max(cfg.SEED, 0)]
+        own = [
+            "OUTPUT_DIR",
+            f"{self.folder}/{self._number}",
+            "CHECKPOINT.DIR",
+            "",
+            "SEED",
+            max(cfg.SEED, 0),
+        ]
         own += ["LOG.WRITERS", ["json"], "TEST.MAX_BATCHES", 1, "TEST.EXPECTED_RESULTS", []]
         cfg.merge_from_list([*own, *options])
         seed_all_rng(cfg.SEED)
@@ -158,7 +202,9 @@ class Job:
         # memory of the machine that runs out ends other programs, and ranks would have to agree
         if not accelerator_runs_ahead() or comm.get_world_size() > 1:
             return f"at least {size}"
-        of_epoch = round(now * exact(self.trainer.iters_per_epoch)) if self.trainer.has_epochs else size
+        of_epoch = (
+            round(now * exact(self.trainer.iters_per_epoch)) if self.trainer.has_epochs else size
+        )
 
         def fits(size: int) -> bool:
             return has_room(lambda: self.build("SOLVER.IMS_PER_BATCH", size).train(0, 2))
@@ -167,8 +213,23 @@ class Job:
 
     def start(self, name: str, *options: str, code: int = 0, **environ: str) -> Path:
         """The folder of six steps of the user's command, in a new process; it saves after the third and the last."""
-        own = "OUTPUT_DIR", f"{self.folder}/{name}", "SEED", f"{max(self.cfg.SEED, 0)}", "LOG.WRITERS", "['json']"
-        done = self.run(*self.command, "--fast-dev-run", *options, *own, "CHECKPOINT.MAX_TO_KEEP", "2", **environ)
+        own = (
+            "OUTPUT_DIR",
+            f"{self.folder}/{name}",
+            "SEED",
+            f"{max(self.cfg.SEED, 0)}",
+            "LOG.WRITERS",
+            "['json']",
+        )
+        done = self.run(
+            *self.command,
+            "--fast-dev-run",
+            *options,
+            *own,
+            "CHECKPOINT.MAX_TO_KEEP",
+            "2",
+            **environ,
+        )
         if done.returncode != code:
             text = " ".join(["with --fast-dev-run", *options, "the command ends with"])
             raise RuntimeError(f"{text} {done.returncode}: {done.stderr[-200:]}")
@@ -176,19 +237,30 @@ class Job:
 
     def run(self, *words: str, **environ: str) -> Any:
         """A new process, which is no rank of this job."""
-        environ |= {key: value for key, value in os.environ.items() if not key.startswith(_OF_RANKS)}
+        environ |= {
+            key: value for key, value in os.environ.items() if not key.startswith(_OF_RANKS)
+        }
         options: Any = {"env": environ, "capture_output": True, "text": True, "check": False}
         return comm.broadcast(subprocess.run(words, **options) if comm.is_main_process() else None)
 
 
 def digest(value: Any) -> str:
-    leaves = [leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(value)]
+    leaves = [
+        leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else leaf
+        for leaf in tree_leaves(value)
+    ]
     return hashlib.sha256(pickle.dumps(leaves)).hexdigest()
 
 
 def classes_of(item: Any, ndim: int = 0) -> list[int]:
     """The class of a sample, or those of a batch (``ndim`` 1); none if it has none."""
     is_pair = isinstance(item, list | tuple) and len(item) == 2
-    found = item.get("label", item.get("labels")) if isinstance(item, dict) else item[1] if is_pair else None
+    found = (
+        item.get("label", item.get("labels"))
+        if isinstance(item, dict)
+        else item[1]
+        if is_pair
+        else None
+    )
     label = torch.as_tensor(found) if isinstance(found, Tensor | Integral) else torch.empty(())
     return [] if label.is_floating_point() or label.ndim != ndim else label.reshape(-1).tolist()

@@ -19,7 +19,9 @@ def has_room(make_steps: Callable[[], object]) -> bool:
     try:
         make_steps()
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
+        if not isinstance(error, MemoryError) and not any(
+            text in str(error) for text in _OUT_OF_MEMORY
+        ):
             raise
         return False
     return True
@@ -31,7 +33,11 @@ def search(fits: Callable[[int], bool], start: int, limit: Callable[[], int]) ->
     Args:
         limit: called after each size; larger sizes than its result are not tried.
     """
-    low, high, size = 0, 0, start  # high: the smallest size that does not fit, 0 if there is none yet
+    low, high, size = (
+        0,
+        0,
+        start,
+    )  # high: the smallest size that does not fit, 0 if there is none yet
     while not high or high - low > max(1, low // 8):
         if fits(size):
             low = size

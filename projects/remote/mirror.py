@@ -35,7 +35,11 @@ TAG_FILE, _MANIFEST = "last_checkpoint", "last_upload.json"
 def make_mirror(address: str) -> str:
     """Make a `Mirror` for an address; returns its local folder, in iopath's cache."""
     address = address.rstrip("/")
-    name = re.sub(r"[^\w.-]+", "_", address)[-80:] + "-" + hashlib.sha256(address.encode()).hexdigest()[:8]
+    name = (
+        re.sub(r"[^\w.-]+", "_", address)[-80:]
+        + "-"
+        + hashlib.sha256(address.encode()).hexdigest()[:8]
+    )
     folder = os.path.join(os.path.realpath(get_cache_dir()), "runs", name)
     mirrors.setdefault(folder, Mirror(address, folder))
     return folder
@@ -57,7 +61,9 @@ class Mirror:
 
     def download(self) -> None:
         """Replace the local files by those in the store, if any. Raises CheckpointError if it cannot be read."""
-        if self.is_taken or is_owned_by_another(self._folder):  # then the local files are the newest
+        if self.is_taken or is_owned_by_another(
+            self._folder
+        ):  # then the local files are the newest
             return
         with self._explained("cannot be read"):
             manifest = self._read_manifest()
@@ -85,7 +91,9 @@ class Mirror:
         with self._explained("cannot be the folder of this run"):
             manifest = self._read_manifest()
             if manifest["files"] and (resume is False or manifest != self._downloaded):
-                raise FileExistsError(f"it has a run ({manifest['upload']}); use --resume, or another address")
+                raise FileExistsError(
+                    f"it has a run ({manifest['upload']}); use --resume, or another address"
+                )
             self._sent = self._sent if manifest["files"] else {}
             self._owner = f"last upload by process {os.getpid()} on {socket.gethostname()}, since {datetime.now()}"
             self._write_manifest(manifest["last_checkpoint"], manifest["files"])
@@ -111,7 +119,9 @@ class Mirror:
     @cached_property
     def _store(self) -> Any:
         scheme = self.address.partition("://")[0]
-        return (STORE_REGISTRY.get(scheme) if scheme in STORE_REGISTRY else CheckpointStore)(self.address)
+        return (STORE_REGISTRY.get(scheme) if scheme in STORE_REGISTRY else CheckpointStore)(
+            self.address
+        )
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -122,7 +132,12 @@ class Mirror:
 
     def _list(self) -> set[str]:
         paths = [*self._folder.glob("*"), *self._folder.glob("*.*-*/*")]
-        return {*filter(self._is_of_run, (str(path.relative_to(self._folder)) for path in paths if path.is_file()))}
+        return {
+            *filter(
+                self._is_of_run,
+                (str(path.relative_to(self._folder)) for path in paths if path.is_file()),
+            )
+        }
 
     def _is_of_run(self, name: str) -> bool:
         """Whether a local or remote name is that of a file of the run, in its folder or beside a checkpoint."""
@@ -141,17 +156,25 @@ class Mirror:
                 self._upload()
             return ""
         except CheckpointError as error:
-            _logger.error("%s. Training continues; the next save tries again. The files are in %s", error, self._folder)
+            _logger.error(
+                "%s. Training continues; the next save tries again. The files are in %s",
+                error,
+                self._folder,
+            )
             return str(error)
 
     def _upload(self) -> None:
         if (owner := self._read_manifest()["upload"]) != self._owner:
-            raise CheckpointError(f"another run writes there ({owner or 'its files were removed'}); stop one of them")
+            raise CheckpointError(
+                f"another run writes there ({owner or 'its files were removed'}); stop one of them"
+            )
         tag, names = self._folder / TAG_FILE, self._list()
         tagged = tag.read_text().strip() if tag.exists() else ""
         stem = tagged.removesuffix(SUFFIX)
         # the newest checkpoint first, before a newer one replaces it here; parts before the file that names them
-        for name in sorted(names, key=lambda name: (not name.startswith(stem), name.endswith(SUFFIX))):
+        for name in sorted(
+            names, key=lambda name: (not name.startswith(stem), name.endswith(SUFFIX))
+        ):
             try:
                 if self._sent.get(name) != (signature := self._signature(name)):
                     self._store.put(str(self._folder / name), name)
@@ -160,7 +183,9 @@ class Mirror:
                 if (self._folder / name).exists():
                     raise
                 names.discard(name)
-        if tagged and tagged not in names:  # the save that has removed the file asks for the next upload
+        if (
+            tagged and tagged not in names
+        ):  # the save that has removed the file asks for the next upload
             return
         if tagged:
             self._store.put(str(tag), TAG_FILE)

@@ -62,7 +62,9 @@ class FsspecHandler(PathHandler):
             os.replace(temporary, local)
         return local
 
-    def _copy_from_local(self, local_path: str, dst_path: str, overwrite: bool = False, **kwargs: Any) -> bool:
+    def _copy_from_local(
+        self, local_path: str, dst_path: str, overwrite: bool = False, **kwargs: Any
+    ) -> bool:
         filesystem, remote = _open(dst_path)
         filesystem.put_file(local_path, remote)
         return True

@@ -39,14 +39,23 @@ def _answer(args: argparse.Namespace) -> tuple[str, bool]:
     if args.first_bad:
         return first_bad(args.run, args.iter, args.quantity, args.times, args.command), True
     if not args.range:
-        found = replay(args.run, args.iter, args.command, prove=args.prove, verdict=not args.once, bisect=args.bisect)
+        found = replay(
+            args.run,
+            args.iter,
+            args.command,
+            prove=args.prove,
+            verdict=not args.once,
+            bisect=args.bisect,
+        )
         return str(found), found.is_equal
     if args.worst:
         return worst(args.run, *args.range, args.worst, args.command), True
     run, (file, _, name) = Path(args.run).resolve(), args.hook.rpartition(":")
     out = Path(args.out or f"replay_of_{run.name}")
     if run in [out.resolve(), *out.resolve().parents]:
-        raise ConfigError(f"--out is {out}, in the folder of the run, which is not changed; name another one")
+        raise ConfigError(
+            f"--out is {out}, in the folder of the run, which is not changed; name another one"
+        )
     if not os.path.isfile(file):
         raise ConfigError(f"--hook is {args.hook!r}; accepted with --range: FILE.py:CLASS")
     line = replay_range(args.run, *args.range, runpy.run_path(file)[name], out, args.command)
@@ -62,21 +71,67 @@ def iterations(text: str) -> tuple[int, int]:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    raw, usage = argparse.RawDescriptionHelpFormatter, "%(prog)s [options] RUN -- python train.py ..."
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=raw, allow_abbrev=False)
+    raw, usage = (
+        argparse.RawDescriptionHelpFormatter,
+        "%(prog)s [options] RUN -- python train.py ...",
+    )
+    parser = argparse.ArgumentParser(
+        usage=usage, description=__doc__, formatter_class=raw, allow_abbrev=False
+    )
     add: Any = parser.add_argument
-    add("run", metavar="RUN", help="the folder with the checkpoints of a run, or the capsule of a step")
+    add(
+        "run",
+        metavar="RUN",
+        help="the folder with the checkpoints of a run, or the capsule of a step",
+    )
     add("--iter", type=int, help="the step of a run, counted from 0 as in metrics.json")
-    add("--prove", action="store_true", help="continue to the next checkpoint, and compare every byte")
+    add(
+        "--prove",
+        action="store_true",
+        help="continue to the next checkpoint, and compare every byte",
+    )
     add("--once", action="store_true", help="perform the step only once, without a verdict")
     add("--bisect", action="store_true", help="find the samples with which the step fails")
-    add("--first-bad", action="store_true", help="find the first step, up to --iter or the end, that is out of band")
-    add("--quantity", default="loss", help="for --first-bad: loss, grad_norm, weight, a module, or Python of trainer")
-    add("--times", type=float, default=10.0, help="for --first-bad: the band is this many times the running median")
-    add("--range", type=iterations, metavar="A:B", help="repeat these iterations, not one step; B is not included")
-    add("--worst", type=int, default=0, metavar="N", help="list the N steps of --range with the largest losses")
-    add("--hook", default="", metavar="FILE:CLASS", help="the hook to run over --range; its class gets no arguments")
-    add("--out", metavar="FOLDER", help="the folder for metrics.json of the hook; default: replay_of_<RUN>")
+    add(
+        "--first-bad",
+        action="store_true",
+        help="find the first step, up to --iter or the end, that is out of band",
+    )
+    add(
+        "--quantity",
+        default="loss",
+        help="for --first-bad: loss, grad_norm, weight, a module, or Python of trainer",
+    )
+    add(
+        "--times",
+        type=float,
+        default=10.0,
+        help="for --first-bad: the band is this many times the running median",
+    )
+    add(
+        "--range",
+        type=iterations,
+        metavar="A:B",
+        help="repeat these iterations, not one step; B is not included",
+    )
+    add(
+        "--worst",
+        type=int,
+        default=0,
+        metavar="N",
+        help="list the N steps of --range with the largest losses",
+    )
+    add(
+        "--hook",
+        default="",
+        metavar="FILE:CLASS",
+        help="the hook to run over --range; its class gets no arguments",
+    )
+    add(
+        "--out",
+        metavar="FOLDER",
+        help="the folder for metrics.json of the hook; default: replay_of_<RUN>",
+    )
     words = [*(sys.argv[1:] if arguments is None else arguments), "--"]
     end = words.index("--")
     args = parser.parse_args(words[:end])

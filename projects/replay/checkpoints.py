@@ -17,8 +17,18 @@ from trainkit.utils.plugins import FORMATS
 logger = logging.getLogger(__name__)
 
 CAPSULES = "capsule.rank*.pt"
-_OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")  # logged values that no sample changes
-CLOCK_READINGS = {"time", "data_time", "rank_data_time", "eta_seconds", "samples_per_sec", "tokens_per_sec", "mfu_pct"}
+_OF_SCHEDULE = re.compile(
+    r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch"
+)  # logged values that no sample changes
+CLOCK_READINGS = {
+    "time",
+    "data_time",
+    "rank_data_time",
+    "eta_seconds",
+    "samples_per_sec",
+    "tokens_per_sec",
+    "mfu_pct",
+}
 _TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
 _NOT_REPEATED = re.compile(rf"evaluated|{_TRAINER}/(position/finished_early|hooks/Periodic.*)")
 _OF_THE_CLOCK = re.compile(
@@ -32,7 +42,9 @@ def is_of_the_clock(path: str) -> bool:
     return found is not None and found["scalar"] in {None, *CLOCK_READINGS}
 
 
-def differing(left: Any, right: Any, path: str = "", skip: Any = None, seen: Any = None) -> Iterator[str]:
+def differing(
+    left: Any, right: Any, path: str = "", skip: Any = None, seen: Any = None
+) -> Iterator[str]:
     """Each place where two nested values differ, with a description; values are compared bit by bit.
 
     ``path`` is that of both values, with names joined by "/". ``skip``, called with the key and the path of each entry
@@ -46,7 +58,9 @@ def differing(left: Any, right: Any, path: str = "", skip: Any = None, seen: Any
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if difference := _difference_of_tensors(left.detach(), right.detach()):
             yield f"{path}: {difference}"
-    elif isinstance(left, Mapping) and isinstance(right, Mapping):  # of any class: programs may use different classes
+    elif isinstance(left, Mapping) and isinstance(
+        right, Mapping
+    ):  # of any class: programs may use different classes
         for key in [*left, *(key for key in right if key not in left)]:
             here = f"{path}/{key}".lstrip("/")
             if skip is not None and skip(key, here):
@@ -67,17 +81,25 @@ def differing(left: Any, right: Any, path: str = "", skip: Any = None, seen: Any
 
 
 def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
-    left, right = (each.dequantize() if each.is_quantized else each.to_dense() for each in (left, right))
+    left, right = (
+        each.dequantize() if each.is_quantized else each.to_dense() for each in (left, right)
+    )
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (left, right))
     if left.is_meta or right.is_meta:
         return ""  # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
     left, right = left.cpu(), right.cpu()  # a replay compares the state on a GPU with a file
-    bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (left, right)]  # [values, bytes]
+    bits = [
+        tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (left, right)
+    ]  # [values, bytes]
     num_different = int((bits[0] != bits[1]).any(dim=1).sum())
     if not num_different:
         return ""
-    size = "" if left.is_complex() else f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
+    size = (
+        ""
+        if left.is_complex()
+        else f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
+    )
     return f"{num_different} of {left.numel()} values{size}"
 
 
@@ -102,7 +124,14 @@ def saved_in(run: str, pattern: str = "[!.]*.pth") -> list[Saved]:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             _ = state["trainer"]["origin"]["facts"]  # a file of an early version has none
-            found.append(Saved(state["trainer"]["iteration"], state["trainer"]["position"]["stage"], path, state))
+            found.append(
+                Saved(
+                    state["trainer"]["iteration"],
+                    state["trainer"]["position"]["stage"],
+                    path,
+                    state,
+                )
+            )
         except Exception as error:  # torch and pickle raise many types
             logger.info("%s does not say how its run was started: %s", path, error)
     return sorted(found, key=lambda saved: (saved.done, saved.iteration, saved.path))
@@ -117,10 +146,17 @@ def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
     found = saved_in(run)
     capsules = [saved for saved in saved_in(run, CAPSULES) if saved.iteration >= iteration]
     if not found and not capsules:
-        raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer that says how its run was started")
+        raise CheckpointError(
+            f"'{run}' has no checkpoint of a DefaultTrainer that says how its run was started"
+        )
     if sharded := [saved.path for saved in found if saved.state.keys() & FORMATS]:
-        raise CheckpointError(f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed")
-    before, after = ([saved for saved in found if (saved.done < iteration) == is_before] for is_before in (True, False))
+        raise CheckpointError(
+            f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed"
+        )
+    before, after = (
+        [saved for saved in found if (saved.done < iteration) == is_before]
+        for is_before in (True, False)
+    )
     return next(reversed(before), None), next(iter(after or capsules), None)
 
 
@@ -135,7 +171,9 @@ def prove_equal(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
     here, there = dict(reached[0]), dict(read_file(saved.path))
     for state in (here, there):
         state["model"] = state.pop("trained_model", state["model"])
-    found = differing(here, there, skip=lambda key, path: _NOT_REPEATED.fullmatch(path) or is_of_the_clock(path))
+    found = differing(
+        here, there, skip=lambda key, path: _NOT_REPEATED.fullmatch(path) or is_of_the_clock(path)
+    )
     if difference := next(found, ""):
         return f"DIFFERENT from {name} in {difference} (first here, second in the file)"
     return f"every byte equals {name}: model, optimizer, random state, data, hooks, storage"
@@ -149,7 +187,9 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
     """The values of iterations ``start`` to ``end`` - 1 in the state of a storage, without clock readings."""
     found: Values = {}
     for name, history in sorted(storage["histories"].items()):
-        for iter, value in zip(history["iterations"].tolist(), history["values"].tolist(), strict=True):
+        for iter, value in zip(
+            history["iterations"].tolist(), history["values"].tolist(), strict=True
+        ):
             if name not in CLOCK_READINGS and start <= iter < end:
                 found.setdefault(iter, {})[name] = value
     return found
@@ -164,12 +204,23 @@ def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, boo
         return "nothing to compare with: the run has stored nothing after this step", None
     first, last = min(values, default=end), max(values, default=end)
     stored = logged_values(saved.state["trainer"]["storage"], first, end + 1)
-    both = [(iter, name) for iter, row in sorted(values.items()) for name in row if name in stored.get(iter, ())]
+    both = [
+        (iter, name)
+        for iter, row in sorted(values.items())
+        for name in row
+        if name in stored.get(iter, ())
+    ]
     where = f"in {os.path.basename(saved.path)}, iterations {first} to {last}"
     for iter, name in both:
         here, there = repr(values[iter][name]), repr(stored[iter][name])
         if here != there:
-            return f"DIFFERENT: {name} of iteration {iter} is {here} here and {there} {where}", False
+            return (
+                f"DIFFERENT: {name} of iteration {iter} is {here} here and {there} {where}",
+                False,
+            )
     is_compared = any(not _OF_SCHEDULE.match(name) for _, name in both)
     note = "" if is_compared else "; none of them depends on the data"
-    return f"{len(both)} of {len(both)} logged values equal those {where}{note}", is_compared or None
+    return (
+        f"{len(both)} of {len(both)} logged values equal those {where}{note}",
+        is_compared or None,
+    )

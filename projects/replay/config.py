@@ -12,12 +12,18 @@ from trainkit.utils.periods import is_whole
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.FORK = CfgNode()  # The run starts with the state of another run; --fork sets these keys.
-    cfg.FORK.RUN = ""  # The folder with the checkpoints of the other run. "": no fork.
-    cfg.FORK.ITER = -1  # The iteration of the checkpoint.
-    cfg.FORK.CHANGES = []  # [key, value in the other run, value in this run], written by --fork.
-    cfg.DATALOADER.SKIP = []  # [[100, 120]]: leave out the batches of iterations 100 to 119, counted from 0.
-    cfg.DATALOADER.SKIP_MODE = "shift"  # The only mode: later batches move up.
+    # The run starts with the state of another run; --fork sets these keys.
+    cfg.FORK = CfgNode()
+    # The folder with the checkpoints of the other run. "": no fork.
+    cfg.FORK.RUN = ""
+    # The iteration of the checkpoint.
+    cfg.FORK.ITER = -1
+    # [key, value in the other run, value in this run], written by --fork.
+    cfg.FORK.CHANGES = []
+    # [[100, 120]]: leave out the batches of iterations 100 to 119, counted from 0.
+    cfg.DATALOADER.SKIP = []
+    # The only mode: later batches move up.
+    cfg.DATALOADER.SKIP_MODE = "shift"
 
 
 def check(cfg: CfgNode) -> None:
@@ -25,7 +31,9 @@ def check(cfg: CfgNode) -> None:
     are_pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
     numbers: list[Any] = [*chain(*pairs)] if are_pairs else [None]
     if not all(is_whole(number, 0) for number in numbers) or numbers != sorted({*numbers}):
-        raise not_accepted("DATALOADER.SKIP", pairs, "a list of [start, end], whole numbers from 0 on, which grow")
+        raise not_accepted(
+            "DATALOADER.SKIP", pairs, "a list of [start, end], whole numbers from 0 on, which grow"
+        )
     if "FORK" in cfg and cfg.FORK.ITER >= 0 and not cfg.FORK.RUN:
         raise not_accepted("FORK.ITER", cfg.FORK.ITER, "an iteration of FORK.RUN, which is empty")
     if mode != "shift":
@@ -48,7 +56,9 @@ class SkipBatches(HookBase):
     ``ranges``: ``[start, end]`` of each range in increasing order; ``end`` is not included.
     """
 
-    _state_names = ("_left_out",)  # [start, end] of what was thrown away, so that a resumed run does not do it again
+    _state_names = (
+        "_left_out",
+    )  # [start, end] of what was thrown away, so that a resumed run does not do it again
 
     def __init__(self, ranges: Sequence[Sequence[int]]) -> None:
         self._ranges = ranges
@@ -56,9 +66,13 @@ class SkipBatches(HookBase):
 
     def before_train(self) -> None:
         start_iter = self.trainer.start_iter
-        self._left_out = [pair for pair in self._left_out if pair[0] < start_iter]  # not those of an earlier run
+        self._left_out = [
+            pair for pair in self._left_out if pair[0] < start_iter
+        ]  # not those of an earlier run
         for start, end in self._ranges:
-            if end <= start_iter and not any(first < end and start < last for first, last in self._left_out):
+            if end <= start_iter and not any(
+                first < end and start < last for first, last in self._left_out
+            ):
                 text = "DATALOADER.SKIP: nothing of [%d, %d] is left out, since the run continues with iteration %d"
                 logger.warning(text, start, end, start_iter)
 
@@ -68,7 +82,8 @@ class SkipBatches(HookBase):
         first = max([iter, *(last for start, last in self._left_out if start <= iter)])
         if first < end:
             text = (
-                "DATALOADER.SKIP: the batches of iterations %d to %d are left out, and iteration %d gets the next one"
+                "DATALOADER.SKIP: the batches of iterations %d to %d are left out, "
+                "and iteration %d gets the next one"
             )
             logger.info(text, first, end - 1, iter)
             for _ in range((end - first) * self.trainer.accumulation_steps):
@@ -77,5 +92,9 @@ class SkipBatches(HookBase):
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")  # of an older file: the list was not yet that of a hook
-        if isinstance(trainer, dict) and "left_out" in trainer and isinstance(trainer.get("hooks"), dict):
+        if (
+            isinstance(trainer, dict)
+            and "left_out" in trainer
+            and isinstance(trainer.get("hooks"), dict)
+        ):
             trainer["hooks"].setdefault("SkipBatches", {"left_out": trainer["left_out"]})

@@ -40,14 +40,25 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     function that is returned puts the checkpoint into the folder of the fork, if there is none.
     """
     if any(getattr(args, option, None) for option in ("config_file", "eval_only", "fast_dev_run")):
-        raise ConfigError("--fork trains with the settings of RUN: without --config-file, --eval-only, --fast-dev-run")
+        raise ConfigError(
+            "--fork trains with the settings of RUN: without --config-file, --eval-only, --fast-dev-run"
+        )
     name, _, number = args.fork.rpartition("@")
     if not name or not number.isdecimal() or os.path.isdir(args.fork):
         name, number = args.fork, "0"
-    run, own_folders, own_imports = os.path.abspath(name), (cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR), cfg.IMPORTS
+    run, own_folders, own_imports = (
+        os.path.abspath(name),
+        (cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR),
+        cfg.IMPORTS,
+    )
     if any(os.path.realpath(folder) == os.path.realpath(run) for folder in own_folders if folder):
-        raise ConfigError(f"OUTPUT_DIR or CHECKPOINT.DIR is {run!r}, the folder of the run to fork; name another")
-    own, resumes = Path(cfg.OUTPUT_DIR, "config.yaml"), getattr(args, "resume", False) or is_restarted()
+        raise ConfigError(
+            f"OUTPUT_DIR or CHECKPOINT.DIR is {run!r}, the folder of the run to fork; name another"
+        )
+    own, resumes = (
+        Path(cfg.OUTPUT_DIR, "config.yaml"),
+        getattr(args, "resume", False) or is_restarted(),
+    )
 
     def find_settings() -> tuple[str, int | None]:
         """Those of the fork; if it is new those of its parent, and the iteration."""
@@ -86,8 +97,12 @@ def _find(run: str, iteration: int) -> Saved:
     """The checkpoint after this iteration; -1: the newest one."""
     found = {saved.done: saved for saved in saved_in(run)}
     if not found or iteration not in (-1, *found):
-        there = f"; there are those after {', '.join(str(done + 1) for done in found)}" if found else ""
-        raise CheckpointError(f"'{run}' has no checkpoint of a DefaultTrainer after {iteration + 1} iterations{there}")
+        there = (
+            f"; there are those after {', '.join(str(done + 1) for done in found)}" if found else ""
+        )
+        raise CheckpointError(
+            f"'{run}' has no checkpoint of a DefaultTrainer after {iteration + 1} iterations{there}"
+        )
     return found[max(found) if iteration == -1 else iteration]
 
 
@@ -114,22 +129,46 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
     parent = {"run": fork.RUN, "iteration": state["iteration"], "changes": fork.CHANGES}
     logger.info("The run is a fork of %s", describe_parent(parent))
     if (done := state["iteration"] + 1) >= trainer.max_iter:
-        raise ConfigError(f"SOLVER.MAX_ITER is {trainer.max_iter}, but the checkpoint to fork has done {done}")
+        raise ConfigError(
+            f"SOLVER.MAX_ITER is {trainer.max_iter}, but the checkpoint to fork has done {done}"
+        )
     own, changed = trainer.state_dict(), [key for key, *_ in fork.CHANGES]
-    state["origin"] = {**origin, "config": trainer.given_cfg.dump(), "parents": [*origin["parents"], parent]}
-    step, position, hooks = dict(state["_trainer"]), {**state["position"], "finished_early": None}, {**state["hooks"]}
-    for name in [name for name in hooks if name.startswith("PeriodicWriter") and name in own["hooks"]]:
-        taken = {writer["class"]: writer["state"].get("taken", {}) for writer in hooks[name]["writers"]}
+    state["origin"] = {
+        **origin,
+        "config": trainer.given_cfg.dump(),
+        "parents": [*origin["parents"], parent],
+    }
+    step, position, hooks = (
+        dict(state["_trainer"]),
+        {**state["position"], "finished_early": None},
+        {**state["hooks"]},
+    )
+    for name in [
+        name for name in hooks if name.startswith("PeriodicWriter") and name in own["hooks"]
+    ]:
+        taken = {
+            writer["class"]: writer["state"].get("taken", {}) for writer in hooks[name]["writers"]
+        }
         hooks[name] = own["hooks"][name]
         for writer in hooks[name]["writers"]:
             # nothing is in its files yet; what is there was written by this fork before it was killed
             anew = {"taken": taken.get(writer["class"], {}), "length": 0, "sizes": {}}
             writer["state"] |= {key: value for key, value in anew.items() if key in writer["state"]}
-    if any(key.startswith("SOLVER.") for key in changed) and isinstance(trainer.scheduler, ScheduledLR):
+    if any(key.startswith("SOLVER.") for key in changed) and isinstance(
+        trainer.scheduler, ScheduledLR
+    ):
         _refuse_other_groups(trainer)
-        step["optimizer"] = {**step["optimizer"], "param_groups": trainer.optimizer.state_dict()["param_groups"]}
-        rates = {"base_lrs": trainer.scheduler.state_dict()["base_lrs"], "last_epoch": -1}  # -1: it seeks its position
-        hooks |= {name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")}
+        step["optimizer"] = {
+            **step["optimizer"],
+            "param_groups": trainer.optimizer.state_dict()["param_groups"],
+        }
+        rates = {
+            "base_lrs": trainer.scheduler.state_dict()["base_lrs"],
+            "last_epoch": -1,
+        }  # -1: it seeks its position
+        hooks |= {
+            name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")
+        }
     if "SEED" in changed:
         state["rng"] = None
         sampler = getattr(getattr(trainer.data_loader, "batch_sampler", None), "sampler", None)
@@ -146,13 +185,19 @@ def _refuse_other_groups(trainer: Any) -> None:
     changes = [change for change in trainer.cfg.FORK.CHANGES if change[0].startswith("SOLVER.")]
     cfg.merge_from_list([each for key, former, _ in changes for each in (key, former)])
     both = trainer.optimizer, trainer.build_optimizer(cfg, unwrap_model(trainer.model))
-    now, former = ([type(each), *([*map(id, group["params"])] for group in each.param_groups)] for each in both)
+    now, former = (
+        [type(each), *([*map(id, group["params"])] for group in each.param_groups)] for each in both
+    )
     if now != former:
         keys = ", ".join(key for key, *_ in changes)
-        raise ConfigError(f"a fork has the optimizer and the parameter groups of its parent; {keys} would change them")
+        raise ConfigError(
+            f"a fork has the optimizer and the parameter groups of its parent; {keys} would change them"
+        )
 
 
 def describe_parent(parent: Mapping[str, Any]) -> str:
     """One line of text for an entry of ``parents`` in the origin of a checkpoint."""
     changes = [f"{key} {now!r} instead of {former!r}" for key, former, now in parent["changes"]]
-    return ", ".join([f"{parent['run']}, iteration {parent['iteration']}", *(changes or ["no other settings"])])
+    return ", ".join(
+        [f"{parent['run']}, iteration {parent['iteration']}", *(changes or ["no other settings"])]
+    )

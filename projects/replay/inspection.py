@@ -39,11 +39,19 @@ class Inspection(HookBase):
 
     def __init__(self, samples: Sequence[list[str]] = ()) -> None:
         self.parts, self.outputs = list[Part](), list[tuple[str, float]]()
-        self.batches, self.samples, self.drawn, self.is_own_step = list[Any](), [*samples], list[Any](), False
+        self.batches, self.samples, self.drawn, self.is_own_step = (
+            list[Any](),
+            [*samples],
+            list[Any](),
+            False,
+        )
         self.losses, self.gradients = dict[str, Tensor](), dict[str, Tensor]()
         self.not_finite_before: list[str] = []
         self.first_bad_module = self.error = ""
-        self._first_bad: tuple[int, list[Tensor]] = 0, []  # number of its micro-batch, and the output itself
+        self._first_bad: tuple[int, list[Tensor]] = (
+            0,
+            [],
+        )  # number of its micro-batch, and the output itself
         self._handles: list[Any] = []
         self._depth = 0  # of calls of modules
         self._start = 0, 0  # numbers of parts and outputs when the present forward pass began
@@ -53,20 +61,31 @@ class Inspection(HookBase):
         # of a graph: an ordinary step has the same bits, and a recording calls no modules
         getattr(self.trainer._trainer, "forget_recordings", lambda: None)()
         self._models, optimizers = _parts_of(self.trainer)
-        self.not_finite_before = [f"{p}{n}" for model, p in self._models.items() for n in non_finite_names(model)]
+        self.not_finite_before = [
+            f"{p}{n}" for model, p in self._models.items() for n in non_finite_names(model)
+        ]
         self._see_models("before the step")
         for optimizer, prefix in optimizers.items():
-            self.parts.append((f"{prefix}optimizer before the step", digest(optimizer.state_dict())))
+            self.parts.append(
+                (f"{prefix}optimizer before the step", digest(optimizer.state_dict()))
+            )
             if hasattr(optimizer, "register_step_pre_hook"):
-                self._handles.append(optimizer.register_step_pre_hook(lambda used, *_: self._keep_gradients(used)))
+                self._handles.append(
+                    optimizer.register_step_pre_hook(lambda used, *_: self._keep_gradients(used))
+                )
         for model, prefix in self._models.items():
             for name, module in model.named_modules():
                 name = f"{prefix}{name}" or "(model)"
-                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+                )
                 self._handles.append(module.register_forward_hook(partial(self._leave, name)))
 
     def _see_models(self, when: str) -> None:
-        self.parts += [(f"{prefix}model {when}", digest(model.state_dict())) for model, prefix in self._models.items()]
+        self.parts += [
+            (f"{prefix}model {when}", digest(model.state_dict()))
+            for model, prefix in self._models.items()
+        ]
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
@@ -87,7 +106,9 @@ class Inspection(HookBase):
             self._start = len(self.parts), len(self.outputs)
         elif is_pass and not self.is_own_step:  # the last one was to order the buckets of DDP
             del self.parts[self._start[0] :], self.outputs[self._start[1] :]
-        if hasattr(loader, "names_of_last") and self.batches:  # it may be ahead of the micro-batches
+        if (
+            hasattr(loader, "names_of_last") and self.batches
+        ):  # it may be ahead of the micro-batches
             self.samples = loader.names_of_last(num_drawn)[: len(self.batches)] or self.samples
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -95,7 +116,9 @@ class Inspection(HookBase):
         self.parts.append((f"module {name}: equal inputs and different outputs", digest(output)))
         if values := [*floating_tensors(output)]:
             largest = (
-                torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64).max().item()
+                torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64)
+                .max()
+                .item()
             )  # or NaN
             self.outputs.append((name, largest))
             if not self.first_bad_module and not math.isfinite(largest):
@@ -104,7 +127,11 @@ class Inspection(HookBase):
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Those that are not kept yet: of all parameters before clipping (``after_backward``), or of an optimizer."""
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else None
+        updated = (
+            {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if optimizer
+            else None
+        )
         for model, prefix in self._models.items():
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None and (updated is None or id(parameter) in updated):
@@ -113,7 +140,9 @@ class Inspection(HookBase):
     def after_backward(self) -> None:
         self._keep_gradients()
         with contextlib.suppress(RuntimeError):  # the trainer makes its steps itself
-            self.losses = {name: loss.detach().clone() for name, loss in self.trainer.losses.items()}
+            self.losses = {
+                name: loss.detach().clone() for name, loss in self.trainer.losses.items()
+            }
 
     def after_step(self) -> None:
         self.close()
@@ -127,13 +156,25 @@ class Inspection(HookBase):
             self._handles.pop().remove()
         if not self.losses:
             with contextlib.suppress(RuntimeError):
-                _ = self.trainer.losses  # the backward pass is done, and an earlier hook has failed after it
+                _ = (
+                    self.trainer.losses
+                )  # the backward pass is done, and an earlier hook has failed after it
                 self.after_backward()
         if not self.losses:
-            latest = [(name, *row) for name, row in self.trainer.storage.latest().items() if name not in CLOCK_READINGS]
-            self.losses = {name: torch.tensor(value) for name, value, iter in latest if iter == self.trainer.iter}
+            latest = [
+                (name, *row)
+                for name, row in self.trainer.storage.latest().items()
+                if name not in CLOCK_READINGS
+            ]
+            self.losses = {
+                name: torch.tensor(value)
+                for name, value, iter in latest
+                if iter == self.trainer.iter
+            }
         self.parts += [(f"loss {name}", digest(loss)) for name, loss in self.losses.items()]
-        self.parts += [(f"gradient of {name}", digest(gradient)) for name, gradient in self.gradients.items()]
+        self.parts += [
+            (f"gradient of {name}", digest(gradient)) for name, gradient in self.gradients.items()
+        ]
 
     @property
     def bad_samples(self) -> list[str]:
@@ -141,9 +182,15 @@ class Inspection(HookBase):
         found = list[str]()
         for number, batch in enumerate(self.batches):
             names = next(iter(self.samples[number:]), [])
-            is_list = isinstance(batch, list) and not any(isinstance(value, Tensor) for value in batch)  # of samples
+            is_list = isinstance(batch, list) and not any(
+                isinstance(value, Tensor) for value in batch
+            )  # of samples
             for path, value in _leaves(batch):
-                if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                if (
+                    isinstance(value, Tensor)
+                    and value.is_floating_point()
+                    and not value.isfinite().all()
+                ):
                     in_list = names[path[0] :][:1] if is_list and len(batch) == len(names) else []
                     found += in_list or _bad_names(value, names) or ["one without a name"]
         return [*dict.fromkeys(found)]
@@ -152,14 +199,21 @@ class Inspection(HookBase):
     def samples_of_first_bad_output(self) -> list[str]:
         """The samples that are not finite in the first bad output, if its first dimension is the sample."""
         number, values = self._first_bad
-        return [name for value in values for names in self.samples[number:][:1] for name in _bad_names(value, names)]
+        return [
+            name
+            for value in values
+            for names in self.samples[number:][:1]
+            for name in _bad_names(value, names)
+        ]
 
 
 def _parts_of(trainer: Any) -> tuple[dict[nn.Module, str], dict[Any, str]]:
     """The models and the optimizers of a trainer, each with the start of its names: "" for ``trainer.model``."""
     models, optimizers = {unwrap_model(trainer.model): ""}, {trainer.optimizer: ""}
     for name, value in trainer.__dict__.items():
-        if isinstance(value, nn.Module) and all(unwrap_model(value) not in {*model.modules()} for model in models):
+        if isinstance(value, nn.Module) and all(
+            unwrap_model(value) not in {*model.modules()} for model in models
+        ):
             models[unwrap_model(value)] = f"{name}."
         elif isinstance(value, torch.optim.Optimizer):
             optimizers.setdefault(value, f"{name}.")
@@ -177,7 +231,11 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
     """The tensors and plain values in nested containers and objects, each with its path."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    elif not isinstance(value, Mapping | Tensor) and hasattr(value, "__dict__") and not callable(value):
+    elif (
+        not isinstance(value, Mapping | Tensor)
+        and hasattr(value, "__dict__")
+        and not callable(value)
+    ):
         value = vars(value)
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -245,13 +303,20 @@ class Replay:
     def __post_init__(self) -> None:
         seen = self.inspection
         self.batch = seen.batches if len(seen.batches) > 1 else next(iter(seen.batches), None)
-        self.losses, self.gradients, self.samples = seen.losses, seen.gradients, [*chain(*seen.samples)]
+        self.losses, self.gradients, self.samples = (
+            seen.losses,
+            seen.gradients,
+            [*chain(*seen.samples)],
+        )
         self.error, self.first_bad_module = seen.error, seen.first_bad_module
 
     @property
     def first_bad_gradient(self) -> str:
         """The first parameter, in the order of the backward pass, whose gradient is not finite; "" if there is none."""
-        return next((name for name, grad in reversed(self.gradients.items()) if not grad.isfinite().all()), "")
+        return next(
+            (name for name, grad in reversed(self.gradients.items()) if not grad.isfinite().all()),
+            "",
+        )
 
     @property
     def is_equal(self) -> bool:
@@ -273,22 +338,33 @@ class Replay:
         return {name: text for name, text in found.items() if text}
 
     def __str__(self) -> str:
-        gradients = [(name, gradient.float().norm().item()) for name, gradient in self.gradients.items()]
+        gradients = [
+            (name, gradient.float().norm().item()) for name, gradient in self.gradients.items()
+        ]
         tables: dict[tuple[str, ...], Any] = {
             ("batch", "shape", "dtype", "min", "max"): self._fields(),
             ("loss", "value"): [(name, loss.item()) for name, loss in self.losses.items()],
             ("module", "largest output"): self.inspection.outputs,
             ("parameter", "gradient's norm"): gradients,
         }
-        texts = {"failure": self.failure, "samples": self.samples_at_fault, "on the way": self.on_the_way}
+        texts = {
+            "failure": self.failure,
+            "samples": self.samples_at_fault,
+            "on the way": self.on_the_way,
+        }
         texts |= {"proof": self.proof, "verdict": self.verdict}
         lines = [
             f"Iteration {self.iteration} of {self.run}, from {self.start} and {self.num_before} iterations after it",
             "",
         ]
         lines += [f"not as in the run: {text}" for text in self.differences]
-        lines += [] if self.differences else ["settings, code, versions and machine are as in the run"]
-        lines += [f"\n{format_table(rows, names, floatfmt='.4g', missingval='-')}" for names, rows in tables.items()]
+        lines += (
+            [] if self.differences else ["settings, code, versions and machine are as in the run"]
+        )
+        lines += [
+            f"\n{format_table(rows, names, floatfmt='.4g', missingval='-')}"
+            for names, rows in tables.items()
+        ]
         lines += ["", f"{len(self.samples)} samples: {_shortened(self.samples)}"]
         for rank, faults in enumerate(self.findings):
             lines += [f"rank {rank}:"] if faults and len(self.findings) > 1 else []
@@ -324,17 +400,27 @@ _AGAINST_THE_RUN = {
 }
 
 
-def judge(first: Inspection, again: Inspection, elsewhere: list[Part] | str, equals_run: bool | None) -> str:
+def judge(
+    first: Inspection, again: Inspection, elsewhere: list[Part] | str, equals_run: bool | None
+) -> str:
     """Whether the executions of a step agree with each other, and with the values that the run has stored.
 
     Two are in this process; ``elsewhere``: the parts of one in a new process, or why there was none.
     """
     differs = find_difference(first.parts, again.parts)
-    here = f"in this process it differs in {differs}" if differs else "repeated in this process, every bit is equal"
+    here = (
+        f"in this process it differs in {differs}"
+        if differs
+        else "repeated in this process, every bit is equal"
+    )
     equal: tuple[bool, bool | None] = not differs, None
     there = f"not repeated in a new process: {elsewhere}"
     if not isinstance(elsewhere, str):
         differs = find_difference(first.parts, elsewhere)
-        there = f"in a new process it differs in {differs}" if differs else "in a new process, every bit is equal"
+        there = (
+            f"in a new process it differs in {differs}"
+            if differs
+            else "in a new process, every bit is equal"
+        )
         equal = equal[0], not differs
     return f"{_VERDICTS.get(equal) or _AGAINST_THE_RUN[equals_run]}: {here}; {there}"

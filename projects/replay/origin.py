@@ -35,7 +35,9 @@ _OF_CHECKPOINT = re.compile(
     r"|OPTIMIZER(?!\.(NAME|FUSED)).*|PARAM_GROUP.*|AMP\.INIT_SCALE)"
 )
 # environment variables that change numbers; the number of threads is a fact of its own
-_ENVIRONMENT = re.compile(r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO")
+_ENVIRONMENT = re.compile(
+    r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO"
+)
 _LATE_IMPORT = re.compile(rb"^[ \t]+(from [\w.]+ )?import ", re.MULTILINE)  # in a function
 
 
@@ -62,7 +64,9 @@ def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:
     return {
         "config": config,
         "argv": [*sys.argv],
-        "module": spec.name.removesuffix(".__main__") if spec is not None else "",  # the module of python -m
+        "module": spec.name.removesuffix(".__main__")
+        if spec is not None
+        else "",  # the module of python -m
         "folder": os.getcwd(),
         "seed": torch.initial_seed(),
         "facts": _facts(device),
@@ -78,10 +82,14 @@ def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None)
     own = describe_origin("", device)
     then, now = saved["facts"], own["facts"]
     differing = [name for name in then | now if then.get(name) != now.get(name)]
-    lines = [f"{name}: {then.get(name, 'not set')} in the run, {now.get(name, 'not set')} now" for name in differing]
+    lines = [
+        f"{name}: {then.get(name, 'not set')} in the run, {now.get(name, 'not set')} now"
+        for name in differing
+    ]
     others = [name for name, digest in saved["files"].items() if own["files"].get(name) != digest]
     return lines + [
-        f"code: {name} is {'another one' if name in own['files'] else 'not imported'} now" for name in others
+        f"code: {name} is {'another one' if name in own['files'] else 'not imported'} now"
+        for name in others
     ]
 
 
@@ -89,12 +97,16 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
     """What changes the bits of a computation besides settings and code, by name."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # somebody has set torch's newer name, beside which the older one cannot be read
+    except (
+        RuntimeError
+    ):  # somebody has set torch's newer name, beside which the older one cannot be read
         precision = torch.backends.cuda.matmul.fp32_precision
     is_cuda = device is not None and device.type == "cuda"
     facts = {
         "commit of the code": _commit(os.getcwd()),
-        "device": torch.cuda.get_device_name(device) if is_cuda else str(getattr(device, "type", "none")),
+        "device": torch.cuda.get_device_name(device)
+        if is_cuda
+        else str(getattr(device, "type", "none")),
         "number of processes": comm.get_world_size(),
         "version of python": platform.python_version(),
         "version of torch": str(torch.__version__),
@@ -112,7 +124,11 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
         "precision of float32 products": precision,
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
     }
-    return facts | {f"variable {name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
+    return facts | {
+        f"variable {name}": value
+        for name, value in os.environ.items()
+        if _ENVIRONMENT.fullmatch(name)
+    }
 
 
 def _files() -> dict[str, str]:
@@ -127,8 +143,17 @@ def _files() -> dict[str, str]:
     files = {*imported}
     while files:
         file = Path(files.pop())
-        is_own = file.is_relative_to(here) and not file.is_relative_to(own) and "site-packages" not in file.parts
-        if is_own and file.suffix == ".py" and file.is_file() and (name := str(file.relative_to(here))) not in found:
+        is_own = (
+            file.is_relative_to(here)
+            and not file.is_relative_to(own)
+            and "site-packages" not in file.parts
+        )
+        if (
+            is_own
+            and file.suffix == ".py"
+            and file.is_file()
+            and (name := str(file.relative_to(here))) not in found
+        ):
             found[name] = _digest_of(file)
             if str(file) not in imported or _LATE_IMPORT.search(file.read_bytes()):
                 files |= {*_imported_by(file, here)}
@@ -137,12 +162,18 @@ def _files() -> dict[str, str]:
 
 def _imported_by(file: Path, here: Path) -> Iterator[str]:
     """Where the modules that a file imports anywhere would be in the folder ``here``; the paths may not exist."""
-    folders = [folder for folder in {Path(name).absolute() for name in sys.path} if folder.is_relative_to(here)]
+    folders = [
+        folder
+        for folder in {Path(name).absolute() for name in sys.path}
+        if folder.is_relative_to(here)
+    ]
     with suppress(SyntaxError):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 level, start = getattr(node, "level", 0), getattr(node, "module", None) or ""
-                for name, folder in product(node.names, [file.parents[level - 1]] if level else folders):
+                for name, folder in product(
+                    node.names, [file.parents[level - 1]] if level else folders
+                ):
                     for part in f"{start}.{name.name}".strip(".").split("."):
                         folder /= part
                         yield from (f"{folder}.py", f"{folder / '__init__.py'}")
@@ -166,15 +197,23 @@ def _digest_of(*files: Path) -> str:
 @cache
 def _commit(folder: str) -> str:
     with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5)
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5
+        )
         return found.stdout.strip()  # "" if it is no repository
     return ""
 
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
-    changed = changed_settings(cfg, former := former.clone())  # this declares keys of projects in `former`
-    return [(key, get_key(former, key), value) for key, value in changed if not _NO_MATTER.fullmatch(key)]
+    changed = changed_settings(
+        cfg, former := former.clone()
+    )  # this declares keys of projects in `former`
+    return [
+        (key, get_key(former, key), value)
+        for key, value in changed
+        if not _NO_MATTER.fullmatch(key)
+    ]
 
 
 def settings_of(config: str) -> dict[str, Any]:
@@ -190,7 +229,9 @@ def table_of_other_settings(saved: Mapping[str, Any], cfg: CfgNode) -> str:
         # only one of the two may know a key of a project: the other has its default
         here, there = (repr(found[key]) if key in found else _default(key) for found in pair)
         if here != there:
-            rows.append((key, here, there, "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run"))
+            rows.append(
+                (key, here, there, "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run")
+            )
     titles = ("setting", "of this run", "in the checkpoint", "what is used")
     return format_table(rows, titles, disable_numparse=True) if rows else ""
 

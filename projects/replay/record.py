@@ -38,7 +38,9 @@ class RunRecord(HookBase):
     priority = 101  # last: its line about a failure is the last one of the hooks
 
     def __init__(self) -> None:
-        self._parents: list[dict[str, Any]] = []  # the runs from which this one was forked, the oldest first
+        self._parents: list[
+            dict[str, Any]
+        ] = []  # the runs from which this one was forked, the oldest first
         self._how_to_repeat = ""
 
     @cached_property
@@ -47,18 +49,24 @@ class RunRecord(HookBase):
 
     @property
     def _is_in_parts(self) -> bool:
-        return bool(getattr(getattr(self.trainer.checkpointer, "format", None), "collective", False))
+        return bool(
+            getattr(getattr(self.trainer.checkpointer, "format", None), "collective", False)
+        )
 
     def before_train(self) -> None:
         fork = self.trainer.cfg.get("FORK")
         if fork is not None and fork.RUN and not self._parents:
-            text = "--fork is given (FORK.RUN), but the script starts at iteration 0; before train()"
+            text = (
+                "--fork is given (FORK.RUN), but the script starts at iteration 0; before train()"
+            )
             raise ConfigError(f"{text}, call trainer.resume_or_load(resume=args.resume)")
         self._how_to_repeat = ""
         if comm.is_main_process():
             _ = self.origin  # read now: files may change during the run
         if self._is_in_parts:
-            logger.info("A step of this run cannot be repeated: its checkpoints are in parts, one of each rank")
+            logger.info(
+                "A step of this run cannot be repeated: its checkpoints are in parts, one of each rank"
+            )
 
     def before_save(self, state: dict[str, Any]) -> None:
         if isinstance(state.get("trainer"), dict):
@@ -72,22 +80,32 @@ class RunRecord(HookBase):
             if newest and os.path.isfile(newest[-1]):
                 samples = [*chain(*_names_of_last(self.trainer, 1 + 1000 // len(newest)))][-1000:]
         except Exception as error:
-            logger.warning("The files of the last samples are not recorded: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "The files of the last samples are not recorded: %s: %s",
+                type(error).__name__,
+                error,
+            )
         now = {"samples": facts.sizes_and_times(samples), "saved_ns": time.time_ns()}
         return {**self.origin, **now, "parents": [*self._parents]}
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")
-        if isinstance(trainer, dict) and trainer.get("origin"):  # else it is not the file of a DefaultTrainer
+        if isinstance(trainer, dict) and trainer.get(
+            "origin"
+        ):  # else it is not the file of a DefaultTrainer
             fork, parents = self.trainer.cfg.get("FORK"), trainer["origin"].get("parents", [])
             known = [(parent["run"], parent["iteration"]) for parent in parents]
             if fork is not None and fork.RUN and (fork.RUN, fork.ITER) not in known:
                 adapt(trainer, self.trainer)
-            trainer["hooks"]["RunRecord"] = trainer["origin"]  # so it gets this as its state, if it loads one
+            trainer["hooks"]["RunRecord"] = trainer[
+                "origin"
+            ]  # so it gets this as its state, if it loads one
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parents = state_dict.get("parents", [])
-        if "facts" in state_dict and (table := facts.table_of_other_settings(state_dict, self.trainer.given_cfg)):
+        if "facts" in state_dict and (
+            table := facts.table_of_other_settings(state_dict, self.trainer.given_cfg)
+        ):
             logger.warning("The checkpoint was written with other settings:\n%s", table)
 
     def after_failure(self, error: BaseException) -> None:
@@ -101,7 +119,9 @@ class RunRecord(HookBase):
 
 def _names_of_last(trainer: Any, num_batches: int) -> list[list[str]]:
     """The names of the samples of the last batches, if the loader of the trainer knows them."""
-    names: list[list[str]] = getattr(trainer.data_loader, "names_of_last", lambda num: [])(num_batches)
+    names: list[list[str]] = getattr(trainer.data_loader, "names_of_last", lambda num: [])(
+        num_batches
+    )
     return names
 
 
@@ -115,31 +135,59 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     is_of_step = trainer.position.stage == 1 and bool({"run_step", "before_step"} & inside)
     # the trainer may be in a later iteration
-    named = re.search(r"not finite in iteration (\d+)", str(error)) if isinstance(error, FloatingPointError) else None
-    if isinstance(error, ConfigError) or not isinstance(error, Exception) or not (is_of_step or named):
+    named = (
+        re.search(r"not finite in iteration (\d+)", str(error))
+        if isinstance(error, FloatingPointError)
+        else None
+    )
+    if (
+        isinstance(error, ConfigError)
+        or not isinstance(error, Exception)
+        or not (is_of_step or named)
+    ):
         return ""
-    iteration, has_logical_ranks = int(named[1]) if named else trainer.iter, trainer.cfg.SOLVER.get("LOGICAL_RANKS")
-    is_file = origin["module"] or os.path.isfile(origin["argv"][0])  # not python -c, nor a program from stdin
+    iteration, has_logical_ranks = (
+        int(named[1]) if named else trainer.iter,
+        trainer.cfg.SOLVER.get("LOGICAL_RANKS"),
+    )
+    is_file = origin["module"] or os.path.isfile(
+        origin["argv"][0]
+    )  # not python -c, nor a program from stdin
     command = facts.command_of(origin) if is_file else "and the command of the run"
     num_ranks = 1 if has_logical_ranks else comm.get_world_size()
-    start = REPLAY.replace("python", f"torchrun --nproc-per-node {num_ranks}") if num_ranks > 1 else REPLAY
+    start = (
+        REPLAY.replace("python", f"torchrun --nproc-per-node {num_ranks}")
+        if num_ranks > 1
+        else REPLAY
+    )
     folder = os.path.abspath(trainer.checkpointer.save_dir)
     commands = [f"{start} {shlex.quote(folder)} --iter {iteration} -- {command}"]
     # of several micro-batches, or with logical ranks, this process has only one batch of the step
     is_whole = trainer.accumulation_steps == 1 and not has_logical_ranks
     is_whole = is_whole and is_of_step and iteration == trainer.iter and "update" not in inside
-    capsule: dict[str, Any] = {"iteration": trainer.iter, "error": f"{type(error).__name__}: {error}"}
+    capsule: dict[str, Any] = {
+        "iteration": trainer.iter,
+        "error": f"{type(error).__name__}: {error}",
+    }
     capsule |= {"command": commands[0], "batches": [], "samples": [], "losses": {}}
     # not .pth, so that no run resumes from it
-    path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt"))
+    path = os.path.abspath(
+        os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt")
+    )
     try:
-        with suppress(RuntimeError, TypeError):  # there is no batch yet, or a file cannot hold it; or no loss
+        with suppress(
+            RuntimeError, TypeError
+        ):  # there is no batch yet, or a file cannot hold it; or no loss
             if is_whole:
                 # copies: a file would hold the whole memory of a tensor of which a sample is a part
-                batch = plain_state(trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone())
+                batch = plain_state(
+                    trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone()
+                )
                 capsule |= {"batches": [batch], "samples": _names_of_last(trainer, 1)}
                 capsule["losses"] = {name: float(loss) for name, loss in trainer.losses.items()}
-        state = {key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()}
+        state = {
+            key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()
+        }
         step = state["trainer"]["_trainer"]
         step["optimizer"] = {**step["optimizer"], "state": {}}
         state["trainer"] |= {"world_size": 1, "origin": origin}
@@ -148,5 +196,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
         if capsule["batches"]:
             commands.insert(0, f"{REPLAY} {shlex.quote(path)} -- {command}")
     except Exception as other:
-        logger.warning("The capsule of the failed step is not written: %s: %s", type(other).__name__, other)
+        logger.warning(
+            "The capsule of the failed step is not written: %s: %s", type(other).__name__, other
+        )
     return ", or from the checkpoint: ".join(commands)

@@ -12,7 +12,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-from trainkit.projects.replay.checkpoints import CAPSULES, Saved, Values, around, compare_way, logged_values, saved_in
+from trainkit.projects.replay.checkpoints import (
+    CAPSULES,
+    Saved,
+    Values,
+    around,
+    compare_way,
+    logged_values,
+    saved_in,
+)
 from trainkit.projects.replay.inspection import floating_tensors
 from trainkit.projects.replay.session import Folder, Session, Start
 
@@ -25,7 +33,12 @@ from trainkit.utils.device import unwrap_model
 
 
 def replay_range(
-    run: Folder, first: int, end: int, make_hook: Callable[[], HookBase], output_dir: Folder, start: Start = None
+    run: Folder,
+    first: int,
+    end: int,
+    make_hook: Callable[[], HookBase],
+    output_dir: Folder,
+    start: Start = None,
 ) -> str:
     """Perform iterations ``first`` to ``end`` - 1 of a run again, with one more hook; see `replay`.
 
@@ -35,7 +48,10 @@ def replay_range(
     """
     values, text = _repeat(run, first, end, make_hook, start)
     if comm.is_main_process():
-        finite = {i: {k: v if math.isfinite(v) else None for k, v in row.items()} for i, row in sorted(values.items())}
+        finite = {
+            i: {k: v if math.isfinite(v) else None for k, v in row.items()}
+            for i, row in sorted(values.items())
+        }
         lines = [json.dumps({"iteration": iter, **row}) + "\n" for iter, row in finite.items()]
         os.makedirs(output_dir, exist_ok=True)
         write_text("".join(lines), os.path.join(output_dir, "metrics.json"))
@@ -47,22 +63,36 @@ def worst(run: Folder, first: int, end: int, num: int, start: Start = None) -> s
     losses = Quantity("loss")
     _, way = _repeat(run, first, end, lambda: losses, start)
     rows = heapq.nlargest(num, losses.found, lambda row: _nan_is_largest(row[1]))
-    return "\n".join([*(f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows), way])
+    return "\n".join(
+        [
+            *(
+                f"iteration {iter}: loss {value:.4g}; {', '.join(names)}"
+                for iter, value, names in rows
+            ),
+            way,
+        ]
+    )
 
 
-def _repeat(run: Folder, first: int, end: int, make_hook: Callable[[], HookBase], start: Start) -> tuple[Values, str]:
+def _repeat(
+    run: Folder, first: int, end: int, make_hook: Callable[[], HookBase], start: Start
+) -> tuple[Values, str]:
     """The values of the iterations, and their comparison with those of the run."""
     run = os.path.abspath(run)
     session, after = Session(run, first, *around(run, first)), around(run, end - 1)[1]
 
     def work(trainer: Any) -> tuple[Values, str]:
         if end > trainer.max_iter:
-            raise ConfigError(f"--range ends with {end}; the run ends with {trainer.max_iter}; make it smaller")
+            raise ConfigError(
+                f"--range ends with {end}; the run ends with {trainer.max_iter}; make it smaller"
+            )
         session.go_on(first - 1)
         error = session.go_on(end - 1, make_hook())
         values = logged_values(trainer.storage.state_dict(), first, end)
         way = compare_way(values, after, end - 1)[0] if comm.is_main_process() else ""
-        failure = f"FAILED in iteration {trainer.iter}: {error.partition('. ')[0]}; " if error else ""
+        failure = (
+            f"FAILED in iteration {trainer.iter}: {error.partition('. ')[0]}; " if error else ""
+        )
         return values, comm.broadcast(failure + way)
 
     found: tuple[Values, str] = session.perform(start, work)
@@ -105,11 +135,16 @@ class Quantity(HookBase):
     def after_backward(self) -> None:
         if self._module is None:
             try:  # eval of the user's own command line
-                value = eval(_QUANTITIES.get(self._name, self._name), {"trainer": self.trainer, "torch": torch})
+                value = eval(
+                    _QUANTITIES.get(self._name, self._name),
+                    {"trainer": self.trainer, "torch": torch},
+                )
                 self._values = [float(value)]
             except Exception as error:
                 accepted = "loss, grad_norm, weight, the name of a module, or Python"
-                raise ConfigError(f"--quantity is {self._name!r} ({error}); accepted: {accepted}") from error
+                raise ConfigError(
+                    f"--quantity is {self._name!r} ({error}); accepted: {accepted}"
+                ) from error
 
     def after_step(self) -> None:
         """Note the value of the present step; called after a failure too."""
@@ -124,14 +159,20 @@ def _nan_is_largest(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def first_bad(run: Folder, last: int | None, quantity: str = "loss", times: float = 10.0, start: Start = None) -> str:
+def first_bad(
+    run: Folder, last: int | None, quantity: str = "loss", times: float = 10.0, start: Start = None
+) -> str:
     """The first iteration, up to ``last`` (None: the end), in which a `Quantity` is out of its band."""
     run = os.path.abspath(run)
     if last is None:
-        last = max((saved.iteration for saved in saved_in(run) + saved_in(run, CAPSULES)), default=0)
+        last = max(
+            (saved.iteration for saved in saved_in(run) + saved_in(run, CAPSULES)), default=0
+        )
     checkpoints = [saved for saved in saved_in(run) if saved.done < last]
     if not checkpoints:
-        raise CheckpointError(f"'{run}' has no checkpoint before iteration {last}, from which a search could start")
+        raise CheckpointError(
+            f"'{run}' has no checkpoint before iteration {last}, from which a search could start"
+        )
     session = Session(run, last, checkpoints[0], around(run, last)[1])
 
     def measure(saved: Saved, num: int) -> list[Found]:
@@ -147,7 +188,9 @@ def first_bad(run: Folder, last: int | None, quantity: str = "loss", times: floa
         """The first value outside of the band around the running median; None if there is none."""
         seen = [*usual]
         for row in found:
-            if not math.isfinite(row[1]) or (seen and abs(row[1]) > times * abs(statistics.median(seen[-20:]))):
+            if not math.isfinite(row[1]) or (
+                seen and abs(row[1]) > times * abs(statistics.median(seen[-20:]))
+            ):
                 return row
             seen.append(row[1])
         return None
@@ -155,9 +198,14 @@ def first_bad(run: Folder, last: int | None, quantity: str = "loss", times: floa
     def work(trainer: Any) -> str:
         usual = [value for _, value, _ in measure(checkpoints[0], 5) if math.isfinite(value)]
         # the first checkpoint counts as good
-        later = bisect_left(checkpoints[1:], True, key=lambda saved: bool(first_outside(measure(saved, 1), usual)))
+        later = bisect_left(
+            checkpoints[1:], True, key=lambda saved: bool(first_outside(measure(saved, 1), usual))
+        )
         found = first_outside(measure(checkpoints[later], last + 1), usual)
-        band, name = f"{times:g} times its running median", os.path.basename(checkpoints[later].path)
+        band, name = (
+            f"{times:g} times its running median",
+            os.path.basename(checkpoints[later].path),
+        )
         if found is None:
             return f"{quantity} stays within {band} at the checkpoints that were tried, and from {name} on"
         iter, value, names = found

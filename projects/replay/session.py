@@ -50,13 +50,17 @@ class Session:
     """Runs the command of a run again, and does something else where it would train."""
 
     keeps_all_hooks = False  # also those that evaluate, which the next checkpoint depends on
-    inspection: Inspection | None = None  # of the present step; it gets the batches that any `ResumableLoader` gives
+    inspection: Inspection | None = (
+        None  # of the present step; it gets the batches that any `ResumableLoader` gives
+    )
     trainer: Any  # without the hooks that save, evaluate and write
     _result: Any = None
 
     def __init__(self, run: str, at: int, start: Saved | None, after: Saved | None) -> None:
         """``start``: the checkpoint before iteration ``at``, None: the run starts there; ``after``: the next one."""
-        governing: Any = after or start  # the process that wrote `after` has done the step; it may have other settings
+        governing: Any = (
+            after or start
+        )  # the process that wrote `after` has done the step; it may have other settings
         self.origin = governing.state["trainer"]["origin"]
         self.num_ranks = self.origin["facts"]["number of processes"]  # that the replay needs
         self.run, self.at, self.start, self.next = run, at, start, after
@@ -66,7 +70,9 @@ class Session:
         """Run the command, and return what ``work(trainer)`` returns in place of the training; raises as `replay`."""
         if start is None:
             known = facts.command_of(self.origin)
-            raise ConfigError(f"give the command of the run after `--`; '{self.run}' says that it was: {known}")
+            raise ConfigError(
+                f"give the command of the run after `--`; '{self.run}' says that it was: {known}"
+            )
         self._work, self._folder = work, tempfile.mkdtemp(prefix="replay-")
         disabled, threads = logging.root.manager.disable, torch.get_num_threads()
         logging.disable(logging.ERROR)
@@ -81,7 +87,9 @@ class Session:
             release_folder(self._folder)
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._result is None:
-            raise ConfigError("the command after `--` has ended before it trained; give the one that trains")
+            raise ConfigError(
+                "the command after `--` has ended before it trained; give the one that trains"
+            )
         return self._result
 
     @contextlib.contextmanager
@@ -95,7 +103,10 @@ class Session:
             build(trainer, cfg)
 
         def apply_options(cfg: Any, args: Any) -> list[Any]:
-            self._set_up(cfg, any(getattr(args, option.strip("-").replace("-", "_"), None) for option in OPTIONS))
+            self._set_up(
+                cfg,
+                any(getattr(args, option.strip("-").replace("-", "_"), None) for option in OPTIONS),
+            )
             return []
 
         def iterate(loader: Any) -> Iterator[Any]:
@@ -125,7 +136,9 @@ class Session:
         The settings that differ are noted, unless an option of the command, which is not applied, would have set them.
         """
         if not isinstance(cfg, CfgNode):
-            raise ConfigError(f"the command sets up a {type(cfg).__name__}; only jobs of a DefaultTrainer are replayed")
+            raise ConfigError(
+                f"the command sets up a {type(cfg).__name__}; only jobs of a DefaultTrainer are replayed"
+            )
         if self._folder == cfg.OUTPUT_DIR:
             return
         frozen, given = cfg.is_frozen(), cfg.clone()
@@ -133,7 +146,9 @@ class Session:
         cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self.run))
         facts.refuse_imports(cfg.IMPORTS, given.IMPORTS)
         for key, now, value in () if has_options else facts.changes_since(cfg, given):
-            self.notes.append(f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now")
+            self.notes.append(
+                f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now"
+            )
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.IMPORTS = self._folder, "", given.IMPORTS
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
         cfg.MODEL.WEIGHTS = "" if self.start else cfg.MODEL.WEIGHTS
@@ -143,10 +158,14 @@ class Session:
     def _train(self, trainer: Any) -> None:
         """Called in the place of ``DefaultTrainer.train``."""
         if not 0 <= self.at < trainer.max_iter:
-            raise ConfigError(f"--iter is {self.at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run")
+            raise ConfigError(
+                f"--iter is {self.at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run"
+            )
         if self.start is None and self.origin["parents"]:
             run, last = map(self.origin["parents"][-1].get, ("run", "iteration"))
-            raise ConfigError(f"the run is a fork of {run}, which has done iterations 0 to {last}; replay them there")
+            raise ConfigError(
+                f"the run is a fork of {run}, which has done iterations 0 to {last}; replay them there"
+            )
         if self.num_ranks != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
                 f"the run had {self.num_ranks} processes, and this replay has {comm.get_world_size()}; start it by "
@@ -155,10 +174,14 @@ class Session:
         self.trainer = trainer
         classes = {hook: {base.__name__ for base in type(hook).__mro__} for hook in trainer.hooks}
         needs_results = any("ReduceOnPlateau" in names for names in classes.values())
-        others = set() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS
+        others = (
+            set() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS
+        )
         try:
             self.notes += facts.describe_other_origin(self.origin, device_of(trainer.model))
-            trainer._hooks = [hook for hook in trainer.hooks if not {"PeriodicWriter", *others} & classes[hook]]
+            trainer._hooks = [
+                hook for hook in trainer.hooks if not {"PeriodicWriter", *others} & classes[hook]
+            ]
             self.load_start()
             self._result = self._work(trainer)
         finally:
@@ -175,7 +198,9 @@ class Session:
 
         def stop(_: Any) -> None:
             if trainer.iter == last:
-                trainer._stops.stop = Stop("replayed")  # not request_stop: other ranks would continue for a while
+                trainer._stops.stop = Stop(
+                    "replayed"
+                )  # not request_stop: other ranks would continue for a while
 
         trainer.register_hooks([*own, hooks.CallbackHook(after_step=stop)])
         try:
@@ -196,7 +221,9 @@ class Session:
             self.trainer.checkpointer.load(self.start.path, strict=True)
 
     def collect(self) -> Any:
-        return copy_of(self.trainer.checkpointer.collect({"iteration": self.trainer.last_done_iter}))
+        return copy_of(
+            self.trainer.checkpointer.collect({"iteration": self.trainer.last_done_iter})
+        )
 
     def load(self, state: Mapping[str, Any], strict: bool = True) -> None:
         checkpointer = self.trainer.checkpointer
@@ -212,7 +239,10 @@ def copy_of(state: Any) -> Any:
 
 def run_command(words: Sequence[str]) -> None:
     """Run ``[python] FILE ...`` or ``[python] -m MODULE ...`` in this process; other words are a ConfigError."""
-    is_python = bool(words) and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(words[0])) is not None
+    is_python = (
+        bool(words)
+        and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(words[0])) is not None
+    )
     rest = [*words[is_python:]]
     is_module = rest[:1] == ["-m"]
     name, *arguments = rest[is_module:] or [""]
@@ -220,7 +250,11 @@ def run_command(words: Sequence[str]) -> None:
         accepted = "python FILE ..., python -m MODULE ... or FILE ..., with a file that is there"
         raise ConfigError(f"the command is {shlex.join(words)!r}; accepted: {accepted}")
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    spawns = [option for option in _ONE_PROCESS if any(word.startswith(option) for word in arguments[:end])]
+    spawns = [
+        option
+        for option in _ONE_PROCESS
+        if any(word.startswith(option) for word in arguments[:end])
+    ]
     arguments[end:end] = [word for option in spawns for word in (option, _ONE_PROCESS[option])]
     former = sys.argv, [*sys.path]
     sys.argv = [name, *arguments]

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from trainkit.projects.evaluators.counting import num_samples
-from trainkit.projects.replay.checkpoints import Saved, Values, around, compare_way, logged_values, prove_equal
+from trainkit.projects.replay.checkpoints import (
+    Saved,
+    Values,
+    around,
+    compare_way,
+    logged_values,
+    prove_equal,
+)
 from trainkit.projects.replay.inspection import Inspection, Part, Replay, judge
 from trainkit.projects.replay.origin import sizes_and_times
 from trainkit.projects.replay.session import Folder, Session, Start, copy_of
@@ -56,13 +63,21 @@ def replay(
     run = os.path.abspath(run)
     is_file = os.path.isfile(run)
     if not os.path.exists(run) or is_file != (iter is None) or (is_file and prove):
-        accepted = "accepted: the folder of a run and --iter, or a capsule without --iter and --prove"
-        raise ConfigError(f"got {run!r} (there: {os.path.exists(run)}), iter={iter}, prove={prove}; {accepted}")
+        accepted = (
+            "accepted: the folder of a run and --iter, or a capsule without --iter and --prove"
+        )
+        raise ConfigError(
+            f"got {run!r} (there: {os.path.exists(run)}), iter={iter}, prove={prove}; {accepted}"
+        )
     session = _Capsule(run) if iter is None else _Step(run, iter, *around(run, iter))
     if prove and (session.next is None or "capsule" in session.next.state):
-        raise CheckpointError(f"'{run}' has no checkpoint after iteration {iter}; leave out --prove")
+        raise CheckpointError(
+            f"'{run}' has no checkpoint after iteration {iter}; leave out --prove"
+        )
     session.keeps_all_hooks = prove
-    found: Replay = session.perform(start, lambda trainer: session.work(trainer, start, verdict, bisect))
+    found: Replay = session.perform(
+        start, lambda trainer: session.work(trainer, start, verdict, bisect)
+    )
     return found
 
 
@@ -77,22 +92,31 @@ class _Step(Session):
         before, seen = self.collect(), self.look()
         origin = os.path.basename(self.start.path) if self.start else "the beginning"
         result = Replay(self.run, self.at, origin, self.at - first, self.notes, seen)
-        equals_run = self.compare(result, logged_values(trainer.storage.state_dict(), first, self.at + 1))
+        equals_run = self.compare(
+            result, logged_values(trainer.storage.state_dict(), first, self.at + 1)
+        )
         if self.keeps_all_hooks and self.next is not None:
             self.go_on(self.next.done)
-            result.proof = comm.broadcast(prove_equal(reached, self.next) if comm.is_main_process() else "")
+            result.proof = comm.broadcast(
+                prove_equal(reached, self.next) if comm.is_main_process() else ""
+            )
         if bisect:
             self.load(before)
             result.samples_at_fault = _of_ranks(self._find_samples(seen))
         if verdict:
             self.load(before)
-            result.verdict = _of_ranks(judge(seen, self.look(), self._perform_elsewhere(command), equals_run))
+            result.verdict = _of_ranks(
+                judge(seen, self.look(), self._perform_elsewhere(command), equals_run)
+            )
         result.findings = comm.all_gather(result.find())
         return result
 
     def compare(self, result: Replay, values: Values) -> bool | None:
         """Compare with what the run has stored; returns whether the values are equal, None if that is not known."""
-        recorded, newest = self.origin["samples"], self.origin["saved_ns"] if self.next else math.inf
+        recorded, newest = (
+            self.origin["samples"],
+            self.origin["saved_ns"] if self.next else math.inf,
+        )
         for name, (size, time) in sizes_and_times(result.samples).items():
             if recorded[name] != [size, time] if name in recorded else time > newest:
                 result.changed_files.append(name)
@@ -124,10 +148,17 @@ class _Step(Session):
     def _find_samples(self, seen: Inspection) -> str:
         """Try each sample of the step alone, from the state before the step, which was just loaded."""
         self.trainer._restore_rng()
-        found, reason = [], "the step has not called the model, or the trainer makes its steps itself"
+        found, reason = (
+            [],
+            "the step has not called the model, or the trainer makes its steps itself",
+        )
         try:
             for number, batch in enumerate([] if seen.is_own_step else seen.batches):
-                found.append(find_samples(self.trainer._trainer, batch, next(iter(seen.samples[number:]), [])))
+                found.append(
+                    find_samples(
+                        self.trainer._trainer, batch, next(iter(seen.samples[number:]), [])
+                    )
+                )
         except TypeError as error:
             found, reason = [], str(error)
         return "; ".join(found) or f"they cannot be looked at one by one: {reason}"
@@ -136,7 +167,12 @@ class _Step(Session):
         if "RANK" in os.environ or callable(command):
             return "it is under torchrun" if "RANK" in os.environ else "no command is given"
         with tempfile.TemporaryDirectory() as folder:
-            arguments = self.run, self.at if os.path.isdir(self.run) else None, command, f"{folder}/parts"
+            arguments = (
+                self.run,
+                self.at if os.path.isdir(self.run) else None,
+                command,
+                f"{folder}/parts",
+            )
             code = f"import sys; sys.path = {sys.path}; from {__name__} import write_parts; write_parts(*{arguments!r})"
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
             if os.path.exists(arguments[-1]):
@@ -152,7 +188,9 @@ def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
 def _of_ranks(text: str) -> str:
     """The text of rank 0, and those of other ranks that differ."""
     texts = comm.all_gather(text)
-    return "; ".join([texts[0], *(f"{text} (on rank {i})" for i, text in enumerate(texts) if text != texts[0])])
+    return "; ".join(
+        [texts[0], *(f"{text} (on rank {i})" for i, text in enumerate(texts) if text != texts[0])]
+    )
 
 
 class _Capsule(_Step):
@@ -160,17 +198,24 @@ class _Capsule(_Step):
         self._state = state = read_file(path)
         self._capsule: dict[str, Any] = state.pop("capsule", {})
         if not self._capsule:
-            raise CheckpointError(f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder")
+            raise CheckpointError(
+                f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder"
+            )
         if not self._capsule["batches"]:
             reason = "the weights had been updated, or there was no batch that a file can hold, or there were several"
-            raise CheckpointError(f"'{path}' holds no step: {reason}. Give {self._capsule['command']}")
+            raise CheckpointError(
+                f"'{path}' holds no step: {reason}. Give {self._capsule['command']}"
+            )
         at = self._capsule["iteration"]
         super().__init__(path, at, Saved(at - 1, 1, path, state), None)
         self.num_ranks, self.samples, self.notes = 1, self._capsule["samples"], [*_NOT_IN_CAPSULES]
 
     def compare(self, result: Replay, values: Values) -> bool | None:
         """Whether the step fails as in the capsule, and how many of its losses are equal."""
-        losses, former = {n: loss.item() for n, loss in result.losses.items()}, self._capsule["losses"]
+        losses, former = (
+            {n: loss.item() for n, loss in result.losses.items()},
+            self._capsule["losses"],
+        )
         same = [name for name, loss in former.items() if repr(losses.get(name)) == repr(loss)]
         text = f"; {len(same)} of {len(former)} losses equal those of the run" if former else ""
         if result.error.partition(":")[0] == self._capsule["error"].partition(":")[0]:
@@ -186,7 +231,10 @@ class _Capsule(_Step):
     def load(self, state: Mapping[str, Any], strict: bool = False) -> None:
         super().load(state, strict)
         step = self.trainer._trainer
-        step.accumulation_steps, step._data_loader_iter_obj = 1, iter(copy_of(self._capsule["batches"]))
+        step.accumulation_steps, step._data_loader_iter_obj = (
+            1,
+            iter(copy_of(self._capsule["batches"])),
+        )
 
     def look(self) -> Inspection:
         seen = super().look()
@@ -221,7 +269,10 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     names = names if len(names) == size else [f"sample {i} of the batch" for i in range(size)]
     step.call_model = model  # a data-parallel wrapper would wait for the other ranks
     try:
-        failure, alone = try_batch(batch)[0], {names[i]: try_batch(_twice(batch, i, size)) for i in range(size)}
+        failure, alone = (
+            try_batch(batch)[0],
+            {names[i]: try_batch(_twice(batch, i, size)) for i in range(size)},
+        )
     finally:
         del step.call_model
     if failure:
@@ -231,13 +282,21 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
         return f"{failure} with {', '.join(bad[:8]) or 'none'} ({len(bad)} of {size} samples, each alone)"
     losses = sorted((loss, name) for name, (_, loss) in alone.items())
     (largest, name), (median, _) = losses[-1], losses[size // 2]
-    text = f"the loss is finite; {name} has the largest one alone: {largest:.4g} (median {median:.4g})"
+    text = (
+        f"the loss is finite; {name} has the largest one alone: {largest:.4g} (median {median:.4g})"
+    )
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
         text += "; batch norm used the statistics of each sample alone, so in the batch another one may be larger"
     return text
 
 
 def _twice(batch: Any, row: int, size: int) -> Any:
-    if isinstance(batch, list) and len(batch) == size and not any(isinstance(value, Tensor) for value in batch):
+    if (
+        isinstance(batch, list)
+        and len(batch) == size
+        and not any(isinstance(value, Tensor) for value in batch)
+    ):
         return [batch[row]] * 2
-    return tree_map_only(Tensor, lambda value: value[[row, row]] if value.shape[:1] == (size,) else value, batch)
+    return tree_map_only(
+        Tensor, lambda value: value[[row, row]] if value.shape[:1] == (size,) else value, batch
+    )

@@ -35,8 +35,12 @@ class CombinedLoader:
         epoch: Literal["max_cycle", "min"] = "max_cycle",
     ) -> None:
         if not loaders or mode not in ("round_robin", "each") or epoch not in ("max_cycle", "min"):
-            accepted = 'at least one loader, mode "round_robin" or "each", and epoch "max_cycle" or "min"'
-            raise ValueError(f"CombinedLoader needs {accepted}; got {[*loaders]}, {mode!r} and {epoch!r}")
+            accepted = (
+                'at least one loader, mode "round_robin" or "each", and epoch "max_cycle" or "min"'
+            )
+            raise ValueError(
+                f"CombinedLoader needs {accepted}; got {[*loaders]}, {mode!r} and {epoch!r}"
+            )
         self.loaders, self._mode, self._epoch = dict(loaders), mode, epoch
         self._turn = 0  # "round_robin": the index of the next loader
 
@@ -46,7 +50,9 @@ class CombinedLoader:
         lengths = [iters_per_epoch(loader) for loader in self.loaders.values()]
         if None in lengths:
             return None
-        passes = (max if self._epoch == "max_cycle" else min)(Fraction(exact(length or 0)) for length in lengths)
+        passes = (max if self._epoch == "max_cycle" else min)(
+            Fraction(exact(length or 0)) for length in lengths
+        )
         return whole_or_rounded(passes * (len(lengths) if self._mode == "round_robin" else 1))
 
     @property
@@ -61,14 +67,19 @@ class CombinedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at this position with the next ``iter()``; if names or mode differ, warn and start again."""
         if state.get("mode") != self._mode or [*state["loaders"]] != [*self.loaders]:
-            logger.warning("The checkpoint's data are not from the loaders %s; they start again", [*self.loaders])
+            logger.warning(
+                "The checkpoint's data are not from the loaders %s; they start again",
+                [*self.loaders],
+            )
             return
         self._turn = state["turn"]
         for name, loader in self.loaders.items():
             loader.load_state_dict(state["loaders"][name])  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._draw({name: _endless(name, iter(loader), loader) for name, loader in self.loaders.items()})
+        return self._draw(
+            {name: _endless(name, iter(loader), loader) for name, loader in self.loaders.items()}
+        )
 
     def _draw(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
         while True:
@@ -88,7 +99,9 @@ def _endless(name: str, batches: Iterator[Any], loader: Iterable[Any]) -> Iterat
         try:
             yield next(batches)
         except StopIteration:
-            raise ValueError(f"the loader {name!r} of a CombinedLoader yields no batch; has it ended?") from None
+            raise ValueError(
+                f"the loader {name!r} of a CombinedLoader yields no batch; has it ended?"
+            ) from None
 
 
 class GroupedBatchSampler(Sampler[list[int]]):
@@ -100,7 +113,10 @@ class GroupedBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, sampler: Sampler[int], group_ids: Sequence[int] | np.ndarray | torch.Tensor, batch_size: int
+        self,
+        sampler: Sampler[int],
+        group_ids: Sequence[int] | np.ndarray | torch.Tensor,
+        batch_size: int,
     ) -> None:
         self.sampler, self.batch_size = cast(Any, sampler), batch_size
         self._group_ids: list[int] = np.asarray(group_ids).tolist()
@@ -117,7 +133,11 @@ class GroupedBatchSampler(Sampler[list[int]]):
     def resume_obstacle(self) -> str:
         """See `trainkit.data.resume_obstacle`."""
         name, is_endless = type(self.sampler).__name__, isinstance(self.sampler, InfiniteSampler)
-        return "" if is_endless else f"GroupedBatchSampler has no position in a {name}; use an endless sampler"
+        return (
+            ""
+            if is_endless
+            else f"GroupedBatchSampler has no position in a {name}; use an endless sampler"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The position; empty if there is a `resume_obstacle`."""

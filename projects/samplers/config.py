@@ -7,15 +7,23 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.config.checks import check_accepted, check_conflicts
 
 _OVERFIT, _LIMIT = "DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH"
-_RANGES = {"(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO", "[0, inf)": f"DATALOADER.REPEAT_THRESHOLD {_OVERFIT} {_LIMIT}"}
+_RANGES = {
+    "(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO",
+    "[0, inf)": f"DATALOADER.REPEAT_THRESHOLD {_OVERFIT} {_LIMIT}",
+}
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 1.0  # RandomSubsetTrainingSampler: the fraction of the dataset that is used.
-    cfg.DATALOADER.REPEAT_THRESHOLD = 0.0  # RepeatFactorTrainingSampler: repeat categories rarer than this fraction.
-    cfg.DATALOADER.REPEAT_SQRT = True  # RepeatFactorTrainingSampler: the square root of threshold / frequency.
-    cfg.DATALOADER.OVERFIT_BATCHES = 0  # N: repeat the data of the first N iterations. 0: use all data.
-    cfg.SOLVER.MAX_BATCHES_PER_EPOCH = 0  # An epoch ends after this many iterations. 0: after all data.
+    # RandomSubsetTrainingSampler: the fraction of the dataset that is used.
+    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 1.0
+    # RepeatFactorTrainingSampler: repeat categories rarer than this fraction.
+    cfg.DATALOADER.REPEAT_THRESHOLD = 0.0
+    # RepeatFactorTrainingSampler: the square root of threshold / frequency.
+    cfg.DATALOADER.REPEAT_SQRT = True
+    # N: repeat the data of the first N iterations. 0: use all data.
+    cfg.DATALOADER.OVERFIT_BATCHES = 0
+    # An epoch ends after this many iterations. 0: after all data.
+    cfg.SOLVER.MAX_BATCHES_PER_EPOCH = 0
 
 
 def check(cfg: CfgNode) -> None:
@@ -40,5 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def apply(cfg: Any, args: argparse.Namespace) -> None:
     """Set the keys in place, by item, since the config may be frozen. Raises ConfigError for a LazyConfig."""
     if not isinstance(cfg, CfgNode):
-        raise ConfigError("--overfit-batches is given, but the job has a LazyConfig; limit dataloader.train instead")
+        raise ConfigError(
+            "--overfit-batches is given, but the job has a LazyConfig; limit dataloader.train instead"
+        )
     cfg.DATALOADER["OVERFIT_BATCHES"] = cfg.TEST["MAX_BATCHES"] = args.overfit_batches

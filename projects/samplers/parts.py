@@ -32,7 +32,9 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     ) -> None:
         subset_size = round(size * subset_ratio)
         if not 1 <= subset_size <= size:
-            raise ValueError(f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 to {size}")
+            raise ValueError(
+                f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 to {size}"
+            )
         super().__init__(subset_size, shuffle, seed_shuffle)
         self._dataset_size = size
         self._choose(comm.shared_random_seed() if seed_subset is None else int(seed_subset))
@@ -40,11 +42,20 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset: Any) -> dict[str, Any]:
         seed, ratio = seed_of(cfg), cfg.DATALOADER.RANDOM_SUBSET_RATIO
-        return {"size": len(dataset), "subset_ratio": ratio, "seed_shuffle": seed, "seed_subset": seed}
+        return {
+            "size": len(dataset),
+            "subset_ratio": ratio,
+            "seed_shuffle": seed,
+            "seed_subset": seed,
+        }
 
     def _choose(self, seed: int) -> None:
-        generator = new_generator(seed, 1)  # epochs have the key 0, so the subset is independent of all orders
-        chosen = torch.randperm(self._dataset_size, generator=generator, device="cpu")[: self.samples_per_epoch]
+        generator = new_generator(
+            seed, 1
+        )  # epochs have the key 0, so the subset is independent of all orders
+        chosen = torch.randperm(self._dataset_size, generator=generator, device="cpu")[
+            : self.samples_per_epoch
+        ]
         self.seed_subset, self.subset_indices = seed, chosen.sort().values
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
@@ -73,7 +84,9 @@ class LimitedSampler(InfiniteSampler):
         return min(self._size, self._sampler.samples_per_epoch)
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:
-        return self._sampler.epoch_indices(0 if self._repeat_first else epoch)[: self.samples_per_epoch]
+        return self._sampler.epoch_indices(0 if self._repeat_first else epoch)[
+            : self.samples_per_epoch
+        ]
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
         return {**self._sampler.state_dict(0), **super().state_dict(position)}
@@ -87,7 +100,9 @@ class LimitedSampler(InfiniteSampler):
 @SAMPLER_REGISTRY.register()
 def limited_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler:
     """The sampler of the config, with its limit; DATALOADER.LIMITED is the name that `prepare` has replaced."""
-    sampler: InfiniteSampler = SAMPLER_REGISTRY.get(cfg.DATALOADER.get("LIMITED", "TrainingSampler"))(cfg, dataset)
+    sampler: InfiniteSampler = SAMPLER_REGISTRY.get(
+        cfg.DATALOADER.get("LIMITED", "TrainingSampler")
+    )(cfg, dataset)
     repeats = cfg.DATALOADER.OVERFIT_BATCHES > 0
     num_batches = cfg.DATALOADER.OVERFIT_BATCHES or cfg.SOLVER.MAX_BATCHES_PER_EPOCH
     size = num_batches * cfg.SOLVER.ACCUMULATION_STEPS * cfg.SOLVER.IMS_PER_BATCH
@@ -110,12 +125,18 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
     @configurable
     def __init__(
-        self, repeat_factors: torch.Tensor | Sequence[float], *, shuffle: bool = True, seed: int | None = None
+        self,
+        repeat_factors: torch.Tensor | Sequence[float],
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
     ) -> None:
         super().__init__(seed)
         factors = torch.as_tensor(repeat_factors, dtype=torch.float64, device="cpu")
         if not factors.isfinite().all() or (factors < 0).any() or not factors.any():
-            raise ValueError(f"repeat_factors must be finite, >= 0 and not all 0, got {factors.tolist()!s:.99}")
+            raise ValueError(
+                f"repeat_factors must be finite, >= 0 and not all 0, got {factors.tolist()!s:.99}"
+            )
         self._whole, self._fraction, self._shuffle = factors.floor().long(), factors.frac(), shuffle
         self._located = _BEFORE_ALL
 
@@ -129,7 +150,9 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
     @staticmethod
     def repeat_factors_from_category_frequency(
-        dataset_dicts: Sequence[Collection[Hashable] | Mapping[str, Any]], repeat_thresh: float, sqrt: bool = True
+        dataset_dicts: Sequence[Collection[Hashable] | Mapping[str, Any]],
+        repeat_thresh: float,
+        sqrt: bool = True,
     ) -> torch.Tensor:
         """A factor for each sample, computed from its rarest category, float32 ``[N]``, >= 1.
 
@@ -140,13 +163,23 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         frequency below which a category is repeated; 0 repeats none.
         """
         samples = [
-            {entry["category_id"] for entry in sample["annotations"]} if isinstance(sample, Mapping) else {*sample}
+            {entry["category_id"] for entry in sample["annotations"]}
+            if isinstance(sample, Mapping)
+            else {*sample}
             for sample in dataset_dicts
         ]
         counts = Counter(category for categories in samples for category in categories)
-        ratios = {category: repeat_thresh * len(samples) / count for category, count in counts.items()}
-        factors = {category: max(1.0, math.sqrt(ratio) if sqrt else ratio) for category, ratio in ratios.items()}
-        largest = [max((factors[category] for category in categories), default=1.0) for categories in samples]
+        ratios = {
+            category: repeat_thresh * len(samples) / count for category, count in counts.items()
+        }
+        factors = {
+            category: max(1.0, math.sqrt(ratio) if sqrt else ratio)
+            for category, ratio in ratios.items()
+        }
+        largest = [
+            max((factors[category] for category in categories), default=1.0)
+            for categories in samples
+        ]
         return torch.tensor(largest, dtype=torch.float32, device="cpu")
 
     @property
@@ -167,7 +200,11 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         repeats = self._repeats(generator := new_generator(self.seed, 0, epoch))
         # numpy: torch's repeat starts all its threads
         indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))
-        return indices[torch.randperm(len(indices), generator=generator, device="cpu")] if self._shuffle else indices
+        return (
+            indices[torch.randperm(len(indices), generator=generator, device="cpu")]
+            if self._shuffle
+            else indices
+        )
 
     def _repeats(self, generator: torch.Generator) -> torch.Tensor:
         drawn = torch.rand(len(self._whole), dtype=torch.float64, generator=generator, device="cpu")
@@ -185,10 +222,16 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
 
 def _categories_of(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
     """The entry "category", or else "label", of a sample before its transform; detectron2's dict as it is."""
-    keys = [key for key in ("annotations", "category", "label") if isinstance(sample, Mapping) and key in sample]
+    keys = [
+        key
+        for key in ("annotations", "category", "label")
+        if isinstance(sample, Mapping) and key in sample
+    ]
     if not keys:
         accepted = "a dict with 'category', 'label' or 'annotations'"
-        raise ConfigError(f"RepeatFactorTrainingSampler needs categories: {accepted}, got {sample!r:.99}")
+        raise ConfigError(
+            f"RepeatFactorTrainingSampler needs categories: {accepted}, got {sample!r:.99}"
+        )
     if keys[0] == "annotations":
         return sample
     value = sample[keys[0]].tolist() if hasattr(sample[keys[0]], "tolist") else sample[keys[0]]

@@ -9,8 +9,10 @@ _BATCH, _WORLD = "SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE"
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.SOLVER.REFERENCE_WORLD_SIZE = 0  # The number of ranks this config is for; it is scaled for others. 0: not.
-    cfg.SOLVER.REFERENCE_BATCH_SIZE = 0  # BASE_LR is for this many samples per iteration, and is scaled. 0: not scaled.
+    # The number of ranks this config is for; it is scaled for others. 0: not.
+    cfg.SOLVER.REFERENCE_WORLD_SIZE = 0
+    # BASE_LR is for this many samples per iteration, and is scaled. 0: not scaled.
+    cfg.SOLVER.REFERENCE_BATCH_SIZE = 0
 
 
 def check(cfg: CfgNode) -> None:

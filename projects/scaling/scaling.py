@@ -27,17 +27,24 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         return cfg
     scale, batch_size = num_workers / reference, cfg.SOLVER.IMS_PER_BATCH * num_workers
     if batch_size % reference:
-        accepted = f"for {num_workers} processes, a multiple of SOLVER.REFERENCE_WORLD_SIZE ({reference})"
+        accepted = (
+            f"for {num_workers} processes, a multiple of SOLVER.REFERENCE_WORLD_SIZE ({reference})"
+        )
         raise not_accepted("SOLVER.IMS_PER_BATCH", cfg.SOLVER.IMS_PER_BATCH, accepted)
 
     def shorter(length: Any) -> Any:
         if isinstance(length, list | tuple):
             return type(length)(shorter(item) for item in length)
-        return length if isinstance(length, str) else round(length / scale) or int(length > 0)  # 0 switches off
+        return (
+            length if isinstance(length, str) else round(length / scale) or int(length > 0)
+        )  # 0 switches off
 
     cfg = cfg.clone()  # items of a frozen node can be assigned
     solver, is_default = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS == get_cfg().SOLVER.WARMUP_ITERS
-    lengths = {key: shorter(solver[key]) for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")}
+    lengths = {
+        key: shorter(solver[key])
+        for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")
+    }
     if is_default:
         lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
     if batches := solver.get("MAX_BATCHES_PER_EPOCH", 0):  # a key of the project samplers
@@ -61,7 +68,10 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
     Samples per iteration are IMS_PER_BATCH (over all ranks) * ACCUMULATION_STEPS. Returns ``cfg`` itself if nothing
     changes, else a changed copy.
     """
-    reference, batch_size = cfg.SOLVER.REFERENCE_BATCH_SIZE, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
+    reference, batch_size = (
+        cfg.SOLVER.REFERENCE_BATCH_SIZE,
+        cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS,
+    )
     if reference in (0, batch_size):
         return cfg
     cfg = cfg.clone()
@@ -76,7 +86,9 @@ def _scale_lr(solver: CfgNode, scale: float) -> None:
     solver.update(BASE_LR=solver.BASE_LR * scale, BASE_LR_END=solver.BASE_LR_END * scale)
     if base_lr(solver)[0] == "SOLVER.OPTIMIZER.LR":
         solver.OPTIMIZER["LR"] *= scale
-    entries = [entry for entries in solver.values() if isinstance(entries, list) for entry in entries]
+    entries = [
+        entry for entries in solver.values() if isinstance(entries, list) for entry in entries
+    ]
     for entry in entries:  # such as those of SCHEDULES
         for key in ("LR", "END_VALUE"):
             if isinstance(entry, Mapping) and entry.get(key) is not None:

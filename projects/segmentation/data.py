@@ -50,10 +50,16 @@ class DigitCanvases(Dataset[dict[str, Any]]):
         for _ in range(_NUM_STROKES):
             np.maximum(image, _stroke(rng), out=image)
         image += _shading(rng) + rng.normal(0, _NOISE, image.shape)
-        return {"image": torch.from_numpy(image.astype(np.float32))[None], "label": torch.from_numpy(label)}
+        return {
+            "image": torch.from_numpy(image.astype(np.float32))[None],
+            "label": torch.from_numpy(label),
+        }
 
     def _place_digits(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        image, label = np.zeros((CANVAS_SIZE, CANVAS_SIZE)), np.zeros((CANVAS_SIZE, CANVAS_SIZE), np.int64)
+        image, label = (
+            np.zeros((CANVAS_SIZE, CANVAS_SIZE)),
+            np.zeros((CANVAS_SIZE, CANVAS_SIZE), np.int64),
+        )
         for _ in range(_NUM_TRIES):
             scan = self._scans[rng.integers(len(self._scans))]
             size = int(rng.integers(*_SIZES, endpoint=True))
@@ -85,7 +91,11 @@ _ROWS, _COLUMNS = np.mgrid[:CANVAS_SIZE, :CANVAS_SIZE]
 def _stroke(rng: np.random.Generator) -> np.ndarray:
     """A straight stroke, one or two pixels wide."""
     row, column = rng.uniform(0, CANVAS_SIZE, 2)
-    angle, length, half_width = rng.uniform(0, np.pi), rng.uniform(*_STROKE_LENGTH), rng.uniform(0.5, 1)
+    angle, length, half_width = (
+        rng.uniform(0, np.pi),
+        rng.uniform(*_STROKE_LENGTH),
+        rng.uniform(0.5, 1),
+    )
     rows, columns = _ROWS - row, _COLUMNS - column
     along = np.clip(rows * np.sin(angle) + columns * np.cos(angle), 0, length)
     distance = np.hypot(rows - along * np.sin(angle), columns - along * np.cos(angle))

@@ -31,7 +31,11 @@ _ENLARGED = 3
 
 @VISUALIZER_REGISTRY.register()
 def draw_segmentation(
-    inputs: dict[str, Tensor], outputs: Tensor, *, palette: Sequence[Sequence[int]] | None = None, alpha: float = 1.0
+    inputs: dict[str, Tensor],
+    outputs: Tensor,
+    *,
+    palette: Sequence[Sequence[int]] | None = None,
+    alpha: float = 1.0,
 ) -> Tensor:
     """The first four canvases of a batch, one below the other; in each row image, labels and prediction.
 
@@ -48,6 +52,9 @@ def draw_segmentation(
     paper = (255 * (1 - image)).clamp(0, 255).to(torch.uint8)[..., None].expand(-1, -1, -1, 3)
     colours = PALETTE if palette is None else torch.tensor(palette, dtype=torch.uint8)
     labels = [inputs["label"][:_NUM_ROWS].cpu(), outputs[:_NUM_ROWS].argmax(dim=1).cpu()]
-    drawn = [torch.lerp(paper.float(), colours[label].float(), alpha).round().to(torch.uint8) for label in labels]
+    drawn = [
+        torch.lerp(paper.float(), colours[label].float(), alpha).round().to(torch.uint8)
+        for label in labels
+    ]
     rows = torch.cat([paper, *drawn], dim=2).flatten(0, 1)
     return rows.repeat_interleave(_ENLARGED, 0).repeat_interleave(_ENLARGED, 1)

@@ -103,11 +103,15 @@ class FCN(Segmenter):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.pyramid = Pyramid(width)
-        self.classifiers = nn.ModuleList(nn.Conv2d(channels, _NUM_CLASSES, 1) for channels in self.pyramid.widths)
+        self.classifiers = nn.ModuleList(
+            nn.Conv2d(channels, _NUM_CLASSES, 1) for channels in self.pyramid.widths
+        )
 
     def logits(self, image: Tensor) -> Tensor:
         features = self.pyramid(image)
-        *scores, total = [classifier(x) for classifier, x in zip(self.classifiers, features, strict=True)]
+        *scores, total = [
+            classifier(x) for classifier, x in zip(self.classifiers, features, strict=True)
+        ]
         while scores:
             total = _upsample(total) + scores.pop()
         return total
@@ -130,12 +134,20 @@ class ViT(nn.Module):
     def __init__(self, dim: int, depth: int, num_heads: int) -> None:
         super().__init__()
         self.patch_embed = nn.Sequential(
-            *_conv(1, dim // 2, stride=2), *_conv(dim // 2, dim, stride=2), nn.Conv2d(dim, dim, 3, padding=1)
+            *_conv(1, dim // 2, stride=2),
+            *_conv(dim // 2, dim, stride=2),
+            nn.Conv2d(dim, dim, 3, padding=1),
         )
         self.pos_embed = nn.Parameter(_sines_and_cosines(dim, CANVAS_SIZE // PATCH_SIZE))
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                dim, num_heads, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+                dim,
+                num_heads,
+                4 * dim,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
             )
             for _ in range(depth)
         )
@@ -165,11 +177,17 @@ class ViTSegmenter(Segmenter):
     def __init__(self, dim: int, depth: int, num_heads: int) -> None:
         super().__init__()
         self.backbone = ViT(dim, depth, num_heads)
-        self.head = nn.Sequential(nn.Conv2d(dim, _NUM_CLASSES * PATCH_SIZE**2, 1), nn.PixelShuffle(PATCH_SIZE))
+        self.head = nn.Sequential(
+            nn.Conv2d(dim, _NUM_CLASSES * PATCH_SIZE**2, 1), nn.PixelShuffle(PATCH_SIZE)
+        )
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"dim": cfg.MODEL.VIT.DIM, "depth": cfg.MODEL.VIT.DEPTH, "num_heads": cfg.MODEL.VIT.NUM_HEADS}
+        return {
+            "dim": cfg.MODEL.VIT.DIM,
+            "depth": cfg.MODEL.VIT.DEPTH,
+            "num_heads": cfg.MODEL.VIT.NUM_HEADS,
+        }
 
     def logits(self, image: Tensor) -> Tensor:
         return self.head(self.backbone(image))

@@ -50,7 +50,11 @@ def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with batch norm and ReLU between them, but not after the last one."""
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths[:-1]):
-        layers += [nn.Linear(width_in, width_out, bias=False), nn.BatchNorm1d(width_out), nn.ReLU(inplace=True)]
+        layers += [
+            nn.Linear(width_in, width_out, bias=False),
+            nn.BatchNorm1d(width_out),
+            nn.ReLU(inplace=True),
+        ]
     return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
 
 

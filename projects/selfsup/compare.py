@@ -63,7 +63,9 @@ def evaluate_random(cfg: CfgNode) -> tuple[Mapping[str, float], Mapping[str, flo
 
 def _evaluate(cfg: CfgNode, model: nn.Module) -> Mapping[str, float]:
     (name,) = cfg.DATASETS.TEST
-    return inference_on_dataset(model, build_test_loader(cfg, name), build_evaluator(cfg, name))["frozen"]
+    return inference_on_dataset(model, build_test_loader(cfg, name), build_evaluator(cfg, name))[
+        "frozen"
+    ]
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
@@ -86,17 +88,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--output-dir", type=Path, default=Path("output/selfsup/compare"))
     parser.add_argument(
-        "--opts", nargs=argparse.REMAINDER, default=(), help="KEY VALUE pairs for every config; give them last"
+        "--opts",
+        nargs=argparse.REMAINDER,
+        default=(),
+        help="KEY VALUE pairs for every config; give them last",
     )
     args = parser.parse_args(arguments)
 
-    by_seed = [evaluate_random(config("base", seed, args.output_dir, args.opts)) for seed in args.seeds]
+    by_seed = [
+        evaluate_random(config("base", seed, args.output_dir, args.opts)) for seed in args.seeds
+    ]
     rows = {
         "random backbone": [initial for initial, _ in by_seed],
         "the same, precise batch norm": [precise for _, precise in by_seed],
     }
     for method in args.methods:
-        rows[method] = [train(config(method, seed, args.output_dir, args.opts)) for seed in args.seeds]
+        rows[method] = [
+            train(config(method, seed, args.output_dir, args.opts)) for seed in args.seeds
+        ]
     print(table(rows))
 
 

@@ -24,7 +24,10 @@ _NOISE = 0.05
 
 def load_unlabeled() -> list[dict[str, Any]]:
     """The training scans: dicts with ``image``, uint8 ``[8, 8]`` from 0 to 16, and ``index``, the scan's number."""
-    return [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train"))]
+    return [
+        {"image": sample["image"], "index": index}
+        for index, sample in enumerate(load_split("train"))
+    ]
 
 
 def load_frozen(split: str) -> list[dict[str, Any]]:
@@ -66,4 +69,6 @@ class TwoViews(DigitsTransform):
 DatasetCatalog.register("digits_unlabeled", load_unlabeled)
 for _split in ("val", "test"):
     DatasetCatalog.register(f"digits_frozen_{_split}", partial(load_frozen, _split))
-    MetadataCatalog.get(f"digits_frozen_{_split}").set(class_names=[str(digit) for digit in range(10)])
+    MetadataCatalog.get(f"digits_frozen_{_split}").set(
+        class_names=[str(digit) for digit in range(10)]
+    )

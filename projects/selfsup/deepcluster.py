@@ -35,4 +35,8 @@ class DeepCluster(SelfSupModel):
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits = self.head(self.features(torch.cat([batch["view1"], batch["view2"]])))
-        return {"loss_cluster": F.cross_entropy(logits, batch["label"].repeat(2), weight=self.loss_weight)}
+        return {
+            "loss_cluster": F.cross_entropy(
+                logits, batch["label"].repeat(2), weight=self.loss_weight
+            )
+        }

@@ -23,7 +23,9 @@ class Heads(nn.Module):
     def __init__(self, channels: int, dim: int) -> None:
         super().__init__()
         self.single = mlp(channels, channels, dim)
-        self.dense = nn.Sequential(nn.Conv2d(channels, channels, 1), nn.ReLU(inplace=True), nn.Conv2d(channels, dim, 1))
+        self.dense = nn.Sequential(
+            nn.Conv2d(channels, channels, 1), nn.ReLU(inplace=True), nn.Conv2d(channels, dim, 1)
+        )
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         single, dense = self.single(pool(features)), self.dense(features).flatten(2)
@@ -49,11 +51,19 @@ class DenseCL(SelfSupModel):
 
     @configurable
     def __init__(
-        self, width: int, dim: int, queue_length: int, *, loss_lambda: float = 0.5, temperature: float = 0.2
+        self,
+        width: int,
+        dim: int,
+        queue_length: int,
+        *,
+        loss_lambda: float = 0.5,
+        temperature: float = 0.2,
     ) -> None:
         super().__init__(width)
         self.heads = Heads(self.backbone.out_channels, dim)
-        self.key_encoder = copy.deepcopy(nn.Sequential(self.backbone, self.heads)).requires_grad_(False)
+        self.key_encoder = copy.deepcopy(nn.Sequential(self.backbone, self.heads)).requires_grad_(
+            False
+        )
         self.register_buffer("queue", new_queue(queue_length, dim))
         self.register_buffer("dense_queue", new_queue(queue_length, dim))
         self.loss_lambda = loss_lambda
@@ -76,7 +86,9 @@ class DenseCL(SelfSupModel):
             matched = match(features, key_features)
             positives = key_dense.gather(2, matched[:, None].expand_as(key_dense))
         loss_single = contrast(single, key_single, self.queue, self._temperature)
-        loss_dense = contrast(_as_rows(dense), _as_rows(positives), self.dense_queue, self._temperature)
+        loss_dense = contrast(
+            _as_rows(dense), _as_rows(positives), self.dense_queue, self._temperature
+        )
         push(self.queue, key_single)
         push(self.dense_queue, F.normalize(key_dense.mean(dim=2)))
         weight = self.loss_lambda
@@ -104,7 +116,9 @@ def contrast(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
     positive = (queries * keys).sum(dim=1, keepdim=True)
     # copy the queue, because it changes before the backward pass
     logits = torch.cat([positive, queries @ queue.clone().T], dim=1) / temperature
-    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+    return F.cross_entropy(
+        logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    )
 
 
 def _as_rows(dense: Tensor) -> Tensor:

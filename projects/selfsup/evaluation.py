@@ -72,7 +72,9 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
                 f"{len(evaluated.labels)}; raise TEST.MAX_BATCHES, or set it to 0 for all"
             )
         rates = {
-            "probe": _share_right(linear_probe(train.features, *labelled, evaluated.features), evaluated.labels),
+            "probe": _share_right(
+                linear_probe(train.features, *labelled, evaluated.features), evaluated.labels
+            ),
             "knn": _share_right(nearest_neighbours(*train, evaluated.features), evaluated.labels),
             "nmi": _cluster_agreement(*evaluated),
         }
@@ -89,7 +91,9 @@ def nearest_neighbours(features: Tensor, labels: Tensor, queries: Tensor) -> Ten
     similarities = F.normalize(queries) @ F.normalize(features).T
     nearest = similarities.topk(min(_NUM_NEIGHBOURS, len(features)), dim=1)
     votes = queries.new_zeros(len(queries), int(labels.max()) + 1)
-    return votes.scatter_add_(1, labels[nearest.indices], (nearest.values / _TEMPERATURE).exp()).argmax(dim=1)
+    return votes.scatter_add_(
+        1, labels[nearest.indices], (nearest.values / _TEMPERATURE).exp()
+    ).argmax(dim=1)
 
 
 def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
@@ -103,9 +107,14 @@ def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: 
     deviation, mean = torch.std_mean(unlabelled, dim=0)
     scale = deviation.clamp(min=1e-6)
     x, queries = (features - mean) / scale, (queries - mean) / scale
-    weight, bias = x.new_zeros(int(labels.max()) + 1, x.shape[1]), x.new_zeros(int(labels.max()) + 1)
+    weight, bias = (
+        x.new_zeros(int(labels.max()) + 1, x.shape[1]),
+        x.new_zeros(int(labels.max()) + 1),
+    )
     optimizer = torch.optim.LBFGS(
-        [weight.requires_grad_(), bias.requires_grad_()], max_iter=200, line_search_fn="strong_wolfe"
+        [weight.requires_grad_(), bias.requires_grad_()],
+        max_iter=200,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:
@@ -128,7 +137,9 @@ def normalized_mutual_info(a: Tensor, b: Tensor) -> float:
     width = int(b.max()) + 1
     counts = torch.bincount(a * width + b, minlength=(int(a.max()) + 1) * width)
     joint = counts.reshape(-1, width).to(torch.float64) / len(a)
-    entropy_a, entropy_b, entropy = (torch.special.entr(p).sum() for p in (joint.sum(1), joint.sum(0), joint))
+    entropy_a, entropy_b, entropy = (
+        torch.special.entr(p).sum() for p in (joint.sum(1), joint.sum(0), joint)
+    )
     mean = (entropy_a + entropy_b) / 2
     return 1.0 if mean == 0 else float((entropy_a + entropy_b - entropy) / mean)
 

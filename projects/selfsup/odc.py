@@ -41,7 +41,9 @@ class ODC(SelfSupModel):
     ) -> None:
         super().__init__(width)
         # batch norm centres the features, so that they differ in direction
-        self.neck = nn.Sequential(mlp(self.backbone.out_channels, hidden_dim, dim), nn.BatchNorm1d(dim, affine=False))
+        self.neck = nn.Sequential(
+            mlp(self.backbone.out_channels, hidden_dim, dim), nn.BatchNorm1d(dim, affine=False)
+        )
         self.head = Head(dim, num_clusters)
         self.memory_bank = ODCMemory(num_samples, dim, momentum, num_clusters, min_cluster)
         self.register_buffer("loss_weight", torch.full([num_clusters], 1 / num_clusters))

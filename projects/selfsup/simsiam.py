@@ -24,12 +24,18 @@ class SimSiam(SelfSupModel):
     @configurable
     def __init__(self, width: int, dim: int, hidden_dim: int) -> None:
         super().__init__(width)
-        self.projector = nn.Sequential(mlp(self.backbone.out_channels, dim, dim), nn.BatchNorm1d(dim, affine=False))
+        self.projector = nn.Sequential(
+            mlp(self.backbone.out_channels, dim, dim), nn.BatchNorm1d(dim, affine=False)
+        )
         self.predictor = mlp(dim, hidden_dim, dim)
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {**super().from_config(cfg), "dim": cfg.MODEL.SIMSIAM.DIM, "hidden_dim": cfg.MODEL.SIMSIAM.HIDDEN_DIM}
+        return {
+            **super().from_config(cfg),
+            "dim": cfg.MODEL.SIMSIAM.DIM,
+            "hidden_dim": cfg.MODEL.SIMSIAM.HIDDEN_DIM,
+        }
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """``loss_sim`` is at least -1; ``output_std`` falls from 1 to 0 if all outputs become the same."""
@@ -38,7 +44,10 @@ class SimSiam(SelfSupModel):
             projection = self.projector(pool(self.backbone(view)))
             targets.append(projection.detach())
             predictions.append(self.predictor(projection))
-        loss = (negative_cosine(predictions[0], targets[1]) + negative_cosine(predictions[1], targets[0])) / 2
+        loss = (
+            negative_cosine(predictions[0], targets[1])
+            + negative_cosine(predictions[1], targets[0])
+        ) / 2
         spread = F.normalize(targets[0]).std(dim=0).mean() * targets[0].shape[1] ** 0.5
         return {"loss_sim": loss, "output_std": spread}
 

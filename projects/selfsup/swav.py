@@ -38,7 +38,9 @@ class SwAVLoss(nn.Module):
         prototypes = F.normalize(self.prototypes.weight)
         scores = [rows @ prototypes.T for rows in embeddings]
         assigned = []
-        self.use_queue = self.use_queue or (self.queue is not None and bool(self.queue[:, -1].any()))
+        self.use_queue = self.use_queue or (
+            self.queue is not None and bool(self.queue[:, -1].any())
+        )
         for i, rows in enumerate(embeddings):
             former = scores[i][:0]
             if self.queue is not None and self.use_queue:
@@ -67,7 +69,9 @@ class SwAV(SelfSupModel):
     """
 
     @configurable
-    def __init__(self, width: int, dim: int, num_prototypes: int, *, temperature: float = 0.1) -> None:
+    def __init__(
+        self, width: int, dim: int, num_prototypes: int, *, temperature: float = 0.1
+    ) -> None:
         super().__init__(width)
         self.projector = mlp(self.backbone.out_channels, self.backbone.out_channels, dim)
         self.head = SwAVHead(SwAVLoss(dim, num_prototypes, temperature))
@@ -75,10 +79,16 @@ class SwAV(SelfSupModel):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         options = cfg.MODEL.SWAV
-        return {**super().from_config(cfg), "dim": options.DIM, "num_prototypes": options.NUM_PROTOTYPES}
+        return {
+            **super().from_config(cfg),
+            "dim": options.DIM,
+            "num_prototypes": options.NUM_PROTOTYPES,
+        }
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        embeddings = [F.normalize(self.projector(self.features(batch[view]))) for view in ("view1", "view2")]
+        embeddings = [
+            F.normalize(self.projector(self.features(batch[view]))) for view in ("view1", "view2")
+        ]
         return {"loss_swap": self.head.loss(embeddings)}
 
 

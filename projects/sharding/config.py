@@ -8,18 +8,29 @@ _DTYPES = ("", "float32", "float16", "bfloat16")
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.MODEL.TENSOR_PARALLEL = 1  # How many ranks compute a batch together, by parallelize_model() of your trainer.
-    cfg.MODEL.FSDP = CfgNode()  # torch's fully_shard.
-    cfg.MODEL.FSDP.BLOCKS = []  # Classes of modules to gather as units, such as ["Block"]. []: those of ModuleLists.
-    cfg.MODEL.FSDP.MESH = []  # [2, 4]: two groups of 4 ranks; each group shards the model. []: one group.
-    cfg.MODEL.FSDP.PARAM_DTYPE = ""  # Of the computation: "bfloat16", "float16", "float32". "": as the parameters.
-    cfg.MODEL.FSDP.REDUCE_DTYPE = ""  # The dtype in which gradients are averaged. "": as the computation.
-    cfg.MODEL.FSDP.RESHARD_AFTER_FORWARD = True  # False: needs more memory, but exchanges less data.
-    cfg.MODEL.FSDP.META_INIT = False  # True: only rank 0 builds the weights, in host memory, and sends them to all.
+    # How many ranks compute a batch together, by parallelize_model() of your trainer.
+    cfg.MODEL.TENSOR_PARALLEL = 1
+    # torch's fully_shard.
+    cfg.MODEL.FSDP = CfgNode()
+    # Classes of modules to gather as units, such as ["Block"]. []: those of ModuleLists.
+    cfg.MODEL.FSDP.BLOCKS = []
+    # [2, 4]: two groups of 4 ranks; each group shards the model. []: one group.
+    cfg.MODEL.FSDP.MESH = []
+    # Of the computation: "bfloat16", "float16", "float32". "": as the parameters.
+    cfg.MODEL.FSDP.PARAM_DTYPE = ""
+    # The dtype in which gradients are averaged. "": as the computation.
+    cfg.MODEL.FSDP.REDUCE_DTYPE = ""
+    # False: needs more memory, but exchanges less data.
+    cfg.MODEL.FSDP.RESHARD_AFTER_FORWARD = True
+    # True: only rank 0 builds the weights, in host memory, and sends them to all.
+    cfg.MODEL.FSDP.META_INIT = False
 
 
 def check(cfg: CfgNode) -> None:
-    check_accepted(cfg, {_DTYPES: "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE", "[1, inf)": "MODEL.FSDP.MESH"})
+    check_accepted(
+        cfg,
+        {_DTYPES: "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE", "[1, inf)": "MODEL.FSDP.MESH"},
+    )
     size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
     is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))
     if size < 1 or is_wrong:

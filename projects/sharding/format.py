@@ -26,7 +26,12 @@ from trainkit.projects.sharding.tensors import is_sharded, local_part, release_g
 from trainkit.checkpoint.atomic import CheckpointError, sync_folder
 from trainkit.checkpoint.file import SUFFIX, Take, ordinary, plain_state, write_plain
 from trainkit.checkpoint.folder import is_file_of
-from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, owner_of_part, part_folders
+from trainkit.checkpoint.format import (
+    FORMAT_REGISTRY,
+    CheckpointFormat,
+    owner_of_part,
+    part_folders,
+)
 from trainkit.checkpoint.ranks import together
 from trainkit.utils import comm
 
@@ -50,7 +55,9 @@ class Shards:
         Of the ranks with the same part, one keeps it: they take turns, so that each copies and writes its share.
         """
         mesh, replicas, own = tensor.device_mesh, 1, 0
-        for placement, size, place in zip(tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True):
+        for placement, size, place in zip(
+            tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True
+        ):
             if placement.is_replicate():
                 replicas, own = replicas * size, own * size + place
         if self._num_taken % replicas == own:
@@ -75,7 +82,9 @@ class Shards:
             )
         files, error = {}, ""
         try:
-            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # ranks exchange what differs from the last save
+            planner = dcp.DefaultSavePlanner(
+                enable_plan_caching=True
+            )  # ranks exchange what differs from the last save
             writer = dcp.FileSystemWriter(folder)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
             sync_folder(folder)
@@ -90,13 +99,20 @@ class Shards:
         by_rank = comm.all_gather((files, error), group=self.group)
         if errors := [text for _, text in by_rank if text]:
             shutil.rmtree(folder, ignore_errors=True)
-            raise CheckpointError(f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged")
-        return {"folder": Path(folder).name, "files": {k: v for files, _ in by_rank for k, v in files.items()}}
+            raise CheckpointError(
+                f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged"
+            )
+        return {
+            "folder": Path(folder).name,
+            "files": {k: v for files, _ in by_rank for k, v in files.items()},
+        }
 
 
 def files_of(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, tuple[int, str]]:
     """name -> (size, SHA-256) of the files in the folder that fit the pattern."""
-    return {path.name: (path.stat().st_size, _digest_of(path)) for path in Path(folder).glob(pattern)}
+    return {
+        path.name: (path.stat().st_size, _digest_of(path)) for path in Path(folder).glob(pattern)
+    }
 
 
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
@@ -106,11 +122,20 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
     """
     try:
         name = str(manifest["folder"])
-        files = {str(file): (int(size), str(digest)) for file, (size, digest) in manifest["files"].items()}
+        files = {
+            str(file): (int(size), str(digest))
+            for file, (size, digest) in manifest["files"].items()
+        }
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise CheckpointError(f"'{path}' is damaged: its entry '{KEY}' has to name a folder and its files") from None
+        raise CheckpointError(
+            f"'{path}' is damaged: its entry '{KEY}' has to name a folder and its files"
+        ) from None
     parent = os.path.dirname(path)
-    is_beside = owner_of_part(name) and name[: -len("-01234567")].endswith(f".{KEY}") and is_file_of(parent, name)
+    is_beside = (
+        owner_of_part(name)
+        and name[: -len("-01234567")].endswith(f".{KEY}")
+        and is_file_of(parent, name)
+    )
     if not is_beside or not all(is_file_of(os.path.join(parent, name), file) for file in files):
         accepted = "a folder beside it, and files in that folder, no links out of it"
         raise CheckpointError(f"'{path}' is refused: its shards {name!r:.80} have to be {accepted}")
@@ -123,7 +148,10 @@ def _layout_for_reading(model: nn.Module) -> Any:
     first: Any = next(filter(is_sharded, model.parameters()), None)
     if first is None or comm.get_data_group_size() == 1:
         return first
-    sharding, mesh = _distributed("tensor"), dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
+    sharding, mesh = (
+        _distributed("tensor"),
+        dist.init_device_mesh(first.device.type, (comm.get_world_size(),)),
+    )
     return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])
 
 
@@ -133,7 +161,9 @@ def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
     if like is None:
         return torch.empty(size, dtype=dtype, device="cpu")
     make = _distributed("tensor").empty
-    empty: Tensor = make(size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+    empty: Tensor = make(
+        size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements
+    )
     return empty
 
 
@@ -189,10 +219,17 @@ class ShardedFormat(CheckpointFormat):
 
     def files(self, path: str) -> list[str]:
         parts = part_folders(path)
-        return [*(os.path.join(part, name) for part in parts for name in sorted(os.listdir(part))), path]
+        return [
+            *(os.path.join(part, name) for part in parts for name in sorted(os.listdir(part))),
+            path,
+        ]
 
     def fill(
-        self, state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
+        self,
+        state: dict[str, Any],
+        path: str,
+        model: nn.Module | None = None,
+        wanted: Iterable[str] = ("",),
     ) -> dict[str, Any]:
         """As `CheckpointFormat.fill`; with a model, each rank verifies some of the files."""
         manifest = state.pop(KEY, None)
@@ -208,7 +245,9 @@ class ShardedFormat(CheckpointFormat):
                 file = Path(folder, name)
                 if file.stat().st_size != size or (i % num == rank and digest != _digest_of(file)):
                     raise OSError(f"'{file}' is damaged: its content does not match its digest")
-            reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(folder, files)
+            reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(
+                folder, files
+            )
             known = reader.read_metadata().state_dict_metadata
 
             def make(tensor: Tensor, place: str) -> Tensor:
@@ -219,11 +258,19 @@ class ShardedFormat(CheckpointFormat):
 
             filled: dict[str, Any] = plain_state(state, take=make)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself
+                warnings.filterwarnings(
+                    "ignore", "torch.distributed is disabled"
+                )  # each rank reads by itself
                 dcp.load(found, storage_reader=reader, no_dist=True)
         except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
-            reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
-            raise CheckpointError(f"cannot read the shards of '{path}' in '{folder}': {reason}") from error
+            reason = (
+                next(iter(error.failures.values()))[0]
+                if isinstance(error, dcp.CheckpointException)
+                else error
+            )
+            raise CheckpointError(
+                f"cannot read the shards of '{path}' in '{folder}': {reason}"
+            ) from error
         return filled
 
 

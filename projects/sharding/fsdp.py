@@ -61,7 +61,9 @@ def fsdp(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
                 "DefaultTrainer this class method, and call torch's parallelize_module there"
             )
         if separated := [" = ".join(same) for same in shared if same not in _shared(model)]:
-            raise ConfigError(f"{'; '.join(separated)}: one parameter became several, by parallelize_model()")
+            raise ConfigError(
+                f"{'; '.join(separated)}: one parameter became several, by parallelize_model()"
+            )
     shard_model(
         model,
         _blocks_of_classes(model, options.BLOCKS) if options.BLOCKS else blocks_of_lists(model),
@@ -87,7 +89,12 @@ def _blocks_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module
 def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
     """The entries of ModuleLists: they are the blocks if MODEL.FSDP.BLOCKS names no classes."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [block for blocks in lists for block in blocks if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
+    return [
+        block
+        for blocks in lists
+        for block in blocks
+        if not isinstance(block, nn.ModuleList | nn.ModuleDict)
+    ]
 
 
 def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
@@ -97,8 +104,12 @@ def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
     """
     num = comm.get_data_world_size()
     if shape and (len(shape) != 2 or min(shape) < 1 or math.prod(shape) != num):
-        raise not_accepted("MODEL.FSDP.MESH", [*shape], f"[replicate, shard] whose product is {num}, or []")
-    dims = dict(zip(("dp_replicate", "dp_shard"), shape, strict=True)) if shape else {"dp_shard": num}
+        raise not_accepted(
+            "MODEL.FSDP.MESH", [*shape], f"[replicate, shard] whose product is {num}, or []"
+        )
+    dims = (
+        dict(zip(("dp_replicate", "dp_shard"), shape, strict=True)) if shape else {"dp_shard": num}
+    )
     if comm.get_data_group_size() > 1:
         dims["tp"] = comm.get_data_group_size()
     return dist.init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
@@ -136,7 +147,9 @@ def shard_model(
     blocks = sorted({*blocks} - {model}, key=order.__getitem__, reverse=True)  # inner ones first
     _refuse_parameters_of_two_blocks(model, blocks)
     for block in blocks:
-        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fsdp.fully_shard(
+            block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+        )
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
     model.batches_of_all_ranks = MethodType(batches_of_all_ranks, model)  # type: ignore[assignment]
     model.optimizer_state_to_load = shard_optimizer_state
@@ -150,7 +163,9 @@ def shard_model(
 def _shard_weights(model: nn.Module, state_dict: dict[str, Any], *args: Any) -> None:
     """Shard whole tensors like the model's own, before it loads them."""
     own = model.state_dict()
-    state_dict.update((name, shard_like(value, own.get(name))) for name, value in state_dict.items())
+    state_dict.update(
+        (name, shard_like(value, own.get(name))) for name, value in state_dict.items()
+    )
 
 
 @torch.no_grad()
@@ -178,19 +193,28 @@ def _build_on_meta(cfg: CfgNode, build: ModelBuilder) -> tuple[nn.Module, dict[s
         model = build(cfg)
     weights = _named_tensors(model) if comm.is_main_process() else {}
     if shared := _shared(model):
-        raise ConfigError(f"MODEL.FSDP.META_INIT would separate {shared[0]}, which are one; set it to False")
+        raise ConfigError(
+            f"MODEL.FSDP.META_INIT would separate {shared[0]}, which are one; set it to False"
+        )
     return model.to("meta"), weights
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: tensor.detach()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
 def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
-    owners = {module: block for block in reversed([*blocks]) for module in block.modules()}  # the innermost one
+    owners = {
+        module: block for block in reversed([*blocks]) for module in block.modules()
+    }  # the innermost one
     for same in _shared(model):
         if len({owners.get(model.get_submodule(name.rpartition(".")[0])) for name in same}) > 1:
-            raise ConfigError(f"{' = '.join(same)} is one parameter in different blocks; change MODEL.FSDP.BLOCKS")
+            raise ConfigError(
+                f"{' = '.join(same)} is one parameter in different blocks; change MODEL.FSDP.BLOCKS"
+            )
 
 
 def _shared(model: nn.Module) -> list[list[str]]:
@@ -201,7 +225,10 @@ def _shared(model: nn.Module) -> list[list[str]]:
 
 
 def batches_of_all_ranks(
-    model: nn.Module, data_loader: Iterable[Any], evaluators: DatasetEvaluators, is_stopping: Callable[[], bool]
+    model: nn.Module,
+    data_loader: Iterable[Any],
+    evaluators: DatasetEvaluators,
+    is_stopping: Callable[[], bool],
 ) -> Iterator[Any]:
     """The batches of this rank; a rank without a batch repeats one until all ranks are done.
 

@@ -53,7 +53,10 @@ class _Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # a member of an enum, from Python 3.11.0 to 3.11.3
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # a member of an enum, from Python 3.11.0 to 3.11.3
             return _Record
         if not f"{module}.".startswith(("torch.", "pathlib.")):
             raise pickle.UnpicklingError(f"it needs {module}.{name}, and only tensors are accepted")
@@ -67,21 +70,35 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
     with open(path, "rb") as file:
         try:
             found = _Unpickler(file).load().state
-            tensors = {str(name): _tensor(entry.state) for name, entry in found["state_dict_metadata"].items()}
-            places = dict(_place(index.state, place.state) for index, place in found["storage_data"].items())
+            tensors = {
+                str(name): _tensor(entry.state)
+                for name, entry in found["state_dict_metadata"].items()
+            }
+            places = dict(
+                _place(index.state, place.state) for index, place in found["storage_data"].items()
+            )
         except pickle.UnpicklingError as error:
             raise ValueError(f"'{path}' is refused: {error}") from None
         except Exception as error:  # a file with other content raises errors of many types
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"'{path}' describes no tensors ({reason}); use another checkpoint") from error
+            raise ValueError(
+                f"'{path}' describes no tensors ({reason}); use another checkpoint"
+            ) from error
     if unknown := {place.relative_path for place in places.values()}.difference(files):
-        raise ValueError(f"'{path}' is refused: it names {min(unknown)!r}; accepted are {sorted(files)}")
+        raise ValueError(
+            f"'{path}' is refused: it names {min(unknown)!r}; accepted are {sorted(files)}"
+        )
     return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 
 def _tensor(state: dict[str, Any]) -> Any:
-    chunks = [ChunkStorageMetadata(Size(x.state["offsets"]), Size(x.state["sizes"])) for x in state["chunks"]]
-    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), Size(state["size"]), chunks)
+    chunks = [
+        ChunkStorageMetadata(Size(x.state["offsets"]), Size(x.state["sizes"]))
+        for x in state["chunks"]
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(state["properties"].state[0]), Size(state["size"]), chunks
+    )
 
 
 def _place(index: dict[str, Any], place: dict[str, Any]) -> tuple[MetadataIndex, _Place]:

@@ -42,13 +42,22 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
     return cast(Tensor, distribute(whole, like.device_mesh, like.placements, src_data_rank=None))
 
 
-def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def shard_optimizer_state(
+    state: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """The state of an optimizer, sharded like its parameters; it may come from unsharded parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def shard(value: Any, like: Tensor) -> Any:
-        return shard_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
+        return (
+            shard_like(value, like)
+            if isinstance(value, Tensor) and value.shape == like.shape
+            else value
+        )
 
     by_parameter = state["state"].items()
-    sharded = {i: {name: shard(value, parameters[i]) for name, value in entries.items()} for i, entries in by_parameter}
+    sharded = {
+        i: {name: shard(value, parameters[i]) for name, value in entries.items()}
+        for i, entries in by_parameter
+    }
     return {**state, "state": sharded}

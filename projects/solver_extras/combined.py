@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.solver.build import OPTIMIZER_BUILDER_REGISTRY, OPTIMIZER_REGISTRY, build_one, with_optimizer
+from trainkit.solver.build import (
+    OPTIMIZER_BUILDER_REGISTRY,
+    OPTIMIZER_REGISTRY,
+    build_one,
+    with_optimizer,
+)
 from trainkit.utils.errors import not_accepted
 from trainkit.utils.registry import did_you_mean
 
@@ -28,7 +33,9 @@ class CombinedOptimizer(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        super().__init__(
+            [group for optimizer in optimizers for group in optimizer.param_groups], {}
+        )
         self.optimizers = list(optimizers)
         for optimizer in optimizers:
             self.state.update(optimizer.state)
@@ -36,13 +43,18 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
+        return all(
+            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient; ``closure`` is called once."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
-            for name in ("grad_scale", "found_inf"):  # tensors of a scaler, which fused optimizers read
+            for name in (
+                "grad_scale",
+                "found_inf",
+            ):  # tensors of a scaler, which fused optimizers read
                 setattr(optimizer, name, getattr(self, name, None))
             optimizer.step()
         return loss
@@ -50,7 +62,9 @@ class CombinedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the constructor. Later it raises TypeError, since the optimizer of the group would not be known."""
         if hasattr(self, "optimizers"):
-            raise TypeError("a CombinedOptimizer takes no further group; build it from optimizers that have the group")
+            raise TypeError(
+                "a CombinedOptimizer takes no further group; build it from optimizers that have the group"
+            )
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,7 +87,10 @@ def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     also `build_one`; a pattern fits no parameter that is left; a parameter fits no pattern.
     """
     _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
-    left, parts = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
+    left, parts = (
+        {name: param for name, param in model.named_parameters() if param.requires_grad},
+        [],
+    )
     for entry in cfg.SOLVER.OPTIMIZERS:
         node = dict(entry) if isinstance(entry, Mapping) else {}
         patterns, name = node.pop("PARAMS", ["*"]), node.get("NAME")
@@ -91,7 +108,9 @@ def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         except ConfigError as error:
             raise ConfigError(f"SOLVER.OPTIMIZERS, entry of {name}: {error}") from error
     if left:
-        raise ConfigError(f"SOLVER.OPTIMIZERS: no PARAMS fit {', '.join([*left][:5])} ({len(left)} in all)")
+        raise ConfigError(
+            f"SOLVER.OPTIMIZERS: no PARAMS fit {', '.join([*left][:5])} ({len(left)} in all)"
+        )
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
@@ -124,15 +143,25 @@ class LARS(Optimizer):
         eps: float = 1e-8,
         lars_exclude: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": dampening, "eta": eta}
-        super().__init__(params, {**defaults, "nesterov": nesterov, "eps": eps, "lars_exclude": lars_exclude})
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "dampening": dampening,
+            "eta": eta,
+        }
+        super().__init__(
+            params, {**defaults, "nesterov": nesterov, "eps": eps, "lars_exclude": lars_exclude}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient, which must not be sparse."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # tensors of one foreach call
+            alike: dict[
+                tuple[torch.device, torch.dtype], list[Tensor]
+            ] = {}  # tensors of one foreach call
             for param in group["params"]:
                 if param.grad is not None:
                     alike.setdefault((param.device, param.dtype), []).append(param)
@@ -143,29 +172,53 @@ class LARS(Optimizer):
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
         updates = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        torch._foreach_mul_(updates, group["lr"] if group["lars_exclude"] else _rates(params, grads, group))
+        torch._foreach_mul_(
+            updates, group["lr"] if group["lars_exclude"] else _rates(params, grads, group)
+        )
         if group["momentum"] != 0:
             buffers = self._accumulate(params, updates, group)
             is_nesterov, momentum = group["nesterov"], group["momentum"]
-            updates = list(torch._foreach_add(updates, buffers, alpha=momentum)) if is_nesterov else buffers
+            updates = (
+                list(torch._foreach_add(updates, buffers, alpha=momentum))
+                if is_nesterov
+                else buffers
+            )
         torch._foreach_sub_(params, updates)
 
-    def _accumulate(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def _accumulate(
+        self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]
+    ) -> list[Tensor]:
         states = [self.state[param] for param in params]
         later = [index for index, state in enumerate(states) if "momentum_buffer" in state]
         if later:
             buffers = [states[index]["momentum_buffer"] for index in later]
             torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, [updates[index] for index in later], alpha=1 - group["dampening"])
-        return [state.setdefault("momentum_buffer", update) for state, update in zip(states, updates, strict=True)]
+            torch._foreach_add_(
+                buffers, [updates[index] for index in later], alpha=1 - group["dampening"]
+            )
+        return [
+            state.setdefault("momentum_buffer", update)
+            for state, update in zip(states, updates, strict=True)
+        ]
 
 
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    dtype = torch.promote_types(params[0].dtype, torch.float32)  # in float16, the norm of many small values overflows
+    dtype = torch.promote_types(
+        params[0].dtype, torch.float32
+    )  # in float16, the norm of many small values overflows
     # cast before the norm: for sharded tensors, torch 2.15 mistakes the norm's argument dtype for a dimension
-    both: Any = (torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in part])) for part in (params, grads))
+    both: Any = (
+        torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in part]))
+        for part in (params, grads)
+    )
     # the norms over all ranks that hold parts of the tensors
-    param_norms, grad_norms = (norms.full_tensor() if hasattr(norms, "full_tensor") else norms for norms in both)
-    local = group["eta"] * param_norms / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
+    param_norms, grad_norms = (
+        norms.full_tensor() if hasattr(norms, "full_tensor") else norms for norms in both
+    )
+    local = (
+        group["eta"]
+        * param_norms
+        / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
+    )
     local = local.where((param_norms > 0) & (grad_norms > 0), 1.0)
     return list((local * group["lr"]).unbind())

@@ -42,37 +42,58 @@ def build_layer_decay(
     if scheme in _SCHEMES:
         if prefix is None:
             usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
-            prefix = next((part for part in usual if any(name.startswith(part) for name in names)), "")
+            prefix = next(
+                (part for part in usual if any(name.startswith(part) for name in names)), ""
+            )
         needed = _SCHEMES[scheme].needs
         if not (argument := {"": 4, "num_layers": num_layers, "depths": depths}[needed]):
-            raise ValueError(f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay")
+            raise ValueError(
+                f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay"
+            )
         found = _named_depths(argument, scheme, names, prefix)
-    elif scheme in LAYER_DEPTH_REGISTRY or (scheme == "model" and hasattr(model, "get_layer_depth")):
-        function: Any = model.get_layer_depth if scheme == "model" else LAYER_DEPTH_REGISTRY.get(scheme)
+    elif scheme in LAYER_DEPTH_REGISTRY or (
+        scheme == "model" and hasattr(model, "get_layer_depth")
+    ):
+        function: Any = (
+            model.get_layer_depth if scheme == "model" else LAYER_DEPTH_REGISTRY.get(scheme)
+        )
         found = {name: function(name) for name in names}
     else:
-        accepted = [*_SCHEMES, "model (with a method get_layer_depth)", *sorted(dict(LAYER_DEPTH_REGISTRY))]
+        accepted = [
+            *_SCHEMES,
+            "model (with a method get_layer_depth)",
+            *sorted(dict(LAYER_DEPTH_REGISTRY)),
+        ]
         raise ValueError(f"unknown scheme {scheme!r}; accepted: {', '.join(accepted)}")
     for name, (depth, count) in found.items():
         if not 0 <= depth < count and scheme not in _SCHEMES:
-            raise ValueError(f"scheme {scheme!r}: the depth of {name} must be in [0, {count}), got {depth}")
+            raise ValueError(
+                f"scheme {scheme!r}: the depth of {name} must be in [0, {count}), got {depth}"
+            )
     return {name: rate ** (count - 1 - depth) for name, (depth, count) in found.items()}.__getitem__
 
 
 class _Scheme(NamedTuple):
     needs: str  # the argument that has the number n of blocks; "": 4 stages
     stem: str
-    depth_of: Callable[[Any, str, Sequence[str]], int | None]  # of a block; gets the argument, a name, and all names
+    depth_of: Callable[
+        [Any, str, Sequence[str]], int | None
+    ]  # of a block; gets the argument, a name, and all names
     rest: int = 1  # the depth of the rest is n + rest
     num_layers: int = 2  # there are n + num_layers layers
     deepest: int | None = None  # the depth of the last block; None: n
 
 
-def _named_depths(argument: Any, scheme: str, names: Sequence[str], prefix: str) -> dict[str, tuple[int, int]]:
+def _named_depths(
+    argument: Any, scheme: str, names: Sequence[str], prefix: str
+) -> dict[str, tuple[int, int]]:
     """Name -> depth and number of layers; ``argument``: the number of blocks, or the numbers of each stage."""
     rule, num_blocks = _SCHEMES[scheme], argument if isinstance(argument, int) else sum(argument)
     own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    depths = {own[key]: 0 if re.match(rule.stem, key) else rule.depth_of(argument, key, [*own]) for key in own}
+    depths = {
+        own[key]: 0 if re.match(rule.stem, key) else rule.depth_of(argument, key, [*own])
+        for key in own
+    }
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
         text = f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r}"
@@ -80,9 +101,13 @@ def _named_depths(argument: Any, scheme: str, names: Sequence[str], prefix: str)
     last = num_blocks if rule.deepest is None else rule.deepest
     if max(known) != last:
         deepest = f"{known[max(known)]} at depth {max(known)}"
-        raise ValueError(f"num_layers or depths put the last layer at {last}, but the deepest one is {deepest}")
+        raise ValueError(
+            f"num_layers or depths put the last layer at {last}, but the deepest one is {deepest}"
+        )
     of_rest, count = num_blocks + rule.rest, num_blocks + rule.num_layers
-    return {name: (of_rest if (depth := depths.get(name)) is None else depth, count) for name in names}
+    return {
+        name: (of_rest if (depth := depths.get(name)) is None else depth, count) for name in names
+    }
 
 
 def _in_vit(_: int, name: str, __: Sequence[str]) -> int | None:
@@ -92,7 +117,9 @@ def _in_vit(_: int, name: str, __: Sequence[str]) -> int | None:
 
 def _place(name: str) -> tuple[int, int | None] | None:
     """The stage and the block of a parameter, None as the block of downsampling; None if it is in no stage."""
-    place = r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.(?:downsampl\w+|(?:(?:blocks|layers)\.)?(\d+))\."
+    place = (
+        r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.(?:downsampl\w+|(?:(?:blocks|layers)\.)?(\d+))\."
+    )
     found = re.match(place, name) or re.match(r"downsample_layers\.(\d+)()\.", name)
     return (int(found[1]), int(found[2]) if found[2] else None) if found else None
 
@@ -105,7 +132,9 @@ def _in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | 
         # OpenMMLab downsamples at the end of a stage, timm at the start, so timm's first stage has no downsampling
         return sum(depths[: stage + ((0, None) in map(_place, names))])
     if stage >= len(depths) or block >= depths[stage]:
-        raise ValueError(f"depths={list(depths)} has no place for {name}; give the number of blocks of each stage")
+        raise ValueError(
+            f"depths={list(depths)} has no place for {name}; give the number of blocks of each stage"
+        )
     return sum(depths[:stage]) + block + 1
 
 
@@ -113,7 +142,9 @@ def _in_convnext(num_layers: int, name: str, _: Sequence[str]) -> int | None:
     if (place := _place(name)) is None:
         return None
     stage, block = place
-    return (0, 2, 3, num_layers)[stage] if block is None else (1, 2, 3 + block // 3, num_layers)[stage]
+    return (
+        (0, 2, 3, num_layers)[stage] if block is None else (1, 2, 3 + block // 3, num_layers)[stage]
+    )
 
 
 def _in_stages_of_convnext(_: int, name: str, __: Sequence[str]) -> int | None:
@@ -133,5 +164,7 @@ _SCHEMES = {
     "mixmim_mmselfsup": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0),
     "convnext": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_convnext),
     "convnext_stage": _Scheme("", _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
-    "convnext_stage_mmseg": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
+    "convnext_stage_mmseg": _Scheme(
+        "num_layers", _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4
+    ),
 }

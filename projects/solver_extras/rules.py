@@ -66,13 +66,22 @@ class ParamRules:
 
     def __post_init__(self) -> None:
         if self.key_match not in ("longest", "shortest", "exact"):
-            raise ValueError(f"key_match must be one of longest, shortest, exact, got {self.key_match!r}")
+            raise ValueError(
+                f"key_match must be one of longest, shortest, exact, got {self.key_match!r}"
+            )
         if unknown := {*self.lr_factors, *self.decay_factors} - {*get_args(ParamKind)}:
-            raise ValueError(f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}")
-        tables: dict[str, Mapping[Any, Any]] = {"lr_factors": self.lr_factors, "decay_factors": self.decay_factors}
+            raise ValueError(
+                f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}"
+            )
+        tables: dict[str, Mapping[Any, Any]] = {
+            "lr_factors": self.lr_factors,
+            "decay_factors": self.decay_factors,
+        }
         for key, options in self.custom_keys.items():
             if wrong := options.keys() & {"params", "lr", "lr_mult", "weight_decay", "decay_mult"}:
-                raise ValueError(f"{key!r} in custom_keys takes lr_factor and decay_factor, got {sorted(wrong)}")
+                raise ValueError(
+                    f"{key!r} in custom_keys takes lr_factor and decay_factor, got {sorted(wrong)}"
+                )
             own = options.keys() & {"lr_factor", "decay_factor"}
             tables[f"custom_keys[{key!r}]"] = {name: options[name] for name in own}
         for where, factors in tables.items():
@@ -85,7 +94,9 @@ class ParamRules:
         if self.key_match == "exact":
             return full_name if full_name in self.custom_keys else None
         dotted = full_name if "." in full_name else f".{full_name}"
-        matching = sorted((key for key in self.custom_keys if key in dotted), key=lambda key: (-len(key), key))
+        matching = sorted(
+            (key for key in self.custom_keys if key in dotted), key=lambda key: (-len(key), key)
+        )
         return next(iter(matching if self.key_match == "longest" else reversed(matching)), None)
 
 
@@ -100,7 +111,9 @@ def build_param_groups(
     """
     named_params, modules = dict(model.named_parameters()), dict(model.named_modules())
     if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
-        _logger.warning("Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused)))
+        _logger.warning(
+            "Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused))
+        )
     return reduce_param_groups(
         {"params": [param], **_hyperparams(modules, name, param, base_lr, weight_decay, rules)}
         for name, param in named_params.items()
@@ -109,24 +122,35 @@ def build_param_groups(
 
 
 def _hyperparams(
-    modules: Mapping[str, nn.Module], name: str, param: Tensor, lr: float, decay: float | None, rules: ParamRules
+    modules: Mapping[str, nn.Module],
+    name: str,
+    param: Tensor,
+    lr: float,
+    decay: float | None,
+    rules: ParamRules,
 ) -> dict[str, Any]:
     (owner, _, leaf_name), key = name.rpartition("."), rules.key_of(name)
     options = {} if key is None else dict(rules.custom_keys[key])
     lr, decay_factor = lr * options.pop("lr_factor", 1.0), options.pop("decay_factor", 1.0)
     kind_factor = 1.0
     if key is None or not rules.custom_keys_only:
-        kinds = [*_kinds(modules.get(owner), leaf_name, param)]  # no module: the model renames its parameters
+        kinds = [
+            *_kinds(modules.get(owner), leaf_name, param)
+        ]  # no module: the model renames its parameters
         for kind, base in (("norm", rules.weight_decay_norm), ("bias", rules.weight_decay_bias)):
             if kind in kinds and base is not None and decay is not None:
                 decay = base
-        kind_factor = next((rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors), 1.0)
+        kind_factor = next(
+            (rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors), 1.0
+        )
         lr *= rules.bias_lr_factor if "bias" in kinds else 1.0
         if kinds[:2] == ["norm", "bias"]:
             kinds.remove("bias")
         lr *= next((rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors), 1.0)
         lr *= 1.0 if rules.lr_factor_func is None else rules.lr_factor_func(name)
-    return {**options, "lr": lr} | ({} if decay is None else {"weight_decay": decay * decay_factor * kind_factor})
+    return {**options, "lr": lr} | (
+        {} if decay is None else {"weight_decay": decay * decay_factor * kind_factor}
+    )
 
 
 def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
@@ -135,7 +159,10 @@ def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[
         yield "norm"
     if leaf_name == "bias":
         yield "bias"
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == module.in_channels:
+    if (
+        isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        and module.groups == module.in_channels
+    ):
         yield "dwconv"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         yield "embedding"
@@ -153,7 +180,13 @@ def group_names(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Modul
 
     def kind_of(name: str) -> str:
         owner, _, leaf = name.rpartition(".")
-        return "norm" if isinstance(modules.get(owner), NORM_LAYERS) else "bias" if leaf == "bias" else "weight"
+        return (
+            "norm"
+            if isinstance(modules.get(owner), NORM_LAYERS)
+            else "bias"
+            if leaf == "bias"
+            else "weight"
+        )
 
     seen, found = Counter[str](), []
     for group in groups.param_groups if isinstance(groups, Optimizer) else groups:
@@ -173,7 +206,14 @@ def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model
     groups, rows = list(groups.param_groups if isinstance(groups, Optimizer) else groups), []
     for name, group in zip(group_names(groups, model), groups, strict=True):
         rates = [f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")]
-        rows.append([name, *rates, len(group["params"]), f"{sum(param.numel() for param in group['params']):,}"])
+        rows.append(
+            [
+                name,
+                *rates,
+                len(group["params"]),
+                f"{sum(param.numel() for param in group['params']):,}",
+            ]
+        )
     headers = ["group", "lr", "decay", "parameters", "values"]
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
 
@@ -186,13 +226,24 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     """The builder for SOLVER.PARAM_GROUP_BUILDER. Raises ConfigError as `ParamRules` and `build_layer_decay` do."""
     options, values = cfg.SOLVER.PARAM_GROUPS, collect_arguments(cfg)
     decay, kinds = values.get("weight_decay"), get_args(ParamKind)
-    entries = [entry for entry in options.CUSTOM_KEYS if isinstance(entry, Mapping) and entry.get("KEY")]
-    custom_keys = {entry["KEY"]: {name.lower(): entry[name] for name in entry if name != "KEY"} for entry in entries}
+    entries = [
+        entry for entry in options.CUSTOM_KEYS if isinstance(entry, Mapping) and entry.get("KEY")
+    ]
+    custom_keys = {
+        entry["KEY"]: {name.lower(): entry[name] for name in entry if name != "KEY"}
+        for entry in entries
+    }
     if len(custom_keys) < len(options.CUSTOM_KEYS):
-        accepted = "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+        accepted = (
+            "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+        )
         raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", options.CUSTOM_KEYS, accepted)
     lr_factors, decay_factors = (
-        {kind: factor for kind in kinds if (factor := options[f"{kind.upper()}_{what}_FACTOR"]) is not None}
+        {
+            kind: factor
+            for kind in kinds
+            if (factor := options[f"{kind.upper()}_{what}_FACTOR"]) is not None
+        }
         for what in ("LR", "DECAY")
     )
     layers = {name.lower(): value for name, value in options.LAYER_DECAY.items()}

@@ -67,7 +67,9 @@ def Exponential(gamma: float) -> Schedule:
 
 
 @SCHEDULE_REGISTRY.register()
-def Cosine(length: int, *, end_value: float | None = None, end_ratio: float | None = None) -> Schedule:
+def Cosine(
+    length: int, *, end_value: float | None = None, end_ratio: float | None = None
+) -> Schedule:
     """From the base to the end along half a period of a cosine.
 
     As in torch and OpenMMLab, iteration ``length`` has the end value; the last iteration is ``length - 1``, so its
@@ -91,7 +93,10 @@ def CosineRestarts(
     """
     if len(weights) not in (0, len(periods)):
         raise ValueError(f"weights must be one for each period, got {periods!r} and {weights!r}")
-    end_of, ends = _end(end_value, end_ratio), [round(end) for end in accumulate(map(exact, periods))]
+    end_of, ends = (
+        _end(end_value, end_ratio),
+        [round(end) for end in accumulate(map(exact, periods))],
+    )
 
     def schedule(t: int, base: float) -> float:
         t = min(t, ends[-1] - 1)
@@ -104,11 +109,17 @@ def CosineRestarts(
 
 @SCHEDULE_REGISTRY.register()
 def Polynomial(
-    length: int, power: float = 1.0, *, end_value: float | None = None, end_ratio: float | None = None
+    length: int,
+    power: float = 1.0,
+    *,
+    end_value: float | None = None,
+    end_ratio: float | None = None,
 ) -> Schedule:
     """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
     end_of, steps = _end(end_value, end_ratio), max(length - 1, 1)
-    return lambda t, base: (base - end_of(base)) * (1.0 - _done(t, length) / steps) ** power + end_of(base)
+    return lambda t, base: (
+        (base - end_of(base)) * (1.0 - _done(t, length) / steps) ** power + end_of(base)
+    )
 
 
 @SCHEDULE_REGISTRY.register()
@@ -130,7 +141,9 @@ def OneCycle(
     if anneal not in ("cos", "linear"):
         raise ValueError(f"anneal must be cos or linear, got {anneal!r}")
     if peak == 0 or peak >= (last / 2 if three_phase else last):
-        raise ValueError(f"pct_start {pct_start!r} leaves no room to rise and fall in {length} iterations")
+        raise ValueError(
+            f"pct_start {pct_start!r} leaves no room to rise and fall in {length} iterations"
+        )
     ends = [peak, float(2 * pct_start * length) - 2, last] if three_phase else [peak, last]
 
     def schedule(t: int, base: float) -> float:
@@ -181,7 +194,9 @@ def _done(t: int, length: int) -> int:
 def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:
     """A function from the base to the end."""
     if value is not None and ratio is not None:
-        raise ValueError(f"end_value {value!r} and end_ratio {ratio!r} both say where it ends; give one")
+        raise ValueError(
+            f"end_value {value!r} and end_ratio {ratio!r} both say where it ends; give one"
+        )
     return (lambda base: value or 0.0) if ratio is None else (lambda base: base * ratio)
 
 
@@ -198,9 +213,13 @@ _LENGTHS = ("length", "milestones", "periods", "timescale")  # arguments in iter
 @LR_SCHEDULER_BUILDER_REGISTRY.register()
 def listed_schedules(cfg: CfgNode, optimizer: Optimizer) -> ScheduledLR:
     """The builder for SOLVER.LR_SCHEDULER_BUILDER: the schedules of SOLVER.SCHEDULES, see `build_schedule`."""
-    _logger.info("SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect")
+    _logger.info(
+        "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect"
+    )
     max_iter = _iters("SOLVER.MAX_ITER", cfg.SOLVER.MAX_ITER, at_least=1)
-    return ScheduledLR(optimizer, build_schedule(cfg.SOLVER.SCHEDULES, max_iter, "SOLVER.SCHEDULES"))
+    return ScheduledLR(
+        optimizer, build_schedule(cfg.SOLVER.SCHEDULES, max_iter, "SOLVER.SCHEDULES")
+    )
 
 
 def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedule:
@@ -218,11 +237,15 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedul
     segments = []
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("NAME"), str):
-            raise ConfigError(f"{where}[{number}] must be an entry such as {_EXAMPLE}; got {entry!r}")
+            raise ConfigError(
+                f"{where}[{number}] must be an entry such as {_EXAMPLE}; got {entry!r}"
+            )
         here = f"{where}[{number}] ({entry['NAME']})"
         begin = _iters(f"{here}: BEGIN", entry.get("BEGIN", 0), at_least=0)
         if begin >= max_iter:
-            _logger.warning("%s has no effect: it starts at %d, the training ends at %d", here, begin, max_iter)
+            _logger.warning(
+                "%s has no effect: it starts at %d, the training ends at %d", here, begin, max_iter
+            )
         end = entry.get("END", max_iter if begin < max_iter else begin + max_iter)
         end = _iters(f"{here}: END", end, at_least=begin + 1)
         segments.append(Segment(_make_schedule(here, entry, end - begin), begin, end))
@@ -232,7 +255,9 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedul
 def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule:
     factory = look_up(SCHEDULE_REGISTRY, entry["NAME"], f"{here}: NAME")
     known = inspect.signature(factory).parameters
-    arguments = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "BEGIN", "END")}
+    arguments = {
+        key.lower(): value for key, value in entry.items() if key not in ("NAME", "BEGIN", "END")
+    }
     if unknown := arguments.keys() - {"step_size", *known}:
         accepted = ["BEGIN", "END", "STEP_SIZE", *map(str.upper, known)]
         raise unknown_name(here, min(unknown).upper(), "it takes", accepted)
@@ -241,14 +266,20 @@ def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule
     step_size = None
     if "step_size" in arguments and "step_size" not in known:
         step_size = _iters(f"{here}: STEP_SIZE", arguments.pop("step_size"), at_least=1)
-        arguments |= {name: _in_steps(arguments[name], step_size) for name in _LENGTHS if name in arguments}
+        arguments |= {
+            name: _in_steps(arguments[name], step_size) for name in _LENGTHS if name in arguments
+        }
     try:
         schedule: Schedule = factory(**arguments)
         schedule(0, 1.0)  # a wrong type is an error now
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         given = ", ".join(f"{name.upper()}={value!r}" for name, value in arguments.items())
         raise ConfigError(f"{here} refuses {given or 'no arguments'}: {error}") from error
-    return schedule if step_size is None else lambda t, base: schedule(periods_done(t, step_size), base)
+    return (
+        schedule
+        if step_size is None
+        else lambda t, base: schedule(periods_done(t, step_size), base)
+    )
 
 
 def _in_steps(length: Any, step_size: int) -> Any:

@@ -4,9 +4,12 @@ from trainkit.config import CfgNode
 
 
 def add_config(cfg: CfgNode) -> None:
-    cfg.CHECKPOINT.TRAINABLE_ONLY = False  # True: checkpoints leave out frozen parameters, which MODEL.WEIGHTS has.
+    # True: checkpoints leave out frozen parameters, which MODEL.WEIGHTS has.
+    cfg.CHECKPOINT.TRAINABLE_ONLY = False
 
 
 def prepare(cfg: CfgNode) -> None:
-    if cfg.CHECKPOINT.TRAINABLE_ONLY and all(entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS):
+    if cfg.CHECKPOINT.TRAINABLE_ONLY and all(
+        entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS
+    ):
         cfg.HOOKS = [*cfg.HOOKS, {"NAME": "FrozenWeights"}]

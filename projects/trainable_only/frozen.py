@@ -36,11 +36,15 @@ class FrozenWeights(HookBase):
 
     def before_train(self) -> None:
         own = self._parameters()
-        self._digests = self._digests or {name: _digest(own[name]) for name in own if not own[name].requires_grad}
+        self._digests = self._digests or {
+            name: _digest(own[name]) for name in own if not own[name].requires_grad
+        }
 
     def before_save(self, state: dict[str, Any]) -> None:
         own = self._parameters()
-        self._digests = {name: digest for name, digest in self._digests.items() if not own[name].requires_grad}
+        self._digests = {
+            name: digest for name, digest in self._digests.items() if not own[name].requires_grad
+        }
         for key in {"model", "trained_model"} & state.keys():
             state[key] = copy.copy(state[key])  # keeps _metadata
             for name in self._digests:
@@ -54,9 +58,15 @@ class FrozenWeights(HookBase):
         if missing and self._weights:
             Checkpointer(self._model or self.trainer.model).load(self._weights)
         own = self._parameters()
-        if other := [name for name in missing if name not in own or _digest(own[name]) != self._digests[name]]:
-            text = "set MODEL.WEIGHTS, or WEIGHTS of FrozenWeights in HOOKS, to the file that has them"
-            raise CheckpointError(f"{len(other)} frozen parameters, such as {other[0]!r}, differ; {text}")
+        if other := [
+            name for name in missing if name not in own or _digest(own[name]) != self._digests[name]
+        ]:
+            text = (
+                "set MODEL.WEIGHTS, or WEIGHTS of FrozenWeights in HOOKS, to the file that has them"
+            )
+            raise CheckpointError(
+                f"{len(other)} frozen parameters, such as {other[0]!r}, differ; {text}"
+            )
         state["model"] = {**state["model"], **{name: own[name].detach() for name in missing}}
 
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -15,7 +15,9 @@ def kmeans(
     ``[num_clusters, D]``, the means of their members.
     """
     if not 1 <= num_clusters <= len(features):
-        raise ValueError(f"num_clusters must be 1 to the {len(features)} samples, got {num_clusters}")
+        raise ValueError(
+            f"num_clusters must be 1 to the {len(features)} samples, got {num_clusters}"
+        )
     centroids = _seeds(features, num_clusters, generator)
     labels = torch.full([len(features)], -1, device=features.device)
     for _ in range(max_iters):
@@ -29,7 +31,9 @@ def kmeans(
 
 def means(features: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
     """The mean of each cluster's members, ``[num_clusters, D]``; zero for an empty cluster."""
-    members = F.one_hot(labels, num_clusters).to(features.dtype)  # a product adds in a fixed order, also on a GPU
+    members = F.one_hot(labels, num_clusters).to(
+        features.dtype
+    )  # a product adds in a fixed order, also on a GPU
     return members.T @ features / members.sum(0).clamp(min=1)[:, None]
 
 
@@ -63,7 +67,9 @@ def whiten(features: Tensor, dim: int) -> Tensor:
     Directions without variance give zeros.
     """
     centered = (features - features.mean(0)).double()
-    variances, directions = torch.linalg.eigh(centered.T @ centered / len(centered))  # in ascending order
+    variances, directions = torch.linalg.eigh(
+        centered.T @ centered / len(centered)
+    )  # in ascending order
     scales = (variances[-dim:] + 1e-5 * variances[-1]).rsqrt()
     return F.normalize(centered @ directions[:, -dim:] * scales)
 

@@ -72,11 +72,21 @@ class DeepClusterHook(ClusterHook):
         label_key: str = "label",
     ) -> None:
         super().__init__(reweight, reweight_pow)
-        options = {"type": "Kmeans", "pca_dim": 256, **{str(key).lower(): value for key, value in clustering.items()}}
+        options = {
+            "type": "Kmeans",
+            "pca_dim": 256,
+            **{str(key).lower(): value for key, value in clustering.items()},
+        }
         if options["type"] != "Kmeans" or options.keys() != {"type", "k", "pca_dim"}:
-            raise ValueError(f"clustering must be {{type: Kmeans, k: ..., pca_dim: ...}}, got {dict(clustering)}")
+            raise ValueError(
+                f"clustering must be {{type: Kmeans, k: ..., pca_dim: ...}}, got {dict(clustering)}"
+            )
         self._num_clusters = check_period("k", options["k"], minimum=2)
-        self._dim = None if options["pca_dim"] is None else check_period("pca_dim", options["pca_dim"], minimum=1)
+        self._dim = (
+            None
+            if options["pca_dim"] is None
+            else check_period("pca_dim", options["pca_dim"], minimum=1)
+        )
         self._unif_sampling, self._init_memory, self._initial = unif_sampling, init_memory, initial
         self._interval = check_period("interval", interval, minimum=1)
         self._period = None if period is None else check_period("period", period, minimum=1)
@@ -91,7 +101,9 @@ class DeepClusterHook(ClusterHook):
         self._is_loaded = True
 
     def before_train(self) -> None:
-        self.find_model("extract_feat", "head.init_weights", *["memory_bank.init_memory"] * self._init_memory)
+        self.find_model(
+            "extract_feat", "head.init_weights", *["memory_bank.init_memory"] * self._init_memory
+        )
         self._cfg: Any = getattr(self.trainer, "cfg", None)
         self._check_data()
         if self.trainer.start_iter == 0 and not self._is_loaded:
@@ -106,11 +118,21 @@ class DeepClusterHook(ClusterHook):
         loader = self.trainer.data_loader
         self._has_own_labels = hasattr(getattr(loader, "dataset", None), "assign_labels")
         if self._cfg is None and (self._extract_dataloader is None or not self._has_own_labels):
-            raise ConfigError("DeepClusterHook needs a config, or extract_dataloader and dataset.assign_labels()")
-        if self._has_own_labels and getattr(loader, "persistent_workers", False) and resume_obstacle(loader):
-            raise ConfigError("DeepClusterHook: workers with persistent_workers do not see new labels; set it to False")
+            raise ConfigError(
+                "DeepClusterHook needs a config, or extract_dataloader and dataset.assign_labels()"
+            )
+        if (
+            self._has_own_labels
+            and getattr(loader, "persistent_workers", False)
+            and resume_obstacle(loader)
+        ):
+            raise ConfigError(
+                "DeepClusterHook: workers with persistent_workers do not see new labels; set it to False"
+            )
         if self._period is None and not self.trainer.has_epochs:
-            raise ConfigError("DeepClusterHook: interval counts epochs, but the data has no length; give period")
+            raise ConfigError(
+                "DeepClusterHook: interval counts epochs, but the data has no length; give period"
+            )
 
     def after_step(self) -> None:
         if self._period is not None:
@@ -124,12 +146,16 @@ class DeepClusterHook(ClusterHook):
     def _cluster(self) -> None:
         features = self._extract_features()
         if self._dim is not None and self._dim > features.shape[1]:
-            raise ConfigError(f"pca_dim must be from 1 to the {features.shape[1]} features, got {self._dim}")
+            raise ConfigError(
+                f"pca_dim must be from 1 to the {features.shape[1]} features, got {self._dim}"
+            )
         found: Any = None
         if comm.is_main_process():
             rows = F.normalize(features) if self._dim is None else whiten(features, self._dim)
             labels, _ = kmeans(rows, self._num_clusters, torch.default_generator)
-            drawn = uniform_indices(labels, torch.default_generator) if self._unif_sampling else None
+            drawn = (
+                uniform_indices(labels, torch.default_generator) if self._unif_sampling else None
+            )
             found = labels, drawn, self._new_head()
         labels, self._drawn, head = comm.broadcast(found)
         self._model.head.load_state_dict(head)
@@ -145,7 +171,9 @@ class DeepClusterHook(ClusterHook):
         self._num_clusterings += 1
         self._load_data(labels)
         self.put_sizes(sizes)
-        logger.info("Clustering %d: %d to %d samples", self._num_clusterings, sizes.min(), sizes.max())
+        logger.info(
+            "Clustering %d: %d to %d samples", self._num_clusterings, sizes.min(), sizes.max()
+        )
 
     @torch.no_grad()
     def _extract_features(self) -> Tensor:
@@ -187,7 +215,9 @@ class DeepClusterHook(ClusterHook):
                 loader.sampler.set_uniform_indices(labels.tolist(), self._num_clusters)
             self.trainer.reset_data_loader(lambda: loader)
         else:
-            self.trainer.reset_data_loader(lambda: build_train_loader(self._cfg, self._labelled(labels)))
+            self.trainer.reset_data_loader(
+                lambda: build_train_loader(self._cfg, self._labelled(labels))
+            )
         if place is not None:
             self.trainer.data_loader.load_state_dict(place)
 
@@ -196,11 +226,16 @@ class DeepClusterHook(ClusterHook):
         if hasattr(dataset, "assign_labels"):
             dataset.assign_labels(labels.tolist())
         else:
-            dataset = [{**item, self._label_key: label} for item, label in zip(dataset, labels.tolist(), strict=True)]
+            dataset = [
+                {**item, self._label_key: label}
+                for item, label in zip(dataset, labels.tolist(), strict=True)
+            ]
         return dataset if self._drawn is None else Subset(dataset, self._drawn.tolist())
 
 
 def _dataset_name(cfg: CfgNode) -> str:
     if len(cfg.DATASETS.TRAIN) != 1:
-        raise ConfigError(f"DATASETS.TRAIN must name the one dataset to cluster, got {list(cfg.DATASETS.TRAIN)}")
+        raise ConfigError(
+            f"DATASETS.TRAIN must name the one dataset to cluster, got {list(cfg.DATASETS.TRAIN)}"
+        )
     return cfg.DATASETS.TRAIN[0]

@@ -43,7 +43,10 @@ class ODCMemory(nn.Module):
         assign_by: Literal["inner_product", "distance"] = "inner_product",
     ) -> None:
         super().__init__()
-        largest, ways = length // num_classes, ("inner_product", "distance")  # all clusters must not be small
+        largest, ways = (
+            length // num_classes,
+            ("inner_product", "distance"),
+        )  # all clusters must not be small
         if not 0 <= momentum <= 1 or not 1 <= min_cluster <= largest or assign_by not in ways:
             accepted = f"momentum must be from 0 to 1, min_cluster from 1 to {largest}, assign_by one of {ways}"
             raise ValueError(f"{accepted}; got {momentum!r}, {min_cluster!r} and {assign_by!r}")
@@ -99,11 +102,15 @@ class ODCMemory(nn.Module):
         is_small = self.sizes() < self.min_cluster
         small, others = is_small.nonzero().flatten(), (~is_small).nonzero().flatten()
         members = is_small[self.label_bank]
-        self.label_bank[members] = others[self._assign(self.feature_bank[members], self.centroids[others])]
+        self.label_bank[members] = others[
+            self._assign(self.feature_bank[members], self.centroids[others])
+        ]
         for cluster in small.tolist():
             largest = int(self.sizes().argmax())
             members = (self.label_bank == largest).nonzero().flatten()
-            halves, centroids = kmeans(self.feature_bank[members], 2, torch.Generator().manual_seed(0), max_iters=20)
+            halves, centroids = kmeans(
+                self.feature_bank[members], 2, torch.Generator().manual_seed(0), max_iters=20
+            )
             self.label_bank[members[halves == 1]] = cluster
             self.centroids[largest], self.centroids[cluster] = centroids
 
@@ -142,8 +149,12 @@ class ODCHook(ClusterHook):
         reweight_pow: float = 0.5,
     ) -> None:
         super().__init__(reweight, reweight_pow)
-        self._centroids_period = check_period("centroids_update_interval", centroids_update_interval, minimum=1)
-        small = check_period("deal_with_small_clusters_interval", deal_with_small_clusters_interval, minimum=1)
+        self._centroids_period = check_period(
+            "centroids_update_interval", centroids_update_interval, minimum=1
+        )
+        small = check_period(
+            "deal_with_small_clusters_interval", deal_with_small_clusters_interval, minimum=1
+        )
         self._small_clusters_period = small
         self._evaluate_period = check_period("evaluate_interval", evaluate_interval, minimum=1)
 

@@ -20,7 +20,9 @@ def model_of(hook: HookBase, *needed: str) -> Any:
         try:
             attrgetter(path)(model)
         except AttributeError as error:
-            raise ConfigError(f"{type(hook).__name__} needs {path} of the model, see its docstring: {error}") from error
+            raise ConfigError(
+                f"{type(hook).__name__} needs {path} of the model, see its docstring: {error}"
+            ) from error
     return model
 
 
@@ -36,10 +38,14 @@ class ClusterHook(HookBase):
         """Set ``_model``. Raises ConfigError: it lacks a path of ``needed``, or is sharded."""
         self._model = model_of(self, *needed, *["loss_weight"] * self._reweight)
         if hasattr(self._model, "set_requires_gradient_sync"):
-            raise ConfigError(f'{type(self).__name__} does not work with MODEL.PARALLEL "fsdp"; make it "ddp"')
+            raise ConfigError(
+                f'{type(self).__name__} does not work with MODEL.PARALLEL "fsdp"; make it "ddp"'
+            )
         loss: Any = getattr(getattr(self._model, "head", None), "loss", None)
         if self._reweight and hasattr(loss, "class_weight"):
-            loss.class_weight = self._model.loss_weight  # also in a resumed run: a checkpoint does not hold this
+            loss.class_weight = (
+                self._model.loss_weight
+            )  # also in a resumed run: a checkpoint does not hold this
 
     def weight_classes(self, sizes: Tensor) -> None:
         if self._reweight:

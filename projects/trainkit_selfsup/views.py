@@ -38,7 +38,9 @@ class SimSiamHook(HookBase):
     def before_train(self) -> None:
         if self._fix_pred_lr and not self._groups():
             entry = "{KEY: predictor, FIXED_LR: True} in SOLVER.PARAM_GROUPS.CUSTOM_KEYS"
-            raise ConfigError(f"SimSiamHook needs a parameter group with fix_lr or fixed_lr, such as that of {entry}")
+            raise ConfigError(
+                f"SimSiamHook needs a parameter group with fix_lr or fixed_lr, such as that of {entry}"
+            )
 
     def before_step(self) -> None:
         for group in self._groups():
@@ -65,11 +67,15 @@ class DenseCLHook(HookBase):
         self._start_iters, self._momentum = check_period("start_iters", start_iters), momentum
 
     def before_train(self) -> None:
-        self._model = model_of(self, "loss_lambda", *["update_key_encoder"] * (self._momentum is not None))
+        self._model = model_of(
+            self, "loss_lambda", *["update_key_encoder"] * (self._momentum is not None)
+        )
         self._loss_lambda = self._model.loss_lambda
 
     def before_step(self) -> None:
-        self._model.loss_lambda = self._loss_lambda if self.trainer.iter >= self._start_iters else 0.0
+        self._model.loss_lambda = (
+            self._loss_lambda if self.trainer.iter >= self._start_iters else 0.0
+        )
 
     def after_step(self) -> None:
         if self._momentum is not None:
@@ -116,24 +122,36 @@ class SwAVHook(HookBase):
     ) -> None:
         self._batch_size = check_period("batch_size", batch_size, minimum=1)
         self._epoch_queue_starts = check_period("epoch_queue_starts", epoch_queue_starts)
-        self._num_crops, self._feat_dim = len(crops_for_assign), check_period("feat_dim", feat_dim, minimum=1)
+        self._num_crops, self._feat_dim = (
+            len(crops_for_assign),
+            check_period("feat_dim", feat_dim, minimum=1),
+        )
         self._queue_length = check_period("queue_length", queue_length)
         if interval != 1:
-            logger.warning("SwAVHook: interval %r has no effect; every checkpoint has the queue", interval)
+            logger.warning(
+                "SwAVHook: interval %r has no effect; every checkpoint has the queue", interval
+            )
         frozen = frozen_layers_cfg or {}
-        self._frozen = {name: check_period(f"frozen_layers_cfg[{name}]", iters) for name, iters in frozen.items()}
+        self._frozen = {
+            name: check_period(f"frozen_layers_cfg[{name}]", iters)
+            for name, iters in frozen.items()
+        }
         self._loss: Any = None
         self._waiting_state: dict[str, Any] = {}  # until training starts
 
     def before_train(self) -> None:
-        model = model_of(self, *["head.loss.queue", "head.loss.use_queue"] * bool(self._queue_length))
+        model = model_of(
+            self, *["head.loss.queue", "head.loss.use_queue"] * bool(self._queue_length)
+        )
         self._loss, self._device = model.head.loss if self._queue_length else None, device_of(model)
         if self._loss is not None:
             batch = self._batch_size * comm.get_world_size()
             self._rows = self._queue_length // batch * self._batch_size
             if not self._rows or not self.trainer.has_epochs:
                 accepted = f"at least one batch of all ranks, {batch}, and data with a length, that is with epochs"
-                raise ConfigError(f"SwAVHook: queue_length {self._queue_length}; accepted: {accepted}")
+                raise ConfigError(
+                    f"SwAVHook: queue_length {self._queue_length}; accepted: {accepted}"
+                )
             if self._waiting_state or self.trainer.start_iter == 0:
                 state = self._waiting_state or {"queue": None, "use_queue": False}
                 queue, self._loss.use_queue = state["queue"], state["use_queue"]
@@ -143,14 +161,24 @@ class SwAVHook(HookBase):
         for name, iters in self._frozen.items():
             parameters = [parameter for path, parameter in model.named_parameters() if name in path]
             if not parameters:
-                raise ConfigError(f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} in its name")
+                raise ConfigError(
+                    f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} in its name"
+                )
             self._layers.append((iters, parameters))
             if self.trainer.start_iter < iters:
-                start_momentum(self.trainer.optimizer)  # fused SGD fails if only some of a group have a momentum
+                start_momentum(
+                    self.trainer.optimizer
+                )  # fused SGD fails if only some of a group have a momentum
 
     def before_step(self) -> None:
-        if self._loss is not None and self._loss.queue is None and self.trainer.epoch >= self._epoch_queue_starts:
-            self._loss.queue = torch.zeros(self._num_crops, self._rows, self._feat_dim, device=self._device)
+        if (
+            self._loss is not None
+            and self._loss.queue is None
+            and self.trainer.epoch >= self._epoch_queue_starts
+        ):
+            self._loss.queue = torch.zeros(
+                self._num_crops, self._rows, self._feat_dim, device=self._device
+            )
 
     def after_backward(self) -> None:
         for iters, parameters in self._layers:
@@ -163,7 +191,10 @@ class SwAVHook(HookBase):
         if self._waiting_state or self._loss is None:
             return self._waiting_state
         queue: Tensor | None = self._loss.queue
-        return {"queue": None if queue is None else queue.clone(), "use_queue": bool(self._loss.use_queue)}
+        return {
+            "queue": None if queue is None else queue.clone(),
+            "use_queue": bool(self._loss.use_queue),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._waiting_state = state_dict

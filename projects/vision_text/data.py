@@ -52,7 +52,11 @@ class Texts(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, num_samples: int, seed: int, *, for_language_model: bool = False) -> None:
-        self._num_samples, self._seed, self._for_language_model = num_samples, seed, for_language_model
+        self._num_samples, self._seed, self._for_language_model = (
+            num_samples,
+            seed,
+            for_language_model,
+        )
 
     def __len__(self) -> int:
         return self._num_samples
@@ -63,7 +67,9 @@ class Texts(Dataset[dict[str, Any]]):
         while piece.sum() % 2 != self._seed % 2:
             piece = label * third + rng.choice(third, rng.integers(2, 6), replace=False)
         tokens = torch.from_numpy(np.resize(piece, LENGTH).astype(np.int64))
-        return {"input_ids": tokens} | ({"labels": tokens} if self._for_language_model else {"label": label})
+        return {"input_ids": tokens} | (
+            {"labels": tokens} if self._for_language_model else {"label": label}
+        )
 
 
 def _generator(seed: int, index: int, num_samples: int) -> np.random.Generator:
@@ -87,6 +93,8 @@ class ToImage:
 for _name, _seed, _num_samples in (("train", 0, 4800), ("test", 1, 120)):
     DatasetCatalog.register(f"shapes_{_name}", partial(Shapes, _num_samples, _seed))
     DatasetCatalog.register(f"texts_{_name}", partial(Texts, _num_samples, _seed))
-    DatasetCatalog.register(f"lm_texts_{_name}", partial(Texts, _num_samples, _seed, for_language_model=True))
+    DatasetCatalog.register(
+        f"lm_texts_{_name}", partial(Texts, _num_samples, _seed, for_language_model=True)
+    )
     MetadataCatalog.get(f"shapes_{_name}").set(class_names=list(CLASS_NAMES))
     MetadataCatalog.get(f"texts_{_name}").set(class_names=list(TEXT_CLASS_NAMES))

@@ -20,7 +20,11 @@ _SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 def BertClassifier(cfg: CfgNode) -> nn.Module:
     """An encoder of Hugging Face with MODEL.DEPTH layers. A batch has ``input_ids`` and ``label``."""
     sizes = {**_SIZES, "num_hidden_layers": cfg.MODEL.DEPTH}
-    texts = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "num_labels": len(CLASS_NAMES)}
+    texts = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+        "num_labels": len(CLASS_NAMES),
+    }
     return losses_from(BertForSequenceClassification(BertConfig(**sizes, **texts)), F.cross_entropy)
 
 
@@ -35,7 +39,12 @@ class Trainer(DefaultTrainer):
     @classmethod
     def build_train_loader(cls, cfg: CfgNode, seed: int = 0) -> Any:
         data = Texts(480, seed)
-        return DataLoader(data, 32, shuffle=not seed, collate_fn=lambda texts: BatchEncoding(default_collate(texts)))
+        return DataLoader(
+            data,
+            32,
+            shuffle=not seed,
+            collate_fn=lambda texts: BatchEncoding(default_collate(texts)),
+        )
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:

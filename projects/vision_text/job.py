@@ -12,7 +12,9 @@ IMAGES: list[Any] = ["INPUT.TRAIN_TRANSFORM", "ToImage", "INPUT.TEST_TRANSFORM",
 IMAGES += ["DATASETS.TRAIN", ["shapes_train"], "DATASETS.TEST", ["shapes_test"]]
 
 
-def start(trainer: type[DefaultTrainer], options: list[Any], arguments: list[str] | None = None) -> Any:
+def start(
+    trainer: type[DefaultTrainer], options: list[Any], arguments: list[str] | None = None
+) -> Any:
     """Train as the command says; returns the results of the last evaluation, if it is done in this process."""
     args = default_argument_parser().parse_args(arguments)
     address = args.num_machines, args.machine_rank, args.dist_url

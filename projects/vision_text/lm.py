@@ -25,7 +25,9 @@ _SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 def LlamaLM(cfg: CfgNode) -> nn.Module:
     """A causal language model of Hugging Face with MODEL.DEPTH layers, and with its own loss of ``labels``."""
     sizes = {**_SIZES, "num_hidden_layers": cfg.MODEL.DEPTH}
-    return losses_from(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)))
+    return losses_from(
+        LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes))
+    )
 
 
 @LAYER_DEPTH_REGISTRY.register()
@@ -51,12 +53,18 @@ class Trainer(DefaultTrainer):
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, use_cache=False, **_SIZES)
-        return losses_from(LlamaForCausalLM(config), next_token_loss, split=lambda b: ([b.ids[:, :-1]], b.ids[:, 1:]))
+        return losses_from(
+            LlamaForCausalLM(config),
+            next_token_loss,
+            split=lambda b: ([b.ids[:, :-1]], b.ids[:, 1:]),
+        )
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
         texts = MapDataset(Texts(480, seed=0), lambda sample: sample["input_ids"])
-        return DataLoader(texts, 32, shuffle=True, collate_fn=lambda batch: Tokens(torch.stack(batch)))
+        return DataLoader(
+            texts, 32, shuffle=True, collate_fn=lambda batch: Tokens(torch.stack(batch))
+        )
 
 
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,9 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode, seed: int = 0) -> Any:
-        pairs = MapDataset(Shapes(480, seed), lambda sample: (ToImage()(sample)["image"], sample["label"]))
+        pairs = MapDataset(
+            Shapes(480, seed), lambda sample: (ToImage()(sample)["image"], sample["label"])
+        )
         return DataLoader(pairs, cfg.SOLVER.IMS_PER_BATCH, shuffle=not seed)
 
     @classmethod

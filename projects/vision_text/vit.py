@@ -15,7 +15,9 @@ from trainkit.modeling import MODEL_REGISTRY, losses_from
 def TimmViT(cfg: CfgNode) -> nn.Module:
     """A vision transformer of timm with MODEL.DEPTH blocks."""
     options = {"patch_size": 8, "embed_dim": 64, "num_heads": 4, "depth": cfg.MODEL.DEPTH}
-    return losses_from(VisionTransformer(SIZE, num_classes=len(CLASS_NAMES), **options), F.cross_entropy)
+    return losses_from(
+        VisionTransformer(SIZE, num_classes=len(CLASS_NAMES), **options), F.cross_entropy
+    )
 
 
 class Trainer(DefaultTrainer):
@@ -23,7 +25,9 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        model = VisionTransformer(SIZE, 8, num_classes=len(CLASS_NAMES), embed_dim=64, num_heads=4, depth=2)
+        model = VisionTransformer(
+            SIZE, 8, num_classes=len(CLASS_NAMES), embed_dim=64, num_heads=4, depth=2
+        )
         return losses_from(model, F.cross_entropy)
 
 

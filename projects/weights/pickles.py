@@ -18,12 +18,18 @@ def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, "rb") as file:
             is_archive = file.read(2) == b"PK"
             file.seek(0)
-            state = None if is_archive else pickle.load(file, encoding="latin1")  # latin1 for pickles of Python 2
+            state = (
+                None if is_archive else pickle.load(file, encoding="latin1")
+            )  # latin1 for pickles of Python 2
             if is_archive or state == torch.serialization.MAGIC_NUMBER:
                 file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # code in the file may raise anything
-        raise CheckpointError(f"'{path}' cannot be read as a pickle: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"'{path}' cannot be read as a pickle: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"'{path}' holds a {type(state).__name__}; save a dict, of a module its state_dict()")
+        raise CheckpointError(
+            f"'{path}' holds a {type(state).__name__}; save a dict, of a module its state_dict()"
+        )
     return state

@@ -16,9 +16,13 @@ class SafetensorsFormat(CheckpointFormat):
 
     def write(self, state: Mapping[str, Any], path: str) -> None:
         """Write ``state["model"]``; tied weights are stored under each of their names. Raises TypeError too."""
-        if others := [name for name, weight in state["model"].items() if not isinstance(weight, torch.Tensor)]:
+        if others := [
+            name for name, weight in state["model"].items() if not isinstance(weight, torch.Tensor)
+        ]:
             raise TypeError(f"safetensors takes tensors alone, not {others}")
-        content = import_safetensors().save({name: x.clone().contiguous() for name, x in state["model"].items()})
+        content = import_safetensors().save(
+            {name: x.clone().contiguous() for name, x in state["model"].items()}
+        )
         with replacing(path) as output:
             output.write(content)
 
@@ -28,7 +32,9 @@ class SafetensorsFormat(CheckpointFormat):
                 return {"model": import_safetensors().load(file.read())}
         except CheckpointError:
             raise
-        except Exception as error:  # a SafetensorError, a KeyError for a dtype that torch does not have, ...
+        except (
+            Exception
+        ) as error:  # a SafetensorError, a KeyError for a dtype that torch does not have, ...
             raise CheckpointError(f"'{path}' cannot be read as safetensors: {error}") from error
 
 
@@ -37,7 +43,9 @@ def import_safetensors() -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError:
-        raise CheckpointError("this needs the package safetensors: pip install 'trainkit[safetensors]'") from None
+        raise CheckpointError(
+            "this needs the package safetensors: pip install 'trainkit[safetensors]'"
+        ) from None
 
 
 @FORMAT_REGISTRY.register()

@@ -6,7 +6,9 @@ import os
 
 # all of one save of a small state: the file and the tag are made durable and renamed, then their folder is made durable
 CALLS_OF_A_SAVE = [*("write", "fsync", "rename") * 2, "fsync"]
-EACH_CALL = [(kind, CALLS_OF_A_SAVE[: place + 1].count(kind)) for place, kind in enumerate(CALLS_OF_A_SAVE)]
+EACH_CALL = [
+    (kind, CALLS_OF_A_SAVE[: place + 1].count(kind)) for place, kind in enumerate(CALLS_OF_A_SAVE)
+]
 
 
 class Faults:
@@ -35,8 +37,16 @@ class Faults:
             return io.BufferedWriter(File(file, "x"), 1 << 20)
 
         patch(builtins, "open", opened)
-        patch(os, "fsync", lambda descriptor: self._action() if self._is_hit("fsync") else fsync(descriptor))
-        patch(os, "replace", lambda *paths: self._action() if self._is_hit("rename") else replace(*paths))
+        patch(
+            os,
+            "fsync",
+            lambda descriptor: self._action() if self._is_hit("fsync") else fsync(descriptor),
+        )
+        patch(
+            os,
+            "replace",
+            lambda *paths: self._action() if self._is_hit("rename") else replace(*paths),
+        )
 
     def _is_hit(self, kind):
         self.calls.append(kind)

@@ -23,8 +23,17 @@ def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder
     path = run_folder / NEWEST
     intact = path.read_bytes()
     assert (resumed(run_folder), warnings_of(caplog)) == (29, [])
-    flipped = intact.replace(torch.tensor(29.0).numpy().tobytes(), torch.tensor(28.0).numpy().tobytes())
-    for damaged in (flipped, intact[:-1], intact[: len(intact) // 2], b"", b"damaged", b"PK damaged"):
+    flipped = intact.replace(
+        torch.tensor(29.0).numpy().tobytes(), torch.tensor(28.0).numpy().tobytes()
+    )
+    for damaged in (
+        flipped,
+        intact[:-1],
+        intact[: len(intact) // 2],
+        b"",
+        b"damaged",
+        b"PK damaged",
+    ):
         path.write_bytes(damaged)
         assert resumed(run_folder) == 19
         (warning,) = warnings_of(caplog)
@@ -32,7 +41,9 @@ def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder
         assert f"Resuming from '{run_folder / 'model_0000019.pth'}' instead" in warning
 
 
-@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to(path), lambda path: None])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.mkdir(), lambda path: path.symlink_to(path), lambda path: None]
+)
 def test_a_tag_that_names_no_checkpoint_is_passed_over(run_folder, caplog, make):
     """Also for weights that somebody has put there: they are newer, and no state of a run."""
     torch.save({"model": linear(5).state_dict()}, run_folder / "weights.pth")
@@ -48,10 +59,14 @@ def test_a_tag_that_names_no_checkpoint_is_passed_over(run_folder, caplog, make)
     assert "weights.pth' holds no state for ['trainer']" in warning
 
 
-def test_no_intact_checkpoint_is_an_error_that_lists_all_and_without_a_tag_there_is_none(run_folder):
+def test_no_intact_checkpoint_is_an_error_that_lists_all_and_without_a_tag_there_is_none(
+    run_folder,
+):
     for path in run_folder.glob("*.pth"):
         path.write_bytes(b"PK damaged")
-    with pytest.raises(CheckpointError, match=r"no checkpoint is intact: .*0029.*0019.*0009.*leave out --resume"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint is intact: .*0029.*0019.*0009.*leave out --resume"
+    ):
         resumed(run_folder)
     tag = run_folder / "last_checkpoint"
     for change in (lambda: tag.write_text("\n"), tag.unlink):

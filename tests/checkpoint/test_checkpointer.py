@@ -24,24 +24,34 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     checkpointer.save("model_0000009", iteration=9)
     checkpointer.save("model_best", tag_last=False)
 
-    assert sorted(os.listdir(tmp_path / "new")) == ["last_checkpoint", "model_0000009.pth", "model_best.pth"]
+    assert sorted(os.listdir(tmp_path / "new")) == [
+        "last_checkpoint",
+        "model_0000009.pth",
+        "model_best.pth",
+    ]
     assert (tmp_path / "new" / "last_checkpoint").read_text() == "model_0000009.pth"
     assert checkpointer.get_checkpoint_file() == str(tmp_path / "new" / "model_0000009.pth")
     theirs, trainer = linear(0), Counter()
-    rest = fvcore.common.checkpoint.Checkpointer(theirs, str(tmp_path / "new"), trainer=trainer).resume_or_load("")
+    rest = fvcore.common.checkpoint.Checkpointer(
+        theirs, str(tmp_path / "new"), trainer=trainer
+    ).resume_or_load("")
     assert (weight_of(theirs), trainer.value, rest["iteration"]) == (1, 1, 9)
     every_rank_writes = CheckpointFormat()
     every_rank_writes.collective = True
     Checkpointer(linear(1), tmp_path / "other", format=every_rank_writes).save("model")
     assert sorted(os.listdir(tmp_path / "other")) == ["last_checkpoint", "model.pth"]
-    for _ in range(2):  # a file that is not there is no error, and a removal that was killed is completed
+    for _ in range(
+        2
+    ):  # a file that is not there is no error, and a removal that was killed is completed
         (tmp_path / "new/model_best.shards-0123abcd").mkdir()
         checkpointer.remove("model_best")
     assert sorted(os.listdir(tmp_path / "new")) == ["last_checkpoint", "model_0000009.pth"]
 
 
 def test_wrong_values_and_names_are_named_and_nothing_is_written(tmp_path):
-    checkpointer = Checkpointer(linear(1), tmp_path, trainer=Counter({"hooks": {"Best": np.float64(0.5)}}))
+    checkpointer = Checkpointer(
+        linear(1), tmp_path, trainer=Counter({"hooks": {"Best": np.float64(0.5)}})
+    )
     with pytest.raises(TypeError, match=r"'trainer\.value\.hooks\.Best'"):
         checkpointer.save("model")
     with pytest.raises(ValueError, match="name must be .* got 'a/b'"):
@@ -60,33 +70,48 @@ def test_resume_takes_the_last_checkpoint_with_everything(run_folder, tmp_path, 
     assert trainer.value == 0
     assert f"No checkpoint to resume from in '{tmp_path / 'fresh'}'" in caplog.text
     for folder in ("", tmp_path / "fresh"):
-        assert (Checkpointer(linear(0), folder).has_checkpoint(), resume(folder)) == (False, (0, {}))
+        assert (Checkpointer(linear(0), folder).has_checkpoint(), resume(folder)) == (
+            False,
+            (0, {}),
+        )
 
     model = linear(0)
-    Checkpointer(model, run_folder, trainer=trainer).resume_or_load(run_folder / "model_0000019.pth", resume=False)
+    Checkpointer(model, run_folder, trainer=trainer).resume_or_load(
+        run_folder / "model_0000019.pth", resume=False
+    )
     assert (weight_of(model), trainer.value) == (19, 0)
 
 
 def test_a_folder_of_fvcore_can_be_resumed_but_not_weights_alone(tmp_path):
-    fvcore.common.checkpoint.Checkpointer(linear(5), str(tmp_path), trainer=Counter(5)).save("model", iteration=5)
+    fvcore.common.checkpoint.Checkpointer(linear(5), str(tmp_path), trainer=Counter(5)).save(
+        "model", iteration=5
+    )
     assert resume(tmp_path, trainer=Counter()) == (5, {"iteration": 5})
     Checkpointer(linear(1), tmp_path / "weights").save("model")
     with pytest.raises(CheckpointError, match=r"no state for \['trainer'\].* --resume"):
         resume(tmp_path / "weights", trainer=Counter())
     trainer = Counter()  # and the model has to be the same
-    with pytest.raises(CheckpointError, match=r"entry 'model' does not fit(.|\n)*Missing.*0.weight(.|\n)*Unexpected"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"entry 'model' does not fit(.|\n)*Missing.*0.weight(.|\n)*Unexpected",
+    ):
         Checkpointer(nn.Sequential(linear(0)), tmp_path, trainer=trainer).resume_or_load("")
     assert trainer.value == 0
 
 
 def test_what_does_not_fit_is_named_and_the_rest_is_loaded(tmp_path, caplog):
-    torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(3), "extra": torch.ones(1)}, tmp_path / "other.pth")
+    torch.save(
+        {"weight": torch.ones(2, 2), "bias": torch.ones(3), "extra": torch.ones(1)},
+        tmp_path / "other.pth",
+    )
     model = linear(0)
     model.register_buffer("steps", torch.zeros(4, 5))
     Checkpointer(model).load(tmp_path / "other.pth")
     assert weight_of(model) == 1
     assert model.bias.tolist() == [0, 0]
-    shapes, missing, unexpected = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    shapes, missing, unexpected = (
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    )
     assert "'bias'" in shapes
     assert "steps" in missing
     assert "extra" in unexpected
@@ -95,7 +120,12 @@ def test_what_does_not_fit_is_named_and_the_rest_is_loaded(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("model", "weights", "strict", "message"),
     [
-        (linear(0), {"weight": torch.ones(7, 7), "head": torch.ones(1)}, False, "size mismatch for weight"),
+        (
+            linear(0),
+            {"weight": torch.ones(7, 7), "head": torch.ones(1)},
+            False,
+            "size mismatch for weight",
+        ),
         (linear(0), {1: torch.ones(1)}, False, "AttributeError"),
         (linear(0), {"weight": torch.ones(2, 2)}, True, "Missing.*bias"),
         (nn.BatchNorm1d(2), {"other": torch.ones(1)}, False, "Unexpected"),
@@ -107,12 +137,15 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path, model, weights, strict, 
         Checkpointer(model).load(tmp_path / "other.pth", strict=strict)
     torch.save({"state_dict": weights, "loss": torch.ones(1)}, tmp_path / "other.pth")
     with pytest.raises(
-        CheckpointError, match=r"entries \['state_dict', 'loss'\], no 'model'; save a file of the weights"
+        CheckpointError,
+        match=r"entries \['state_dict', 'loss'\], no 'model'; save a file of the weights",
     ):
         Checkpointer(model).load(tmp_path / "other.pth", strict=strict)
 
 
-def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_loaded(tmp_path, caplog):
+def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_loaded(
+    tmp_path, caplog
+):
     Checkpointer(linear(1), tmp_path, a=Counter(1), b=Counter(2)).save("model", iteration=3)
     a, b = Counter(), Counter()
     rest = Checkpointer(linear(0), a=a, b=b).load(tmp_path / "model.pth", checkpointables=["b"])
@@ -130,8 +163,13 @@ def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):
     wrapped = nn.DataParallel(linear(1))
     Checkpointer(wrapped, tmp_path).save("ours")
     torch.save(wrapped.state_dict(), tmp_path / "theirs.pth")
-    extra = {"get_extra_state": lambda self: {"steps": 1}, "set_extra_state": lambda self, state: None}
-    own = type("Own", (nn.Module,), extra)()  # whose own keys start with "module.", and one has a dict
+    extra = {
+        "get_extra_state": lambda self: {"steps": 1},
+        "set_extra_state": lambda self, state: None,
+    }
+    own = type(
+        "Own", (nn.Module,), extra
+    )()  # whose own keys start with "module.", and one has a dict
     own.module = linear(1)
     torch.save(own.state_dict(), tmp_path / "own.pth")
 
@@ -170,7 +208,11 @@ def test_what_is_changed_before_the_save_is_written_and_the_model_keeps_its_weig
     Checkpointer(model, tmp_path, trainer=first, other=second).save("model", iteration=9)
 
     written = torch.load(tmp_path / "model.pth", weights_only=True)
-    assert (written["note"], written["iteration"], written["trainer"]) == ("one more", 9, {"value": 3})
+    assert (written["note"], written["iteration"], written["trainer"]) == (
+        "one more",
+        9,
+        {"value": 3},
+    )
     assert written["model"]["weight"].unique().tolist() == [2]
     assert weight_of(model) == 1
     assert first.calls == [("before_save", ["iteration", "model", "other", "trainer"])]

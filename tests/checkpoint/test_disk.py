@@ -38,7 +38,9 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
 
         assert hidden_files(run_folder) == []
         assert {name: (run_folder / name).read_bytes() for name in before} == before
-        tagged = 39 if (kind, n) == ("fsync", 3) else 29  # there all but the tag's place in the folder is durable
+        tagged = (
+            39 if (kind, n) == ("fsync", 3) else 29
+        )  # there all but the tag's place in the folder is durable
         assert (run_folder / "last_checkpoint").read_text() == f"model_{tagged:07d}.pth"
         assert resumed(run_folder) == tagged
         checkpointer.tag_last_checkpoint("model_0000029.pth")
@@ -58,7 +60,10 @@ def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_p
         if child == 0:
             try:
                 Faults(setattr, kind, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                save_and_wait(Checkpointer(linear(2), run, format=save_format, trainer=Counter(2)), "model_0000002")
+                save_and_wait(
+                    Checkpointer(linear(2), run, format=save_format, trainer=Counter(2)),
+                    "model_0000002",
+                )
             finally:
                 os._exit(0)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -89,14 +94,19 @@ class Growing(Counter):
         self.value = len(state_dict["value"])
 
 
-def test_a_save_that_does_not_fit_leaves_the_one_before(tmp_path, file_size_limit, caplog, save_format):
+def test_a_save_that_does_not_fit_leaves_the_one_before(
+    tmp_path, file_size_limit, caplog, save_format
+):
     state = Growing()
     checkpointer = Checkpointer(linear(1), tmp_path, format=save_format, state=state)
     folder = {}
 
     def look(trainer):
         checkpointer.has_checkpoint()  # waits
-        folder[trainer.iter] = (sorted(os.listdir(tmp_path)), (tmp_path / "last_checkpoint").read_text())
+        folder[trainer.iter] = (
+            sorted(os.listdir(tmp_path)),
+            (tmp_path / "last_checkpoint").read_text(),
+        )
 
     trainer = Steps(step=lambda iter: setattr(state, "value", iter))
     trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2, max_to_keep=1)])

@@ -27,10 +27,16 @@ def test_state_comes_back_with_values_and_types_and_torch_reads_it(path):
     tied = torch.zeros(100_000)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     state = {
-        "tensors": [torch.arange(3), torch.ones(2, dtype=torch.bfloat16), torch.zeros(2).to_sparse()],
+        "tensors": [
+            torch.arange(3),
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.zeros(2).to_sparse(),
+        ],
         "plain": ("a", b"b", 1, 2.5, 1 + 2j, True, None, float("inf"), IntEnum("Sort", ["A"]).A),
         "torch": [torch.Size([1, 2]), torch.float16, torch.device("cpu")],
-        "keys": collections.OrderedDict([("s", 1), (2, 2), (0.5, 3), (IntEnum("Sort", ["A"]).A, 4)]),
+        "keys": collections.OrderedDict(
+            [("s", 1), (2, 2), (0.5, 3), (IntEnum("Sort", ["A"]).A, 4)]
+        ),
         "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5]).state_dict(),
         "model": torch.nn.BatchNorm1d(2).state_dict(),
         "tied": [tied, tied],
@@ -41,7 +47,11 @@ def test_state_comes_back_with_values_and_types_and_torch_reads_it(path):
     loaded = read_file(path)
 
     assert loaded.keys() == state.keys()
-    assert [tensor.dtype for tensor in loaded["tensors"]] == [torch.int64, torch.bfloat16, torch.float32]
+    assert [tensor.dtype for tensor in loaded["tensors"]] == [
+        torch.int64,
+        torch.bfloat16,
+        torch.float32,
+    ]
     assert loaded["tensors"][0].tolist() == [0, 1, 2]
     for key in ("plain", "torch", "keys"):
         assert loaded[key] == state[key]
@@ -60,11 +70,17 @@ class _Name(str):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": {3: {"history": [0, np.float64(0.5)]}}}, r"'a\[3\]\.history\[1\]' is .* of type numpy.float64; "),
+        (
+            {"a": {3: {"history": [0, np.float64(0.5)]}}},
+            r"'a\[3\]\.history\[1\]' is .* of type numpy.float64; ",
+        ),
         ({"a": [_Name("a")]}, r"'a\[0\]' is .*_Name; "),
         ({"a": b""}, "of type builtins.bytes; "),
         ({"a": {frozenset(): 0}}, r"'a\[frozenset"),
-        ({"a": {"b": torch.nn.parameter.UninitializedParameter()}}, "'a.b' is .*UninitializedParameter"),
+        (
+            {"a": {"b": torch.nn.parameter.UninitializedParameter()}},
+            "'a.b' is .*UninitializedParameter",
+        ),
     ],
 )
 def test_other_than_plain_values_are_named_by_their_path(path, state, message):
@@ -97,7 +113,10 @@ def test_files_of_older_versions_are_read(path):
     """They have a mark, and their length and digest behind the archive."""
     torch.save({"__trainkit_format__": 1, **NEW}, path)
     content = path.read_bytes()
-    path.write_bytes(content + struct.pack("<8sIQ32s", b"TRAINKIT", 1, len(content), hashlib.sha256(content).digest()))
+    path.write_bytes(
+        content
+        + struct.pack("<8sIQ32s", b"TRAINKIT", 1, len(content), hashlib.sha256(content).digest())
+    )
     loaded = read_file(path)
     assert list(loaded) == ["weight"]
     assert torch.equal(loaded["weight"], NEW["weight"])
@@ -117,7 +136,9 @@ def test_a_file_with_other_contents_is_refused_and_nothing_unsafe_recommended(pa
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(path, tmp_path, monkeypatch, error):
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
+    path, tmp_path, monkeypatch, error
+):
     def fail(*args):
         raise error
 

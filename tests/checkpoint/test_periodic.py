@@ -9,7 +9,9 @@ from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
 
 
 def files(folder):
-    return sorted(name.removesuffix(".pth") for name in os.listdir(folder) if name != "last_checkpoint")
+    return sorted(
+        name.removesuffix(".pth") for name in os.listdir(folder) if name != "last_checkpoint"
+    )
 
 
 def run(folder, iterations, checkpointer=None, **kwargs):
@@ -25,8 +27,14 @@ def run(folder, iterations, checkpointer=None, **kwargs):
         ({"period": 2, "max_iter": 6}, ["model_0000001", "model_0000003", "model_final"]),
         ({"period": 2}, ["model_0000001", "model_0000003", "model_0000005"]),
         ({"period": 0, "max_iter": 6}, ["model_final"]),
-        ({"period": 2, "max_iter": 6, "save_last": False}, ["model_0000001", "model_0000003", "model_0000005"]),
-        ({"period": 2, "start": 3}, ["model_0000002", "model_0000004"]),  # the period counts from there
+        (
+            {"period": 2, "max_iter": 6, "save_last": False},
+            ["model_0000001", "model_0000003", "model_0000005"],
+        ),
+        (
+            {"period": 2, "start": 3},
+            ["model_0000002", "model_0000004"],
+        ),  # the period counts from there
         ({"period": 2, "max_iter": 6, "max_to_keep": 2}, ["model_0000003", "model_final"]),
     ],
 )
@@ -40,11 +48,20 @@ def test_saves_each_period_and_once_at_the_end(tmp_path, arguments, expected):
 
 
 def test_rotation_goes_on_after_a_restart_and_leaves_final_best_and_other_files(tmp_path):
-    kept = ["model_best", "model_final", "model_12", "model_0000000_copy", "other_0000000", "my_model_0000000"]
+    kept = [
+        "model_best",
+        "model_final",
+        "model_12",
+        "model_0000000_copy",
+        "other_0000000",
+        "my_model_0000000",
+    ]
     kept += ["model_10000099"]  # of a later iteration, from an earlier run
     for name in kept:
         (tmp_path / f"{name}.pth").touch()
-    (tmp_path / "model_0000000.shards-0a1b2c3d").mkdir()  # of a run that was resumed in another format
+    (
+        tmp_path / "model_0000000.shards-0a1b2c3d"
+    ).mkdir()  # of a run that was resumed in another format
     run(tmp_path, range(3), period=1, max_to_keep=2)
     assert files(tmp_path) == sorted([*kept, "model_0000001", "model_0000002"])
     assert [*tmp_path.glob("*.shards-*")] == []
@@ -61,11 +78,19 @@ def test_nothing_is_removed_before_the_new_file_is_there_nor_by_who_does_not_wri
 
     run(tmp_path, range(2), period=1)
     run(tmp_path, [2], Late(linear(0), tmp_path), period=1, max_to_keep=1)
-    run(tmp_path, [2], Checkpointer(linear(0), tmp_path, save_to_disk=False), period=1, max_to_keep=1)
+    run(
+        tmp_path,
+        [2],
+        Checkpointer(linear(0), tmp_path, save_to_disk=False),
+        period=1,
+        max_to_keep=1,
+    )
     assert files(tmp_path) == ["model_0000000", "model_0000001"]
 
 
-def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(tmp_path, monkeypatch, caplog, save_format):
+def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(
+    tmp_path, monkeypatch, caplog, save_format
+):
     def fail(folder):
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -75,6 +100,8 @@ def test_a_folder_that_cannot_be_listed_gets_its_checkpoint_and_a_warning(tmp_pa
         PeriodicCheckpointer(checkpointer, period=1, max_to_keep=1).step(0)
         checkpointer.wait()
 
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert warning.endswith("Stale file handle")
     assert files(tmp_path) == ["model_0000000"]

@@ -25,7 +25,9 @@ def all_ranks_load_the_same_file_or_fail_together(rank, name):
 
     # Rank 1 finds no checkpoint in its own folder, but follows rank 0.
     model = linear(0)
-    Checkpointer(model, folder / ("run" if rank == 0 else "empty"), trainer=Counter()).resume_or_load("")
+    Checkpointer(
+        model, folder / ("run" if rank == 0 else "empty"), trainer=Counter()
+    ).resume_or_load("")
     assert weight_of(model) == 1
     assert not (folder / "empty").exists()
 
@@ -59,7 +61,11 @@ class Part:
 
     def __init__(self, rank, size=3):
         self.state = {
-            "own": {"rank": rank, "list": [torch.tensor([float(rank)])], "same": [torch.ones(size), torch.ones(size)]},
+            "own": {
+                "rank": rank,
+                "list": [torch.tensor([float(rank)])],
+                "same": [torch.ones(size), torch.ones(size)],
+            },
             "shared": torch.full((size,), float(rank)),
         }
 
@@ -119,8 +125,12 @@ def a_checkpointer_on_rank_0_alone_waits_for_nobody(rank, folder):
 def every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0(rank, folder):
     def make():
         trainer, drawn = Steps(step=lambda iter: drawn.append(torch.rand(()).item())), []
-        checkpointer = Checkpointer(nn.Linear(1, 1), os.path.join(folder, "random"), trainer=trainer)
-        put = hooks.CallbackHook(after_step=lambda trainer: trainer.storage.put_scalar("rank", rank))
+        checkpointer = Checkpointer(
+            nn.Linear(1, 1), os.path.join(folder, "random"), trainer=trainer
+        )
+        put = hooks.CallbackHook(
+            after_step=lambda trainer: trainer.storage.put_scalar("rank", rank)
+        )
         trainer.register_hooks([put, hooks.PeriodicCheckpointer(checkpointer, 3)])
         return trainer, checkpointer, drawn
 
@@ -147,7 +157,8 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
     assert found["all_ranks_load_the_same_file_or_fail_together"] == [None, None]
     # what no key names is that of rank 0, as are the parameters
     assert found["each_rank_gets_its_own_part_and_buffers_back"] == [
-        ((rank, float(rank), [2.0] * 3, [1.0] * 3), ([0.0] * 3, [0.0] * 2, [rank + 1.0] * 2)) for rank in range(2)
+        ((rank, float(rank), [2.0] * 3, [1.0] * 3), ([0.0] * 3, [0.0] * 2, [rank + 1.0] * 2))
+        for rank in range(2)
     ]
     # "same" twice, and "shared", which is that of rank 0 alone
     assert found["ranks_share_in_the_file_what_is_equal"] == [3.0, None]
@@ -161,15 +172,28 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
 
     comm.set_data_ranks(1, 2)
     take_rank_state({}, None, "old.pth")
-    assert "'old.pth' holds no states of several ranks; each takes those of rank 0" in caplog.messages
+    assert (
+        "'old.pth' holds no states of several ranks; each takes those of rank 0" in caplog.messages
+    )
     comm.set_data_ranks()
     part = Part(7)
-    Checkpointer(norm(7), tmp_path / "own", part=part).resume_or_load("")  # one process takes the state of rank 0
+    Checkpointer(norm(7), tmp_path / "own", part=part).resume_or_load(
+        ""
+    )  # one process takes the state of rank 0
     assert part.state["own"]["rank"] == 0
 
 
 def test_tensors_differ_for_a_digest_by_values_shape_and_dtype():
     one = torch.arange(4, dtype=torch.float32)
-    others = [one.flip(0), one.view(torch.int32), one[:, None], -one, one.half(), one.to("meta"), one[0], one.bool()]
+    others = [
+        one.flip(0),
+        one.view(torch.int32),
+        one[:, None],
+        -one,
+        one.half(),
+        one.to("meta"),
+        one[0],
+        one.bool(),
+    ]
     assert len({digest_of(tensor) for tensor in [one, *others]}) == 9
     assert digest_of(one) == digest_of(nn.Parameter(one.clone()))

@@ -28,8 +28,15 @@ WAYS = {
 }
 STATES = {
     "top": lambda hidden: {"model": hidden},
-    "optimizer": lambda hidden: {"model": linear(5).state_dict(), "trainer": {"state": {0: {"momentum": hidden}}}},
-    "key": lambda hidden: {"model": linear(5).state_dict(), "trainer": {"value": 5}, "list": [({1: hidden},)]},
+    "optimizer": lambda hidden: {
+        "model": linear(5).state_dict(),
+        "trainer": {"state": {0: {"momentum": hidden}}},
+    },
+    "key": lambda hidden: {
+        "model": linear(5).state_dict(),
+        "trainer": {"value": 5},
+        "list": [({1: hidden},)],
+    },
 }
 
 
@@ -41,7 +48,9 @@ def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path, state, wa
     (path.parent / "last_checkpoint").write_text("model.pth")
     model, trainer = linear(0), Counter()
 
-    with pytest.raises(CheckpointError, match=r"model\.pth' is refused: it needs \S*system.*Only tensors and plain"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.pth' is refused: it needs \S*system.*Only tensors and plain"
+    ):
         WAYS[way](Checkpointer(model, path.parent, trainer=trainer), path)
     assert (weight_of(model), trainer.value) == (0, 0)
     assert not marker.exists()
@@ -62,20 +71,26 @@ def outside(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["../outside.pth", "{parent}/outside.pth", "link.pth", "below", "..", "\x1b[31m"])
+@pytest.mark.parametrize(
+    "name", ["../outside.pth", "{parent}/outside.pth", "link.pth", "below", "..", "\x1b[31m"]
+)
 def test_a_tag_that_leads_out_of_the_folder_or_is_no_name_is_refused(outside, name):
     (outside / "last_checkpoint").write_bytes(name.format(parent=outside.parent).encode())
     model, trainer = linear(0), Counter()
     checkpointer = Checkpointer(model, outside, trainer=trainer)
 
     for find in (checkpointer.has_checkpoint, lambda: checkpointer.resume_or_load("")):
-        with pytest.raises(CheckpointError, match="it has to hold the bare name of a file in its folder") as caught:
+        with pytest.raises(
+            CheckpointError, match="it has to hold the bare name of a file in its folder"
+        ) as caught:
             find()
         assert str(caught.value).isprintable()
     assert (weight_of(model), trainer.value) == (0, 0)
 
 
-def test_a_tag_that_stays_in_the_folder_is_followed_and_one_that_is_a_link_out_of_it_is_not_shown(outside, tmp_path):
+def test_a_tag_that_stays_in_the_folder_is_followed_and_one_that_is_a_link_out_of_it_is_not_shown(
+    outside, tmp_path
+):
     (tmp_path / "link").symlink_to(outside)
     for name in ("model.pth", " model.pth\n", "inner.pth"):
         (outside / "last_checkpoint").write_text(name)
@@ -86,7 +101,9 @@ def test_a_tag_that_stays_in_the_folder_is_followed_and_one_that_is_a_link_out_o
     (tmp_path / "secret").write_text("hunter2")
     (outside / "last_checkpoint").unlink()
     (outside / "last_checkpoint").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=r"last_checkpoint' is a link out of its folder") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"last_checkpoint' is a link out of its folder"
+    ) as caught:
         Checkpointer(linear(0), outside, trainer=Counter()).resume_or_load("")
     assert "hunter" not in str(caught.value)
 

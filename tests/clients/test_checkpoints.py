@@ -15,7 +15,10 @@ from trainkit.utils.file_io import PathHandler, PathManager
 @pytest.fixture
 def zoo_file(tmp_path):
     """Weights as in a model zoo: numpy arrays under other names, in a pickle."""
-    arrays = {"backbone.weight": np.full((2, 2), 3, np.float32), "backbone.bias": np.full(2, 3, np.float32)}
+    arrays = {
+        "backbone.weight": np.full((2, 2), 3, np.float32),
+        "backbone.bias": np.full(2, 3, np.float32),
+    }
     path = tmp_path / "zoo.pkl"
     path.write_bytes(pickle.dumps({"model": arrays, "__author__": "a zoo"}))
     return str(path)
@@ -28,12 +31,16 @@ class Converting(Checkpointer):
         if not filename.endswith(".pkl"):
             return super()._load_file(filename)
         loaded = load_trusted_pickle(filename)
-        loaded["model"] = {name.removeprefix("backbone."): value for name, value in loaded["model"].items()}
+        loaded["model"] = {
+            name.removeprefix("backbone."): value for name, value in loaded["model"].items()
+        }
         return loaded
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_an_overridden_load_file_reads_the_first_weights_and_the_checkpoints_of_the_run(zoo_file, tmp_path, resume):
+def test_an_overridden_load_file_reads_the_first_weights_and_the_checkpoints_of_the_run(
+    zoo_file, tmp_path, resume
+):
     read = []
 
     class Noting(Converting):
@@ -57,7 +64,9 @@ class Filtering(Checkpointer):
 
     def _load_model(self, checkpoint):
         weights = checkpoint["model"]
-        checkpoint["model"] = {name.replace("encoder", "backbone"): value for name, value in weights.items()}
+        checkpoint["model"] = {
+            name.replace("encoder", "backbone"): value for name, value in weights.items()
+        }
         incompatible = super()._load_model(checkpoint)
         incompatible.missing_keys.remove("head.bias")
         incompatible.unexpected_keys[:] = []
@@ -68,9 +77,15 @@ class Filtering(Checkpointer):
         super()._log_incompatible_keys(incompatible)
 
 
-def test_an_overridden_load_model_gets_the_checkpoint_and_gives_the_keys_that_do_not_fit(tmp_path, caplog):
+def test_an_overridden_load_model_gets_the_checkpoint_and_gives_the_keys_that_do_not_fit(
+    tmp_path, caplog
+):
     model = nn.ModuleDict({"backbone": linear(0), "head": linear(0)})
-    weights = {"encoder.weight": torch.ones(2, 2), "encoder.bias": torch.ones(3), "extra": torch.ones(1)}
+    weights = {
+        "encoder.weight": torch.ones(2, 2),
+        "encoder.bias": torch.ones(3),
+        "extra": torch.ones(1),
+    }
     torch.save({"model": weights, "head": 1}, tmp_path / "other.pth")
     checkpointer = Filtering(model)
     assert checkpointer.load(tmp_path / "other.pth") == {"head": 1}

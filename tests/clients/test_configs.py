@@ -11,7 +11,13 @@ import yacs.config
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, sgd
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg
-from trainkit.engine import DefaultPredictor, DefaultTrainer, default_argument_parser, default_setup, launch
+from trainkit.engine import (
+    DefaultPredictor,
+    DefaultTrainer,
+    default_argument_parser,
+    default_setup,
+    launch,
+)
 from trainkit.solver import build_lr_scheduler
 from trainkit.utils.logger import close_logger
 
@@ -20,11 +26,17 @@ class Detectron2CfgNode(fvcore.common.config.CfgNode):
     pass
 
 
-@pytest.mark.parametrize("node", [yacs.config.CfgNode, fvcore.common.config.CfgNode, Detectron2CfgNode])
-def test_a_config_of_another_program_is_refused_with_what_to_use_and_its_settings_can_be_merged(node):
+@pytest.mark.parametrize(
+    "node", [yacs.config.CfgNode, fvcore.common.config.CfgNode, Detectron2CfgNode]
+)
+def test_a_config_of_another_program_is_refused_with_what_to_use_and_its_settings_can_be_merged(
+    node,
+):
     settings = node({"SOLVER": {"MAX_ITER": 10}})
     for take in (DefaultTrainer, DefaultPredictor, lambda cfg: default_setup(cfg, None)):
-        with pytest.raises(ConfigError, match=rf"cfg is a \S*{node.__module__}\S*CfgNode.*use trainkit's get_cfg"):
+        with pytest.raises(
+            ConfigError, match=rf"cfg is a \S*{node.__module__}\S*CfgNode.*use trainkit's get_cfg"
+        ):
             take(settings)
     cfg = get_cfg()
     cfg.merge_from_other_cfg(settings)
@@ -32,7 +44,9 @@ def test_a_config_of_another_program_is_refused_with_what_to_use_and_its_setting
     assert isinstance(cfg.SOLVER, CfgNode)
 
 
-@pytest.mark.parametrize("name", ["WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR"])
+@pytest.mark.parametrize(
+    "name", ["WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR"]
+)
 def test_default_lengths_do_not_stop_a_short_run_and_are_not_warned_about(name, caplog):
     cfg = get_cfg()
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.LR_SCHEDULER_NAME, cfg.SOLVER.BASE_LR = 100, name, 1.0
@@ -55,11 +69,15 @@ def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_pa
         @classmethod
         def build_optimizer(cls, cfg, model):
             if cfg.SOLVER.OPTIMIZER == "ADAMW":
-                return torch.optim.AdamW(model.parameters(), cfg.SOLVER.BASE_LR * cfg.SOLVER.BACKBONE_MULTIPLIER)
+                return torch.optim.AdamW(
+                    model.parameters(), cfg.SOLVER.BASE_LR * cfg.SOLVER.BACKBONE_MULTIPLIER
+                )
             return super().build_optimizer(cfg, model)
 
     def optimizer(name):
-        cfg = tiny_cfg(tmp_path, "SOLVER.LR_SCHEDULER_NAME", "WarmupCosineLR", "SOLVER.REFERENCE_WORLD_SIZE", 2)
+        cfg = tiny_cfg(
+            tmp_path, "SOLVER.LR_SCHEDULER_NAME", "WarmupCosineLR", "SOLVER.REFERENCE_WORLD_SIZE", 2
+        )
         cfg.SOLVER.OPTIMIZER, cfg.SOLVER.BACKBONE_MULTIPLIER = "SGD", 0.1
         (tmp_path / "c.yaml").write_text(f"SOLVER: {{OPTIMIZER: {name}, BACKBONE_MULTIPLIER: 0.2}}")
         cfg.merge_from_file(tmp_path / "c.yaml")

@@ -41,7 +41,9 @@ class DetrexLike(SimpleTrainer):
         self.optimizer.zero_grad()
         losses.backward()
         if self.async_write_metrics:
-            self.concurrent_executor.submit(self._write_metrics, loss_dict, data_time, iter=self.iter)
+            self.concurrent_executor.submit(
+                self._write_metrics, loss_dict, data_time, iter=self.iter
+            )
         else:
             self._write_metrics(loss_dict, data_time)
         self.optimizer.step()
@@ -51,7 +53,9 @@ class DetrexLike(SimpleTrainer):
 def test_a_run_step_that_writes_metrics_itself_stores_what_ours_stores(asynchronous):
     def trained(trainer_class):
         model = Regression()
-        trainer = trainer_class(model, itertools.cycle(batches(4)), sgd(model), 2, async_write_metrics=asynchronous)
+        trainer = trainer_class(
+            model, itertools.cycle(batches(4)), sgd(model), 2, async_write_metrics=asynchronous
+        )
         trainer.train(0, 6)
         return weights(model), scalars(trainer)["total_loss"]
 
@@ -83,11 +87,20 @@ def noting(calls, kind):
 
 @pytest.mark.parametrize("kind", ["_write_metrics", "write_metrics"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_override_of_writing_is_called_once_per_gathered_iteration_and_values_are_stored_once(kind, asynchronous):
+def test_an_override_of_writing_is_called_once_per_gathered_iteration_and_values_are_stored_once(
+    kind, asynchronous
+):
     def trained(own_class):
-        model = Weight(lambda weight, batch: {"a": weight * batch, "b": weight / 4, "number": batch + 1})
-        options = {"async_write_metrics": asynchronous, "clip_gradients": GradientClipper("full_model", 100.0)}
-        trainer = own_class(model, [torch.tensor(float(i)) for i in range(30)], sgd(model, 0.125), 2, **options)
+        model = Weight(
+            lambda weight, batch: {"a": weight * batch, "b": weight / 4, "number": batch + 1}
+        )
+        options = {
+            "async_write_metrics": asynchronous,
+            "clip_gradients": GradientClipper("full_model", 100.0),
+        }
+        trainer = own_class(
+            model, [torch.tensor(float(i)) for i in range(30)], sgd(model, 0.125), 2, **options
+        )
         trainer.train(0, 30)
         return trainer
 
@@ -102,7 +115,9 @@ def test_an_override_of_writing_is_called_once_per_gathered_iteration_and_values
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_override_that_stores_nothing_leaves_nothing_stored_and_losses_are_still_checked(asynchronous):
+def test_an_override_that_stores_nothing_leaves_nothing_stored_and_losses_are_still_checked(
+    asynchronous,
+):
     class Silent(SimpleTrainer):
         def _write_metrics(self, loss_dict, data_time, prefix="", iter=None):
             seen.append({name: value.item() for name, value in loss_dict.items()})
@@ -160,7 +175,9 @@ def test_a_trainer_with_a_loop_of_its_own_trains_evaluates_saves_and_goes_on(tmp
         return trainer
 
     whole = run(tmp_path / "whole", 10)
-    assert {"model_0000004.pth", "model_final.pth", "metrics.json"} <= {f.name for f in (tmp_path / "whole").iterdir()}
+    assert {"model_0000004.pth", "model_final.pth", "metrics.json"} <= {
+        f.name for f in (tmp_path / "whole").iterdir()
+    }
     assert [iter for _, iter in whole.storage.history("classification/top1").values()] == [4, 9]
     assert whole._last_eval_results.keys() == whole.test(whole.cfg, whole.model).keys()
     run(tmp_path / "parts", 5)
@@ -168,7 +185,9 @@ def test_a_trainer_with_a_loop_of_its_own_trains_evaluates_saves_and_goes_on(tmp
 
     seen = []  # a failure in this loop is one for the hooks
     trainer = OwnLoop(tiny_cfg(tmp_path / "failed"))
-    trainer.register_hooks([hooks.CallbackHook(after_train=lambda trainer: seen.append(trainer.status))])
+    trainer.register_hooks(
+        [hooks.CallbackHook(after_train=lambda trainer: seen.append(trainer.status))]
+    )
     trainer.run_step = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer.train()
@@ -206,14 +225,20 @@ def test_hooks_that_a_trainer_calls_itself_do_everything_once(tmp_path):
     assert equal(weights(default.model), weights(walking.model))
 
 
-def test_results_of_the_last_evaluation_are_where_detectron2_has_them_unless_its_hook_is_taken_out(tmp_path):
+def test_results_of_the_last_evaluation_are_where_detectron2_has_them_unless_its_hook_is_taken_out(
+    tmp_path,
+):
     trainer = DefaultTrainer(tiny_cfg(tmp_path / "all"))
     assert not hasattr(trainer, "_last_eval_results")
     results = trainer.train()
     assert results == trainer._last_eval_results
-    assert results["classification"]["top1"] == trainer.storage.history("classification/top1").latest()
+    assert (
+        results["classification"]["top1"] == trainer.storage.history("classification/top1").latest()
+    )
     trainer = DefaultTrainer(tiny_cfg(tmp_path / "without"))
-    trainer._hooks.pop(next(i for i, hook in enumerate(trainer._hooks) if isinstance(hook, hooks.EvalHook)))
+    trainer._hooks.pop(
+        next(i for i, hook in enumerate(trainer._hooks) if isinstance(hook, hooks.EvalHook))
+    )
     trainer.train()
     assert not hasattr(trainer, "_last_eval_results")
 
@@ -228,7 +253,9 @@ class EditsHooks(DefaultTrainer):
                 built[i] = hooks.PeriodicCheckpointer(self.checkpointer, 3, max_to_keep=2)
         evaluation = next(i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook))
         built[evaluation] = hooks.EvalHook(4, lambda: {"answer": 42.0})
-        late = hooks.CallbackHook(after_step=lambda trainer: trainer.storage.put_scalar("late", trainer.iter))
+        late = hooks.CallbackHook(
+            after_step=lambda trainer: trainer.storage.put_scalar("late", trainer.iter)
+        )
         built.insert(-1, late)
         return built
 
@@ -248,7 +275,9 @@ def test_such_trainers_resume_exactly(tmp_path, trainer_class):
 
 
 CLIP = {"ENABLED": True, "CLIP_TYPE": "full_model", "CLIP_VALUE": 1e-3}
-OPTIONS = [item for key, option in CLIP.items() for item in (f"SOLVER.CLIP_GRADIENTS.{key}", option)]
+OPTIONS = [
+    item for key, option in CLIP.items() for item in (f"SOLVER.CLIP_GRADIENTS.{key}", option)
+]
 
 
 class OwnStep(DefaultTrainer):
@@ -283,7 +312,9 @@ def test_a_default_trainer_clips_whoever_makes_its_step(tmp_path, trainer_class)
     norms = []  # of the gradients that each update has seen
 
     def note(optimizer, args, kwargs):
-        grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        grads = [
+            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+        ]
         norms.append(nn.utils.get_total_norm(grads).item())
 
     trainer.optimizer.register_step_post_hook(note)
@@ -291,4 +322,6 @@ def test_a_default_trainer_clips_whoever_makes_its_step(tmp_path, trainer_class)
     assert len(norms) >= 10  # torch may call the hook for the step inside of a step too
     assert norms == [pytest.approx(1e-3, rel=1e-3)] * len(norms)
     assert ("grad_norm" in trainer.storage.histories()) is (trainer_class is not OwnStep)
-    assert all(value > 0.01 for value, _ in scalars(trainer).get("grad_norm", []))  # that before clipping
+    assert all(
+        value > 0.01 for value, _ in scalars(trainer).get("grad_norm", [])
+    )  # that before clipping

@@ -169,15 +169,23 @@ def find_difference(module, entry):
         ours = attrgetter(name)(importlib.import_module(f"trainkit.{module}"))
     except (AttributeError, ModuleNotFoundError):
         return "is missing"
-    return compare(entry.replace(".", "_", name.count(".")), inspect.signature(ours)) if parenthesis else None
+    return (
+        compare(entry.replace(".", "_", name.count(".")), inspect.signature(ours))
+        if parenthesis
+        else None
+    )
 
 
 def compare(theirs, ours):
     args = ast.parse(f"def {theirs}: ...").body[0].args
     positional = [
-        parameter for parameter in ours.parameters.values() if parameter.kind < inspect.Parameter.VAR_POSITIONAL
+        parameter
+        for parameter in ours.parameters.values()
+        if parameter.kind < inspect.Parameter.VAR_POSITIONAL
     ]
-    named = {name: p for name, p in ours.parameters.items() if p.kind < inspect.Parameter.VAR_KEYWORD}
+    named = {
+        name: p for name, p in ours.parameters.items() if p.kind < inspect.Parameter.VAR_KEYWORD
+    }
     kinds = {parameter.kind for parameter in ours.parameters.values()}
     no_default = [None] * (len(args.args) - len(args.defaults))
     for i, (arg, default) in enumerate(zip(args.args, [*no_default, *args.defaults], strict=True)):
@@ -191,7 +199,11 @@ def compare(theirs, ours):
         if has_other_default(named[arg.arg], default):
             return f"has another default of {arg.arg}"
     known = {arg.arg for arg in [*args.args, *args.kwonlyargs]}
-    if any(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for name, p in named.items() if name not in known):
+    if any(
+        p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+        for name, p in named.items()
+        if name not in known
+    ):
         return "needs another argument"
     if args.vararg and inspect.Parameter.VAR_POSITIONAL not in kinds:
         return "takes no further arguments by position"
@@ -209,12 +221,23 @@ def has_other_default(parameter, source):
 
 
 def test_a_name_is_as_in_detectron2_or_in_the_guide_with_the_reason():
-    found = {f"{module}.{entry.partition('(')[0]}": find_difference(module, entry) for module, entry in entries(TABLE)}
-    section = page("docs/migrate_from_detectron2.md").partition("## Deliberately different\n")[2].partition("\n## ")[0]
+    found = {
+        f"{module}.{entry.partition('(')[0]}": find_difference(module, entry)
+        for module, entry in entries(TABLE)
+    }
+    section = (
+        page("docs/migrate_from_detectron2.md")
+        .partition("## Deliberately different\n")[2]
+        .partition("\n## ")[0]
+    )
     listed = dict(re.findall(r"^\| `([\w.]+)` \| (.+) \|$", section, flags=re.MULTILINE))
     assert len(found) > 200
-    assert {name: difference for name, difference in found.items() if difference and name not in listed} == {}
-    assert [name for name in listed if not found.get(name)] == []  # neither names that are the same nor others
+    assert {
+        name: difference for name, difference in found.items() if difference and name not in listed
+    } == {}
+    assert [
+        name for name in listed if not found.get(name)
+    ] == []  # neither names that are the same nor others
 
 
 @pytest.mark.parametrize(

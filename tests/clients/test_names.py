@@ -50,7 +50,11 @@ def rates(make, num=6):
 
 def test_the_first_schedules_multiply_their_warm_up():
     for method, second in (("linear", 0.75), ("constant", 0.5)):
-        found = rates(lambda optimizer, method=method: solver.WarmupMultiStepLR(optimizer, [3, 5], 0.1, 0.5, 2, method))
+        found = rates(
+            lambda optimizer, method=method: solver.WarmupMultiStepLR(
+                optimizer, [3, 5], 0.1, 0.5, 2, method
+            )
+        )
         assert found == pytest.approx([0.5, second, 1.0, 0.1, 0.1, 0.01])
     found = rates(lambda optimizer: WarmupPolyLR(optimizer, 10, 0.1, 2, "linear"), 3)
     assert found == pytest.approx([0.1, 0.55 * 0.9**0.9, 0.8**0.9])
@@ -65,8 +69,13 @@ def test_hooks_are_used_and_subclassed_as_in_detectron2(tmp_path):
     optimizer = sgd(model)
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
     trainer.scheduler = lr_scheduler.StepLR(optimizer, 3)
-    of_trainer, given = hooks.LRScheduler(), hooks.LRScheduler(optimizer, ConstantParamScheduler(1.0))
-    profiler = hooks.AutogradProfiler(lambda trainer: trainer.iter in (1, 2), tmp_path, use_cuda=False)
+    of_trainer, given = (
+        hooks.LRScheduler(),
+        hooks.LRScheduler(optimizer, ConstantParamScheduler(1.0)),
+    )
+    profiler = hooks.AutogradProfiler(
+        lambda trainer: trainer.iter in (1, 2), tmp_path, use_cuda=False
+    )
     trainer.register_hooks([of_trainer, Twice(2, lambda: 21), profiler])
     trainer.train(0, 4)
 
@@ -74,7 +83,10 @@ def test_hooks_are_used_and_subclassed_as_in_detectron2(tmp_path):
     assert isinstance(given.scheduler, ConstantParamScheduler)
     assert hooks.LRScheduler.get_best_param_group_id(optimizer) == 0
     assert trainer.storage.history("twice").values() == [(42.0, 1), (42.0, 4)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_iter0000001.json", "trace_iter0000002.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "trace_iter0000001.json",
+        "trace_iter0000002.json",
+    ]
 
 
 @pytest.mark.usefixtures("catalogs")
@@ -121,18 +133,28 @@ def test_loaders_are_built_from_a_dataset_and_a_mapper(iterable):
 
     found = first_batch(dataset=train, mapper=lambda x: 10 * x, total_batch_size=6, num_workers=0)
     assert found == [0, 10, 20, 30, 40, 50]
-    batches = [*build_test_loader(test, mapper=lambda x: -x, batch_size=4, collate_fn=trivial_batch_collator)]
+    batches = [
+        *build_test_loader(
+            test, mapper=lambda x: -x, batch_size=4, collate_fn=trivial_batch_collator
+        )
+    ]
     assert batches == [[0, -1, -2, -3], [-4, -5]]
     assert [batch.tolist() for batch in build_test_loader(test)] == [[x] for x in samples]
 
     cfg = get_cfg()
-    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", 6, "DATALOADER.NUM_WORKERS", 0, "DATALOADER.COLLATE", "list"])
+    cfg.merge_from_list(
+        ["SOLVER.IMS_PER_BATCH", 6, "DATALOADER.NUM_WORKERS", 0, "DATALOADER.COLLATE", "list"]
+    )
     assert first_batch(cfg, train, mapper=lambda x: x + 1) == [1, 2, 3, 4, 5, 6]
     DatasetCatalog.register("clients_test", lambda: test)
-    loader = build_test_loader(cfg, "clients_test", mapper=lambda x: x + 1, batch_size=6, collate_fn=sum)
+    loader = build_test_loader(
+        cfg, "clients_test", mapper=lambda x: x + 1, batch_size=6, collate_fn=sum
+    )
     assert [*loader] == [21]
     if not iterable:
-        assert first_batch(cfg, train, sampler=TrainingSampler(6, shuffle=False), total_batch_size=2) == [0, 1]
+        assert first_batch(
+            cfg, train, sampler=TrainingSampler(6, shuffle=False), total_batch_size=2
+        ) == [0, 1]
         cfg.DATASETS.TRAIN = ("clients_test",)
         assert first_batch(cfg, lambda x: x + 1) == [1, 2, 3, 4, 5, 6]
 
@@ -140,13 +162,21 @@ def test_loaders_are_built_from_a_dataset_and_a_mapper(iterable):
 def test_the_sampler_of_rare_categories_reads_detectron2s_dicts_by_a_config():
     cfg = get_cfg()
     cfg.merge_from_list(["DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler"])
-    cfg.merge_from_list(["DATALOADER.REPEAT_THRESHOLD", 1.0, "DATALOADER.REPEAT_SQRT", False, "SEED", 1])
-    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", 1, "DATALOADER.NUM_WORKERS", 0, "DATALOADER.COLLATE", "list"])
+    cfg.merge_from_list(
+        ["DATALOADER.REPEAT_THRESHOLD", 1.0, "DATALOADER.REPEAT_SQRT", False, "SEED", 1]
+    )
+    cfg.merge_from_list(
+        ["SOLVER.IMS_PER_BATCH", 1, "DATALOADER.NUM_WORKERS", 0, "DATALOADER.COLLATE", "list"]
+    )
     samples = [{"id": i, "annotations": [{"category_id": int(i == 0)}] * (i < 4)} for i in range(8)]
-    counts = Counter(batch[0]["id"] for batch in itertools.islice(build_train_loader(cfg, samples), 400))
+    counts = Counter(
+        batch[0]["id"] for batch in itertools.islice(build_train_loader(cfg, samples), 400)
+    )
     # category 1 is in 1 of 8 samples, category 0 in 3 of 8
     shares = [8, 8 / 3, 8 / 3, 8 / 3, 1, 1, 1, 1]
-    assert [counts[i] / 400 for i in range(8)] == pytest.approx([share / 20 for share in shares], abs=0.03)
+    assert [counts[i] / 400 for i in range(8)] == pytest.approx(
+        [share / 20 for share in shares], abs=0.03
+    )
 
 
 OFFSET = 100

@@ -12,7 +12,10 @@ NAN, INF = float("nan"), float("inf")
 def test_the_defaults_are_in_order_and_every_whole_number_has_a_range():
     check_values(get_cfg())
     keys = {key for key, value in changed_settings(get_cfg(), CfgNode()) if type(value) is int}
-    assert keys - {key for names in ACCEPTED.values() for key in names.split()} <= {"VIS_PERIOD", "FORK.ITER"}
+    assert keys - {key for names in ACCEPTED.values() for key in names.split()} <= {
+        "VIS_PERIOD",
+        "FORK.ITER",
+    }
 
 
 @pytest.mark.parametrize(
@@ -38,14 +41,20 @@ def test_a_value_that_no_run_can_use_is_named_with_what_is_accepted(key, value, 
     cfg.merge_from_list([key, value])
     with pytest.raises(ConfigError) as error:
         check_values(cfg)
-    assert str(error.value) == f"{key}: got {value!r} ({type(value).__name__}); accepted: {accepted}"
+    assert (
+        str(error.value) == f"{key}: got {value!r} ({type(value).__name__}); accepted: {accepted}"
+    )
 
 
 def test_values_at_the_ends_of_their_ranges_are_in_order():
     cfg = get_cfg()
-    cfg.merge_from_list(["SOLVER.MAX_ITER", 2**63 - 1, "CHECKPOINT.START", "1ep", "SOLVER.MOMENTUM", 1.0])
+    cfg.merge_from_list(
+        ["SOLVER.MAX_ITER", 2**63 - 1, "CHECKPOINT.START", "1ep", "SOLVER.MOMENTUM", 1.0]
+    )
     cfg.merge_from_list(["SOLVER.CLIP_GRADIENTS.CLIP_VALUE", INF, "SOLVER.WEIGHT_DECAY_BIAS", None])
-    cfg.merge_from_list(["TEST.EXPECTED_RESULTS", [["a", "b", 1.0, 0.1]], "CHECKPOINT.MAX_TO_KEEP", 1])
+    cfg.merge_from_list(
+        ["TEST.EXPECTED_RESULTS", [["a", "b", 1.0, 0.1]], "CHECKPOINT.MAX_TO_KEEP", 1]
+    )
     check_values(cfg)
 
 
@@ -53,7 +62,9 @@ def test_a_value_that_was_set_by_hand_is_checked():
     cfg = get_cfg()
     for entry in (["a", "b", 1.0], "a"):
         cfg.TEST.EXPECTED_RESULTS = [entry]
-        with pytest.raises(ConfigError, match=r"TEST.EXPECTED_RESULTS: got .*; accepted: entries \[task, metric, "):
+        with pytest.raises(
+            ConfigError, match=r"TEST.EXPECTED_RESULTS: got .*; accepted: entries \[task, metric, "
+        ):
             check_values(cfg)
     cfg.LOG.PERIOD = "often"
     with pytest.raises(ConfigError, match="LOG.PERIOD: got 'often'"):
@@ -62,5 +73,8 @@ def test_a_value_that_was_set_by_hand_is_checked():
         check_values({})
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.REFERENCE_BATCH_SIZE", 256, "SOLVER.REFERENCE_WORLD_SIZE", 8])
-    with pytest.raises(ConfigError, match="SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE exclude each"):
+    with pytest.raises(
+        ConfigError,
+        match="SOLVER.REFERENCE_BATCH_SIZE and SOLVER.REFERENCE_WORLD_SIZE exclude each",
+    ):
         check_values(cfg)

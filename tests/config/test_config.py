@@ -28,7 +28,11 @@ def leaves(cfg, prefix=""):
         ("SOLVER.STEPS", ["0.5ep", 9], ("0.5ep", 9)),
         ("TEST.EVALUATORS", "('a',)", ["a"]),
         ("DATASETS.TRAIN", "[a, b]", ("a", "b")),
-        ("HOOKS", "[{NAME: EMAHook, DECAY: 1e-3, A: True}]", [{"NAME": "EMAHook", "DECAY": 0.001, "A": True}]),
+        (
+            "HOOKS",
+            "[{NAME: EMAHook, DECAY: 1e-3, A: True}]",
+            [{"NAME": "EMAHook", "DECAY": 0.001, "A": True}],
+        ),
         ("TEST.EXPECTED_RESULTS", (("t", "m", 1.0, 0.1),), [["t", "m", 1.0, 0.1]]),
         ("SOLVER.AMP.ENABLED", "true", True),
         ("OUTPUT_DIR", "2024", "2024"),
@@ -82,7 +86,9 @@ def test_an_unknown_key_names_its_nearest_neighbour(key, hint):
         get_cfg().merge_from_list([key, "1"])
     assert isinstance(error.value, ConfigError)
     assert str(error.value) == f"unknown key {key}; {hint}"
-    with pytest.raises(ConfigError, match=r"options: got \['SEED=1'\] \(list\); accepted: KEY VALUE KEY VALUE"):
+    with pytest.raises(
+        ConfigError, match=r"options: got \['SEED=1'\] \(list\); accepted: KEY VALUE KEY VALUE"
+    ):
         get_cfg().merge_from_list(["SEED=1"])
 
 
@@ -92,7 +98,9 @@ def test_none_takes_anything_and_two_keys_take_several_types():
         cfg.merge_from_list(["CHECKPOINT.BEST_METRIC", value])
         assert value == cfg.CHECKPOINT.BEST_METRIC
     cfg.SOLVER.MAX_ITER = "3ep"
-    cfg.merge_from_list(["SOLVER.MAX_ITER", "20", "LOG.ASYNC", "True", "SOLVER.WEIGHT_DECAY_BIAS", 0])
+    cfg.merge_from_list(
+        ["SOLVER.MAX_ITER", "20", "LOG.ASYNC", "True", "SOLVER.WEIGHT_DECAY_BIAS", 0]
+    )
     assert cfg.SOLVER.MAX_ITER == 20
     cfg.merge_from_list(["LOG.ASYNC", "None", "SOLVER.WEIGHT_DECAY_BIAS", 0.1])
     assert (cfg.LOG.ASYNC, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (None, 0.1)
@@ -106,7 +114,9 @@ def test_a_key_that_a_merge_made_takes_another_type_later_and_a_declared_one_doe
     cfg.MODEL.NECK = CfgNode({"DEPTH": 2})
     with pytest.raises(ConfigError, match=r"MODEL.NECK.DEPTH: got 'a' \(str\)"):
         cfg.merge_from_list(["MODEL.NECK.DEPTH", "a"])
-    with pytest.raises(ConfigError, match=r"unknown key MODEL.NECK.DEPHT; did you mean .MODEL.NECK.DEPTH"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key MODEL.NECK.DEPHT; did you mean .MODEL.NECK.DEPTH"
+    ):
         cfg.merge_from_list(["MODEL.NECK.DEPHT", "3"])
 
 
@@ -121,7 +131,9 @@ def test_a_merge_shares_nothing_with_what_was_merged():
     assert source == before
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg)), CfgNode.clone])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg)), CfgNode.clone]
+)
 def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.WIDTH", "8", "LOG.ASYNC", "True"])
@@ -139,7 +151,9 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
 def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog):
     cfg = get_cfg()
     cfg.register_renamed_key("B", "A")
-    cfg.merge_from_list(["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"])  # of an earlier version
+    cfg.merge_from_list(
+        ["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"]
+    )  # of an earlier version
     assert "LOG.EVAL_AXIS" in caplog.text
     assert "KEEP" not in cfg.MODEL.ACTIVATION_CHECKPOINT
     with pytest.raises(KeyError, match="A"):
@@ -148,9 +162,15 @@ def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog)
 
 def test_a_config_survives_a_dump_and_a_load(tmp_path):
     cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.A", (1, (2, 3)), "MODEL.B.C", 1e-8, "MODEL.D", "1e-3x", "MODEL.E", "'1e-3'"])
-    cfg.merge_from_list(["MODEL.F", None, "MODEL.G", "'null'", "MODEL.H", [{"NAME": "x", "N": 1e5}]])
-    cfg.merge_from_list(["SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", "OUTPUT_DIR", "1e5", "MODEL.I", "ü: #"])
+    cfg.merge_from_list(
+        ["MODEL.A", (1, (2, 3)), "MODEL.B.C", 1e-8, "MODEL.D", "1e-3x", "MODEL.E", "'1e-3'"]
+    )
+    cfg.merge_from_list(
+        ["MODEL.F", None, "MODEL.G", "'null'", "MODEL.H", [{"NAME": "x", "N": 1e5}]]
+    )
+    cfg.merge_from_list(
+        ["SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", "OUTPUT_DIR", "1e5", "MODEL.I", "ü: #"]
+    )
     cfg.merge_from_list(["SOLVER.STEPS", "('1ep',)", "LOG.ASYNC", "true"])
     path = tmp_path / "config.yaml"
     path.write_text(cfg.dump(), encoding="utf-8")

@@ -67,9 +67,13 @@ def test_modules_are_imported_and_one_that_cannot_be_is_named(tmp_path, monkeypa
     (tmp_path / "imports_broken.py").write_text("1 / 0")
     import_modules(["imports_first"])
     assert {"imports_first", "imports_second"} <= set(sys.modules)
-    with pytest.raises(ConfigError, match=r"IMPORTS: got 'imports_broken' .*ZeroDivisionError: division") as error:
+    with pytest.raises(
+        ConfigError, match=r"IMPORTS: got 'imports_broken' .*ZeroDivisionError: division"
+    ) as error:
         import_modules(["imports_second", "imports_broken"])
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     for name in ["imports_gone", "a/b.py", ".a", "", 3]:
-        with pytest.raises(ConfigError, match=f"IMPORTS: got {name!r} .*; accepted: a module such as"):
+        with pytest.raises(
+            ConfigError, match=f"IMPORTS: got {name!r} .*; accepted: a module such as"
+        ):
             import_modules([name])

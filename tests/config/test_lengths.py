@@ -10,14 +10,19 @@ from trainkit.utils.periods import is_nth
 
 
 def test_a_length_is_iterations_or_epochs():
-    assert [parse_length(value) for value in (500, "3ep", "0.5ep")] == [500, Epochs(3.0), Epochs(0.5)]
+    assert [parse_length(value) for value in (500, "3ep", "0.5ep")] == [
+        500,
+        Epochs(3.0),
+        Epochs(0.5),
+    ]
     for value in (True, 1.5, "3", "ep", "-1ep", "3 ep", "3epochs", ".ep", "1e1ep", None, [3]):
         with pytest.raises(ConfigError, match="accepted: iterations"):
             parse_length(value)
 
 
 @pytest.mark.parametrize(
-    ("epochs", "iters_per_epoch", "iters"), [("3ep", 7, 21), ("0.01ep", 7, 1), ("0ep", 7, 0), ("0.35ep", 20, 7)]
+    ("epochs", "iters_per_epoch", "iters"),
+    [("3ep", 7, 21), ("0.01ep", 7, 1), ("0ep", 7, 0), ("0.35ep", 20, 7)],
 )
 def test_epochs_are_rounded_to_iterations_and_at_least_one(epochs, iters_per_epoch, iters):
     cfg = get_cfg()
@@ -32,7 +37,10 @@ def test_every_length_key_and_entry_is_resolved_and_nothing_else_changes():
         for key in LENGTH_KEYS:
             cfg.merge_from_list([key, [one, 5, two] if key == "SOLVER.STEPS" else two])
         cfg.SOLVER.SCHEDULES = [{"NAME": "Linear", "END": one, "FACTOR": 1, "X": None}, nested]
-        cfg.HOOKS = [{"NAME": "3epochs", "PERIOD": two, "ON": True}, {"NAME": "B", "SCHEDULES": [nested]}]
+        cfg.HOOKS = [
+            {"NAME": "3epochs", "PERIOD": two, "ON": True},
+            {"NAME": "B", "SCHEDULES": [nested]},
+        ]
         return cfg
 
     cfg = filled("1ep", "2ep")
@@ -61,7 +69,9 @@ def test_every_boundary_of_epochs_is_rounded_by_itself_so_that_no_error_adds_up(
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.STEPS", [f"{n}ep" for n in range(1, 300)]])
     resolved = resolve_lengths(cfg, Fraction(samples, per_iter))
-    assert [*resolved.SOLVER.STEPS] == [max(1, round(n * samples / per_iter)) for n in range(1, 300)]
+    assert [*resolved.SOLVER.STEPS] == [
+        max(1, round(n * samples / per_iter)) for n in range(1, 300)
+    ]
 
 
 def test_a_period_in_epochs_ends_where_the_epochs_end():

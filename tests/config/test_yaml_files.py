@@ -40,13 +40,24 @@ def test_a_value_of_the_command_line_is_a_literal_or_yaml_or_text():
 
 
 @pytest.mark.parametrize(
-    "payload", ["!!python/object/apply:os.mkdir ['{target}']", "!!python/name:os.mkdir", "!!python/tuple [1, 2]"]
+    "payload",
+    [
+        "!!python/object/apply:os.mkdir ['{target}']",
+        "!!python/name:os.mkdir",
+        "!!python/tuple [1, 2]",
+    ],
 )
 def test_yaml_that_names_code_is_refused_and_not_run(write, tmp_path, payload):
     target = tmp_path / "made"
     path = write("evil.yaml", "SEED: 1\nOUTPUT_DIR: " + payload.format(target=target))
-    for load in (merged, CfgNode.load_yaml_with_base, lambda file: CfgNode.load_cfg(file.read_text())):
-        with pytest.raises(ConfigError, match="could not determine a constructor for the tag .*(\n.*)* line 2"):
+    for load in (
+        merged,
+        CfgNode.load_yaml_with_base,
+        lambda file: CfgNode.load_cfg(file.read_text()),
+    ):
+        with pytest.raises(
+            ConfigError, match="could not determine a constructor for the tag .*(\n.*)* line 2"
+        ):
             load(path)
     assert not target.exists()
     with pytest.raises(ConfigError, match=r"evil\.yaml"):
@@ -59,7 +70,10 @@ def test_yaml_that_names_code_is_refused_and_not_run(write, tmp_path, payload):
         ("SEED: 1\nSOLVER: [1", r"a\.yaml: (.*\n)+.*line 2"),
         ("- 1\n- 2", r"a\.yaml: got .*list.*; accepted: a mapping"),
         ("SEED: 1\nSEED: 2", r"a\.yaml: the key 'SEED' is twice\n.*line 2"),
-        ("SOLVER: {BASE_LRR: 1}", r"a\.yaml: unknown key SOLVER\.BASE_LRR; did you mean 'SOLVER\.BASE_LR'\?"),
+        (
+            "SOLVER: {BASE_LRR: 1}",
+            r"a\.yaml: unknown key SOLVER\.BASE_LRR; did you mean 'SOLVER\.BASE_LR'\?",
+        ),
         ("SOLVER:", r"a\.yaml: SOLVER: got None \(NoneType\); accepted: a node"),
         ("_BASE_: gone.yaml", r"cannot read the config file '.*gone\.yaml': No such file"),
     ],
@@ -101,7 +115,12 @@ def test_delete_replaces_an_inherited_node_and_keeps_the_defaults(write):
     mark = "_DELETE_: True,"
     cfg = merged(write("replaced.yaml", "_BASE_: base.yaml\nSOLVER: {" + node % (mark, mark) + "}"))
     assert cfg.SOLVER.OPTIMIZER == {"NAME": "RMSprop", "ALPHA": 0.9}
-    assert cfg.SOLVER.CLIP_GRADIENTS == {"ENABLED": False, "CLIP_TYPE": "value", "CLIP_VALUE": 2.0, "NORM_TYPE": 2.0}
+    assert cfg.SOLVER.CLIP_GRADIENTS == {
+        "ENABLED": False,
+        "CLIP_TYPE": "value",
+        "CLIP_VALUE": 2.0,
+        "NORM_TYPE": 2.0,
+    }
     assert cfg.SOLVER.BASE_LR == 0.5
 
 

@@ -31,7 +31,9 @@ class Slow:
 def make_loader(kind):
     sampler = TrainingSampler(8, shuffle=False, seed=0)
     if kind == "plain":
-        return DataLoader(Slow(), sampler=sampler, num_workers=2, worker_init_fn=worker_init_reset_seed)
+        return DataLoader(
+            Slow(), sampler=sampler, num_workers=2, worker_init_fn=worker_init_reset_seed
+        )
     return build_batch_data_loader(Slow(), sampler, 1, num_workers=2, multiprocessing_context=kind)
 
 

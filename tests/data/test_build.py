@@ -54,14 +54,20 @@ def cfg():
     """Ten samples as ``data_ten``, five as ``data_five``, batches of four, no workers."""
     makers = {
         "data_ten": lambda: Squares(10),
-        "data_five": lambda: [{"index": 100 + index, "label": index % 3 // 2} for index in range(5)],
+        "data_five": lambda: [
+            {"index": 100 + index, "label": index % 3 // 2} for index in range(5)
+        ],
         "data_stream": lambda: Stream([{"index": index} for index in range(8)]),
     }
     for name, maker in makers.items():
         DatasetCatalog.register(name, maker)
     cfg = get_cfg()
-    cfg.merge_from_list(["SEED", 0, "MODEL.DEVICE", "cpu", "DATASETS.TRAIN", ("data_ten",), "INPUT.ADDEND", 1000])
-    cfg.merge_from_list(["DATALOADER.NUM_WORKERS", 0, "SOLVER.IMS_PER_BATCH", 4, "TEST.IMS_PER_BATCH", 4])
+    cfg.merge_from_list(
+        ["SEED", 0, "MODEL.DEVICE", "cpu", "DATASETS.TRAIN", ("data_ten",), "INPUT.ADDEND", 1000]
+    )
+    cfg.merge_from_list(
+        ["DATALOADER.NUM_WORKERS", 0, "SOLVER.IMS_PER_BATCH", 4, "TEST.IMS_PER_BATCH", 4]
+    )
     yield cfg
     for name in makers:
         DatasetCatalog.remove(name)
@@ -73,24 +79,32 @@ def indices(loader, num_batches=None):
 
 def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(cfg):
     def first(**options):
-        return next(iter(build_batch_data_loader([*range(4)], SequentialSampler(range(4)), 2, **options)))
+        return next(
+            iter(build_batch_data_loader([*range(4)], SequentialSampler(range(4)), 2, **options))
+        )
 
     assert first() == [0, 1]
     assert first(collate_fn=sum) == 1
     loader = build_batch_data_loader([*range(5)], SequentialSampler(range(5)), 2)
     assert (len(loader), loader.num_workers) == (2, 0)
     loaders = [
-        build_batch_data_loader([0], None, 1, num_workers=1, seed=seed) for seed in (torch.initial_seed(), None, 6)
+        build_batch_data_loader([0], None, 1, num_workers=1, seed=seed)
+        for seed in (torch.initial_seed(), None, 6)
     ]
     assert [loader.timeout for loader in loaders] == [600] * 3
     assert len({loader.generator.initial_seed() for loader in loaders[:2]}) == 1
     assert loaders[2].generator.initial_seed() == 17288289091593111796  # as in older checkpoints
-    assert next(iter(build_test_loader([*range(4)], batch_size=2))).tolist() == [0, 1]  # as with a config
+    assert next(iter(build_test_loader([*range(4)], batch_size=2))).tolist() == [
+        0,
+        1,
+    ]  # as with a config
     cfg.DATALOADER.COLLATE = "list"
     assert [type(sample) for sample in next(iter(build_train_loader(cfg)))] == [dict] * 4
 
 
-@pytest.mark.parametrize(("drop_last", "batches"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1], [2, 3], [4]])])
+@pytest.mark.parametrize(
+    ("drop_last", "batches"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1], [2, 3], [4]])]
+)
 def test_a_finite_loader_has_a_length_and_ends(drop_last, batches):
     samples = [*range(5)]
     sized = type("SizedStream", (Stream,), {"__len__": lambda self: len(samples)})
@@ -103,7 +117,10 @@ def test_a_finite_loader_has_a_length_and_ends(drop_last, batches):
 def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
     as_rank(0, 4)
     assert build_batch_data_loader([0], InferenceSampler(1), 12).batch_size == 3
-    assert build_batch_data_loader([0], InferenceSampler(1), None, single_gpu_batch_size=12).batch_size == 12
+    assert (
+        build_batch_data_loader([0], InferenceSampler(1), None, single_gpu_batch_size=12).batch_size
+        == 12
+    )
     for total, options, message in (
         (6, {}, r"total_batch_size .* positive multiple of the world size 4, got 6"),
         (0, {}, "got 0"),
@@ -115,7 +132,9 @@ def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
 
 
 def test_pinned_memory_is_not_asked_for_without_a_device_that_runs_ahead(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps")
+    )
     loader = build_batch_data_loader([torch.zeros(1)], SequentialSampler([0]), 1, pin_memory=True)
     assert not loader.pin_memory
     next(iter(loader))  # no warning
@@ -126,7 +145,9 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(size, expected,
     for world_size in (1, 4):
         as_rank(0, world_size)
         loader = build_batch_data_loader(Squares(100), TrainingSampler(size, seed=0), 4)
-        stream = build_batch_data_loader(ToIterableDataset(Squares(100), TrainingSampler(size, seed=0)), None, 4)
+        stream = build_batch_data_loader(
+            ToIterableDataset(Squares(100), TrainingSampler(size, seed=0)), None, 4
+        )
         assert exact(iters_per_epoch(loader)) == exact(iters_per_epoch(stream)) == expected
 
 
@@ -150,7 +171,9 @@ def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg):
     assert order(-1) != order(-1)
 
 
-def test_training_datasets_are_concatenated_and_transformed_and_a_transform_may_leave_samples_out(cfg):
+def test_training_datasets_are_concatenated_and_transformed_and_a_transform_may_leave_samples_out(
+    cfg,
+):
     cfg.INPUT.TRAIN_TRANSFORM = "data_test_drop_odd"
     batches = indices(build_train_loader(cfg), 10)
     assert all(len(batch) == 4 for batch in batches)
@@ -168,7 +191,9 @@ def test_training_datasets_are_concatenated_and_transformed_and_a_transform_may_
 
 def test_the_loader_options_of_the_config_reach_the_loader(cfg):
     cfg.merge_from_list(["DATALOADER.NUM_WORKERS", 1, "DATALOADER.PREFETCH_FACTOR", 5])
-    cfg.merge_from_list(["DATALOADER.PERSISTENT_WORKERS", True, "DATALOADER.SAMPLER_TRAIN", "data_test_sampler"])
+    cfg.merge_from_list(
+        ["DATALOADER.PERSISTENT_WORKERS", True, "DATALOADER.SAMPLER_TRAIN", "data_test_sampler"]
+    )
     loader = build_train_loader(cfg)
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 5, True)
     assert indices(loader, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
@@ -178,8 +203,16 @@ def test_the_loader_options_of_the_config_reach_the_loader(cfg):
     ("key", "value", "message"),
     [
         ("DATASETS.TRAIN", (), "DATASETS.TRAIN is empty"),
-        ("DATASETS.TRAIN", ("data_tne",), r"DATASETS.TRAIN: DatasetCatalog has no 'data_tne'; did you mean 'data_ten'"),
-        ("DATALOADER.COLLATE", "defualt", "DATALOADER.COLLATE: unknown 'defualt'; .*accepted: default, list"),
+        (
+            "DATASETS.TRAIN",
+            ("data_tne",),
+            r"DATASETS.TRAIN: DatasetCatalog has no 'data_tne'; did you mean 'data_ten'",
+        ),
+        (
+            "DATALOADER.COLLATE",
+            "defualt",
+            "DATALOADER.COLLATE: unknown 'defualt'; .*accepted: default, list",
+        ),
         ("INPUT.TRAIN_TRANSFORM", "data_test_ad", "INPUT.TRAIN_TRANSFORM: .*data_test_add"),
     ],
 )
@@ -210,5 +243,7 @@ def test_testing_draws_every_sample_once_and_in_order(cfg, as_rank):
     with pytest.raises(ConfigError, match="DATASETS: DatasetCatalog has no 'data_tne'"):
         build_test_loader(cfg, "data_tne")
     cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
-    with pytest.raises(ConfigError, match="'RepeatFactorTrainingSampler' .* a stream has its own order"):
+    with pytest.raises(
+        ConfigError, match="'RepeatFactorTrainingSampler' .* a stream has its own order"
+    ):
         build_train_loader(cfg)

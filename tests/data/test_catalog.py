@@ -12,7 +12,9 @@ def test_a_dataset_is_made_when_it_is_asked_for_and_an_unknown_one_names_the_oth
     assert calls == []
     assert DatasetCatalog.get("cat_train") == [1, 2]
     assert len(calls) == 1
-    with pytest.raises(KeyError, match="no 'cat_trian'; did you mean 'cat_train'.*cat_broken, cat_train"):
+    with pytest.raises(
+        KeyError, match="no 'cat_trian'; did you mean 'cat_train'.*cat_broken, cat_train"
+    ):
         DatasetCatalog.get("cat_trian")
     with pytest.raises(KeyError, match=r"^'missing'$"):  # the function's own error
         DatasetCatalog.get("cat_broken")

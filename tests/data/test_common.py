@@ -22,7 +22,9 @@ def test_the_sample_in_the_place_of_a_rejected_one_is_a_function_of_the_index():
     states = random.getstate(), torch.get_rng_state()
     forward = draw(range(20))
 
-    assert forward == draw(reversed(range(20)))  # neither earlier samples nor earlier rejections matter
+    assert forward == draw(
+        reversed(range(20))
+    )  # neither earlier samples nor earlier rejections matter
     assert forward[::2] == [index * 10 for index in range(0, 20, 2)]
     assert len({*forward[1::2]}) > 3  # not one and the same sample in all places
     assert random.getstate() == states[0]
@@ -45,7 +47,9 @@ def test_a_mapped_stream_is_a_stream_without_the_rejected_samples(dataset_class)
 
 
 def test_mapped_datasets_survive_pickling_into_a_spawned_worker():
-    listed, stream = pickle.loads(pickle.dumps([MapDataset(of, times_ten_if_even) for of in ([2, 4], Stream([2, 4]))]))
+    listed, stream = pickle.loads(
+        pickle.dumps([MapDataset(of, times_ten_if_even) for of in ([2, 4], Stream([2, 4]))])
+    )
     assert [listed[0], listed[1]] == [*stream] == [20, 40]
 
 
@@ -80,10 +84,15 @@ def test_a_list_dataset_keeps_tensors_as_they_are():
     dataset = DatasetFromList(tensors)
 
     for index, tensor in enumerate(tensors):
-        assert (dataset[index].dtype, dataset[index].requires_grad) == (tensor.dtype, tensor.requires_grad)
+        assert (dataset[index].dtype, dataset[index].requires_grad) == (
+            tensor.dtype,
+            tensor.requires_grad,
+        )
         with torch.no_grad():
             dataset[index].zero_()  # writable, and a copy
         assert torch.equal(dataset[index].to_dense(), tensor.to_dense())
 
     rows = [*torch.zeros(1000, 100)]
-    assert len(pickle.dumps(DatasetFromList(rows))) < 1000 * (400 + 250)  # 400 MB with the storage in each row
+    assert len(pickle.dumps(DatasetFromList(rows))) < 1000 * (
+        400 + 250
+    )  # 400 MB with the storage in each row

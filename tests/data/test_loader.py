@@ -23,7 +23,9 @@ from trainkit.data import (
     resume_obstacle,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few cores
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create"
+)  # a machine with few cores
 
 SIZE = 11
 
@@ -97,7 +99,9 @@ def test_a_resumed_loader_delivers_what_the_uninterrupted_one_would_have(order, 
     batches = endless(interrupted)
     delivered = [next(batches) for _ in range(5)]
     state, names = through_a_file(interrupted.state_dict()), interrupted.names_of_last(2)
-    assert names == [[f"sample {index} of Drawing" for index, *_ in batch] for batch in delivered[3:]]
+    assert names == [
+        [f"sample {index} of Drawing" for index, *_ in batch] for batch in delivered[3:]
+    ]
     resumed = make(order, seed=4, **after)
     resumed.load_state_dict(state)
 
@@ -105,7 +109,9 @@ def test_a_resumed_loader_delivers_what_the_uninterrupted_one_would_have(order, 
     assert take(resumed, 7) == uninterrupted[5:]
     # without the state, or with another seed, it is something else
     assert take(make(order), 7) != uninterrupted[5:]
-    for column, other in zip(columns(uninterrupted)[1:], columns(take(make(order, seed=4), 12))[1:], strict=True):
+    for column, other in zip(
+        columns(uninterrupted)[1:], columns(take(make(order, seed=4), 12))[1:], strict=True
+    ):
         assert len({*column, *other}) == 2 * len(column)
 
 
@@ -154,7 +160,9 @@ def test_states_of_earlier_versions_are_loaded():
     state = {"kind": "Counting", "seed": 3, "position": 8, "order": {"epoch": 0, "count": 8}}
     loader.load_state_dict(state)
     assert take(loader, 3) == reference[2:]
-    loader.load_state_dict({**state, "position": 11, "order": {"epoch": 1, "count": 0}, "over": True})
+    loader.load_state_dict(
+        {**state, "position": 11, "order": {"epoch": 1, "count": 0}, "over": True}
+    )
     assert take(loader, 2) == reference[3:]
 
 
@@ -180,7 +188,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_global_batches(order, as_
     assert global_batches(after, 4) == expected[2:]
 
 
-def test_the_seed_of_the_checkpoint_wins_and_is_logged_and_another_kind_of_order_starts_again(caplog):
+def test_the_seed_of_the_checkpoint_wins_and_is_logged_and_another_kind_of_order_starts_again(
+    caplog,
+):
     first = make(seed=5)
     expected = take(first, 4)[2:]
     take(first, 2)
@@ -209,9 +219,17 @@ def test_a_loader_that_cannot_be_resumed_says_why_and_loads_what_a_plain_one_doe
     for loader_class in (ResumableLoader, DataLoader, DataLoader):
         torch.manual_seed(6 if len(found) < 2 else 7)
         batches = loader_class(Drawing(), batch_size=4, shuffle=True, collate_fn=list)
-        found.append([[(index, drawn) for batch in batches for index, _, _, drawn in batch], torch.rand(()).item()])
+        found.append(
+            [
+                [(index, drawn) for batch in batches for index, _, _, drawn in batch],
+                torch.rand(()).item(),
+            ]
+        )
     assert found[0] == found[1] != found[2]
-    assert [*build_batch_data_loader(Stream(range(100)), None, 50)] == [[*range(50)], [*range(50, 100)]]
+    assert [*build_batch_data_loader(Stream(range(100)), None, 50)] == [
+        [*range(50)],
+        [*range(50, 100)],
+    ]
 
 
 class Greedy(Drawing):
@@ -223,7 +241,10 @@ class Greedy(Drawing):
 
 def test_datasets_of_all_kinds_and_collating_draw_by_position_however_much_earlier_samples_drew():
     expected = take(make(), 5)
-    for dataset in (Greedy(), ConcatDataset([Subset(Drawing(), range(5)), Subset(Drawing(), range(5, SIZE))])):
+    for dataset in (
+        Greedy(),
+        ConcatDataset([Subset(Drawing(), range(5)), Subset(Drawing(), range(5, SIZE))]),
+    ):
         assert take(make(dataset=MapDataset(dataset, tuple)), 5) == expected
 
     def collate(samples):
@@ -342,7 +363,12 @@ def hang():
 
 def error_of(dataset, num_workers=1, **options):
     """The text of the error of the first batches."""
-    loader = make(dataset=dataset, num_workers=num_workers, sampler=TrainingSampler(SIZE, shuffle=False), **options)
+    loader = make(
+        dataset=dataset,
+        num_workers=num_workers,
+        sampler=TrainingSampler(SIZE, shuffle=False),
+        **options,
+    )
     with pytest.raises(Exception) as caught:  # noqa: PT011
         take(loader, 4)
     text = "".join(traceback.format_exception(caught.value))
@@ -355,14 +381,31 @@ def error_of(dataset, num_workers=1, **options):
 @pytest.mark.parametrize(
     ("num_workers", "dataset", "collate_fn", "text"),
     [
-        (0, Failing(unreadable), list, "FileNotFoundError while loading sample 2 of Failing: [Errno 2] no such image"),
-        (1, MapDataset(FailingFiles(unreadable), str), list, "FileNotFoundError while loading scan_2.png: [Errno"),
-        (0, Failing(end), list, "StopIteration while loading sample 2 of Failing"),  # the data does not end
+        (
+            0,
+            Failing(unreadable),
+            list,
+            "FileNotFoundError while loading sample 2 of Failing: [Errno 2] no such image",
+        ),
+        (
+            1,
+            MapDataset(FailingFiles(unreadable), str),
+            list,
+            "FileNotFoundError while loading scan_2.png: [Errno",
+        ),
+        (
+            0,
+            Failing(end),
+            list,
+            "StopIteration while loading sample 2 of Failing",
+        ),  # the data does not end
         # an error that cannot be pickled; the loader would wait for the worker
         (1, Drawing(), local_error, "Local while collating sample 0 of Drawing, sample 1 of"),
     ],
 )
-def test_an_error_of_a_sample_names_the_sample_and_comes_at_once(num_workers, dataset, collate_fn, text):
+def test_an_error_of_a_sample_names_the_sample_and_comes_at_once(
+    num_workers, dataset, collate_fn, text
+):
     assert text in error_of(dataset, num_workers, collate_fn=collate_fn)
 
 

@@ -30,16 +30,37 @@ def test_an_epoch_is_a_function_of_seed_and_epoch_alone_and_the_stream_is_all_of
 
 
 def test_seeds_and_epochs_have_orders_of_their_own_with_every_sample_once():
-    orders = [TrainingSampler(11, seed=seed).epoch_indices(epoch) for seed in (0, 1, 2, 2**40) for epoch in range(6)]
-    assert len({tuple(order.tolist()) for order in orders}) == 24  # with seed + epoch, (0, 1) and (1, 0) would be equal
+    orders = [
+        TrainingSampler(11, seed=seed).epoch_indices(epoch)
+        for seed in (0, 1, 2, 2**40)
+        for epoch in range(6)
+    ]
+    assert (
+        len({tuple(order.tolist()) for order in orders}) == 24
+    )  # with seed + epoch, (0, 1) and (1, 0) would be equal
     assert all(sorted(order.tolist()) == [*range(11)] for order in orders)
     assert take(TrainingSampler(3, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
-    assert take(TrainingSampler(6, seed=3), 12) == [0, 5, 3, 4, 2, 1, 1, 0, 5, 2, 3, 4]  # as in older checkpoints
+    assert take(TrainingSampler(6, seed=3), 12) == [
+        0,
+        5,
+        3,
+        4,
+        2,
+        1,
+        1,
+        0,
+        5,
+        2,
+        3,
+        4,
+    ]  # as in older checkpoints
 
 
 @pytest.mark.parametrize("name", INFINITE)
 @pytest.mark.parametrize(("position", "world_size"), [(0, 2), (1, 1), (37, 7)])
-def test_from_any_position_the_ranks_together_draw_the_stream_of_a_single_rank(name, position, world_size, as_rank):
+def test_from_any_position_the_ranks_together_draw_the_stream_of_a_single_rank(
+    name, position, world_size, as_rank
+):
     single = take(INFINITE[name](5), position + 20 * world_size)[position:]
     for rank in range(world_size):
         as_rank(rank, world_size)
@@ -70,7 +91,9 @@ def test_without_a_seed_the_ranks_agree_on_one(monkeypatch):
     assert TrainingSampler(4).seed == 123
 
 
-@pytest.mark.parametrize(("size", "shares"), [(9, [[0, 1, 2], [3, 4], [5, 6], [7, 8]]), (2, [[0], [1], [], []])])
+@pytest.mark.parametrize(
+    ("size", "shares"), [(9, [[0, 1, 2], [3, 4], [5, 6], [7, 8]]), (2, [[0], [1], [], []])]
+)
 def test_inference_divides_the_samples_into_contiguous_shares(size, shares, as_rank):
     for rank, share in enumerate(shares):
         as_rank(rank, 4)

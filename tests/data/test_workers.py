@@ -19,7 +19,9 @@ class Job:
     def __init__(self, kind):
         command = [sys.executable, "-m", "tests.data.signalled_job", kind]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self.process = subprocess.Popen(command, cwd=ROOT, **pipes, text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, **pipes, text=True, start_new_session=True
+        )
 
     def ask(self, command):
         self.process.stdin.write(f"{command}\n")
@@ -34,13 +36,24 @@ class Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fork", "plain", "forkserver", "spawn"])
-def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_their_loader(kind, monkeypatch):
+def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_their_loader(
+    kind, monkeypatch
+):
     monkeypatch.setenv("SLURM_JOB_ID", "42")  # there a run takes SIGUSR1 too
     with contextlib.closing(Job(kind)) as job:
-        assert [job.ask("batch"), job.ask("batch")] == ["0", "1"]  # one of each worker: both have started
+        assert [job.ask("batch"), job.ask("batch")] == [
+            "0",
+            "1",
+        ]  # one of each worker: both have started
         pids = job.ask("pids")
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGTERM,
+        ):
             os.killpg(job.process.pid, number)
 
         assert [job.ask("batch") for _ in range(4)] == ["2", "3", "4", "5"]
@@ -62,7 +75,9 @@ def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 @pytest.mark.parametrize("kind", ["fork", "forkserver"])
-def test_workers_end_by_the_sigterm_of_their_parent_in_an_endless_fetch_too_and_do_not_outlive_it(kind):
+def test_workers_end_by_the_sigterm_of_their_parent_in_an_endless_fetch_too_and_do_not_outlive_it(
+    kind,
+):
     for command, num_batches in (("terminate", 7), ("batch", 1))[kind == "forkserver" :]:
         with contextlib.closing(Job(kind)) as job:
             for _ in range(num_batches):

@@ -38,7 +38,11 @@ def run(source, where, **names):
 
 def contents(folder):
     """The files of a finished run, but its log, which an evaluation goes on with."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "log.txt"}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.is_file() and path.name != "log.txt"
+    }
 
 
 def shell_lines(text):
@@ -51,10 +55,16 @@ def shell_lines(text):
 
 def inline_commands(text):
     """Those in the middle of the text, and those that a table makes by adding something to the command of the page."""
-    base = next(iter(re.findall(r"python tools/\w*train_net\.py.*", "\n".join(shell_lines(text)))), None)
+    base = next(
+        iter(re.findall(r"python tools/\w*train_net\.py.*", "\n".join(shell_lines(text)))), None
+    )
     text = _FENCE.sub("", text)
     for command in re.findall(rf"`({_PROGRAM}[^`]+)`", text):
-        yield command if "torchrun" not in command or ".py" in command else f"{command} tools/train_net.py"
+        yield (
+            command
+            if "torchrun" not in command or ".py" in command
+            else f"{command} tools/train_net.py"
+        )
     _, _, table = text.partition("| to | add |\n|---|---|\n")
     for row in re.findall(r"^\| .+ \| (.+) \|$", table.partition("\n\n")[0], re.MULTILINE):
         for added in re.findall(r"`([^`]+)`", row):

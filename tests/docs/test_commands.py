@@ -38,7 +38,9 @@ COMMANDS = {**IN_TEXT, **IN_BLOCKS}
 
 # the first settings of each answer in the table of what is asked for
 ASKED = re.findall(
-    r"^\| .+? \| \[.+?\) \| [^`\n]*`(--\w[^`]*|[A-Z_.]+ [^`]+)`", page("docs/asked_for.md"), re.MULTILINE
+    r"^\| .+? \| \[.+?\) \| [^`\n]*`(--\w[^`]*|[A-Z_.]+ [^`]+)`",
+    page("docs/asked_for.md"),
+    re.MULTILINE,
 )
 
 
@@ -69,7 +71,9 @@ def here(folder, monkeypatch):
     return folder
 
 
-EXTRAS = re.findall(r'^ {8}"(\w+)":', page("setup.py").partition("extras_require={")[2], re.MULTILINE)
+EXTRAS = re.findall(
+    r'^ {8}"(\w+)":', page("setup.py").partition("extras_require={")[2], re.MULTILINE
+)
 
 
 def understand(words):
@@ -83,7 +87,9 @@ def understand(words):
             understand(command)
         case ["torchrun", *args]:
             read = get_args_parser().parse_args(args)
-            understand(["python", *["-m"] * read.module, read.training_script, *read.training_script_args])
+            understand(
+                ["python", *["-m"] * read.module, read.training_script, *read.training_script_args]
+            )
         case ["pip", "install", *_, target]:
             assert re.fullmatch(rf"(\.|trainkit)(\[({'|'.join(EXTRAS)})\])?|mlflow|s3fs", target)
         case ["python", "-c", code]:
@@ -111,7 +117,9 @@ def read_arguments(script, args):
         check_values(cfg)
     elif script == LAZY:
         read = default_argument_parser().parse_args(args)
-        LazyConfig.apply_overrides(LazyConfig.load(read.config_file or tool.DEFAULT_CONFIG), read.opts)
+        LazyConfig.apply_overrides(
+            LazyConfig.load(read.config_file or tool.DEFAULT_CONFIG), read.opts
+        )
     elif hasattr(tool, "parse_args"):
         tool.parse_args(args)
     else:
@@ -143,13 +151,22 @@ def test_every_command_is_understood_and_one_that_would_fail_is_found(here):
     assert len(COMMANDS) > 150
     assert problems(COMMANDS) == {}
     assert len(ASKED) > 15
-    assert problems(["python", TRAIN, "SOLVER.WARMUP_ITERS", "0", *shlex.split(asked)] for asked in ASKED) == {}
+    assert (
+        problems(
+            ["python", TRAIN, "SOLVER.WARMUP_ITERS", "0", *shlex.split(asked)] for asked in ASKED
+        )
+        == {}
+    )
     assert len(problems(words for line in WRONG for words in commands(line))) == len(WRONG)
 
 
 # tests of the projects run these: they end the process, or need a run, an address or a package that is not here
 ELSEWHERE = re.compile(r"--num-gpus|--preflight|--fork|s3://|weights\.safetensors|vision_text")
-ALONE = [words for words in IN_BLOCKS if {TRAIN, LAZY} & {*words[1:2]} and not ELSEWHERE.search(" ".join(words))]
+ALONE = [
+    words
+    for words in IN_BLOCKS
+    if {TRAIN, LAZY} & {*words[1:2]} and not ELSEWHERE.search(" ".join(words))
+]
 
 
 @pytest.mark.slow
@@ -158,4 +175,6 @@ def test_what_trains_runs(here, capsys, words):
     tool = {TRAIN: train_net, LAZY: lazyconfig_train_net}[words[1]]
     tool.main(default_argument_parser().parse_args([*words[2:], "--fast-dev-run"]))
     printed = capsys.readouterr().out
-    assert re.search("(The|This) run has finished|The trial run was trained|Evaluation results", printed)
+    assert re.search(
+        "(The|This) run has finished|The trial run was trained|Evaluation results", printed
+    )

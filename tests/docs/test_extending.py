@@ -14,7 +14,13 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import ConfigError, get_cfg, prepare_projects
-from trainkit.engine import DefaultTrainer, SimpleTrainer, default_argument_parser, default_setup, hooks
+from trainkit.engine import (
+    DefaultTrainer,
+    SimpleTrainer,
+    default_argument_parser,
+    default_setup,
+    hooks,
+)
 from trainkit.utils import comm, plugins
 from trainkit.utils.run_folder import release_folder
 
@@ -26,7 +32,9 @@ HOOK, STEP, WRAPPER, FORMAT, STORE, LOADER, KEYS, TABLES = blocks("docs/extendin
 def page():
     """What all blocks of parts define, each of which registers its part once."""
     return {
-        name: value for block in (HOOK, STEP, WRAPPER, FORMAT, LOADER) for name, value in run(block, "page").items()
+        name: value
+        for block in (HOOK, STEP, WRAPPER, FORMAT, LOADER)
+        for name, value in run(block, "page").items()
     }
 
 

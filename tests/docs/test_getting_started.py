@@ -43,7 +43,9 @@ def train(folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train, folder, monkeypatch):
+def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(
+    train, folder, monkeypatch
+):
     printed = train(TRAIN)
     for line in (TABLE_LINE, END):
         assert line in printed
@@ -65,8 +67,12 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train
 
 def test_the_hook_logs_and_a_width_that_makes_no_sense_is_one_message(train, capsys):
     script = SCRIPT.replace("class Trainer(", f"{HOOK}\n\nclass Trainer(")
-    script = script.replace("(DefaultTrainer):\n", f"(DefaultTrainer):\n{textwrap.indent(REGISTER, '    ')}\n")
-    script = script.replace("from trainkit.engine import ", "from trainkit.engine import HookBase, ", 1)
+    script = script.replace(
+        "(DefaultTrainer):\n", f"(DefaultTrainer):\n{textwrap.indent(REGISTER, '    ')}\n"
+    )
+    script = script.replace(
+        "from trainkit.engine import ", "from trainkit.engine import HookBase, ", 1
+    )
     short = ["OUTPUT_DIR", "output/hook", "SOLVER.MAX_ITER", "20", "SOLVER.WARMUP_ITERS", "2"]
     assert " gradient_norm: " in train([*TRAIN, *short], script)
     with pytest.raises(SystemExit):
@@ -78,9 +84,16 @@ def test_the_hook_logs_and_a_width_that_makes_no_sense_is_one_message(train, cap
 @pytest.mark.slow
 def test_two_processes_do_the_same(folder):
     (folder / "train.py").write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, *TWO[1:]]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert TABLE_LINE in done.stdout
 

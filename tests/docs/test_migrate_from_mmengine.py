@@ -25,7 +25,12 @@ from trainkit.solver import build_optimizer
 
 RULES_PAGE = "projects/solver_extras/from_mmengine.md"
 SELFSUP_PAGE = "projects/trainkit_selfsup/README.md"
-PAGES = ["docs/migrate_from_mmengine.md", "projects/hooks/from_mmengine.md", RULES_PAGE, SELFSUP_PAGE]
+PAGES = [
+    "docs/migrate_from_mmengine.md",
+    "projects/hooks/from_mmengine.md",
+    RULES_PAGE,
+    SELFSUP_PAGE,
+]
 TEXT = "\n".join(map(page, PAGES))
 (LEFT,) = blocks("docs/migrate_from_mmengine.md", "python")
 (RIGHT,) = blocks("docs/migrate_from_mmengine.md", "yaml")
@@ -38,7 +43,9 @@ RULES_IN_YAML, LARS_IN_YAML, STAGES_IN_YAML = blocks(RULES_PAGE, "yaml")
 def tables(text):
     """For each table its rows, each a dict from the header's words to the cell."""
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        header, rule, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines())
+        header, rule, *rows = (
+            [cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()
+        )
         assert all(set(cell) == {"-"} for cell in rule)
         yield [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -51,7 +58,10 @@ def problem_of_entry(entry):
     """What is wrong with an entry of HOOKS or SOLVER.SCHEDULES."""
     name = entry.pop("NAME")
     if name in HOOK_REGISTRY:
-        accepted = {"ENABLED", *map(str.upper, inspect.signature(HOOK_REGISTRY.get(name)).parameters)}
+        accepted = {
+            "ENABLED",
+            *map(str.upper, inspect.signature(HOOK_REGISTRY.get(name)).parameters),
+        }
     elif name in SCHEDULE_REGISTRY:
         parameters = inspect.signature(SCHEDULE_REGISTRY.get(name)).parameters
         accepted = {"BEGIN", "END", "STEP_SIZE", *map(str.upper, parameters)}
@@ -59,7 +69,9 @@ def problem_of_entry(entry):
         return f"{name} is not registered"
     nested = [problem_of_entry(dict(item)) for item in entry.get("SCHEDULES", [])]
     unknown = sorted(set(entry) - accepted)
-    return next(filter(None, nested), None) or (f"{name} does not take {unknown}" if unknown else None)
+    return next(filter(None, nested), None) or (
+        f"{name} does not take {unknown}" if unknown else None
+    )
 
 
 def problem_of(span):
@@ -81,7 +93,13 @@ def test_every_name_of_the_tables_exists_and_one_that_does_not_is_found():
     assert (len(named) > 100, len(entries) > 30) == (True, True)
     assert [problem for problem in map(problem_of, named + entries) if problem] == []
 
-    unknown = ["SOLVER.MAX_ITERS", "before_iter", "EMA", "DefaultTrainer.resume", "{NAME: EMAHook, MOMENTUM: 0.1}"]
+    unknown = [
+        "SOLVER.MAX_ITERS",
+        "before_iter",
+        "EMA",
+        "DefaultTrainer.resume",
+        "{NAME: EMAHook, MOMENTUM: 0.1}",
+    ]
     unknown += ["{NAME: LinearLR}", "{NAME: ParamScheduler, SCHEDULES: [{NAME: Linear, T_MAX: 3}]}"]
     assert all(map(problem_of, unknown))
 
@@ -102,7 +120,11 @@ class WithBackbone(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2))
 
     def forward(self, batch):
-        return {"loss": nn.functional.cross_entropy(self.head(self.backbone(batch["x"])), batch["label"])}
+        return {
+            "loss": nn.functional.cross_entropy(
+                self.head(self.backbone(batch["x"])), batch["label"]
+            )
+        }
 
 
 def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
@@ -111,17 +133,24 @@ def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
     cfg.merge_from_other_cfg(yaml.safe_load(RIGHT))
 
     depth_of = run(FUNCTION, "page")["depth_of"]
-    assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [(0, 6), (3, 6), (5, 6)]
+    assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [
+        (0, 6),
+        (3, 6),
+        (5, 6),
+    ]
     trainer = DefaultTrainer(cfg)
     assert trainer.max_iter == 12 * 10  # 40 samples by 4
     assert type(trainer.optimizer).__name__ == "AdamW"
-    assert trainer.scheduler.base_lrs == [group["initial_lr"] for group in trainer.optimizer.param_groups]
+    assert trainer.scheduler.base_lrs == [
+        group["initial_lr"] for group in trainer.optimizer.param_groups
+    ]
     for line in ("EMAHook", "EarlyStopping", "BestCheckpointer"):
         assert line in trainer.describe_hooks()
 
 
 @pytest.mark.parametrize(
-    ("python", "config"), [(LEFT, RIGHT), (RULES, RULES_IN_YAML), (LARS, LARS_IN_YAML), (STAGES, STAGES_IN_YAML)]
+    ("python", "config"),
+    [(LEFT, RIGHT), (RULES, RULES_IN_YAML), (LARS, LARS_IN_YAML), (STAGES, STAGES_IN_YAML)],
 )
 def test_an_example_builds_the_optimizer_of_mmengine(python, config):
     """The tests of `projects/solver_extras` compare the groups with the rules of OpenMMLab."""
@@ -129,7 +158,9 @@ def test_an_example_builds_the_optimizer_of_mmengine(python, config):
     model = nn.Module()
     model.backbone = nn.Module()
     model.backbone.downsample_layers = nn.ModuleList([nn.Conv2d(2, 2, 2)])
-    model.backbone.stages = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(n)) for n in (3, 3, 9, 3))
+    model.backbone.stages = nn.ModuleList(
+        nn.ModuleList(nn.Linear(2, 2) for _ in range(n)) for n in (3, 3, 9, 3)
+    )
     model.head, model.bn = nn.Linear(2, 2), nn.BatchNorm2d(2)
     model.cls_token = model.pos_embed = nn.Parameter(torch.zeros(1, 1, 4))
     cfg = get_cfg()
@@ -145,7 +176,15 @@ def test_an_example_builds_the_optimizer_of_mmengine(python, config):
 
 def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):
     run(SELFSUP_MODEL, "page")
-    cfg = tiny_cfg(tmp_path / "run", "DATASETS.TEST", (), "TEST.EVAL_PERIOD", 0, "SOLVER.CHECKPOINT_PERIOD", 1000)
+    cfg = tiny_cfg(
+        tmp_path / "run",
+        "DATASETS.TEST",
+        (),
+        "TEST.EVAL_PERIOD",
+        0,
+        "SOLVER.CHECKPOINT_PERIOD",
+        1000,
+    )
     cfg.merge_from_other_cfg(yaml.safe_load(SELFSUP_CONFIG))
     cfg.merge_from_list(["SOLVER.MAX_ITER", 502, "LOG.PERIOD", 500])
     trainer = DefaultTrainer(cfg)

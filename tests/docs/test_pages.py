@@ -14,7 +14,11 @@ from trainkit.utils.plugins import CONFIG_KEYS
 MARKDOWN = [*PAGES, "CHANGELOG.md", "tests/defects.md"]
 TESTS = [path for folder in ("tests", "projects") for path in (ROOT / folder).rglob("test_*.py")]
 IN_TESTS = {"python", "yaml"}  # sh and bash: test_commands.py; without a language: what is printed
-OTHERS_KEYS = {"INPUT.FOLD", "INPUT.FORMAT", "MODEL.META_ARCHITECTURE"}  # a user's own, and two of detectron2
+OTHERS_KEYS = {
+    "INPUT.FOLD",
+    "INPUT.FORMAT",
+    "MODEL.META_ARCHITECTURE",
+}  # a user's own, and two of detectron2
 
 
 def taken(source):
@@ -23,7 +27,11 @@ def taken(source):
     As many names as there are blocks, or the module cannot be imported: a block that is added is not forgotten.
     """
     tree = ast.parse(source)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
     texts = {}
     for statement in tree.body:
         match statement:
@@ -31,13 +39,20 @@ def taken(source):
                 texts[name] = text
             case ast.Assign(
                 targets=[ast.Tuple(elts=names)],
-                value=ast.Call(func=ast.Name(id="blocks"), args=[where, ast.Constant(value=language)]),
+                value=ast.Call(
+                    func=ast.Name(id="blocks"), args=[where, ast.Constant(value=language)]
+                ),
             ) if {name.id for name in names} <= used:
-                yield (where.value if isinstance(where, ast.Constant) else texts[where.id]), language
+                yield (
+                    (where.value if isinstance(where, ast.Constant) else texts[where.id]),
+                    language,
+                )
 
 
 def test_every_block_is_taken_by_a_test():
-    on_pages = {(name, language) for name in PAGES for language in IN_TESTS if blocks(name, language)}
+    on_pages = {
+        (name, language) for name in PAGES for language in IN_TESTS if blocks(name, language)
+    }
     in_tests = {found for path in TESTS for found in taken(path.read_text())}
     assert on_pages - in_tests == set()
 
@@ -47,14 +62,25 @@ def test_every_block_is_taken_by_a_test():
 
     for name in MARKDOWN:
         found = fences(page(name))
-        assert {language for language, _ in found} <= {"", "sh", "bash", "python", "yaml", "{toctree}"}, name
+        assert {language for language, _ in found} <= {
+            "",
+            "sh",
+            "bash",
+            "python",
+            "yaml",
+            "{toctree}",
+        }, name
         printed = "\n".join(code for language, code in found if not language)
         assert not re.search(r"^(python|pip|torchrun) ", printed, re.MULTILINE), name
 
 
 def anchors(text):
     """Those of the headings of a page, as code hosts and the site name them."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$",
+        re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE),
+        re.MULTILINE,
+    )
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
@@ -79,7 +105,9 @@ def test_links_lead_to_files_and_headings_that_are_there(tmp_path):
 
 
 def test_every_key_that_a_page_names_is_there():
-    named = {key for name in PAGES for key in re.findall(r"`([A-Z][A-Z_]+(?:\.[A-Z_]+)+)", page(name))}
+    named = {
+        key for name in PAGES for key in re.findall(r"`([A-Z][A-Z_]+(?:\.[A-Z_]+)+)", page(name))
+    }
     assert len(named) > 100
     cfg = get_cfg()
     for key in named - OTHERS_KEYS:
@@ -90,7 +118,11 @@ def test_every_key_that_a_page_names_is_there():
 
 def leaves(node, prefix=""):
     for key, value in node.items():
-        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, CfgNode) else [(prefix + key, value)]
+        yield from (
+            leaves(value, f"{prefix}{key}.")
+            if isinstance(value, CfgNode)
+            else [(prefix + key, value)]
+        )
 
 
 def test_every_key_is_there_with_its_default_and_the_pages_are_what_the_tool_writes_now():
@@ -98,6 +130,8 @@ def test_every_key_is_there_with_its_default_and_the_pages_are_what_the_tool_wri
     cfg = get_cfg()
     for key in CONFIG_KEYS:
         reduce(getattr, key.split("."), cfg)  # lets its project declare it
-    assert {key: value for key, value in described.items() if not isinstance(value, CfgNode)} == dict(leaves(cfg))
+    assert {
+        key: value for key, value in described.items() if not isinstance(value, CfgNode)
+    } == dict(leaves(cfg))
     # else: python tools/config_reference.py
     assert [str(page) for page, text in pages() if page.read_text() != text] == []

@@ -39,7 +39,10 @@ def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
         ("TRAIN", cfg.INPUT.TRAIN_TRANSFORM, [0, 1], {0, 31}),
         ("TEST", cfg.INPUT.TEST_TRANSFORM, [1], {0}),
     ]:
-        samples, transform = DatasetCatalog.get(cfg.DATASETS[part][0]), TRANSFORM_REGISTRY.get(name)(cfg)
+        samples, transform = (
+            DatasetCatalog.get(cfg.DATASETS[part][0]),
+            TRANSFORM_REGISTRY.get(name)(cfg),
+        )
         assert [sample["label"] for sample in samples] == labels
         seen = [transform(samples[-1]) for _ in range(20)]
         assert {(sample["x"].shape, sample["label"]) for sample in seen} == {((3, 32, 32), 1)}
@@ -49,7 +52,9 @@ def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("catalogs")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 2), (2, 0), (2, 2)])
-def test_ranks_and_workers_divide_the_lines_of_a_stream(num_ranks, num_workers, tmp_path, monkeypatch, as_rank):
+def test_ranks_and_workers_divide_the_lines_of_a_stream(
+    num_ranks, num_workers, tmp_path, monkeypatch, as_rank
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.txt").write_text("0\n1\n2\n3\n4\n5\n6\n")
     run(STREAM, "recipes.md")
@@ -58,14 +63,19 @@ def test_ranks_and_workers_divide_the_lines_of_a_stream(num_ranks, num_workers, 
         as_rank(rank, num_ranks)
         stream = DatasetCatalog.get("lines_train")
         as_rank(0, 1)  # as in a worker that is started anew
-        found += [int(sample["text"]) for sample in DataLoader(stream, None, num_workers=num_workers)]
+        found += [
+            int(sample["text"]) for sample in DataLoader(stream, None, num_workers=num_workers)
+        ]
     assert sorted(found) == [*range(7)]
 
 
 def test_lora_starts_as_the_base_model_and_trains_little_and_counts_in_eval_mode(monkeypatch):
     monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", True)
     base = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True, dtype=torch.bfloat16)
-    model, x = run(LORA, "recipes.md")["add_lora"](copy.deepcopy(base), rank=2), torch.randn(3, 4, 8).bfloat16()
+    model, x = (
+        run(LORA, "recipes.md")["add_lora"](copy.deepcopy(base), rank=2),
+        torch.randn(3, 4, 8).bfloat16(),
+    )
     assert model.load_state_dict(base.state_dict(), strict=False).unexpected_keys == []
     assert torch.equal(model(x), base(x))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -82,17 +92,29 @@ def test_folds_give_a_mean_and_a_deviation_of_what_the_runs_evaluate(tmp_path):
     cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 3, "HOOKS", [{"NAME": "EMAHook", "DECAY": 0.5}])
     for _ in range(2):
         found = k_folds(cfg, DatasetCatalog.get("tiny_train"), 2, "classification/top1")
-    lines = [(tmp_path / name / "metrics.json").read_text().splitlines() for name in ("fold0", "fold1")]
+    lines = [
+        (tmp_path / name / "metrics.json").read_text().splitlines() for name in ("fold0", "fold1")
+    ]
     written = [json.loads(last)["classification/top1"] for *_, last in lines]
     assert found == (statistics.mean(written), statistics.stdev(written))
-    assert [json.loads(line)["iteration"] for line in lines[0]] == [1, 2, 3]  # those of the second call alone
+    assert [json.loads(line)["iteration"] for line in lines[0]] == [
+        1,
+        2,
+        3,
+    ]  # those of the second call alone
 
 
 def test_a_gan_with_a_seed_gives_the_same_bits():
     def weights(seed):
         trainer = run(GAN, "recipes.md")["GAN"](seed)
         trainer.train(0, 5)
-        return torch.cat([p.flatten() for model in (trainer.generator, trainer.judge) for p in model.parameters()])
+        return torch.cat(
+            [
+                p.flatten()
+                for model in (trainer.generator, trainer.judge)
+                for p in model.parameters()
+            ]
+        )
 
     assert torch.equal(weights(0), weights(0))
     assert not torch.equal(weights(0), weights(1))
@@ -106,7 +128,9 @@ def test_a_simple_trainer_logs_saves_and_resumes(tmp_path):
     assert halves.start_iter == 50
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, halves.model.state_dict()[name])
-    assert {"log.txt", "metrics.json", "last_checkpoint"} <= {path.name for path in (tmp_path / "whole").iterdir()}
+    assert {"log.txt", "metrics.json", "last_checkpoint"} <= {
+        path.name for path in (tmp_path / "whole").iterdir()
+    }
 
 
 @pytest.mark.slow
@@ -115,7 +139,9 @@ def test_metrics_of_torchmetrics_are_an_evaluator():
     evaluator = run(METRICS, "recipes.md")["Trainer"].build_evaluator(None, "")
     model = nn.Linear(2, 2)
     model.forward = lambda batch: batch["x"]
-    batches = [{"x": torch.eye(10)[:2], "label": torch.tensor(labels)} for labels in ([0, 1], [0, 0])]
+    batches = [
+        {"x": torch.eye(10)[:2], "label": torch.tensor(labels)} for labels in ([0, 1], [0, 0])
+    ]
     f1 = (4 / 5 + 2 / 3) / 2  # the mean over the two classes that there are
     assert inference_on_dataset(model, batches, evaluator) == {"metrics": {"f1": pytest.approx(f1)}}
 
@@ -125,5 +151,7 @@ def test_each_token_has_the_same_weight_in_micro_batches_of_any_length():
     logits, targets = torch.randn(4, 6, 10, requires_grad=True), torch.randint(10, (4, 6))
     targets[0, 2:] = -100
     whole = torch.autograd.grad(loss(logits, targets), logits)[0]
-    parts = torch.autograd.grad(loss(logits[:1], targets[:1]) + loss(logits[1:], targets[1:]), logits)[0]
+    parts = torch.autograd.grad(
+        loss(logits[:1], targets[:1]) + loss(logits[1:], targets[1:]), logits
+    )[0]
     assert torch.allclose(whole, parts)

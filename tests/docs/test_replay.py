@@ -27,9 +27,10 @@ def assert_shown(shown, printed):
     for line in shown.splitlines():
         start, dots, end = line.partition("...")
         if line != "...":
-            assert any(found.startswith(start) and found.endswith(end) if dots else found == line for found in lines), (
-                line
-            )
+            assert any(
+                found.startswith(start) and found.endswith(end) if dots else found == line
+                for found in lines
+            ), line
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,11 @@ def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder)
     failed = command(train, folder)
     assert failed.returncode == 1
     assert FAILURE.partition("...")[0].strip() in failed.stderr
-    (line,) = [line for line in (folder / "output/signals/log.txt").read_text().splitlines() if "To repeat" in line]
+    (line,) = [
+        line
+        for line in (folder / "output/signals/log.txt").read_text().splitlines()
+        if "To repeat" in line
+    ]
     assert line.replace(f"{folder}/", "").endswith(LAST_LINE.strip(".\n"))
     before = digest_of_folder(folder / "output/signals")
 
@@ -56,7 +61,13 @@ def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder)
         assert found.returncode == 0, found.stderr
         assert_shown(shown, found.stdout)
         assert max(map(len, found.stdout.splitlines()[2:]), default=0) <= 120
-    plot = ["tools/plot_metrics.py", "output/signals", "replay_of_signals", "--html", "metrics.html"]
+    plot = [
+        "tools/plot_metrics.py",
+        "output/signals",
+        "replay_of_signals",
+        "--html",
+        "metrics.html",
+    ]
     assert command(plot, folder).returncode == 0
     assert "quietest" in (folder / "metrics.html").read_text()
 
@@ -70,18 +81,31 @@ def test_a_run_of_two_processes_is_replayed_by_two_and_names_the_rank(folder):
     assert command(["train.py", *options], folder, num_ranks=2).returncode == 1
 
     step = command(["tools/replay.py", "output/two", "--iter", "94", *AGAIN], folder, num_ranks=2)
-    proof = command(["tools/replay.py", "output/two", "--iter", "70", "--prove", *AGAIN], folder, num_ranks=2)
+    proof = command(
+        ["tools/replay.py", "output/two", "--iter", "70", "--prove", *AGAIN], folder, num_ranks=2
+    )
     alone = command(["tools/replay.py", "output/two", "--iter", "94", *AGAIN], folder)
-    capsule = command(["tools/replay.py", "output/two/capsule.rank0.pt", "--bisect", *AGAIN], folder)
+    capsule = command(
+        ["tools/replay.py", "output/two/capsule.rank0.pt", "--bisect", *AGAIN], folder
+    )
     hook = ["--range", "60:90", "--hook", "loudness.py:Loudness"]
     hindsight = command(["tools/replay.py", "output/two", *hook, *AGAIN], folder, num_ranks=2)
 
     assert "rank 0:\nthe step has failed: FloatingPointError" in step.stdout
-    assert "first module whose output is not finite: normalize\n  for: signal_237.wav\n" in step.stdout
+    assert (
+        "first module whose output is not finite: normalize\n  for: signal_237.wav\n" in step.stdout
+    )
     assert (step.returncode, proof.returncode, alone.returncode) == (0, 0, 2)
     assert "proof: every byte equals model_0000079.pth: " in proof.stdout
-    for text in ("failure: it has come back", "number of processes: 2 in the run, 1 now", "signal_237.wav (1 of 2"):
+    for text in (
+        "failure: it has come back",
+        "number of processes: 2 in the run, 1 now",
+        "signal_237.wav (1 of 2",
+    ):
         assert text in capsule.stdout
-    assert "60 of 60 logged values equal those in capsule.rank0.pt, iterations 60 to 89" in hindsight.stdout
+    assert (
+        "60 of 60 logged values equal those in capsule.rank0.pt, iterations 60 to 89"
+        in hindsight.stdout
+    )
     assert len((folder / "replay_of_two/metrics.json").read_text().splitlines()) == 30
     assert "the run had 2 processes, and this replay has 1" in alone.stderr

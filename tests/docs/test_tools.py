@@ -27,8 +27,22 @@ def folder(tmp_path_factory):
     """Where the commands are run."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "projects").symlink_to(ROOT / "projects")
-    changed = ["SOLVER.MAX_ITER", "8", "SOLVER.CHECKPOINT_PERIOD", "2", "TEST.EVAL_PERIOD", "2", "MODEL.WIDTH", "16"]
-    changed += ["CHECKPOINT.BEST_METRIC", "classification/top1", "OUTPUT_DIR", str(folder / "output/digits")]
+    changed = [
+        "SOLVER.MAX_ITER",
+        "8",
+        "SOLVER.CHECKPOINT_PERIOD",
+        "2",
+        "TEST.EVAL_PERIOD",
+        "2",
+        "MODEL.WIDTH",
+        "16",
+    ]
+    changed += [
+        "CHECKPOINT.BEST_METRIC",
+        "classification/top1",
+        "OUTPUT_DIR",
+        str(folder / "output/digits"),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["tools/train_net.py"])
         patch.setattr("__main__.__spec__", None)  # not by python -m pytest
@@ -60,10 +74,14 @@ def test_each_command_prints_what_the_page_shows(folder, monkeypatch, capsys):
     for command, shown in COMMANDS:  # in this order: one writes the file that another one reads
         before = {path: path.stat().st_mtime_ns for path in (folder / "output").rglob("*")}
 
-        printed, code = run(command.replace("0000599", "0000005"), capsys)  # the last but one of both runs
+        printed, code = run(
+            command.replace("0000599", "0000005"), capsys
+        )  # the last but one of both runs
 
         assert code == ("\ndifferent in " in shown), (command, printed)
-        assert {path: path.stat().st_mtime_ns for path in (folder / "output").rglob("*")} == before, command
+        assert {
+            path: path.stat().st_mtime_ns for path in (folder / "output").rglob("*")
+        } == before, command
         if "analyze" in command:  # it depends on no run
             assert {line for line in shown.splitlines() if line != "..."} <= {*printed.splitlines()}
         lines = iter(masked(printed))

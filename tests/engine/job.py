@@ -18,7 +18,9 @@ class TinyClassifier(nn.Module):
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)
+        )
 
     def forward(self, batch):
         logits = self.layers(batch["x"])
@@ -42,10 +44,15 @@ class TinyAccuracy(DatasetEvaluator):
 
     def evaluate(self):
         pairs = [pair for part in comm.all_gather(self.pairs) for pair in part]
-        hits = {label: [found == label for own, found in pairs if own == label] for label in {own for own, _ in pairs}}
+        hits = {
+            label: [found == label for own, found in pairs if own == label]
+            for label in {own for own, _ in pairs}
+        }
         by_class = [100.0 * sum(of_class) / len(of_class) for of_class in hits.values()]
         top1 = 100.0 * sum(map(sum, hits.values())) / len(pairs)
-        return {"classification": {"top1": top1, "mean_class_accuracy": sum(by_class) / len(by_class)}}
+        return {
+            "classification": {"top1": top1, "mean_class_accuracy": sum(by_class) / len(by_class)}
+        }
 
 
 @TRANSFORM_REGISTRY.register()
@@ -69,12 +76,53 @@ def tiny_cfg(output_dir: Path, *options: object) -> CfgNode:
     cfg = get_cfg()
     cfg.merge_from_list(
         [
-            *("OUTPUT_DIR", str(output_dir), "SEED", 1, "MODEL.NAME", "TinyClassifier", "MODEL.DEVICE", "cpu"),
-            *("DATASETS.TRAIN", ("tiny_train",), "DATASETS.TEST", ("tiny_test",), "DATALOADER.NUM_WORKERS", 0),
+            *(
+                "OUTPUT_DIR",
+                str(output_dir),
+                "SEED",
+                1,
+                "MODEL.NAME",
+                "TinyClassifier",
+                "MODEL.DEVICE",
+                "cpu",
+            ),
+            *(
+                "DATASETS.TRAIN",
+                ("tiny_train",),
+                "DATASETS.TEST",
+                ("tiny_test",),
+                "DATALOADER.NUM_WORKERS",
+                0,
+            ),
             *("INPUT.TRAIN_TRANSFORM", "HalveX", "INPUT.TEST_TRANSFORM", "HalveX"),
-            *("SOLVER.MAX_ITER", 10, "SOLVER.IMS_PER_BATCH", 8, "SOLVER.BASE_LR", 0.1, "SOLVER.WARMUP_ITERS", 2),
-            *("SOLVER.STEPS", (8,), "SOLVER.CHECKPOINT_PERIOD", 5, "TEST.EVAL_PERIOD", 5, "LOG.PERIOD", 2),
-            *("TEST.EVALUATORS", ["TinyAccuracy"], "TEST.IMS_PER_BATCH", 4, "LOG.WRITERS", ["json"]),
+            *(
+                "SOLVER.MAX_ITER",
+                10,
+                "SOLVER.IMS_PER_BATCH",
+                8,
+                "SOLVER.BASE_LR",
+                0.1,
+                "SOLVER.WARMUP_ITERS",
+                2,
+            ),
+            *(
+                "SOLVER.STEPS",
+                (8,),
+                "SOLVER.CHECKPOINT_PERIOD",
+                5,
+                "TEST.EVAL_PERIOD",
+                5,
+                "LOG.PERIOD",
+                2,
+            ),
+            *(
+                "TEST.EVALUATORS",
+                ["TinyAccuracy"],
+                "TEST.IMS_PER_BATCH",
+                4,
+                "LOG.WRITERS",
+                ["json"],
+            ),
             *options,
         ]
     )

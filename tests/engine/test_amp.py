@@ -39,7 +39,9 @@ def amp_trainer_with_overflows(values, **kwargs):
 
 
 def test_float16_overflows_now_and_then_are_skipped_updates(asynchronous):
-    trainer = amp_trainer_with_overflows(([math.inf] * 24 + [1.0]) * 2, async_write_metrics=asynchronous)
+    trainer = amp_trainer_with_overflows(
+        ([math.inf] * 24 + [1.0]) * 2, async_write_metrics=asynchronous
+    )
     trainer.register_hooks([PeriodicWriter([], period=20)])
     trainer.train(0, 50)
     assert trainer.status == "finished"
@@ -54,7 +56,10 @@ def test_float16_overflows_now_and_then_are_skipped_updates(asynchronous):
 
 def test_many_float16_overflows_in_a_row_are_a_failure(asynchronous):
     trainer = amp_trainer_with_overflows([1.0] + [math.inf] * 49, async_write_metrics=asynchronous)
-    with pytest.raises(FloatingPointError, match=r"in iteration 25: {'total_loss': inf}; this is update 25 in a row"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"in iteration 25: {'total_loss': inf}; this is update 25 in a row",
+    ):
         trainer.train(0, 50)
     assert trainer.status == "failed"
     assert trainer.model.weight.item() == 1.0 - 2.0**-10
@@ -91,10 +96,18 @@ def scripted_overflow(optimizer_kwargs=None, **kwargs):
     trainer.train(0, 7)
     assert model.linear.weight.dtype == torch.float32
     stored = scalars(trainer)
-    smoothed = [name for name, smooth in trainer.storage.smoothing_hints().items() if smooth and name in stored]
+    smoothed = [
+        name
+        for name, smooth in trainer.storage.smoothing_hints().items()
+        if smooth and name in stored
+    ]
     assert smoothed == ["total_loss"]
     assert [value for value, _ in stored.pop("total_loss")] == pytest.approx(GRADIENTS, rel=0.01)
-    return gradients, found, {name: [value for value, _ in values] for name, values in stored.items()}
+    return (
+        gradients,
+        found,
+        {name: [value for value, _ in values] for name, values in stored.items()},
+    )
 
 
 def dynamic_scaler():
@@ -104,7 +117,10 @@ def dynamic_scaler():
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_skips_its_update_and_halves_the_dynamic_scale(fused):
     gradients, updates, stored = scripted_overflow(
-        {"fused": fused}, grad_scaler=dynamic_scaler(), log_grad_scaler=True, async_write_metrics=fused
+        {"fused": fused},
+        grad_scaler=dynamic_scaler(),
+        log_grad_scaler=True,
+        async_write_metrics=fused,
     )
     assert gradients == [1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]
     assert updates == [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -115,7 +131,9 @@ def test_an_overflow_skips_its_update_and_halves_the_dynamic_scale(fused):
 
 
 def test_a_fixed_scale_stays_as_it_is():
-    _, updates, stored = scripted_overflow(grad_scaler=fixed_scaler("cpu", 2.0**15), log_grad_scaler=True)
+    _, updates, stored = scripted_overflow(
+        grad_scaler=fixed_scaler("cpu", 2.0**15), log_grad_scaler=True
+    )
     assert updates == [1.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert stored["[metric]grad_scaler"] == [2.0**15] * 7
     _, updates, stored = scripted_overflow(grad_scaler=fixed_scaler("cpu", 2.0**13))
@@ -128,9 +146,15 @@ def test_one_overflown_micro_batch_skips_the_update_of_its_window_once():
     data = [torch.tensor(gradient) for gradient in (1.0, 3.0, 1.0, 8.0, 1.0)]
     options = {"accumulation_steps": 2, "clip_gradients": GradientClipper("value", 1.5)}
     trainer = AMPTrainer(model, data, sgd(model, lr=LR), grad_scaler=dynamic_scaler(), **options)
-    trainer.register_hooks([AfterStep(lambda trainer: updates.append((1.0 - model.linear.weight.item()) / LR))])
+    trainer.register_hooks(
+        [AfterStep(lambda trainer: updates.append((1.0 - model.linear.weight.item()) / LR))]
+    )
     trainer.train(0, 3)
-    assert updates == [1.5, 1.5, 2.5]  # the gradients are 2, clipped, then infinite, then 1 of a window of one
+    assert updates == [
+        1.5,
+        1.5,
+        2.5,
+    ]  # the gradients are 2, clipped, then infinite, then 1 of a window of one
     stored = scalars(trainer)
     assert [value for value, _ in stored["grad_norm"]] == [2.0, math.inf, 1.0]
     assert [value for value, _ in stored["skipped_updates"]] == [0.0, 1.0, 1.0]
@@ -140,17 +164,25 @@ def weight_after_overflow(optimizer_kwargs, wrap=lambda optimizer: optimizer):
     model = Weight()
     optimizer = wrap(sgd(model, lr=0.25, momentum=0.5, **optimizer_kwargs))
     data = [torch.tensor(value) for value in (math.inf, 1.0, 1.0)]
-    AMPTrainer(model, data, optimizer, grad_scaler=torch.amp.GradScaler("cpu", init_scale=4.0)).train(0, 3)
+    AMPTrainer(
+        model, data, optimizer, grad_scaler=torch.amp.GradScaler("cpu", init_scale=4.0)
+    ).train(0, 3)
     return model.weight.item()
 
 
 def test_fused_sgd_has_clean_momentum_after_an_overflow_in_its_first_step():
-    expected = 1.0 - 0.25 * 1.0 - 0.25 * 1.5  # one update is skipped, then the momentum is 1, then 1.5
-    torch.use_deterministic_algorithms(True)  # memory that is not initialised is NaN, and not by chance zero
+    expected = (
+        1.0 - 0.25 * 1.0 - 0.25 * 1.5
+    )  # one update is skipped, then the momentum is 1, then 1.5
+    torch.use_deterministic_algorithms(
+        True
+    )  # memory that is not initialised is NaN, and not by chance zero
     try:
         assert weight_after_overflow({"foreach": False}) == expected
         assert weight_after_overflow({"fused": True}) == expected
-        assert weight_after_overflow({"fused": True, "nesterov": True}) == weight_after_overflow({"nesterov": True})
+        assert weight_after_overflow({"fused": True, "nesterov": True}) == weight_after_overflow(
+            {"nesterov": True}
+        )
         assert weight_after_overflow({"fused": True}, wrap=PlainOptimizer) == expected
     finally:
         torch.use_deterministic_algorithms(False)
@@ -166,7 +198,11 @@ def test_the_scaler_goes_on_from_its_state(caplog):
     second.train(2, 3)
     assert second.storage.latest()["skipped_updates"] == (1.0, 2)
     second.load_state_dict(
-        {key: value for key, value in first.state_dict().items() if key not in ("non_finite", "grad_scaler")}
+        {
+            key: value
+            for key, value in first.state_dict().items()
+            if key not in ("non_finite", "grad_scaler")
+        }
     )
     assert caplog.messages == ["The checkpoint has no gradient scale; it starts from 8"]
     second.train(2, 3)  # detectron2 does not count
@@ -192,7 +228,9 @@ def test_what_a_scaler_cannot_do_is_refused():
         device_ids = (0, 1)
 
     for model in (nn.DataParallel(Regression()), OnTwoDevices()):
-        with pytest.raises(ValueError, match="one device per process; use create_ddp_model instead of DataParallel"):
+        with pytest.raises(
+            ValueError, match="one device per process; use create_ddp_model instead of DataParallel"
+        ):
             AMPTrainer(model, batches(1), sgd(model))
     model = Weight()
     optimizer = sgd(model, momentum=0.5, dampening=0.1, fused=True)

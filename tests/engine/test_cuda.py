@@ -26,7 +26,9 @@ def cuda():
 
 
 @needs_cuda
-def test_100_steps_with_everything_on_never_synchronize_and_a_hook_that_reads_the_loss_is_seen(cuda, tmp_path):
+def test_100_steps_with_everything_on_never_synchronize_and_a_hook_that_reads_the_loss_is_seen(
+    cuda, tmp_path
+):
     row = cuda.synchronizations(tmp_path)
     assert (row.value, row.note, row.holds) == (0, "", True)
     row = cuda.synchronizations(tmp_path, [ReadLoss()])
@@ -37,4 +39,6 @@ def test_100_steps_with_everything_on_never_synchronize_and_a_hook_that_reads_th
 @needs_cuda
 def test_the_host_goes_two_steps_ahead_of_a_device_that_sleeps_and_no_further(cuda, tmp_path):
     assert cuda.run_ahead(tmp_path).value == 2
-    assert cuda.run_ahead(tmp_path, [ReadLoss()]).value == 0  # a hook that reads the loss keeps it from that
+    assert (
+        cuda.run_ahead(tmp_path, [ReadLoss()]).value == 0
+    )  # a hook that reads the loss keeps it from that

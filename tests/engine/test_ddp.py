@@ -43,7 +43,11 @@ def part(rank, num_ranks, steps):
     generator = torch.Generator().manual_seed(7)
     xs = torch.randn(10, 24, 6, generator=generator)
     ys = xs.square().mean(2, keepdim=True) + xs.mean(2, keepdim=True)
-    of_all = [micro for x, y in zip(xs, ys, strict=True) for micro in zip(x.chunk(steps), y.chunk(steps), strict=True)]
+    of_all = [
+        micro
+        for x, y in zip(xs, ys, strict=True)
+        for micro in zip(x.chunk(steps), y.chunk(steps), strict=True)
+    ]
     return [(x.chunk(num_ranks)[rank], y.chunk(num_ranks)[rank]) for x, y in of_all]
 
 
@@ -84,12 +88,16 @@ OVERFLOW_AT = 3  # on the second rank, in float16
 def train(make_trainer, model, data, **kwargs):
     """The weights, and what is stored; evaluated in between."""
     trainer = make_trainer(model, data, sgd(model, 0.05, momentum=0.9), **kwargs)
-    evaluate = AfterStep(lambda t: t.iter % 4 == 3 and inference_on_dataset(t.model, data[:1], None))
+    evaluate = AfterStep(
+        lambda t: t.iter % 4 == 3 and inference_on_dataset(t.model, data[:1], None)
+    )
     trainer.register_hooks([evaluate])
     trainer.train(0, 10)
     return {
         "weights": [parameter.detach() for parameter in model.parameters()],
-        "stored": {name: [value for value, _ in values] for name, values in scalars(trainer).items()},
+        "stored": {
+            name: [value for value, _ in values] for name, values in scalars(trainer).items()
+        },
     }
 
 
@@ -138,7 +146,9 @@ def from_config(rank, folder):
     found = {}
     for option in ("broadcast", "static, views", "unused"):
         torch.manual_seed(rank)
-        trainer = DefaultTrainer(tiny_cfg(os.path.join(folder, option), "SOLVER.MAX_ITER", 6, *OPTIONS[option]))
+        trainer = DefaultTrainer(
+            tiny_cfg(os.path.join(folder, option), "SOLVER.MAX_ITER", 6, *OPTIONS[option])
+        )
         trainer.train()
         ddp = trainer.model
         own = (ddp.find_unused_parameters, ddp.gradient_as_bucket_view, ddp.static_graph)
@@ -198,4 +208,6 @@ def test_gradients_are_exchanged_in_the_type_that_is_asked_for(ranks):
 def test_the_options_of_a_config_reach_the_model_of_its_run(ranks):
     _, second = ranks["from_config"]
     assert {option: own for option, (own, _) in second.items()} == OWN_SETTINGS
-    assert [option for option in second if not torch.equal(second[option][1], second["unused"][1])] == ["broadcast"]
+    assert [
+        option for option in second if not torch.equal(second[option][1], second["unused"][1])
+    ] == ["broadcast"]

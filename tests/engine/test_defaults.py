@@ -34,11 +34,23 @@ def equal(a, b):
 
 
 def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
-    every = ["CHECKPOINT.BEST_METRIC", "classification/top1", "EARLY_STOPPING.METRIC", "classification/top1"]
+    every = [
+        "CHECKPOINT.BEST_METRIC",
+        "classification/top1",
+        "EARLY_STOPPING.METRIC",
+        "classification/top1",
+    ]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *every, "DATASETS.VAL", ("tiny_val",)))
     trainer.register_hooks([hooks.CallbackHook(), HookBase()])
     assert [name for hook in trainer.hooks if (name := type(hook).__name__) not in RUN_HOOKS] == [
-        *("IterationTimer", "LRScheduler", "CallbackHook", "HookBase", "PeriodicCheckpointer", "EvalHook"),
+        *(
+            "IterationTimer",
+            "LRScheduler",
+            "CallbackHook",
+            "HookBase",
+            "PeriodicCheckpointer",
+            "EvalHook",
+        ),
         *("BestCheckpointer", "EarlyStopping", "FinalEvalHook", "PeriodicWriter"),
     ]
 
@@ -75,7 +87,9 @@ def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(
         "build_model": lambda cls, cfg: Net(3, 1),
         "build_optimizer": lambda cls, cfg, model: torch.optim.RMSprop(model.parameters(), lr=0.5),
         "build_train_loader": lambda cls, cfg: [torch.ones(2, 3)],
-        "build_lr_scheduler": lambda cls, cfg, optimizer: LambdaLR(optimizer, lambda iter: 0.5**iter),
+        "build_lr_scheduler": lambda cls, cfg, optimizer: LambdaLR(
+            optimizer, lambda iter: 0.5**iter
+        ),
         "build_test_loader": lambda cls, cfg, name: [torch.ones(5, 3), torch.ones(2, 3)],
         "build_evaluator": lambda cls, cfg, name: Count(),
     }
@@ -86,7 +100,9 @@ def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(
 
     more = {"build_writers": lambda self: [JSONWriter(tmp_path / "mine.json")]}
     more["build_hooks"] = lambda self: [*DefaultTrainer.build_hooks(self), None]
-    trainer_class = type("Trainer", (DefaultTrainer,), {name: noting(name) for name in makers} | more)
+    trainer_class = type(
+        "Trainer", (DefaultTrainer,), {name: noting(name) for name in makers} | more
+    )
     trainer = trainer_class(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4))
     assert built == [*makers][:4]
     assert trainer.train() == {"count": {"samples": 7}}
@@ -94,14 +110,18 @@ def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(
     assert [row["iteration"] for row in rows(tmp_path, "mine.json")] == [1, 3, 4]
 
 
-def test_a_step_trainer_that_is_put_in_calls_the_hooks_and_with_a_part_that_another_does_not_have_is_refused(tmp_path):
+def test_a_step_trainer_that_is_put_in_calls_the_hooks_and_with_a_part_that_another_does_not_have_is_refused(
+    tmp_path,
+):
     def make(model=None, optimizer=None):
         trainer = DefaultTrainer(tiny_cfg(tmp_path))
         parts = (model or trainer.model, trainer.data_loader, optimizer or trainer.optimizer)
         trainer._trainer = AMPTrainer(*parts, precision=torch.bfloat16)
         return trainer
 
-    with pytest.raises(ValueError, match="not the one that the checkpointer saves; return it in build_model"):
+    with pytest.raises(
+        ValueError, match="not the one that the checkpointer saves; return it in build_model"
+    ):
         make(model=TinyClassifier(None)).train()
     with pytest.raises(ValueError, match=r"the learning rates of another optimizer"):
         make(optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)).train()
@@ -117,45 +137,82 @@ def test_a_loader_put_in_by_a_hook_goes_on_at_the_place_that_it_is_given(tmp_pat
         def swap(trainer):
             if trainer.iter == swap_at:
                 place = trainer.data_loader.state_dict()
-                opposite = [sample | {"x": -sample["x"]} for sample in DatasetCatalog.get("tiny_train")]
+                opposite = [
+                    sample | {"x": -sample["x"]} for sample in DatasetCatalog.get("tiny_train")
+                ]
                 trainer.reset_data_loader(lambda: build_train_loader(trainer.cfg, opposite))
                 if keeps_place:
                     trainer.data_loader.load_state_dict(place)
 
         shown = []
-        note = {"after_backward": lambda trainer: shown.append(trainer.batch["x"]), "after_step": swap}
-        options = ["DATALOADER.NUM_WORKERS", 2, "SOLVER.MAX_ITER", 6, "TEST.EVAL_PERIOD", 0, "TEST.EVALUATORS", []]
+        note = {
+            "after_backward": lambda trainer: shown.append(trainer.batch["x"]),
+            "after_step": swap,
+        }
+        options = [
+            "DATALOADER.NUM_WORKERS",
+            2,
+            "SOLVER.MAX_ITER",
+            6,
+            "TEST.EVAL_PERIOD",
+            0,
+            "TEST.EVALUATORS",
+            [],
+        ]
         trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
         trainer.register_hooks([hooks.CallbackHook(**note)])
         trainer.train()
         return torch.stack(shown)
 
     data = train(swap_at=-1)
-    assert torch.equal(train(swap_at=2), torch.cat([data[:3], -(data[3:] if keeps_place else data[:3])]))
+    assert torch.equal(
+        train(swap_at=2), torch.cat([data[:3], -(data[3:] if keeps_place else data[:3])])
+    )
 
 
 @pytest.mark.parametrize(("start", "evaluated"), [(0, [2, 5, 8, 10]), (5, [4, 7, 10])])
 def test_the_scalars_of_a_hook_and_each_evaluation_are_written(tmp_path, start, evaluated):
     options = ("LOG.WINDOW", 1, "LOG.PERIOD", 1000, "TEST.EVAL_PERIOD", 3, "TEST.EVAL_START", start)
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "CHECKPOINT.BEST_METRIC", ["classification/top1"]))
+    trainer = DefaultTrainer(
+        tiny_cfg(tmp_path, *options, "CHECKPOINT.BEST_METRIC", ["classification/top1"])
+    )
     square = hooks.CallbackHook(after_step=lambda t: t.storage.put_scalar("square", t.iter**2))
     trainer.register_hooks([square])
     trainer.train()
     assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == evaluated
-    written = [iter for iter in evaluated if iter < 10] + [9]  # with the evaluations, and at the end
-    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [iter**2 for iter in written]
+    written = [iter for iter in evaluated if iter < 10] + [
+        9
+    ]  # with the evaluations, and at the end
+    assert [row["square"] for row in rows(tmp_path) if "square" in row] == [
+        iter**2 for iter in written
+    ]
     best = next(hook for hook in trainer.hooks if isinstance(hook, hooks.BestCheckpointer))
     assert best.best_iter in evaluated
 
 
 @pytest.mark.parametrize(("precision", "scaled"), [("float16", True), ("bfloat16", False)])
-def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(tmp_path, precision, scaled):
-    options = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", precision, "LOG.ASYNC", True, "LOG.GATHER_PERIOD", 2]
+def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(
+    tmp_path, precision, scaled
+):
+    options = [
+        "SOLVER.AMP.ENABLED",
+        True,
+        "SOLVER.AMP.PRECISION",
+        precision,
+        "LOG.ASYNC",
+        True,
+        "LOG.GATHER_PERIOD",
+        2,
+    ]
     options += ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.ZERO_GRAD_BEFORE_FORWARD", True]
     inner = DefaultTrainer(tiny_cfg(tmp_path, *options))._trainer
     assert isinstance(inner, AMPTrainer)
     assert inner.grad_scaler.is_enabled() is scaled
-    assert (inner.async_write_metrics, inner.gather_metric_period, inner.accumulation_steps) == (True, 2, 2)
+    assert (inner.async_write_metrics, inner.gather_metric_period, inner.accumulation_steps) == (
+        True,
+        2,
+        2,
+    )
     assert (inner.zero_grad_before_forward, inner.metrics.exchange_period) == (True, 1)
     inner = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", "2ep"))._trainer
     assert inner.metrics.exchange_period == 10  # once per log period
@@ -169,8 +226,17 @@ def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(tmp_path, is
             data = [{"x": torch.ones(4), "label": 0}] * 1197
             return build_train_loader(cfg, data) if is_endless else DataLoader(data, batch_size=64)
 
-    options = ("SOLVER.MAX_ITER", "4ep", "SOLVER.IMS_PER_BATCH", 64, "SOLVER.ACCUMULATION_STEPS", 16)
-    trainer = Trainer(tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.WARMUP_ITERS", 0))
+    options = (
+        "SOLVER.MAX_ITER",
+        "4ep",
+        "SOLVER.IMS_PER_BATCH",
+        64,
+        "SOLVER.ACCUMULATION_STEPS",
+        16,
+    )
+    trainer = Trainer(
+        tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.WARMUP_ITERS", 0)
+    )
     if is_endless:
         assert trainer.max_iter == 5
     else:  # of whole batches, the last of each pass being smaller
@@ -178,8 +244,17 @@ def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(tmp_path, is
     assert abs(trainer.max_iter - 4 * exact(trainer.iters_per_epoch)) <= 0.5
 
 
-def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whole_and_is_resumed(tmp_path):
-    options = ("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.MAX_ITER", "6ep", "SOLVER.CHECKPOINT_PERIOD", "2ep")
+def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whole_and_is_resumed(
+    tmp_path,
+):
+    options = (
+        "SOLVER.ACCUMULATION_STEPS",
+        3,
+        "SOLVER.MAX_ITER",
+        "6ep",
+        "SOLVER.CHECKPOINT_PERIOD",
+        "2ep",
+    )
     cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.STEPS", ["3ep"])
     trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
     assert (trainer.iters_per_epoch, exact(trainer.iters_per_epoch)) == (2, Fraction(5, 3))
@@ -219,7 +294,14 @@ def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
     del trainer  # nobody else holds it
     assert gone() is None
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("model_0000004.pth", "model_final.pth", "model_best.pth", "metrics.json", "last_checkpoint", "finished")
+        *(
+            "model_0000004.pth",
+            "model_final.pth",
+            "model_best.pth",
+            "metrics.json",
+            "last_checkpoint",
+            "finished",
+        )
     }
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
@@ -231,7 +313,9 @@ def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_nam
     assert set(one) == {"classification"}
     assert set(two) == {"tiny_test", "tiny_val"}
     assert two["tiny_test"] == one
-    with pytest.raises(ValueError, match=r"need one evaluator per dataset in \('tiny_test',\), got 2"):
+    with pytest.raises(
+        ValueError, match=r"need one evaluator per dataset in \('tiny_test',\), got 2"
+    ):
         DefaultTrainer.test(tiny_cfg(tmp_path), model, [DatasetEvaluator(), DatasetEvaluator()])
     evaluator = DatasetEvaluator()
     evaluator.process = lambda inputs, outputs: seen.append(len(outputs))
@@ -239,10 +323,14 @@ def test_results_of_one_dataset_stand_alone_and_those_of_several_under_their_nam
     assert seen == [4, 4]
 
 
-def test_unexpected_results_end_the_process_with_code_1_and_without_an_evaluator_there_are_none(tmp_path, caplog):
+def test_unexpected_results_end_the_process_with_code_1_and_without_an_evaluator_there_are_none(
+    tmp_path, caplog
+):
     with pytest.raises(SystemExit, match="^1$"):
         DefaultTrainer(
-            tiny_cfg(tmp_path / "1", "TEST.EXPECTED_RESULTS", [["classification", "top1", -1000.0, 50.0]])
+            tiny_cfg(
+                tmp_path / "1", "TEST.EXPECTED_RESULTS", [["classification", "top1", -1000.0, 50.0]]
+            )
         ).train()
     assert DefaultTrainer(tiny_cfg(tmp_path / "2", "TEST.EVALUATORS", [])).train() == {}
     assert "name evaluators in TEST.EVALUATORS" in caplog.text
@@ -251,7 +339,9 @@ def test_unexpected_results_end_the_process_with_code_1_and_without_an_evaluator
             DefaultTrainer(tiny_cfg(tmp_path / key, f"DATASETS.{key}", ("tiny_tset",)))
 
 
-def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_last_checkpoint(tmp_path, caplog):
+def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_last_checkpoint(
+    tmp_path, caplog
+):
     class Counter(HookBase):
         _state_names = ("count",)
         count = 0
@@ -261,7 +351,10 @@ def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_l
             if self.count == 8:
                 raise RuntimeError("power cut")
 
-    first, seen = DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1")), []
+    first, seen = (
+        DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "classification/top1")),
+        [],
+    )
     first.register_hooks([hooks.CallbackHook(before_step=lambda t: seen.append(t.iter)), Counter()])
     with pytest.raises(RuntimeError, match="power cut"):
         first.train()
@@ -272,7 +365,9 @@ def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_l
     second, counter, lrs = DefaultTrainer(tiny_cfg(tmp_path)), Counter(), []
     second.resume_or_load(resume=True)
     second.register_hooks([counter])  # which gets its state
-    second.register_hooks([hooks.CallbackHook(before_step=lambda t: lrs.append(t.optimizer.param_groups[0]["lr"]))])
+    second.register_hooks(
+        [hooks.CallbackHook(before_step=lambda t: lrs.append(t.optimizer.param_groups[0]["lr"]))]
+    )
     assert (second.start_iter, counter.count) == (5, 5)
     counter.count += 100
     momentum = next(iter(second.optimizer.state.values()))["momentum_buffer"]
@@ -286,11 +381,16 @@ def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_l
 def test_weights_alone_start_a_run_at_iteration_0_and_resuming_beyond_the_end_is_an_error(tmp_path):
     old = DefaultTrainer(tiny_cfg(tmp_path / "old"))
     old.train()
-    new = DefaultTrainer(tiny_cfg(tmp_path / "new", "MODEL.WEIGHTS", str(tmp_path / "old/model_final.pth")))
+    new = DefaultTrainer(
+        tiny_cfg(tmp_path / "new", "MODEL.WEIGHTS", str(tmp_path / "old/model_final.pth"))
+    )
     new.resume_or_load(resume=True)
     assert new.start_iter == 0
     assert equal(weights(new), weights(old))
     assert not any(state["momentum_buffer"].any() for state in new.optimizer.state.values())
     trainer = DefaultTrainer(tiny_cfg(tmp_path / "old", "SOLVER.MAX_ITER", 4, "SOLVER.STEPS", ()))
-    with pytest.raises(ConfigError, match="SOLVER.MAX_ITER is 4, but the checkpoint to resume from has done 10 iter"):
+    with pytest.raises(
+        ConfigError,
+        match="SOLVER.MAX_ITER is 4, but the checkpoint to resume from has done 10 iter",
+    ):
         trainer.resume_or_load()

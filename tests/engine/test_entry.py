@@ -18,7 +18,10 @@ def run_with(cfg, *arguments, trainer_class=DefaultTrainer):
 def end_of(log):
     """The lines of the summary."""
     return [
-        line.strip() for line in re.search(r"(?<=: )The run (was|has) .*(\n  .*)*", log.read_text())[0].splitlines()
+        line.strip()
+        for line in re.search(r"(?<=: )The run (was|has) .*(\n  .*)*", log.read_text())[
+            0
+        ].splitlines()
     ]
 
 
@@ -48,7 +51,11 @@ def test_a_finished_run_is_evaluated_without_a_trace_and_resumed_where_it_was(tm
 
 def with_hook(hook):
     """A trainer that builds one hook more."""
-    return type("Trainer", (DefaultTrainer,), {"build_hooks": lambda self: [hook, *DefaultTrainer.build_hooks(self)]})
+    return type(
+        "Trainer",
+        (DefaultTrainer,),
+        {"build_hooks": lambda self: [hook, *DefaultTrainer.build_hooks(self)]},
+    )
 
 
 class Cows(HookBase):
@@ -56,8 +63,12 @@ class Cows(HookBase):
         return "42 cows were seen"
 
 
-def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_and_what_there_is(tmp_path, capsys):
-    cfg = tiny_cfg(tmp_path, "LOG.WRITERS", ["console"], "CHECKPOINT.BEST_METRIC", "classification/top1")
+def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_and_what_there_is(
+    tmp_path, capsys
+):
+    cfg = tiny_cfg(
+        tmp_path, "LOG.WRITERS", ["console"], "CHECKPOINT.BEST_METRIC", "classification/top1"
+    )
     run_with(cfg, trainer_class=with_hook(Cows()))
     terminal, log = capsys.readouterr().out, (tmp_path / "log.txt").read_text()
     assert terminal.count("Evaluated after 5 of 10 iterations: classification/top1 ") == 1
@@ -78,11 +89,15 @@ def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_
     assert files == f"files in {tmp_path}: {names}"
 
 
-def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finished_early_says_why(tmp_path):
+def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finished_early_says_why(
+    tmp_path,
+):
     stop = AfterStep(lambda trainer: trainer.iter == 2 and trainer.request_stop("enough"))
     run_with(tiny_cfg(tmp_path / "stopped"), trainer_class=with_hook(stop))
     with pytest.raises(ZeroDivisionError):
-        run_with(tiny_cfg(tmp_path / "failed"), trainer_class=with_hook(AfterStep(lambda trainer: 1 / 0)))
+        run_with(
+            tiny_cfg(tmp_path / "failed"), trainer_class=with_hook(AfterStep(lambda trainer: 1 / 0))
+        )
     for case, end in (
         ("stopped", "was stopped after 3 of 10 iterations"),
         ("failed", "has failed after 0 of 10 iterations"),
@@ -90,7 +105,14 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finish
         first, *_, last = end_of(tmp_path / case / "log.txt")
         assert first == f"The run {end}"
         assert last == "to go on: the same command with --resume, or trainer.train()"
-    early = ["EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", 1.0, "TEST.EVAL_PERIOD", 3]
+    early = [
+        "EARLY_STOPPING.METRIC",
+        "classification/top1",
+        "EARLY_STOPPING.THRESHOLD",
+        1.0,
+        "TEST.EVAL_PERIOD",
+        3,
+    ]
     run_with(tiny_cfg(tmp_path / "early", *early))
     end = "The run has finished after 3 of 10 iterations, early: classification/top1 is "
     assert end_of(tmp_path / "early" / "log.txt")[0].startswith(end)

@@ -26,12 +26,17 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     trainer = resumed(tmp_path)
     assert trainer.train() == results
     assert (trainer.status, trainer.iter) == ("finished", 10)
-    assert "This run has finished after 10 iterations, so nothing is done; to train on, raise max_iter" in caplog.text
+    assert (
+        "This run has finished after 10 iterations, so nothing is done; to train on, raise max_iter"
+        in caplog.text
+    )
     assert files(tmp_path) == before
     (tmp_path / "last_checkpoint").write_text("model_0000004.pth")  # the user goes back
     earlier = resumed(tmp_path)
     assert earlier.train() == results
-    torch.testing.assert_close(earlier.model.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        earlier.model.state_dict(), trainer.model.state_dict(), rtol=0, atol=0
+    )
     (tmp_path / "model_final.pth").rename(tmp_path / "model_best.pth")
     (tmp_path / "model_final.pth").write_text("damaged")
     resumed(tmp_path).train()
@@ -49,7 +54,14 @@ def test_a_larger_max_iter_trains_on(tmp_path):
     assert trainer.iter == 14
 
 
-EARLY = ("EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.THRESHOLD", -1.0, "TEST.EVAL_PERIOD", 2)
+EARLY = (
+    "EARLY_STOPPING.METRIC",
+    "classification/top1",
+    "EARLY_STOPPING.THRESHOLD",
+    -1.0,
+    "TEST.EVAL_PERIOD",
+    2,
+)
 
 
 def test_early_stopping_finishes_a_run_and_a_resumed_one_does_the_rest(tmp_path):
@@ -68,6 +80,11 @@ def test_early_stopping_finishes_a_run_and_a_resumed_one_does_the_rest(tmp_path)
         results = trainer.train()
         assert (trainer.status, trainer.iter) == ("finished", 2)
     assert "top1" in results["classification"]  # of the evaluation before early stopping
-    assert json.loads((tmp_path / "finished").read_text()).items() >= {"iterations": 2, "max_iter": 10}.items()
+    assert (
+        json.loads((tmp_path / "finished").read_text()).items()
+        >= {"iterations": 2, "max_iter": 10}.items()
+    )
     stored = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
-    assert [line["iteration"] for line in stored if "classification/top1" in line] == [1]  # it is not made again
+    assert [line["iteration"] for line in stored if "classification/top1" in line] == [
+        1
+    ]  # it is not made again

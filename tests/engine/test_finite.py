@@ -16,13 +16,19 @@ def test_gradients_that_are_not_finite_end_the_run_before_the_update():
     expected = poisoned([], clip_gradients=GradientClipper("norm", 1.0))
     expected.train(0, 3)
     trainer = poisoned([3], clip_gradients=GradientClipper("norm", 1.0))
-    with pytest.raises(FloatingPointError, match="the gradients are not finite in iteration 3: {.*}"):
+    with pytest.raises(
+        FloatingPointError, match="the gradients are not finite in iteration 3: {.*}"
+    ):
         trainer.train(0, 10)
     assert (trainer.iter, trainer.status) == (3, "failed")
-    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True)
+    )
 
 
-@pytest.mark.parametrize(("by_rank", "message"), [(["bad"], "^bad$"), ([None, "bad", "worse"], r"^bad \(on rank 1\)$")])
+@pytest.mark.parametrize(
+    ("by_rank", "message"), [(["bad"], "^bad$"), ([None, "bad", "worse"], r"^bad \(on rank 1\)$")]
+)
 def test_the_first_failure_is_raised_and_of_several_ranks_the_rank_is_named(by_rank, message):
     with pytest.raises(FloatingPointError, match=message):
         raise_failure(by_rank)
@@ -34,7 +40,9 @@ def test_one_micro_batch_is_enough():
         data[micro_batch] = torch.tensor(math.inf)
         model = Weight()
         trainer = SimpleTrainer(model, data, sgd(model), accumulation_steps=3)
-        with pytest.raises(FloatingPointError, match="the loss is not finite in iteration 0: {'total_loss': inf}"):
+        with pytest.raises(
+            FloatingPointError, match="the loss is not finite in iteration 0: {'total_loss': inf}"
+        ):
             trainer.train(0, 1)
         assert model.weight.item() == 1.0
 
@@ -54,7 +62,9 @@ class Normalized(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(3, affine=False)
-        self.unused = nn.ModuleDict({"meta": nn.Linear(1, 1, device="meta"), "lazy": nn.LazyLinear(1)})
+        self.unused = nn.ModuleDict(
+            {"meta": nn.Linear(1, 1, device="meta"), "lazy": nn.LazyLinear(1)}
+        )
         self.weight = nn.Parameter(torch.ones(()))
         self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
 
@@ -65,13 +75,17 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("non_finite", ["raise", "ignore"])
 def test_statistics_that_are_not_finite_are_found_though_losses_and_gradients_are(non_finite):
     model = Normalized()
-    trainer = SimpleTrainer(model, [torch.full((4, 3), math.inf)], sgd(model), non_finite=non_finite)
+    trainer = SimpleTrainer(
+        model, [torch.full((4, 3), math.inf)], sgd(model), non_finite=non_finite
+    )
     trainer.check_finite()  # the mask was never finite
     trainer.register_hooks([AfterStep(lambda trainer: trainer.check_finite())])
     if non_finite == "ignore":
         trainer.train(0, 1)
         return
-    with pytest.raises(FloatingPointError, match=r"iteration 0, .* norm.running_mean, norm.running_var \(2 in"):
+    with pytest.raises(
+        FloatingPointError, match=r"iteration 0, .* norm.running_mean, norm.running_var \(2 in"
+    ):
         trainer.train(0, 1)
     with pytest.raises(ValueError, match="non_finite must be 'raise' or 'ignore', got 'warn'"):
         SimpleTrainer(Weight(), [], sgd(Weight()), non_finite="warn")
@@ -80,11 +94,15 @@ def test_statistics_that_are_not_finite_are_found_though_losses_and_gradients_ar
 @pytest.mark.usefixtures("worker")
 def test_an_update_that_overflows_is_found_before_the_weights_are_saved():
     model = Weight()
-    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=3.4e38), async_write_metrics=True)
+    trainer = SimpleTrainer(
+        model, [torch.tensor(1.0)], sgd(model, lr=3.4e38), async_write_metrics=True
+    )
     trainer.train(0, 1)
     trainer.check_finite()
     model.weight.data.fill_(-3e38)
-    with pytest.raises(FloatingPointError, match=r"the model is not finite in iteration 1, .* weight \(1 in all\)"):
+    with pytest.raises(
+        FloatingPointError, match=r"the model is not finite in iteration 1, .* weight \(1 in all\)"
+    ):
         trainer.train(0, 1)
 
 

@@ -59,7 +59,8 @@ HANGS = "no step has ended for 0 s: its data, an evaluator or a writer may hang"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "reason"), [("data", HANGS), ("evaluator", HANGS), ("twice", "a second signal came"), ("slow save", "")]
+    ("case", "reason"),
+    [("data", HANGS), ("evaluator", HANGS), ("twice", "a second signal came"), ("slow save", "")],
 )
 def test_a_run_that_hangs_ends_as_by_the_signal_and_one_that_saves_does_not(case, reason, tmp_path):
     command = [sys.executable, "-c", JOB, case, str(tmp_path)]
@@ -67,6 +68,9 @@ def test_a_run_that_hangs_ends_as_by_the_signal_and_one_that_saves_does_not(case
     files = sorted(path.name for path in tmp_path.glob("*.pth"))
     assert (done.returncode, files) == (143, [] if reason else ["model_0000003.pth"])
     if reason:
-        assert f"The run ends without a new checkpoint, {reason}; --resume continues from the last one" in done.stderr
+        assert (
+            f"The run ends without a new checkpoint, {reason}; --resume continues from the last one"
+            in done.stderr
+        )
     else:
         assert "without a new checkpoint" not in done.stderr

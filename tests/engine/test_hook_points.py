@@ -74,7 +74,16 @@ def draw_predictions(inputs, outputs):
 
 
 # 2 epochs of 2 iterations; 12 and 10 samples are evaluated in batches of at most 6
-JOB = ("SOLVER.IMS_PER_BATCH", 20, "SOLVER.MAX_ITER", 4, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 2)
+JOB = (
+    "SOLVER.IMS_PER_BATCH",
+    20,
+    "SOLVER.MAX_ITER",
+    4,
+    "SOLVER.CHECKPOINT_PERIOD",
+    2,
+    "TEST.EVAL_PERIOD",
+    2,
+)
 JOB += ("SOLVER.STEPS", (3,), "DATASETS.VAL", ("tiny_val",), "TEST.IMS_PER_BATCH", 6)
 
 SAVED = "before_save iteration+model+trainer"
@@ -98,7 +107,15 @@ def evaluation(iter, phase, *sizes):
 
 
 OF_FIRST = evaluation(1, "val", 6, 6)
-FIRST_EPOCH = ["0 before_train", "0 before_epoch", *step(0), *step(1), f"1 {SAVED}", *OF_FIRST, "1 after_epoch"]
+FIRST_EPOCH = [
+    "0 before_train",
+    "0 before_epoch",
+    *step(0),
+    *step(1),
+    f"1 {SAVED}",
+    *OF_FIRST,
+    "1 after_epoch",
+]
 SECOND_EPOCH_BEGINS = ["2 before_epoch", *step(2)]
 AT_THE_END = [*evaluation(4, "val", 6, 6), *evaluation(4, "test", 6, 4), "4 after_train"]
 SECOND_EPOCH_ENDS = [*step(3), f"3 {SAVED}", "3 after_epoch", *AT_THE_END]
@@ -123,7 +140,9 @@ def test_after_train_of_a_users_hook_comes_after_the_final_validation_and_test(p
     trainer.register_hooks([hook], **place)
     trainer.train()
     assert at_the_end == [("val", 1), ("val", 4), ("test", 4)]
-    assert [iter for _, iter in trainer.storage.history("test/classification/top1").values()] == [trainer.max_iter]
+    assert [iter for _, iter in trainer.storage.history("test/classification/top1").values()] == [
+        trainer.max_iter
+    ]
 
 
 @pytest.mark.parametrize("max_iter", [2, 3])
@@ -140,7 +159,11 @@ def test_a_run_that_is_resumed_between_two_epochs_or_inside_one(max_iter, tmp_pa
     second.train()
     # the checkpoint was written before the evaluation of its iteration and before the end of the epoch
     left = [*OF_FIRST, "1 after_epoch", *SECOND_EPOCH_BEGINS]
-    assert recorder.take() == [f"{max_iter} before_train", *(left if max_iter == 2 else []), *SECOND_EPOCH_ENDS]
+    assert recorder.take() == [
+        f"{max_iter} before_train",
+        *(left if max_iter == 2 else []),
+        *SECOND_EPOCH_ENDS,
+    ]
 
 
 def test_a_run_that_fails_has_its_after_train_and_no_evaluation_behind_it(tmp_path):
@@ -159,13 +182,18 @@ def test_a_run_that_only_tests_and_draws(tmp_path):
     entry = {"NAME": "VisualizationHook", "DRAW": "draw_predictions", "PERIOD": 2}
     run = EvaluationRun(tiny_cfg(tmp_path, *JOB, "HOOKS", [entry]), DefaultTrainer)
     recorder, outputs = Recorder(), []
-    keep = CallbackHook(after_eval_step=lambda trainer, phase, index, inputs, found: outputs.append(found))
+    keep = CallbackHook(
+        after_eval_step=lambda trainer, phase, index, inputs, found: outputs.append(found)
+    )
     run.register_hooks([recorder, keep])
     results = run.run()
     assert recorder.take() == ["0 after_load iteration+model+trainer", *evaluation(4, "test", 6, 4)]
     assert results == expected
     [picture] = tmp_path.rglob("*.png")
-    assert str(picture.relative_to(tmp_path)) == "visualization/test/tiny_test_iter0000004_batch0001.png"
+    assert (
+        str(picture.relative_to(tmp_path))
+        == "visualization/test/tiny_test_iter0000004_batch0001.png"
+    )
     assert np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[1]))
     assert not np.array_equal(decode_png(picture.read_bytes()), draw_predictions(None, outputs[0]))
 
@@ -176,7 +204,9 @@ def test_a_run_calls_the_points_of_its_hooks_and_those_of_its_trainer_class(tmp_
         noting = functools.wraps(getattr(HookBase, point))
         call = noting(lambda self, *_, point=point: base_calls.append((type(self), point)))
         monkeypatch.setattr(HookBase, point, call)
-    trainer, recorder = default_trainer(tmp_path, trainer_class=type("Trainer", (Overriding, DefaultTrainer), {}))
+    trainer, recorder = default_trainer(
+        tmp_path, trainer_class=type("Trainer", (Overriding, DefaultTrainer), {})
+    )
     trainer.register_hooks([HookBase(), CallbackHook(after_eval_step=lambda *_: None)])
     trainer.train()
     trainer.resume_or_load()
@@ -185,7 +215,12 @@ def test_a_run_calls_the_points_of_its_hooks_and_those_of_its_trainer_class(tmp_
     recorded = [line.split()[1] for line in found]
     # the method of the trainer is around the final evaluation, which hooks do in it
     at_the_end = len(WHOLE_RUN) - len(AT_THE_END)
-    assert trainer.points == [*recorded[:at_the_end], "after_train", *recorded[at_the_end:-2], "after_load"]
+    assert trainer.points == [
+        *recorded[:at_the_end],
+        "after_train",
+        *recorded[at_the_end:-2],
+        "after_load",
+    ]
     assert set(recorded) == set(HOOK_POINTS) - {"after_failure"}
     assert base_calls == []
 
@@ -206,6 +241,9 @@ def test_a_stream_has_no_epochs_and_a_hook_that_wants_them_is_refused_before_tra
     trainer.train(0, 2)
     wants = {name: lambda trainer: seen.append(trainer.iter) for name in (point, "before_train")}
     trainer.register_hooks([CallbackHook(**wants)])
-    with pytest.raises(ValueError, match="CallbackHook uses epochs, but the training data has no length.* iterations"):
+    with pytest.raises(
+        ValueError,
+        match="CallbackHook uses epochs, but the training data has no length.* iterations",
+    ):
         trainer.train(0, 2)
     assert (seen, trainer.status) == ([], "finished")

@@ -19,7 +19,9 @@ from trainkit.utils import comm
 
 def _work(folder):
     assert (comm.get_world_size(), comm.get_local_size()) == (2, 2)
-    (folder / f"rank{comm.get_rank()}").write_text(f"{comm.all_gather(comm.get_rank())} {comm.get_local_rank()}")
+    (folder / f"rank{comm.get_rank()}").write_text(
+        f"{comm.all_gather(comm.get_rank())} {comm.get_local_rank()}"
+    )
 
 
 def _fail_on_rank_1():
@@ -91,10 +93,17 @@ def test_two_processes_are_one_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_or_is_killed_ends_the_run_with_its_number_and_its_error(forked_ranks, tmp_path):
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"):
+def test_a_rank_that_fails_or_is_killed_ends_the_run_with_its_number_and_its_error(
+    forked_ranks, tmp_path
+):
+    with pytest.raises(
+        torch.multiprocessing.ProcessRaisedException, match=r"Process 1[\s\S]*rank 1 has a problem"
+    ):
         launch(_fail_on_rank_1, 2)
-    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+    with pytest.raises(
+        torch.multiprocessing.ProcessExitedException,
+        match="process 1 terminated with signal SIGKILL",
+    ):
         launch(_be_killed_on_rank_1, 2, args=(tmp_path,))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid0").read_text()), 0)
@@ -113,7 +122,12 @@ def test_a_mistake_is_told_once_whichever_rank_finds_it(forked_ranks, capfd):
     ("signum", "to_launcher", "reason", "code"),
     [
         (signal.SIGTERM, True, "SIGTERM", 143),
-        (signal.SIGINT, True, "SIGTERM", 130),  # Ctrl-C reaches the ranks too, and a second one would not be a request
+        (
+            signal.SIGINT,
+            True,
+            "SIGTERM",
+            130,
+        ),  # Ctrl-C reaches the ranks too, and a second one would not be a request
         (signal.SIGINT, False, "SIGINT", 130),
         (signal.SIGUSR1, True, "SIGUSR1", 138),
     ],
@@ -125,7 +139,9 @@ def test_a_signal_stops_all_ranks_after_the_same_step(
     with pytest.raises(SystemExit) as caught:
         launch(_stop_by, 2, args=(signum, to_launcher, tmp_path))
     assert caught.value.code == code
-    iters, reasons = zip(*((tmp_path / f"rank{rank}").read_text().split() for rank in range(2)), strict=True)
+    iters, reasons = zip(
+        *((tmp_path / f"rank{rank}").read_text().split() for rank in range(2)), strict=True
+    )
     assert iters[0] == iters[1]
     assert reasons == (reason, reason)
 
@@ -142,7 +158,11 @@ def be_rank(monkeypatch):
 
     def be(**values):
         values = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **values}
-        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        values |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
 
@@ -151,7 +171,12 @@ def be_rank(monkeypatch):
 
 def test_under_torchrun_its_process_is_one_of_the_run_and_each_start_has_names_of_its_own(be_rank):
     def work():
-        return dist.is_initialized(), dist.get_backend(), is_restarted(), dist.distributed_c10d._get_default_store()
+        return (
+            dist.is_initialized(),
+            dist.get_backend(),
+            is_restarted(),
+            dist.distributed_c10d._get_default_store(),
+        )
 
     be_rank(TORCHELASTIC_RESTART_COUNT=0)
     *first, store = launch(work, 1)
@@ -168,7 +193,13 @@ def test_under_torchrun_its_process_is_one_of_the_run_and_each_start_has_names_o
     [
         ("xpu", 4, {}, "xpu:1", "cpu:gloo,xpu:xccl"),
         ("cuda", 1, {}, None, "gloo"),  # for a model on the CPU of a machine with one GPU
-        ("cuda", 1, {"SLURM_PROCID": 1}, "cuda:0", "cpu:gloo,cuda:nccl"),  # the one that SLURM shows this task
+        (
+            "cuda",
+            1,
+            {"SLURM_PROCID": 1},
+            "cuda:0",
+            "cpu:gloo,cuda:nccl",
+        ),  # the one that SLURM shows this task
         ("mps", 2, {}, None, "gloo"),
     ],
 )
@@ -182,9 +213,13 @@ def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
         found.update(kwargs, backend=backend)
         init_process_group("gloo", **{**kwargs, "device_id": None})
 
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind)
+    )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: found.update(index=index))
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: found.update(index=index)
+    )
     monkeypatch.setattr(dist, "init_process_group", init)
     run_rank(str, (1,), timedelta(seconds=9))
 

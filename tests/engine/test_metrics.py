@@ -17,7 +17,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.cuda import needs_cuda
-from tests.engine.tiny import AfterStep, Regression, Weight, batches, metrics_by_worker, scalars, sgd
+from tests.engine.tiny import (
+    AfterStep,
+    Regression,
+    Weight,
+    batches,
+    metrics_by_worker,
+    scalars,
+    sgd,
+)
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine.hooks import (
@@ -45,8 +53,12 @@ def test_the_total_is_added_up_in_the_order_of_the_entries():
 @needs_cuda
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_entries_on_another_device_than_the_loss_are_stored_too(asynchronous):
-    model = Weight(lambda weight, batch: {"loss_a": weight * batch, "accuracy": torch.tensor(50.0)}).cuda()
-    trainer = SimpleTrainer(model, [torch.tensor(2.0)], sgd(model, lr=0.0), async_write_metrics=asynchronous)
+    model = Weight(
+        lambda weight, batch: {"loss_a": weight * batch, "accuracy": torch.tensor(50.0)}
+    ).cuda()
+    trainer = SimpleTrainer(
+        model, [torch.tensor(2.0)], sgd(model, lr=0.0), async_write_metrics=asynchronous
+    )
     trainer.train(0, 2)
     assert scalars(trainer) == {
         "total_loss": [(2.0, 0), (2.0, 1)],
@@ -65,31 +77,50 @@ def names(rank, folder):
         {f"c{i}": i + 2.0 * rank for i in range(100)},
         {"c7": 0.0, "c8": 0.0} if rank else {f"c{i}": float(i) for i in range(100)},
     ]
-    model = Weight(lambda weight, batch: {name: weight * value for name, value in script[int(batch)].items()})
+    model = Weight(
+        lambda weight, batch: {name: weight * value for name, value in script[int(batch)].items()}
+    )
     data = [torch.tensor(i) for i in range(len(script))]
     trainer = SimpleTrainer(model, data, sgd(model, lr=0.0), exchange_period=4)
     trainer.train(0, len(script))
-    return {name: values for name, values in scalars(trainer).items() if name in ("total_loss", "a", "b", "c7", "c99")}
+    return {
+        name: values
+        for name, values in scalars(trainer).items()
+        if name in ("total_loss", "a", "b", "c7", "c99")
+    }
 
 
 def losses(rank, folder):
     """Mean losses and maximal data_time in each rank's storage."""
-    model = create_ddp_model(Weight(lambda weight, batch: {"loss_a": weight * batch, "number": batch + 1}))
-    trainer = SimpleTrainer(model, [torch.tensor(float(rank))], sgd(model, lr=0.0), gather_metric_period=3)
+    model = create_ddp_model(
+        Weight(lambda weight, batch: {"loss_a": weight * batch, "number": batch + 1})
+    )
+    trainer = SimpleTrainer(
+        model, [torch.tensor(float(rank))], sgd(model, lr=0.0), gather_metric_period=3
+    )
     trainer.train(0, 6)
     period = RoundedLength(Fraction(12, 5))  # 2 iterations, and then 3
-    SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.0), exchange_period=period).train(0, 6)
+    SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.0), exchange_period=period).train(
+        0, 6
+    )
     times = {
-        name: [sec for sec, _ in trainer.storage.history(name).values()] for name in ("data_time", "rank_data_time")
+        name: [sec for sec, _ in trainer.storage.history(name).values()]
+        for name in ("data_time", "rank_data_time")
     }
-    return {"scalars": scalars(trainer), "slowest": times["data_time"], "own": times["rank_data_time"]}
+    return {
+        "scalars": scalars(trainer),
+        "slowest": times["data_time"],
+        "own": times["rank_data_time"],
+    }
 
 
 def seen_by_one_rank(rank, folder):
     """In iteration 6 both ranks look for failures; rank 0 alone reads the storage after each iteration."""
     found = []
     for asynchronous in (False, True):
-        model = Weight(lambda weight, batch: {"loss": weight * batch, "small" if batch < 8 else "large": batch})
+        model = Weight(
+            lambda weight, batch: {"loss": weight * batch, "small" if batch < 8 else "large": batch}
+        )
         data = [torch.tensor(float(10 * rank + i)) for i in range(10)]
         kwargs = {"exchange_period": 4, "async_write_metrics": asynchronous}
         trainer, seen = SimpleTrainer(model, data, sgd(model, lr=0.0), **kwargs), []
@@ -111,7 +142,9 @@ def failure_on_each_rank(rank, folder):
     """Asynchronously: both ranks fail, at the same time and each by itself, and nobody waits for the timeout."""
     model, seen = create_ddp_model(Weight()), []
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)
-    read = CallbackHook(after_train=lambda t: seen.append(t.storage.history("total_loss").values()[-1][1]))
+    read = CallbackHook(
+        after_train=lambda t: seen.append(t.storage.history("total_loss").values()[-1][1])
+    )
     fail = AfterStep(lambda trainer: trainer.iter == 2 and 1 / 0)
     trainer.register_hooks([fail, read, PeriodicWriter([], period=20)])
     with metrics_by_worker(), contextlib.suppress(ZeroDivisionError):
@@ -154,11 +187,17 @@ def decisions(rank, folder):
         "run": (trainer.iter, trainer.max_iter, trainer.status),
         "saves": noted,  # on all ranks: a state may be gathered over them
         "stored": len(trainer.storage.history("total_loss").values()),
-        "files": sorted(os.listdir(checkpointer.save_dir)) if os.path.exists(checkpointer.save_dir) else [],
+        "files": sorted(os.listdir(checkpointer.save_dir))
+        if os.path.exists(checkpointer.save_dir)
+        else [],
     }
 
 
-DATA = [torch.arange(12.0).reshape(6, 2).square(), torch.tensor([[-3.0, 1.0], [5.0, 9.0]]), torch.ones(4, 2)]
+DATA = [
+    torch.arange(12.0).reshape(6, 2).square(),
+    torch.tensor([[-3.0, 1.0], [5.0, 9.0]]),
+    torch.ones(4, 2),
+]
 
 
 def statistics(data):
@@ -193,7 +232,12 @@ def accumulation(rank, folder):
 def sharded(rank, folder):
     """The largest difference that sharding makes to norms and clipped gradients, by kind of clipping."""
     found = {}
-    for kind, norm_type in (("value", 2.0), ("norm", 2.0), ("full_model", 2.0), ("full_model", math.inf)):
+    for kind, norm_type in (
+        ("value", 2.0),
+        ("norm", 2.0),
+        ("full_model", 2.0),
+        ("full_model", math.inf),
+    ):
         whole, parts = nn.Linear(3, 4), nn.Linear(3, 4)
         for parameter in whole.parameters():
             dist.broadcast(parameter.data, 0)
@@ -209,16 +253,23 @@ def sharded(rank, folder):
         assert type(norms[1]) is torch.Tensor  # and no part of one
         pairs = zip(whole.parameters(), parts.parameters(), strict=True)
         differences = [(a.grad - b.grad.full_tensor()).abs().max().item() for a, b in pairs]
-        found[kind, norm_type] = max(*differences, abs(norms[0] - norms[1]).item() / norms[0].item())
+        found[kind, norm_type] = max(
+            *differences, abs(norms[0] - norms[1]).item() / norms[0].item()
+        )
     return found
 
 
 def rank_1_alone(rank, values, check_after=None, trainer_class=SimpleTrainer, **kwargs):
     """Rank 1 gets ``values``, and rank 0 what is not finite one step later: what happened, and the failure if any."""
     model = Weight()
-    data = [torch.tensor(value if rank else max(former, 1.0)) for former, value in pairwise([1.0, *values])]
+    data = [
+        torch.tensor(value if rank else max(former, 1.0))
+        for former, value in pairwise([1.0, *values])
+    ]
     trainer = trainer_class(model, data, sgd(model, lr=0.25), **kwargs)
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == check_after and trainer.check_finite())])
+    trainer.register_hooks(
+        [AfterStep(lambda trainer: trainer.iter == check_after and trainer.check_finite())]
+    )
     error = ""
     try:
         with metrics_by_worker():
@@ -240,7 +291,9 @@ def alone(rank, folder):
         "at once": rank_1_alone(rank, nan),
         "asynchronously": rank_1_alone(rank, nan, async_write_metrics=True),
         "before the exchange": rank_1_alone(rank, [*ones[:2], math.nan, *ones], exchange_period=4),
-        "before a check": rank_1_alone(rank, nan, 2, gather_metric_period=4, async_write_metrics=True),
+        "before a check": rank_1_alone(
+            rank, nan, 2, gather_metric_period=4, async_write_metrics=True
+        ),
         "skipped": rank_1_alone(rank, [*nan[:3], math.inf], 3, SkipNonFinite),
     }
 
@@ -266,7 +319,9 @@ def test_ranks_share_means_of_whatever_names_they_have(ranks):
     assert ranks["names"] == [expected, expected]
 
 
-def test_metrics_are_exchanged_in_the_same_iterations_on_every_rank_and_reading_exchanges_nothing(ranks):
+def test_metrics_are_exchanged_in_the_same_iterations_on_every_rank_and_reading_exchanges_nothing(
+    ranks,
+):
     stored = {
         "total_loss": [(i + 5.0, i) for i in range(10)],
         "loss": [(i + 5.0, i) for i in range(10)],
@@ -288,7 +343,11 @@ def test_a_hook_that_only_some_ranks_have_is_warned_about(ranks):
 
 
 def test_ranks_store_the_same_mean_losses_and_their_own_data_time(ranks):
-    expected = {"total_loss": [(0.5, 2), (0.5, 5)], "loss_a": [(0.5, 2), (0.5, 5)], "number": [(1.5, 2), (1.5, 5)]}
+    expected = {
+        "total_loss": [(0.5, 2), (0.5, 5)],
+        "loss_a": [(0.5, 2), (0.5, 5)],
+        "number": [(1.5, 2), (1.5, 5)],
+    }
     first, second = ranks["losses"]
     assert first["scalars"] == second["scalars"] == expected
     slowest = [max(pair) for pair in zip(first["own"], second["own"], strict=True)]
@@ -299,8 +358,15 @@ def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all_at_the_next_exchang
     first, second = ranks["alone"]
     for case in first:
         iter = 2 if case == "before the exchange" else 1
-        failure = (f"the loss is not finite in iteration {iter}: {{'total_loss': nan}}", "on rank 1)")
-        assert first[case]["error"] == second[case]["error"] == (("", "") if case == "skipped" else failure)
+        failure = (
+            f"the loss is not finite in iteration {iter}: {{'total_loss': nan}}",
+            "on rank 1)",
+        )
+        assert (
+            first[case]["error"]
+            == second[case]["error"]
+            == (("", "") if case == "skipped" else failure)
+        )
     for found in (first, second):
         assert found["at once"]["run"] == ("failed", 1, 0.75)  # before the update
         assert found["before the exchange"]["run"][:2] == ("failed", 3)
@@ -333,7 +399,9 @@ def test_gradients_are_exchanged_once_per_iteration(ranks):
     model = Regression()
     data = batches(8)
     windows = [(data * 3)[at : at + 6] for at in range(0, 24, 6)]
-    joined = [tuple(torch.cat(tensors) for tensors in zip(*window, strict=True)) for window in windows]
+    joined = [
+        tuple(torch.cat(tensors) for tensors in zip(*window, strict=True)) for window in windows
+    ]
     SimpleTrainer(model, joined, sgd(model)).train(0, 4)
     torch.testing.assert_close(both[0], model.linear.weight.detach(), atol=1e-6, rtol=0)
 

@@ -11,7 +11,13 @@ from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
 
-READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select"}
+READS = {
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+}
 READS |= {"aten::bincount"}
 
 
@@ -35,10 +41,22 @@ class Trainer(DefaultTrainer):
 
 
 EVERYTHING = [
-    *("SOLVER.MAX_ITER", 100, "SOLVER.CHECKPOINT_PERIOD", 1000, "TEST.EVAL_PERIOD", 0, "LOG.PERIOD", 20),
+    *(
+        "SOLVER.MAX_ITER",
+        100,
+        "SOLVER.CHECKPOINT_PERIOD",
+        1000,
+        "TEST.EVAL_PERIOD",
+        0,
+        "LOG.PERIOD",
+        20,
+    ),
     *("SOLVER.AMP.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True, "LOG.ASYNC", True),
     *("SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"),
-    *("HOOKS", [{"NAME": "EMAHook"}, {"NAME": "GarbageCollection", "PERIOD": 10}, {"NAME": "RuntimeInfo"}]),
+    *(
+        "HOOKS",
+        [{"NAME": "EMAHook"}, {"NAME": "GarbageCollection", "PERIOD": 10}, {"NAME": "RuntimeInfo"}],
+    ),
 ]
 
 
@@ -47,10 +65,15 @@ def reads_per_iteration(tmp_path, *options, hook=None):
     counts = []
     with CountReads() as reads:
         trainer.register_hooks(
-            [hook, CallbackHook(after_step=lambda trainer: counts.append(sum(reads.counts.values())))]
+            [
+                hook,
+                CallbackHook(after_step=lambda trainer: counts.append(sum(reads.counts.values()))),
+            ]
         )
         trainer.train()
-    return [after - before for before, after in itertools.pairwise(counts[:-1])]  # an evaluation follows the last one
+    return [
+        after - before for before, after in itertools.pairwise(counts[:-1])
+    ]  # an evaluation follows the last one
 
 
 @pytest.mark.parametrize(
@@ -62,14 +85,21 @@ def reads_per_iteration(tmp_path, *options, hook=None):
     ],
     ids=["float16", "skip", "accumulation"],
 )
-def test_an_iteration_reads_the_scalars_of_its_record_and_nothing_else(tmp_path, options, num_scalars):
+def test_an_iteration_reads_the_scalars_of_its_record_and_nothing_else(
+    tmp_path, options, num_scalars
+):
     found = reads_per_iteration(tmp_path, *options)
     assert len(found) == 98
     assert max(found) == num_scalars  # fewer where the scaler skips an update
 
 
 def test_the_count_notices_a_hook_that_reads_one(tmp_path):
-    for read in (lambda trainer: bool(trainer.losses["loss_cls"] > 1), lambda trainer: trainer.batch["x"].nonzero()):
-        hook = CallbackHook(after_step=lambda trainer, read=read: trainer.iter == 50 and read(trainer))
+    for read in (
+        lambda trainer: bool(trainer.losses["loss_cls"] > 1),
+        lambda trainer: trainer.batch["x"].nonzero(),
+    ):
+        hook = CallbackHook(
+            after_step=lambda trainer, read=read: trainer.iter == 50 and read(trainer)
+        )
         found = reads_per_iteration(tmp_path, "SOLVER.AMP.PRECISION", "bfloat16", hook=hook)
         assert found == [2] * 49 + [3] + [2] * 48

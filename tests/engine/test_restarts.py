@@ -24,7 +24,10 @@ ONE_NODE = (*TORCHRUN, "2", "--standalone")
 
 def command(launcher, folder, *options, **hooks):
     """``launcher`` and the job; ``hooks`` gives a hook's arguments by its name."""
-    entries = [{"NAME": name, **{key.upper(): value for key, value in hooks[name].items()}} for name in hooks]
+    entries = [
+        {"NAME": name, **{key.upper(): value for key, value in hooks[name].items()}}
+        for name in hooks
+    ]
     return [*launcher, JOB, "OUTPUT_DIR", str(folder), *options, "HOOKS", str(entries)]
 
 
@@ -82,7 +85,16 @@ def test_two_nodes_are_one_run_which_starts_anew_without_a_checkpoint(tmp_path, 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    address = ("--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", str(port))
+    address = (
+        "--nnodes",
+        "2",
+        "--max-restarts",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    )
     nodes = [(*TORCHRUN, "1", *address, "--node-rank", str(node)) for node in range(2)]
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     codes, output = run(*(command(node, tmp_path, KillFirstStart={"iter": 2}) for node in nodes))
@@ -102,7 +114,9 @@ def test_a_run_of_one_process_goes_on_with_two_with_one_line_about_it(tmp_path):
     assert len([line for line in output.splitlines() if "now there are 2" in line]) == 1
 
 
-def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluation_does_not(tmp_path, monkeypatch):
+def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluation_does_not(
+    tmp_path, monkeypatch
+):
     cfg = tiny_cfg(tmp_path)
     DefaultTrainer(cfg).train(max_iter=6)
     trainer = DefaultTrainer(cfg)
@@ -113,6 +127,8 @@ def test_a_run_that_is_started_again_goes_on_without_being_told_and_its_evaluati
     trainer.resume_or_load(resume=False)
     assert trainer.start_iter == 6
     torch.save({"model": trainer.model.state_dict()}, tmp_path / "weights.pth")
-    evaluation = EvaluationRun(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "weights.pth")), DefaultTrainer)
+    evaluation = EvaluationRun(
+        tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(tmp_path / "weights.pth")), DefaultTrainer
+    )
     evaluation.run()
     assert evaluation.iter == 0

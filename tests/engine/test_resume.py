@@ -19,12 +19,23 @@ class Epochs(Steps):
 def job(calls, max_iter=None, state=None, *, stop_at=None):
     """A run that notes its calls and the random numbers of its steps, and resumes from a state."""
     trainer = Epochs(step=lambda iter: calls.append(("run_step", iter, torch.rand(()).item())))
-    points = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
-    notes = {point: lambda trainer, point=point: calls.append((point, trainer.iter)) for point in points}
+    points = (
+        "before_train",
+        "before_epoch",
+        "before_step",
+        "after_step",
+        "after_epoch",
+        "after_train",
+    )
+    notes = {
+        point: lambda trainer, point=point: calls.append((point, trainer.iter)) for point in points
+    }
     trainer.register_hooks([hooks.CallbackHook(**notes)])
     if stop_at is not None:
         point, iter = stop_at
-        stop = hooks.CallbackHook(**{point: lambda trainer: trainer.iter == iter and trainer.request_stop("enough")})
+        stop = hooks.CallbackHook(
+            **{point: lambda trainer: trainer.iter == iter and trainer.request_stop("enough")}
+        )
         trainer.register_hooks([stop])
     if state is not None:
         trainer.load_state_dict(state)
@@ -37,24 +48,44 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     trainer.checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
     written = []
-    asks = hooks.CallbackHook(before_step=lambda trainer: trainer.iter == 1 and trainer.request_save("mine"))
-    twice = [AfterStep(lambda t: t.request_save("twice", lambda: written.append(t.position))) for _ in range(2)]
-    at_the_end = hooks.CallbackHook(after_train=lambda t: t.request_save("end", lambda: written.append("at once")))
+    asks = hooks.CallbackHook(
+        before_step=lambda trainer: trainer.iter == 1 and trainer.request_save("mine")
+    )
+    twice = [
+        AfterStep(lambda t: t.request_save("twice", lambda: written.append(t.position)))
+        for _ in range(2)
+    ]
+    at_the_end = hooks.CallbackHook(
+        after_train=lambda t: t.request_save("end", lambda: written.append("at once"))
+    )
     (tmp_path / "full.pth").mkdir()  # nothing can be renamed to that
-    trainer.register_hooks([asks, *twice, at_the_end, AfterStep(lambda trainer: trainer.request_save("full"))])
+    trainer.register_hooks(
+        [asks, *twice, at_the_end, AfterStep(lambda trainer: trainer.request_save("full"))]
+    )
     trainer.train(0, 3)
     assert written == [(0, 2), (1, 2), (2, 2), "at once"]
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
     assert "ranks" not in saved
-    assert (saved["iteration"], saved["trainer"]["iteration"], saved["trainer"]["position"]["stage"]) == (1, 1, 2)
-    assert caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write") == 3
+    assert (
+        saved["iteration"],
+        saved["trainer"]["iteration"],
+        saved["trainer"]["position"]["stage"],
+    ) == (1, 1, 2)
+    assert (
+        caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write")
+        == 3
+    )
     other = sgd(model, momentum=0.5)
     trainer = SimpleTrainer(model, batches(2), other)
-    trainer.load_state_dict({**saved["trainer"], "optimizer": sgd(model, momentum=0.9).state_dict()})
+    trainer.load_state_dict(
+        {**saved["trainer"], "optimizer": sgd(model, momentum=0.9).state_dict()}
+    )
     assert other.param_groups[0]["momentum"] == 0.9  # of the checkpoint
 
 
-def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with_the_next_iteration(tmp_path, caplog):
+def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with_the_next_iteration(
+    tmp_path, caplog
+):
     def make(folder):
         model = Regression()
         trainer = SimpleTrainer(model, batches(8), sgd(model))
@@ -64,7 +95,9 @@ def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with
     whole = make("")
     whole.train(0, 6)
     trainer = make(tmp_path)
-    trainer.register_hooks([AfterStep(lambda trainer: trainer.checkpointer.save(f"own_{trainer.iter}"))])
+    trainer.register_hooks(
+        [AfterStep(lambda trainer: trainer.checkpointer.save(f"own_{trainer.iter}"))]
+    )
     trainer.train(0, 4)
     assert caplog.text.count("a run resumed from it is not exact") == 1
     assert "trainer.request_save(name)" in caplog.text
@@ -84,7 +117,9 @@ def test_below_the_save_point_what_belongs_to_the_step_is_gone_in_every_run(name
     read = []
     trainer.register_hooks([AfterStep(lambda trainer: read.append(getattr(trainer, name)))])
     trainer.register_hooks([AfterStep(lambda trainer: getattr(trainer, name))], priority="LOW")
-    with pytest.raises(RuntimeError, match=rf"trainer.{name} is there in after_backward.*register the hook with a"):
+    with pytest.raises(
+        RuntimeError, match=rf"trainer.{name} is there in after_backward.*register the hook with a"
+    ):
         trainer.train(0, 2)
     assert len(read) == 1
 
@@ -110,7 +145,9 @@ def test_what_a_loader_cannot_give_back_is_named_at_the_start_of_a_run_that_save
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     trainer.train(0, 1)
     assert "may differ" not in caplog.text
-    trainer.register_hooks([hooks.PeriodicCheckpointer(Checkpointer(model, tmp_path, trainer=trainer), 5)])
+    trainer.register_hooks(
+        [hooks.PeriodicCheckpointer(Checkpointer(model, tmp_path, trainer=trainer), 5)]
+    )
     trainer.train(1, 2)
     assert "A resumed run may differ from one that is never stopped: " in caplog.text
     assert "state_dict" in caplog.text
@@ -130,7 +167,9 @@ def test_the_random_state_of_another_number_of_processes_is_derived_from_the_che
     assert "The checkpoint is of 2 ranks, now there are 1" in caplog.text
 
 
-def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_of_optimizer_an_error(caplog):
+def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_of_optimizer_an_error(
+    caplog,
+):
     def trainer(make=sgd, **kwargs):
         model = Regression()
         return SimpleTrainer(model, batches(2), make(model, **kwargs))
@@ -150,8 +189,13 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
     [group] = state["optimizer"]["param_groups"]
     adam = {name: group[name] for name in group if name != "nesterov"} | {"betas": 0}
     for groups, message in (
-        ([group] * 2, r"sizes of the checkpoint's parameter groups are \[2, 2\], those of this run \[2\]"),
+        (
+            [group] * 2,
+            r"sizes of the checkpoint's parameter groups are \[2, 2\], those of this run \[2\]",
+        ),
         ([adam], r"\['betas'\], this one \['nest"),
     ):
         with pytest.raises(ConfigError, match=message):
-            trainer().load_state_dict({**state, "optimizer": {**state["optimizer"], "param_groups": groups}})
+            trainer().load_state_dict(
+                {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
+            )

@@ -13,11 +13,21 @@ import torch
 from tests.engine.job import tiny_cfg
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, get_cfg
-from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup, default_writers, user_errors_exit
+from trainkit.engine import (
+    DefaultTrainer,
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    user_errors_exit,
+)
 from trainkit.utils.events import CommonMetricPrinter, EventStorage, JSONWriter, TensorboardXWriter
 from trainkit.utils.run_folder import LOCK_FILE, release_folder
 
-NEW, RESUME, EVAL = Namespace(resume=False, eval_only=False), Namespace(resume=True), Namespace(eval_only=True)
+NEW, RESUME, EVAL = (
+    Namespace(resume=False, eval_only=False),
+    Namespace(resume=True),
+    Namespace(eval_only=True),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +48,32 @@ def names_in(folder):
 
 
 def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
-    args = default_argument_parser().parse_args(["--num-gpus", "2", "SOLVER.MAX_ITER", "-1", "--resume", "SEED", "5"])
-    assert (args.num_gpus, args.resume, args.opts) == (2, True, ["SOLVER.MAX_ITER", "-1", "SEED", "5"])
+    args = default_argument_parser().parse_args(
+        ["--num-gpus", "2", "SOLVER.MAX_ITER", "-1", "--resume", "SEED", "5"]
+    )
+    assert (args.num_gpus, args.resume, args.opts) == (
+        2,
+        True,
+        ["SOLVER.MAX_ITER", "-1", "SEED", "5"],
+    )
     with pytest.raises(SystemExit, match="^2$"):
         default_argument_parser().parse_args(["SEED", "1", "--res"])
     assert "unrecognized arguments: --res" in capsys.readouterr().err
     args = vars(default_argument_parser().parse_args([]))
-    of_the_core = {"config_file": "", "resume": False, "eval_only": False, "print_config": False, "quiet": False}
-    of_the_core |= {"num_gpus": 1, "num_machines": 1, "machine_rank": 0, "dist_url": "auto", "opts": []}
+    of_the_core = {
+        "config_file": "",
+        "resume": False,
+        "eval_only": False,
+        "print_config": False,
+        "quiet": False,
+    }
+    of_the_core |= {
+        "num_gpus": 1,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "dist_url": "auto",
+        "opts": [],
+    }
     assert {name: args[name] for name in of_the_core} == of_the_core
 
 
@@ -59,12 +87,17 @@ def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys, monkeypatch)
         with pytest.raises(SystemExit, match=f"^{code}$"), user_errors_exit():
             raise error
         assert capsys.readouterr().err == printed
-    with pytest.raises(ZeroDivisionError), user_errors_exit():  # a mistake of the program keeps its traceback
+    with (
+        pytest.raises(ZeroDivisionError),
+        user_errors_exit(),
+    ):  # a mistake of the program keeps its traceback
         1 / 0  # noqa: B018
 
 
 def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(tmp_path):
-    cfg = cfg_for(tmp_path / "run", "SOLVER.BASE_LR", 0.5, "MODEL.MY_WIDTH", 7, "FLOAT32_PRECISION", "medium")
+    cfg = cfg_for(
+        tmp_path / "run", "SOLVER.BASE_LR", 0.5, "MODEL.MY_WIDTH", 7, "FLOAT32_PRECISION", "medium"
+    )
     default_setup(cfg, NEW)
     assert torch.get_float32_matmul_precision() == "medium"
     torch.set_float32_matmul_precision("highest")
@@ -96,7 +129,14 @@ def test_setup_seeds_everything(tmp_path, seed, is_same):
     assert ("Using the random seed " in (tmp_path / "log.txt").read_text()) is not is_same
 
 
-RUN_FILES = ["metrics.json", "model_final.pth", "last_checkpoint", "finished", "events.out.tfevents.1", "events.cut_1"]
+RUN_FILES = [
+    "metrics.json",
+    "model_final.pth",
+    "last_checkpoint",
+    "finished",
+    "events.out.tfevents.1",
+    "events.cut_1",
+]
 
 
 def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
@@ -107,7 +147,13 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
         (tmp_path / "model_final.shards-0a1b2c3d").mkdir()
         (tmp_path / "my_notes.txt").write_text("mine")
     default_setup(cfg_for(tmp_path), NEW)
-    assert names_in(tmp_path) == ["config.yaml", "log.txt", "my_notes.txt", "previous_1", "previous_2"]
+    assert names_in(tmp_path) == [
+        "config.yaml",
+        "log.txt",
+        "my_notes.txt",
+        "previous_1",
+        "previous_2",
+    ]
     assert (tmp_path / "previous_1/metrics.json").read_text() == "first"
     assert (tmp_path / "previous_2/metrics.json").read_text() == "second"
     assert {*RUN_FILES, "model_final.shards-0a1b2c3d"} <= {*names_in(tmp_path / "previous_2")}
@@ -117,7 +163,9 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
 
 
 @pytest.mark.parametrize("args", [NEW, RESUME, EVAL])
-def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_moves_no_link(tmp_path, args):
+def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_moves_no_link(
+    tmp_path, args
+):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
@@ -129,7 +177,10 @@ def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_m
         (folder / name).symlink_to(outside / name)
     default_setup(cfg_for(folder), args)
     if args is EVAL:
-        assert (sorted(p.name for p in folder.iterdir() if p.is_symlink()), names_in(outside)) == (links, ["log.txt"])
+        assert (sorted(p.name for p in folder.iterdir() if p.is_symlink()), names_in(outside)) == (
+            links,
+            ["log.txt"],
+        )
         assert (outside / "log.txt").read_text() == "of somebody else"
         default_setup(cfg_for(folder / "model_0000004.pth/unwritable"), EVAL)
         return
@@ -138,17 +189,35 @@ def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_m
         storage.put_scalar("a", 1.0)
         metrics.write()
         metrics.close()
-    assert (names_in(outside), (outside / "log.txt").read_text()) == (["log.txt"], "of somebody else")
-    assert sorted(path.name for path in (folder / "previous_2").iterdir() if path.is_symlink()) == links[:3]
+    assert (names_in(outside), (outside / "log.txt").read_text()) == (
+        ["log.txt"],
+        "of somebody else",
+    )
+    assert (
+        sorted(path.name for path in (folder / "previous_2").iterdir() if path.is_symlink())
+        == links[:3]
+    )
     assert (folder / "model_0000004.pth").exists() == (args is RESUME)
 
 
 @pytest.mark.parametrize(
     ("args", "restarts", "is_kept"),
-    [(RESUME, "0", True), (EVAL, "0", True), (NEW, "0", False), (NEW, "1", True), (RESUME, "no checkpoint", False)],
+    [
+        (RESUME, "0", True),
+        (EVAL, "0", True),
+        (NEW, "0", False),
+        (NEW, "1", True),
+        (RESUME, "no checkpoint", False),
+    ],
 )
-def test_resuming_evaluating_and_restarting_move_nothing(tmp_path, monkeypatch, args, restarts, is_kept):
-    names = ["metrics.json", "config.yaml", "last_checkpoint"]  # the checkpoint that this names may be damaged
+def test_resuming_evaluating_and_restarting_move_nothing(
+    tmp_path, monkeypatch, args, restarts, is_kept
+):
+    names = [
+        "metrics.json",
+        "config.yaml",
+        "last_checkpoint",
+    ]  # the checkpoint that this names may be damaged
     if restarts != "no checkpoint":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     for name in names if restarts != "no checkpoint" else [*names[:2], "pretrained.pth"]:
@@ -166,7 +235,10 @@ def test_folders_become_absolute(tmp_path, monkeypatch, start):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     cfg = tiny_cfg("run", "CHECKPOINT.DIR", "~/files")
     start(cfg)
-    assert (str(tmp_path / "run"), str(tmp_path / "home/files")) == (cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR)
+    assert (str(tmp_path / "run"), str(tmp_path / "home/files")) == (
+        cfg.OUTPUT_DIR,
+        cfg.CHECKPOINT.DIR,
+    )
 
 
 def test_the_config_is_printed_before_anything_is_made(tmp_path, capsys):
@@ -182,17 +254,33 @@ def test_the_config_is_printed_before_anything_is_made(tmp_path, capsys):
     [
         (["IMPORTS", ["no_such_module_of_mine"]], NEW, "no_such_module_of_mine"),
         (["SOLVER.MAX_ITER", 0], NEW, "SOLVER.MAX_ITER"),
-        (["OUTPUT_DIR", "{}/config.yaml/run"], NEW, "OUTPUT_DIR '.*/run' cannot be written, choose another: "),
-        (["CHECKPOINT.DIR", "/proc"], NEW, "CHECKPOINT.DIR '/proc' cannot be written, choose another: "),
-        (["MODEL.WEIGHTS", "{}/model_final.pth"], NEW, "MODEL.WEIGHTS '.*model_final.pth' lies in OUTPUT_DIR"),
+        (
+            ["OUTPUT_DIR", "{}/config.yaml/run"],
+            NEW,
+            "OUTPUT_DIR '.*/run' cannot be written, choose another: ",
+        ),
+        (
+            ["CHECKPOINT.DIR", "/proc"],
+            NEW,
+            "CHECKPOINT.DIR '/proc' cannot be written, choose another: ",
+        ),
+        (
+            ["MODEL.WEIGHTS", "{}/model_final.pth"],
+            NEW,
+            "MODEL.WEIGHTS '.*model_final.pth' lies in OUTPUT_DIR",
+        ),
         ([], RESUME, "last_checkpoint"),  # it leads out of the folder
     ],
 )
-def test_a_config_that_cannot_be_run_leaves_the_files_of_an_older_run_where_they_are(tmp_path, options, args, message):
+def test_a_config_that_cannot_be_run_leaves_the_files_of_an_older_run_where_they_are(
+    tmp_path, options, args, message
+):
     names = ["config.yaml", "last_checkpoint", "model_final.pth"]
     for name in names:
         (tmp_path / name).write_text("../model.pth")
-    options = [word.replace("{}", str(tmp_path)) if isinstance(word, str) else word for word in options]
+    options = [
+        word.replace("{}", str(tmp_path)) if isinstance(word, str) else word for word in options
+    ]
     with pytest.raises((ConfigError, CheckpointError), match=message):
         default_setup(cfg_for(tmp_path, *options), args)
     assert names_in(tmp_path) == names
@@ -207,4 +295,7 @@ def test_the_default_writers(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     caplog.set_level(logging.INFO)
     assert [type(writer) for writer in default_writers(tmp_path, 10)] == kinds[:2]
-    assert "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'" in caplog.messages
+    assert (
+        "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'"
+        in caplog.messages
+    )

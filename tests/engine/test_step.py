@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import CLOCK_READINGS, AfterStep, PlainOptimizer, Regression, Weight, batches, scalars, sgd
+from tests.engine.tiny import (
+    CLOCK_READINGS,
+    AfterStep,
+    PlainOptimizer,
+    Regression,
+    Weight,
+    batches,
+    scalars,
+    sgd,
+)
 from trainkit.config import get_cfg
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
@@ -81,7 +90,9 @@ def test_the_parts_of_a_step_come_in_their_order(zero_grad_before_forward):
     model = Weight(forward)
     options = {"zero_grad_before_forward": zero_grad_before_forward, "clip_gradients": clip}
     trainer = SimpleTrainer(model, Loader(), PlainOptimizer(sgd(model, lr=1.0), calls), **options)
-    trainer.register_hooks([CallbackHook(after_backward=lambda trainer: calls.append("after_backward"))])
+    trainer.register_hooks(
+        [CallbackHook(after_backward=lambda trainer: calls.append("after_backward"))]
+    )
     trainer.train(0, 2)
     first = ["zero_grad", "forward"] if zero_grad_before_forward else ["forward", "zero_grad"]
     assert calls == ["fetch", *first, "after_backward", "clip", "update"] * 2
@@ -93,7 +104,11 @@ def test_the_parts_of_a_step_come_in_their_order(zero_grad_before_forward):
     [
         (lambda w, x: (w * x).reshape(1), {"total_loss": 3.0}, 3.0),
         (lambda w, x: {"loss_a": w * x}, {"total_loss": 3.0}, 3.0),
-        (lambda w, x: {"loss_a": w * x, "b": 2 * w}, {"total_loss": 5.0, "loss_a": 3.0, "b": 2.0}, 5.0),
+        (
+            lambda w, x: {"loss_a": w * x, "b": 2 * w},
+            {"total_loss": 5.0, "loss_a": 3.0, "b": 2.0},
+            5.0,
+        ),
         (
             lambda w, x: {"loss_a": w * x, "accuracy": torch.tensor(90), "b": (2 * w).detach()},
             {"total_loss": 3.0, "loss_a": 3.0, "accuracy": 90.0, "b": 2.0},
@@ -102,7 +117,9 @@ def test_the_parts_of_a_step_come_in_their_order(zero_grad_before_forward):
     ],
     ids=["shape [1]", "one entry", "two entries", "entries without grad"],
 )
-def test_entries_that_require_grad_are_summed_and_the_others_only_logged(compute, stored, gradient, caplog):
+def test_entries_that_require_grad_are_summed_and_the_others_only_logged(
+    compute, stored, gradient, caplog
+):
     caplog.set_level(logging.INFO, "trainkit.engine.step")
     model = Weight(compute)
     trainer = SimpleTrainer(model, [torch.tensor(3.0)], sgd(model, lr=1.0))
@@ -118,11 +135,23 @@ def test_entries_that_require_grad_are_summed_and_the_others_only_logged(compute
     [
         (lambda w, x: [w], TypeError, "the model returned list"),
         (lambda w, x: {"a": w, "b": 1.0}, TypeError, "'b': 1.0; accepted"),
-        (lambda w, x: {"a": w, "b": w * torch.ones(2, 3)}, ValueError, r"'b' has the shape \[2, 3\]"),
+        (
+            lambda w, x: {"a": w, "b": w * torch.ones(2, 3)},
+            ValueError,
+            r"'b' has the shape \[2, 3\]",
+        ),
         (lambda w, x: {"a": w, "z": w * 1j}, TypeError, r"one of \['a', 'z'\] is complex"),
         (lambda w, x: {"total_loss": w}, ValueError, "total_loss, which is the name of the sum"),
-        (lambda w, x: {"loss": w * x, "data_time": x}, ValueError, r"stores \['data_time'\] itself"),
-        (lambda w, x: {"b": x, "a": w.detach()}, ValueError, r"none of the losses \['a', 'b'\] .* requires grad"),
+        (
+            lambda w, x: {"loss": w * x, "data_time": x},
+            ValueError,
+            r"stores \['data_time'\] itself",
+        ),
+        (
+            lambda w, x: {"b": x, "a": w.detach()},
+            ValueError,
+            r"none of the losses \['a', 'b'\] .* requires grad",
+        ),
     ],
 )
 def test_a_model_that_returns_no_usable_loss_is_an_error(compute, error, message):
@@ -178,13 +207,21 @@ def test_an_empty_loader_and_an_ended_iterator_are_errors(loader, message):
     with pytest.raises(ValueError, match=message):
         trainer.train(0, 5)
     assert trainer.status == "failed"
-    with pytest.raises(TypeError, match="data loader is <function batches .*; call it and give what it returns"):
+    with pytest.raises(
+        TypeError, match="data loader is <function batches .*; call it and give what it returns"
+    ):
         trainer.data_loader = batches
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 8])
 def test_batch_losses_and_graphs_are_let_go_before_the_next_ones(accumulation_steps, asynchronous):
-    batches_alive, graphs_alive, at_fetch, at_forward, seen = weakref.WeakSet(), weakref.WeakSet(), [], [], []
+    batches_alive, graphs_alive, at_fetch, at_forward, seen = (
+        weakref.WeakSet(),
+        weakref.WeakSet(),
+        [],
+        [],
+        [],
+    )
 
     class Batch:
         def __init__(self):
@@ -218,7 +255,10 @@ def test_batch_losses_and_graphs_are_let_go_before_the_next_ones(accumulation_st
         loss = trainer.losses["loss_a"]
         seen.append((isinstance(trainer.batch, Batch), loss.item(), loss.requires_grad))
 
-    model, options = Weight(losses_of), {"async_write_metrics": asynchronous, "accumulation_steps": accumulation_steps}
+    model, options = (
+        Weight(losses_of),
+        {"async_write_metrics": asynchronous, "accumulation_steps": accumulation_steps},
+    )
     trainer = SimpleTrainer(model, Loader(), sgd(model, lr=0.0), **options)
     trainer.register_hooks([CallbackHook(after_backward=look, after_step=look)])
     trainer.train(0, 3)
@@ -230,14 +270,23 @@ def test_batch_losses_and_graphs_are_let_go_before_the_next_ones(accumulation_st
 def test_epochs_are_counted_from_the_length_of_the_data():
     model, epochs, starts, ends = Regression(), [], [], []
     trainer = SimpleTrainer(model, batches(10), sgd(model), accumulation_steps=3)
-    on_epoch = {"before_epoch": lambda t: starts.append(t.iter), "after_epoch": lambda t: ends.append(t.iter)}
-    trainer.register_hooks([CallbackHook(after_step=lambda trainer: epochs.append(trainer.epoch), **on_epoch)])
+    on_epoch = {
+        "before_epoch": lambda t: starts.append(t.iter),
+        "after_epoch": lambda t: ends.append(t.iter),
+    }
+    trainer.register_hooks(
+        [CallbackHook(after_step=lambda trainer: epochs.append(trainer.epoch), **on_epoch)]
+    )
     assert (trainer.iters_per_epoch, trainer.iters_per_epoch.exact) == (3, Fraction(10, 3))
     trainer.train(0, 5)
     trainer.train(5, 9)
-    assert epochs == [0] * 3 + [1] * 4 + [2] * 2  # they start in the iterations nearest to 3 1/3 and 6 2/3
+    assert (
+        epochs == [0] * 3 + [1] * 4 + [2] * 2
+    )  # they start in the iterations nearest to 3 1/3 and 6 2/3
     assert (starts, ends) == ([0, 3, 7], [2, 6])
-    trainer.data_loader = build_batch_data_loader([*range(10)], TrainingSampler(10), total_batch_size=3)
+    trainer.data_loader = build_batch_data_loader(
+        [*range(10)], TrainingSampler(10), total_batch_size=3
+    )
     trainer.accumulation_steps = 1
     assert (trainer.iters_per_epoch, trainer.iters_per_epoch.exact) == (3, Fraction(10, 3))
 
@@ -253,7 +302,9 @@ def test_accumulation_equals_one_batch_of_all_samples():
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     losses, iters = zip(*trainer.storage.history("total_loss").values(), strict=True)
     assert iters == tuple(range(8))
-    assert losses == pytest.approx([loss for loss, _ in whole.storage.history("total_loss").values()], abs=1e-6)
+    assert losses == pytest.approx(
+        [loss for loss, _ in whole.storage.history("total_loss").values()], abs=1e-6
+    )
     not_accumulated, _ = trained(data, 8)
     assert (not_accumulated - expected).abs().max() > 1e-3
 
@@ -290,18 +341,29 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(gather_metric_
     data = nan_at(4, 10)
     expected, _ = trained(data, 4)
     model = Regression()
-    trainer = SimpleTrainer(model, data, sgd(model, momentum=0.9), gather_metric_period=gather_metric_period)
-    with pytest.raises(FloatingPointError, match=r"in iteration 4: {'total_loss': nan}.*of this iteration$"):
+    trainer = SimpleTrainer(
+        model, data, sgd(model, momentum=0.9), gather_metric_period=gather_metric_period
+    )
+    with pytest.raises(
+        FloatingPointError, match=r"in iteration 4: {'total_loss': nan}.*of this iteration$"
+    ):
         trainer.train(0, 10)
     assert (trainer.iter, trainer.status) == (4, "failed")
     assert torch.equal(weights(model), expected)
 
 
-@pytest.mark.parametrize(("clip_type", "is_asynchronous"), [("value", False), ("norm", False), ("full_model", True)])
+@pytest.mark.parametrize(
+    ("clip_type", "is_asynchronous"), [("value", False), ("norm", False), ("full_model", True)]
+)
 def test_the_norm_before_clipping_is_stored_and_is_no_loss(clip_type, is_asynchronous):
     model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
-    options = {"clip_gradients": GradientClipper(clip_type, 2.5), "async_write_metrics": is_asynchronous}
-    trainer = SimpleTrainer(model, [torch.tensor(1.0), torch.tensor(3.0)], sgd(model, lr=0.25), **options)
+    options = {
+        "clip_gradients": GradientClipper(clip_type, 2.5),
+        "async_write_metrics": is_asynchronous,
+    }
+    trainer = SimpleTrainer(
+        model, [torch.tensor(1.0), torch.tensor(3.0)], sgd(model, lr=0.25), **options
+    )
     trainer.train(0, 2)
     weight = 1.0 - 0.25 * 2.0  # the first gradient is 2, the second 4 and clipped to 2.5
     assert scalars(trainer) == {
@@ -315,8 +377,12 @@ def test_the_norm_before_clipping_is_stored_and_is_no_loss(clip_type, is_asynchr
     with pytest.raises(ValueError, match=r"stores \['grad_norm'\] itself"):
         SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), **options).train(0, 1)
     SimpleTrainer(model, [torch.tensor(1.0)], sgd(model)).train(0, 1)
-    (cfg := get_cfg()).SOLVER.CLIP_GRADIENTS.ENABLED = True  # also with an optimizer that does not clip itself
-    assert make_step_trainer(cfg, model, [], sgd(model)).clip_gradients == build_gradient_clipper(cfg)
+    (
+        cfg := get_cfg()
+    ).SOLVER.CLIP_GRADIENTS.ENABLED = True  # also with an optimizer that does not clip itself
+    assert make_step_trainer(cfg, model, [], sgd(model)).clip_gradients == build_gradient_clipper(
+        cfg
+    )
 
 
 def test_an_entry_that_is_only_logged_may_be_nan():
@@ -357,10 +423,14 @@ def test_asynchronously_a_loss_that_is_not_finite_ends_the_run_within_one_log_pe
 
 @pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize("period", [0, 1])
-def test_asynchronously_a_last_loss_that_is_not_finite_is_found_before_it_is_saved_or_evaluated(period):
+def test_asynchronously_a_last_loss_that_is_not_finite_is_found_before_it_is_saved_or_evaluated(
+    period,
+):
     done, model = [], Regression()
     trainer = SimpleTrainer(model, nan_at(4, 5), sgd(model), async_write_metrics=True)
-    save = AfterStep(lambda t: period and t.request_save("model", lambda: done.append(("save", t.iter))))
+    save = AfterStep(
+        lambda t: period and t.request_save("model", lambda: done.append(("save", t.iter)))
+    )
     evaluate = EvalHook(period, lambda: done.append(("eval", trainer.iter)))
     trainer.register_hooks([save, evaluate, PeriodicWriter([], period=20)])
     with pytest.raises(FloatingPointError, match="not finite in iteration 4"):
@@ -373,8 +443,15 @@ def test_asynchronously_a_last_loss_that_is_not_finite_is_found_before_it_is_sav
 def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(precision, tmp_path):
     histories, files, threads = [], [], []
     for asynchronous in (False, True):
-        model, path, listener = Weight(lambda w, x: {"loss_a": w * x, "half": x / 2}), tmp_path / "metrics", Listener()
-        data, options = [torch.tensor(float(i)) for i in range(5)], {"async_write_metrics": asynchronous}
+        model, path, listener = (
+            Weight(lambda w, x: {"loss_a": w * x, "half": x / 2}),
+            tmp_path / "metrics",
+            Listener(),
+        )
+        data, options = (
+            [torch.tensor(float(i)) for i in range(5)],
+            {"async_write_metrics": asynchronous},
+        )
         make, more = (AMPTrainer, {"precision": precision}) if precision else (SimpleTrainer, {})
         trainer = make(model, data, sgd(model), **options, **more)
         put = AfterStep(lambda trainer: trainer.storage.put_scalar("epoch_share", trainer.iter / 5))
@@ -383,11 +460,20 @@ def test_asynchronous_metrics_are_the_same_and_come_from_another_thread(precisio
         trainer.train(0, 22)
         histories.append(scalars(trainer))
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        files.append([{key: value for key, value in row.items() if key not in CLOCK_READINGS} for row in rows])
+        files.append(
+            [
+                {key: value for key, value in row.items() if key not in CLOCK_READINGS}
+                for row in rows
+            ]
+        )
         threads.append({thread == threading.get_ident() for thread in listener.threads})
         path.unlink()
     assert histories[0] == histories[1]
-    assert list(histories[0]) == list(histories[1]) == ["total_loss", "loss_a", "half", "epoch_share", "top1"]
+    assert (
+        list(histories[0])
+        == list(histories[1])
+        == ["total_loss", "loss_a", "half", "epoch_share", "top1"]
+    )
     assert len(histories[0]["total_loss"]) == 22
     assert files[0] == files[1]
     assert [row["iteration"] for row in files[0]] == [3, 7, 9, 11, 15, 19, 21, 22]
@@ -398,8 +484,12 @@ def test_a_value_that_the_model_changes_in_place_is_stored_as_it_was_in_its_step
     stored = []
     for asynchronous in (False, True):
         count = torch.zeros(())
-        model = Weight(lambda weight, batch, count=count: {"loss": weight * batch, "count": count.add_(1)})
-        trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=asynchronous)
+        model = Weight(
+            lambda weight, batch, count=count: {"loss": weight * batch, "count": count.add_(1)}
+        )
+        trainer = SimpleTrainer(
+            model, [torch.tensor(1.0)], sgd(model), async_write_metrics=asynchronous
+        )
         trainer.train(0, 25)
         stored.append(scalars(trainer))
     assert stored[0] == stored[1]
@@ -409,7 +499,9 @@ def test_a_value_that_the_model_changes_in_place_is_stored_as_it_was_in_its_step
 def test_write_metrics_puts_the_prefix_before_every_entry():
     weight = torch.tensor(3.0, requires_grad=True)
     with EventStorage(5) as storage:
-        SimpleTrainer.write_metrics({"loss_a": weight * 2, "loss_b": weight, "accuracy": 50.0}, 0.25, 7, "val_")
+        SimpleTrainer.write_metrics(
+            {"loss_a": weight * 2, "loss_b": weight, "accuracy": 50.0}, 0.25, 7, "val_"
+        )
         named = {"val_total_loss": 9.0, "val_loss_a": 6.0, "val_loss_b": 3.0, "val_accuracy": 50.0}
         times = {"rank_data_time": 0.25, "data_time": 0.25}
         assert storage.latest() == {name: (value, 7) for name, value in {**named, **times}.items()}
@@ -421,10 +513,15 @@ def test_write_metrics_puts_the_prefix_before_every_entry():
 
 def test_a_loss_that_some_micro_batches_lack_counts_as_in_what_is_minimized_and_another_entry_is_the_mean_of_its_own():
     def compute(weight, batch):
-        return {"loss_a": weight * batch, **({"loss_b": 8 * weight, "accuracy": batch} if batch > 1 else {})}
+        return {
+            "loss_a": weight * batch,
+            **({"loss_b": 8 * weight, "accuracy": batch} if batch > 1 else {}),
+        }
 
     model = Weight(compute)
-    trainer = SimpleTrainer(model, [torch.tensor(1.0), torch.tensor(3.0)], sgd(model, lr=1.0), accumulation_steps=2)
+    trainer = SimpleTrainer(
+        model, [torch.tensor(1.0), torch.tensor(3.0)], sgd(model, lr=1.0), accumulation_steps=2
+    )
     trainer.train(0, 1)
     # the gradient of what is logged is that of the step: 2 + 8 / 2
     stored = {"total_loss": 6.0, "loss_a": 2.0, "loss_b": 4.0, "accuracy": 3.0}
@@ -438,7 +535,10 @@ def test_outputs_of_the_model_are_for_hooks_until_the_save_point_and_no_metric(a
     model = Weight(lambda weight, batch: {"loss": weight * batch, "outputs": 2 * batch})
     data = [torch.tensor(1.0), torch.tensor(3.0)]
     trainer = SimpleTrainer(model, data, sgd(model), accumulation_steps=accumulation_steps)
-    read = {point: lambda trainer: seen.append(trainer.outputs) for point in ("after_backward", "after_step")}
+    read = {
+        point: lambda trainer: seen.append(trainer.outputs)
+        for point in ("after_backward", "after_step")
+    }
     trainer.register_hooks([CallbackHook(**read)])
     trainer.train(0, 1)
     assert seen == 2 * [2.0 if accumulation_steps == 1 else [2.0, 6.0]]

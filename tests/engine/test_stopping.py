@@ -29,7 +29,9 @@ def received():
         signal.signal(signum, handler)
 
 
-def test_one_process_stops_at_once_when_it_was_asked_to_and_a_signal_counts_before_a_request(caplog):
+def test_one_process_stops_at_once_when_it_was_asked_to_and_a_signal_counts_before_a_request(
+    caplog,
+):
     caplog.set_level(logging.INFO, logger="trainkit.engine.stopping")
     stops = StopRequests()
     assert (stops.pending, stops.agreed(6), stops.agree_now()) == (False, None, None)
@@ -80,7 +82,8 @@ def ask_one_at_each_step(rank, folder):
     """(rank that is asked, check_period) -> how many steps after the request the run ends, for each step."""
     return {
         (asked, period): [
-            run(StopRequests(), {at: ("enough",)} if rank == asked else {}, period)[0] - at for at in range(period)
+            run(StopRequests(), {at: ("enough",)} if rank == asked else {}, period)[0] - at
+            for at in range(period)
         ]
         for asked, period in ((1, 20), *((0, period) for period in range(1, 8)))
     }
@@ -146,11 +149,18 @@ def test_a_request_on_one_rank_stops_both_after_the_same_step_less_than_a_period
     assert first == second
     for (_, period), later in first.items():
         assert max(later) < period
-    assert first[0, 6] == [3, 5, 4] * 2  # they exchange every third step, and hear of it in the next exchange
+    assert (
+        first[0, 6] == [3, 5, 4] * 2
+    )  # they exchange every third step, and hear of it in the next exchange
 
 
 def test_signals_count_first_and_then_the_lowest_rank_that_was_asked(found):
-    stopped = [(10, ("rank 0", None)), (10, ("SIGTERM", 15)), (10, ("SIGINT", 2)), (10, ("late on rank 0", None))]
+    stopped = [
+        (10, ("rank 0", None)),
+        (10, ("SIGTERM", 15)),
+        (10, ("SIGINT", 2)),
+        (10, ("late on rank 0", None)),
+    ]
     assert found["ask_both"] == [stopped] * 2
 
 

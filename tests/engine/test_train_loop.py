@@ -60,22 +60,48 @@ def raise_(error):
 def test_iter_status_storage_and_what_would_be_saved_at_each_point():
     def note(t):
         is_open = get_event_storage() is t.storage
-        return t.iter, t.storage.iter, t.start_iter, t.max_iter, t.status, is_open, t.state_dict()["iteration"]
+        return (
+            t.iter,
+            t.storage.iter,
+            t.start_iter,
+            t.max_iter,
+            t.status,
+            is_open,
+            t.state_dict()["iteration"],
+        )
 
     calls = []
     trainer = Trainer([Spy(calls, note)])
-    assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (0, 0, 0, "not started")
+    assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (
+        0,
+        0,
+        0,
+        "not started",
+    )
     assert trainer.state_dict()["iteration"] == -1
 
     trainer.train(3, 5)
 
-    step = [("before_step", -1), ("after_backward", -1), ("after_step", 0)]  # saved: the last one whose step is done
+    step = [
+        ("before_step", -1),
+        ("after_backward", -1),
+        ("after_step", 0),
+    ]  # saved: the last one whose step is done
     assert calls == [
         ("before_train", 3, 3, 3, 5, "running", True, 2),
-        *((point, iter, iter, 3, 5, "running", True, iter + saved) for iter in (3, 4) for point, saved in step),
+        *(
+            (point, iter, iter, 3, 5, "running", True, iter + saved)
+            for iter in (3, 4)
+            for point, saved in step
+        ),
         ("after_train", 5, 5, 3, 5, "finished", True, 4),
     ]
-    assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (5, 3, 5, "finished")
+    assert (trainer.iter, trainer.start_iter, trainer.max_iter, trainer.status) == (
+        5,
+        3,
+        5,
+        "finished",
+    )
     assert not has_event_storage()
 
 
@@ -83,7 +109,9 @@ def test_a_start_behind_the_end_is_refused_before_anything_happens():
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status)])
     for start_iter, max_iter in ((5, 4), (-1, 4)):
-        message = f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
+        message = (
+            f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
+        )
         with pytest.raises(ValueError, match=message):
             trainer.train(start_iter, max_iter)
     assert (calls, trainer.status) == ([], "not started")
@@ -104,11 +132,17 @@ def test_a_hook_registered_during_training_runs_from_the_next_point_on():
     ("fail_at", "error", "message"),
     [
         (0, RuntimeError("out of memory"), "RuntimeError: out of memory"),
-        (2, RuntimeError("out of memory"), "RuntimeError: out of memory"),  # the last one: it has not finished
+        (
+            2,
+            RuntimeError("out of memory"),
+            "RuntimeError: out of memory",
+        ),  # the last one: it has not finished
         (1, KeyboardInterrupt(), "KeyboardInterrupt: "),
     ],
 )
-def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_train(fail_at, error, message, caplog):
+def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_train(
+    fail_at, error, message, caplog
+):
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status)], fail_at, error)
     with pytest.raises(type(error)) as caught:
@@ -177,7 +211,9 @@ def test_a_requested_stop_ends_the_run_after_its_iteration(point, finished, end,
 
 def test_a_run_that_a_signal_has_stopped_ends_the_process_after_its_iteration():
     calls = []
-    trainer = Trainer([Spy(calls, iter_and_status, "after_step", lambda t: signal.raise_signal(signal.SIGTERM))])
+    trainer = Trainer(
+        [Spy(calls, iter_and_status, "after_step", lambda t: signal.raise_signal(signal.SIGTERM))]
+    )
     with pytest.raises(SystemExit, match="^143$"):
         trainer.train(0, 5)
     assert calls[-1] == ("after_train", 1, "stopped")
@@ -192,9 +228,14 @@ def asynchronous(*hooks, fail_at=None):
     """A trainer whose metrics are stored and written by a worker; its loss is the number of the iteration."""
     model = Weight()
     trainer = SimpleTrainer(
-        model, [torch.tensor(float(i)) for i in range(60)], sgd(model, 0.0), async_write_metrics=True
+        model,
+        [torch.tensor(float(i)) for i in range(60)],
+        sgd(model, 0.0),
+        async_write_metrics=True,
     )
-    fail = CallbackHook(before_step=lambda t: t.iter == fail_at and raise_(RuntimeError("step failed")))
+    fail = CallbackHook(
+        before_step=lambda t: t.iter == fail_at and raise_(RuntimeError("step failed"))
+    )
     trainer.register_hooks([fail, *hooks])
     return trainer
 
@@ -211,8 +252,16 @@ def test_after_train_and_the_writers_see_everything_that_waited_in_each_run(tmp_
     assert found == [[(0.0, 0), (1.0, 1), (2.0, 2)], [(3.0, 3)]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     written = [[line["iteration"], line.get("total_loss"), line.get("result")] for line in lines]
-    assert written == [[1, 0.5, None], [2, 1.0, None], [3, None, 3.0], [3, 3.0, None], [4, None, 4.0]]
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("trainkit")] == []
+    assert written == [
+        [1, 0.5, None],
+        [2, 1.0, None],
+        [3, None, 3.0],
+        [3, 3.0, None],
+        [4, None, 4.0],
+    ]
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("trainkit")
+    ] == []
 
 
 def test_an_error_of_the_worker_ends_the_run_at_most_20_iterations_later_and_hides_no_other(caplog):
@@ -266,7 +315,17 @@ def order(trainer):
 
 
 def test_hooks_are_ordered_by_priority_and_then_by_registration_and_one_in_the_call_replaces_their_own():
-    names = ["HIGHEST", "VERY_HIGH", "HIGH", "ABOVE_NORMAL", "NORMAL", "BELOW_NORMAL", "LOW", "VERY_LOW", "LOWEST"]
+    names = [
+        "HIGHEST",
+        "VERY_HIGH",
+        "HIGH",
+        "ABOVE_NORMAL",
+        "NORMAL",
+        "BELOW_NORMAL",
+        "LOW",
+        "VERY_LOW",
+        "LOWEST",
+    ]
     of_mmengine = dict(zip(names, [0, 10, 30, 40, 50, 60, 70, 90, 100], strict=True))
     assert {priority.name: priority.value for priority in Priority} == of_mmengine
     trainer = Trainer([A(), Late(), Early(), B()])
@@ -289,7 +348,9 @@ def test_the_timer_runs_first_and_the_writer_last_whenever_they_and_others_are_r
     assert order(trainer) == ["IterationTimer", "B", "Early", "A", "Late", "C", "PeriodicWriter"]
 
 
-@pytest.mark.parametrize("anchor", [lambda b: B, lambda b: b, lambda b: "B"], ids=["class", "object", "name"])
+@pytest.mark.parametrize(
+    "anchor", [lambda b: B, lambda b: b, lambda b: "B"], ids=["class", "object", "name"]
+)
 def test_an_anchor_gives_the_place_next_to_it(anchor):
     b = B()
     trainer = Trainer([A(), b, Late()])
@@ -301,7 +362,10 @@ def test_an_anchor_gives_the_place_next_to_it(anchor):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"before": "Absent"}, r"the anchor 'Absent' matches 0 hooks; it must match one of: B, B, Late"),
+        (
+            {"before": "Absent"},
+            r"the anchor 'Absent' matches 0 hooks; it must match one of: B, B, Late",
+        ),
         ({"after": Early}, r"matches 0 hooks"),
         ({"after": B}, r"the anchor .*B.* matches 2 hooks"),
         ({"before": A}, r"matches 3 hooks"),
@@ -372,7 +436,11 @@ class Counting(HookBase):
 
 def test_hooks_of_one_class_keep_a_state_each_also_if_they_are_registered_after_loading(caplog):
     state = Trainer([A(), Counting(10), Counting(20), Counting(30)]).state_dict()
-    assert state["hooks"] == {"Counting": {"count": 10}, "Counting#2": {"count": 20}, "Counting#3": {"count": 30}}
+    assert state["hooks"] == {
+        "Counting": {"count": 10},
+        "Counting#2": {"count": 20},
+        "Counting#3": {"count": 30},
+    }
     hooks = [Counting(), Counting(), Counting()]
     trainer = Trainer(hooks[:2])
     trainer.load_state_dict(state)
@@ -382,18 +450,27 @@ def test_hooks_of_one_class_keep_a_state_each_also_if_they_are_registered_after_
     assert caplog.messages == []
 
 
-def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cannot_load_its_own_is_an_error(caplog):
+def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cannot_load_its_own_is_an_error(
+    caplog,
+):
     trainer = Trainer([Counting()])
-    trainer.load_state_dict({"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}})
+    trainer.load_state_dict(
+        {"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}}
+    )
     assert trainer.position == (4, 1)
     trainer.train(4, 4)
     assert repr(trainer) == "Trainer(after 4 of 4 iterations, finished)"
     assert repr(Trainer([])) == "Trainer(after 0 iterations, not started)"
-    assert "The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']" in caplog.messages
+    assert (
+        "The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']"
+        in caplog.messages
+    )
     forgetful = CallbackHook()
     forgetful.state_dict = lambda: {"best": 1.0}
     trainer = Trainer([forgetful])
-    with pytest.raises(NotImplementedError, match="CallbackHook saves a state but has no load_state_dict"):
+    with pytest.raises(
+        NotImplementedError, match="CallbackHook saves a state but has no load_state_dict"
+    ):
         trainer.load_state_dict(trainer.state_dict())
 
 
@@ -411,9 +488,13 @@ class Every(HookBase):
 def test_a_hook_with_next_due_is_called_where_it_or_another_one_is_due_and_others_in_each_iteration():
     each, threes, fives = [], Every(3), Every(5)
     fives.priority = "LOW"  # below the save point
-    Trainer([CallbackHook(after_step=lambda t: each.append(t.iter + 1)), threes, fives]).train(0, 11)
+    Trainer([CallbackHook(after_step=lambda t: each.append(t.iter + 1)), threes, fives]).train(
+        0, 11
+    )
     assert each == [*range(1, 12)]
-    assert threes.called == fives.called == [1, 3, 5, 6, 9, 10]  # the first iteration looks at every hook
+    assert (
+        threes.called == fives.called == [1, 3, 5, 6, 9, 10]
+    )  # the first iteration looks at every hook
 
 
 def test_the_hooks_of_a_failure_are_told_the_error_and_one_that_fails_hides_nothing(caplog):
@@ -421,7 +502,9 @@ def test_the_hooks_of_a_failure_are_told_the_error_and_one_that_fails_hides_noth
 
     class Tell(HookBase):
         def after_failure(self, error):
-            told.append((self.trainer.iter, self.trainer.status, self.trainer.failure is error, str(error)))
+            told.append(
+                (self.trainer.iter, self.trainer.status, self.trainer.failure is error, str(error))
+            )
             raise KeyError("of the hook")
 
     with pytest.raises(OSError, match="of the step"):

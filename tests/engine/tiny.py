@@ -111,7 +111,9 @@ def fail_at(iter):
 
 
 def stop_at(iter, *, finished=False):
-    return AfterStep(lambda trainer: trainer.iter == iter and trainer.request_stop("enough", finished=finished))
+    return AfterStep(
+        lambda trainer: trainer.iter == iter and trainer.request_stop("enough", finished=finished)
+    )
 
 
 def through_a_file(state):
@@ -125,7 +127,9 @@ def through_a_file(state):
 def scalars(trainer):
     """name -> [(value, iteration), ...] of everything stored, clock readings aside."""
     histories = trainer.storage.histories()
-    return {name: history.values() for name, history in histories.items() if name not in CLOCK_READINGS}
+    return {
+        name: history.values() for name, history in histories.items() if name not in CLOCK_READINGS
+    }
 
 
 @contextmanager
@@ -133,7 +137,9 @@ def metrics_by_worker():
     """Inside, asynchronous metrics are looked at by the worker alone, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "runs_ahead", lambda device: True)
-        patch.setattr(metrics, "new_event", lambda device: SimpleNamespace(synchronize=lambda: None))
+        patch.setattr(
+            metrics, "new_event", lambda device: SimpleNamespace(synchronize=lambda: None)
+        )
         yield
 
 

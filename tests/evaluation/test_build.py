@@ -1,7 +1,12 @@
 import pytest
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator, DatasetEvaluators, build_evaluator
+from trainkit.evaluation import (
+    EVALUATOR_REGISTRY,
+    DatasetEvaluator,
+    DatasetEvaluators,
+    build_evaluator,
+)
 
 
 def config(*names):
@@ -19,11 +24,16 @@ class NamingEvaluator(DatasetEvaluator):
 def test_one_evaluator_is_built_bare_and_several_as_one():
     cfg = config("NamingEvaluator")
     assert build_evaluator(cfg, "toy").arguments == (cfg, "toy")
-    both = build_evaluator(config("NamingEvaluator", "LossEvaluator"), "toy")  # the second one is in a project
+    both = build_evaluator(
+        config("NamingEvaluator", "LossEvaluator"), "toy"
+    )  # the second one is in a project
     assert isinstance(both, DatasetEvaluators)
 
 
 def test_a_config_that_names_no_evaluator_is_an_error():
-    for names, message in (([], r"TEST.EVALUATORS: .*'toy'"), (["LosEvaluator"], "TEST.EVALUATORS: no 'LosEvaluator'")):
+    for names, message in (
+        ([], r"TEST.EVALUATORS: .*'toy'"),
+        (["LosEvaluator"], "TEST.EVALUATORS: no 'LosEvaluator'"),
+    ):
         with pytest.raises(ConfigError, match=message):
             build_evaluator(config(*names), "toy")

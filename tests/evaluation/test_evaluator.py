@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.evaluation import DatasetEvaluator, inference_context, inference_on_dataset, observe_inference
+from trainkit.evaluation import (
+    DatasetEvaluator,
+    inference_context,
+    inference_on_dataset,
+    observe_inference,
+)
 from trainkit.evaluation.observer import EvaluationAbandoned, InferenceObserver
 
 
@@ -53,7 +58,10 @@ def test_evaluators_get_inputs_with_outputs_and_are_merged_and_none_only_runs_th
     evaluator, calls = Recorder(), []
     assert inference_on_dataset(lambda batch: batch * 10, iter([1, 2, 3]), evaluator) == {"seen": 3}
     assert (evaluator.seen, evaluator.model(5)) == ([(1, 10), (2, 20), (3, 30)], 50)
-    assert inference_on_dataset(str, [1], [Recorder("a"), Looker(), evaluator]) == {"a": 1, "seen": 1}  # it is reset
+    assert inference_on_dataset(str, [1], [Recorder("a"), Looker(), evaluator]) == {
+        "a": 1,
+        "seen": 1,
+    }  # it is reset
     names = ("on_end", "on_start", "after_inference", "before_inference")
     callbacks = {name: lambda name=name: calls.append(name) for name in names}
     assert inference_on_dataset(calls.append, [1, 2], None, callbacks) == {}
@@ -64,7 +72,10 @@ def test_evaluators_get_inputs_with_outputs_and_are_merged_and_none_only_runs_th
 
 def test_an_empty_loader_is_an_error_that_names_the_loader_and_has_no_end():
     observer = StopsBefore(9)
-    with pytest.raises(ValueError, match=r"DataLoader gave no batch"), observe_inference(observer, "val"):
+    with (
+        pytest.raises(ValueError, match=r"DataLoader gave no batch"),
+        observe_inference(observer, "val"),
+    ):
         inference_on_dataset(str, DataLoader([]), Recorder())
     assert observer.calls == []
 
@@ -97,7 +108,9 @@ class Pick(nn.Module):
 
 def test_inputs_are_moved_to_the_device_of_the_model_inside_a_wrapper_and_the_callers_autocast_is_in_force():
     evaluator = Recorder()
-    inference_on_dataset(nn.Sequential(Pick(), nn.Linear(2, 1, device="meta")), [{"x": torch.ones(3, 2)}], evaluator)
+    inference_on_dataset(
+        nn.Sequential(Pick(), nn.Linear(2, 1, device="meta")), [{"x": torch.ones(3, 2)}], evaluator
+    )
     inputs, outputs = evaluator.seen[0]
     assert inputs["x"].device.type == outputs.device.type == "meta"
 
@@ -110,7 +123,9 @@ def test_inputs_are_moved_to_the_device_of_the_model_inside_a_wrapper_and_the_ca
     assert evaluator.seen[0][1].dtype == torch.bfloat16
 
 
-def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_end(monkeypatch, caplog):
+def test_progress_is_logged_every_five_seconds_with_an_eta_and_a_total_at_the_end(
+    monkeypatch, caplog
+):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 

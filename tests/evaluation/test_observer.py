@@ -48,8 +48,18 @@ def test_an_observer_sees_every_batch_and_the_results_around_the_model_and_the_e
             inference_on_dataset(model, [5, 6], Noting(), name="cats")
         assert observer.calls == [
             ("before_eval", "val", "cats"),
-            *(("before_eval_step", "val", 0, 5), "model", "process", ("after_eval_step", "val", 0, 5, "5")),
-            *(("before_eval_step", "val", 1, 6), "model", "process", ("after_eval_step", "val", 1, 6, "6")),
+            *(
+                ("before_eval_step", "val", 0, 5),
+                "model",
+                "process",
+                ("after_eval_step", "val", 0, 5, "5"),
+            ),
+            *(
+                ("before_eval_step", "val", 1, 6),
+                "model",
+                "process",
+                ("after_eval_step", "val", 1, 6, "6"),
+            ),
             *("evaluate", ("after_eval", "val", "cats", {"task": {}})),
         ]
         with pytest.raises(ZeroDivisionError), observe_inference(observer, "val"):

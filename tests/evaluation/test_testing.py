@@ -17,7 +17,11 @@ def logged(caplog, function, *args):
 
 
 def test_flatten_joins_the_keys_of_any_depth():
-    assert flatten_results_dict({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
+    assert flatten_results_dict({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {
+        "a/b": 1,
+        "a/c/d": 2,
+        "e": 3,
+    }
 
 
 def test_the_table_has_a_row_for_each_metric(caplog):
@@ -43,14 +47,20 @@ def test_results_within_their_tolerance_are_accepted_and_agreement_is_logged(cap
     assert verify_results(expecting(), {})
     assert not caplog.messages
     assert verify_results(expecting(("test/classification", "top1", 98.5, 0.1)), {"test": RESULTS})
-    assert verify_results(expecting(("classification", "top1", 99.0, 0.5), ("loss", "total_loss", 0.0625, 0)), RESULTS)
+    assert verify_results(
+        expecting(("classification", "top1", 99.0, 0.5), ("loss", "total_loss", 0.0625, 0)), RESULTS
+    )
     assert caplog.messages == ["Results agree with TEST.EXPECTED_RESULTS"] * 2
 
 
 @pytest.mark.parametrize(
     ("entry", "results", "said"),
     [
-        (("classification", "top1", 99.1, 0.5), RESULTS, r"classification/top1: expected 99.1 \+- 0.5, got 98.5"),
+        (
+            ("classification", "top1", 99.1, 0.5),
+            RESULTS,
+            r"classification/top1: expected 99.1 \+- 0.5, got 98.5",
+        ),
         (("classification", "top2", 99.1, 0.5), RESULTS, "classification/top2: .* got nan"),
         (("loss", "total_loss", 1.0, math.inf), {"loss": {"total_loss": math.inf}}, "got inf"),
     ],

@@ -13,7 +13,14 @@ from tests.same_bits_jobs import GANTrainer
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode
 from trainkit.data import ResumableLoader, TrainingSampler, build_batch_data_loader
-from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, create_ddp_model, hooks
+from trainkit.engine import (
+    DefaultTrainer,
+    HookBase,
+    SimpleTrainer,
+    TrainerBase,
+    create_ddp_model,
+    hooks,
+)
 from trainkit.utils import comm
 from trainkit.utils.events import JSONWriter
 
@@ -55,7 +62,9 @@ class Scripted:
         trainer, model, more = self.parts()
         checkpointer = Checkpointer(model, str(folder), trainer=trainer)
         writers = [JSONWriter(str(folder / "metrics.json"))] if comm.is_main_process() else []
-        trainer.register_hooks([*more, hooks.PeriodicCheckpointer(checkpointer, 3), hooks.PeriodicWriter(writers, 2)])
+        trainer.register_hooks(
+            [*more, hooks.PeriodicCheckpointer(checkpointer, 3), hooks.PeriodicWriter(writers, 2)]
+        )
         checkpointer.resume_or_load("", resume=True)
         self.start = trainer.last_done_iter + 1 if checkpointer.has_checkpoint() else 0
         return trainer
@@ -72,7 +81,9 @@ class GAN(Scripted):
         discriminator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
         models = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
         points = [torch.tensor([x / 50, (x / 50) ** 2]) for x in range(30)]
-        loader = build_batch_data_loader(points, TrainingSampler(len(points), seed=0), 8, num_workers=0)
+        loader = build_batch_data_loader(
+            points, TrainingSampler(len(points), seed=0), 8, num_workers=0
+        )
         return ResumedGAN(models, loader), models, []
 
 
@@ -147,7 +158,9 @@ class FiniteData(Scripted):
         loader = ResumableLoader(SAMPLES, sampler=Shuffling(), batch_size=4, seed=1, **self.options)
         model = Dropping()
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.5)
-        trainer = SimpleTrainer(model, loader, optimizer, accumulation_steps=self.accumulation_steps)
+        trainer = SimpleTrainer(
+            model, loader, optimizer, accumulation_steps=self.accumulation_steps
+        )
         return trainer, model, [Smoothed("fast", 0.5), Smoothed("slow", 0.9)]
 
 

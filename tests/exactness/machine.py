@@ -25,8 +25,18 @@ from trainkit.utils.env import seed_all_rng
 # a clock reading takes more or fewer digits in metrics.json; ids and folders of shards are random; the last two are of
 # the command
 LEFT_OUT = {"length", "sizes", "id", "origin", "folder", ".metadata", "HOOKS"}
-AGAIN = {"before_train", "after_load", "before_save"}  # a resumed run may make these calls once more
-DRAWS = {"before_epoch", "before_step", "after_backward", "after_step", "after_epoch"}  # others may be repeated
+AGAIN = {
+    "before_train",
+    "after_load",
+    "before_save",
+}  # a resumed run may make these calls once more
+DRAWS = {
+    "before_epoch",
+    "before_step",
+    "after_backward",
+    "after_step",
+    "after_epoch",
+}  # others may be repeated
 
 
 class Job(Protocol):
@@ -51,7 +61,9 @@ class Run(NamedTuple):
 class Spy(HookBase):
     """Notes each call, and keeps the folder as it is then."""
 
-    def __init__(self, name: str, calls: list[tuple[Any, ...]], folder: Path, kept: Path | None, epochs: bool) -> None:
+    def __init__(
+        self, name: str, calls: list[tuple[Any, ...]], folder: Path, kept: Path | None, epochs: bool
+    ) -> None:
         self.calls, self.folder, self.kept, self.name = calls, folder, kept, name
         self.before: int | None = None  # the number of events before the checkpoint that was loaded
         for point in HOOK_POINTS if epochs else sorted({*HOOK_POINTS} - {*EPOCH_POINTS}):
@@ -60,7 +72,9 @@ class Spy(HookBase):
     def note(self, point: str, arguments: tuple[Any, ...]) -> None:
         if self.kept is not None and comm.is_main_process():
             _copy(self.folder, self.kept / str(len(self.calls)))
-        drawn = random.random() + np.random.rand() + torch.rand(()).item() if point in DRAWS else None
+        drawn = (
+            random.random() + np.random.rand() + torch.rand(()).item() if point in DRAWS else None
+        )
         words = tuple(item for item in arguments if isinstance(item, str | int))
         self.calls.append((self.name, point, self.trainer.iter, words, drawn))
 
@@ -93,8 +107,14 @@ def train(job: Job, folder: Path, seed: int, kept: Path | None = None) -> tuple[
 def check(job: Job, folder: Path, num_kills: int | None = 3, seed: int = 0) -> None:
     """Kill the job at ``num_kills`` events, drawn by ``seed`` (None: at all), and compare each resumed run."""
     whole, _ = train(job, folder / "whole", 1, folder / "kept")
-    events = [event for event in range(len(whole.calls)) if (folder / "kept" / str(event) / "last_checkpoint").exists()]
-    for event in events if num_kills is None else sorted(random.Random(seed).sample(events, num_kills)):
+    events = [
+        event
+        for event in range(len(whole.calls))
+        if (folder / "kept" / str(event) / "last_checkpoint").exists()
+    ]
+    for event in (
+        events if num_kills is None else sorted(random.Random(seed).sample(events, num_kills))
+    ):
         where = f"killed at event {event} of {len(whole.calls)}, {whole.calls[event][:4]}"
         part = folder / f"part{event}"
         if comm.is_main_process():
@@ -106,7 +126,9 @@ def check(job: Job, folder: Path, num_kills: int | None = 3, seed: int = 0) -> N
         assert run.files.keys() == whole.files.keys(), where
         for name, content in whole.files.items():
             other = run.files[name]
-            assert [key for key in {**content, **other} if content.get(key) != other.get(key)] == [], f"{where}: {name}"
+            assert [
+                key for key in {**content, **other} if content.get(key) != other.get(key)
+            ] == [], f"{where}: {name}"
 
 
 def _once(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -116,7 +138,9 @@ def _once(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def _copy(folder: Path, target: Path) -> None:
     """Copy a folder in which a thread may write meanwhile."""
     target.mkdir(parents=True)
-    for file in sorted(folder.iterdir(), key=lambda file: file.name != "last_checkpoint"):  # it must not be too new
+    for file in sorted(
+        folder.iterdir(), key=lambda file: file.name != "last_checkpoint"
+    ):  # it must not be too new
         with contextlib.suppress(FileNotFoundError):  # a file that is renamed
             if file.is_dir():
                 shutil.copytree(file, target / file.name)
@@ -126,22 +150,39 @@ def _copy(folder: Path, target: Path) -> None:
 
 def content(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Name -> content of each checkpoint and picture; lines of metrics.json, without clock readings."""
-    files = {path.name: _flat(torch.load(path, map_location="cpu")) for path in sorted(folder.glob("*.pth"))}
-    files |= {str(path.relative_to(folder)): {"": path.read_bytes()} for path in sorted(folder.rglob("*.png"))}
+    files = {
+        path.name: _flat(torch.load(path, map_location="cpu"))
+        for path in sorted(folder.glob("*.pth"))
+    }
+    files |= {
+        str(path.relative_to(folder)): {"": path.read_bytes()}
+        for path in sorted(folder.rglob("*.png"))
+    }
     file = folder / "metrics.json"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    lines = [{name: value for name, value in line.items() if not CLOCK_READING.fullmatch(name)} for line in lines]
+    lines = [
+        {name: value for name, value in line.items() if not CLOCK_READING.fullmatch(name)}
+        for line in lines
+    ]
     return files, [line for line in lines if line.keys() - {"iteration", "epoch"}]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     """path -> value of everything in a checkpoint; tensors as bytes."""
     if isinstance(value, dict):
-        kept = {k: item for k, item in value.items() if k not in LEFT_OUT and not CLOCK_READING.fullmatch(str(k))}
-        return {k: v for name, item in kept.items() for k, v in _flat(item, f"{path}/{name}").items()}
+        kept = {
+            k: item
+            for k, item in value.items()
+            if k not in LEFT_OUT and not CLOCK_READING.fullmatch(str(k))
+        }
+        return {
+            k: v for name, item in kept.items() for k, v in _flat(item, f"{path}/{name}").items()
+        }
     if isinstance(value, list | tuple):
         return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}/{i}").items()}
     if isinstance(value, torch.Tensor):
-        content = None if value.is_meta else value.numpy().tobytes()  # the content of a meta tensor is in shards
+        content = (
+            None if value.is_meta else value.numpy().tobytes()
+        )  # the content of a meta tensor is in shards
         return {path: (value.dtype, tuple(value.shape), content)}
     return {path: repr(value)}

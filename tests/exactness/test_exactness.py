@@ -13,11 +13,24 @@ from trainkit.engine import SimpleTrainer, step
 HOOKS = [
     {"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"},
     {"NAME": "ReduceOnPlateau", "VAL_METRIC": "classification/top1", "PATIENCE": 0, "FACTOR": 0.5},
-    {"NAME": "ParamScheduler", "PARAM": "momentum", "SCHEDULES": [{"NAME": "Linear", "START_FACTOR": 0.5}]},
+    {
+        "NAME": "ParamScheduler",
+        "PARAM": "momentum",
+        "SCHEDULES": [{"NAME": "Linear", "START_FACTOR": 0.5}],
+    },
 ]
 # periods without a common divisor; 40 samples in epochs of 3 1/3 iterations of 3 times 4
 EVERYTHING = ("SOLVER.MAX_ITER", 13, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 3)
-EVERYTHING += ("SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", "1ep", "LOG.PERIOD", 2, "LOG.WINDOW", 5)
+EVERYTHING += (
+    "SOLVER.CHECKPOINT_PERIOD",
+    4,
+    "TEST.EVAL_PERIOD",
+    "1ep",
+    "LOG.PERIOD",
+    2,
+    "LOG.WINDOW",
+    5,
+)
 EVERYTHING += ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "HOOKS", HOOKS)
 EVERYTHING += ("DATASETS.VAL", ("tiny_val",), "CHECKPOINT.BEST_METRIC", "classification/top1")
 EVERYTHING += ("CHECKPOINT.MAX_TO_KEEP", 2, "CHECKPOINT.BEST_TO_KEEP", 2)
@@ -30,8 +43,12 @@ JOBS = {
     "everything, asynchronous metrics": Configured(*EVERYTHING, "LOG.ASYNC", True),
     "workers": Configured("DATALOADER.NUM_WORKERS", 2, "LOG.PERIOD", 3),
     "fp16": Configured("SOLVER.AMP.ENABLED", True, *CLIP, "SOLVER.AMP.INIT_SCALE", 2.0**20),
-    "schedules": Configured("SOLVER.SCHEDULES", [{"NAME": "Cosine", "STEP_SIZE": "1ep"}], "SOLVER.MAX_ITER", "3ep"),
-    "student and teacher": Configured("CHECKPOINT.ASYNC", True, "SOLVER.CHECKPOINT_PERIOD", 3, trainer_class=Student),
+    "schedules": Configured(
+        "SOLVER.SCHEDULES", [{"NAME": "Cosine", "STEP_SIZE": "1ep"}], "SOLVER.MAX_ITER", "3ep"
+    ),
+    "student and teacher": Configured(
+        "CHECKPOINT.ASYNC", True, "SOLVER.CHECKPOINT_PERIOD", 3, trainer_class=Student
+    ),
     "gan": GAN(),
     "finite data": FiniteData(),
     "finite data, workers": FiniteData(num_workers=2, persistent_workers=True),
@@ -57,14 +74,23 @@ def test_more_events_or_all(tmp_path, name, num_kills):
 
 SETTINGS = [
     [("SOLVER.ACCUMULATION_STEPS", 3, "SOLVER.IMS_PER_BATCH", 4), ("SOLVER.IMS_PER_BATCH", 7)],
-    [("SOLVER.AMP.ENABLED", True), ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16")],
+    [
+        ("SOLVER.AMP.ENABLED", True),
+        ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"),
+    ],
     [CLIP, ("SOLVER.NON_FINITE.POLICY", "skip")],
     [("LOG.ASYNC", True, "LOG.PERIOD", 3), ("LOG.GATHER_PERIOD", 2)],
-    [("CHECKPOINT.ASYNC", True, "SOLVER.CHECKPOINT_PERIOD", 3), ("SOLVER.CHECKPOINT_PERIOD", "1ep")],
+    [
+        ("CHECKPOINT.ASYNC", True, "SOLVER.CHECKPOINT_PERIOD", 3),
+        ("SOLVER.CHECKPOINT_PERIOD", "1ep"),
+    ],
     [("TEST.EVAL_PERIOD", "1ep", "DATASETS.VAL", ("tiny_val",)), ("TEST.EVAL_PERIOD", 3)],
     [("CHECKPOINT.BEST_METRIC", "classification/top1"), EVERYTHING[-4:]],
     [("HOOKS", HOOKS[:1]), ("HOOKS", HOOKS[1:])],
-    [("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.BASE_LR", 0.01), ("SOLVER.SCHEDULES", [{"NAME": "Cosine"}])],
+    [
+        ("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.BASE_LR", 0.01),
+        ("SOLVER.SCHEDULES", [{"NAME": "Cosine"}]),
+    ],
     [("DATALOADER.NUM_WORKERS", 1), ("SEED", -1)],
 ]
 
@@ -96,7 +122,13 @@ TWO_RANKS = {
     "fsdp": Configured("MODEL.PARALLEL", "fsdp", *CLIP),
     "logical ranks": Configured("SOLVER.LOGICAL_RANKS", 4),
 }
-OPTIONS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "fp16_compression")
+OPTIONS = (
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "fp16_compression",
+)
 THREE_RANKS = {"ddp": Buckets(), **{option: Buckets(**{option: True}) for option in OPTIONS}}
 
 

@@ -40,8 +40,19 @@ def all_tests(folder):
     """The tests marked ``cuda``, of all files; those that look into the fake device run only there."""
     files = [path for name in ("tests", "projects") for path in (ROOT / name).rglob("test_*.py")]
     left_out = "" if IS_FAKE else "test_on_waits.py"
-    files = sorted(str(path) for path in files if "needs_cuda" in path.read_text() and path.name != left_out)
-    options = ["-m", "cuda", "-rs", "-p", "no:xdist", "-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
+    files = sorted(
+        str(path) for path in files if "needs_cuda" in path.read_text() and path.name != left_out
+    )
+    options = [
+        "-m",
+        "cuda",
+        "-rs",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={folder / 'tests'}",
+    ]
     assert pytest.main([*options, *files]) == 0
 
 
@@ -51,7 +62,10 @@ def benchmark(folder):
     from benchmarks import checkpoint, cuda, graph
 
     if IS_FAKE:
-        found = [cuda.throughput(folder, 1, steps=2, channels=8, pictures=2), *graph.graph(1, scratch=folder, steps=3)]
+        found = [
+            cuda.throughput(folder, 1, steps=2, channels=8, pictures=2),
+            *graph.graph(1, scratch=folder, steps=3),
+        ]
         found += checkpoint.save(1, scratch=folder, device="cuda", num_layers=1)
     else:
         found = [*cuda.cuda(scratch=folder), *graph.graph(scratch=folder)]
@@ -63,7 +77,16 @@ def gpt(folder, options=()):
     """The model of projects/charlm in bfloat16, with its hooks and its evaluation."""
     cfg = get_cfg()
     cfg.merge_from_file(str(ROOT / "projects/charlm/config.yaml"))
-    options += ("SOLVER.MAX_ITER", 6, "SOLVER.WARMUP_ITERS", 1, "TEST.MAX_BATCHES", 1, "TEST.IMS_PER_BATCH", 8)
+    options += (
+        "SOLVER.MAX_ITER",
+        6,
+        "SOLVER.WARMUP_ITERS",
+        1,
+        "TEST.MAX_BATCHES",
+        1,
+        "TEST.IMS_PER_BATCH",
+        8,
+    )
     options += ("MODEL.DEVICE", "cuda", "SOLVER.AMP.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
     cfg.merge_from_list(["OUTPUT_DIR", str(folder), *options])
     trainer = DefaultTrainer(cfg)
@@ -79,14 +102,27 @@ def device_assert(folder):
 
 
 def out_of_range():
-    model, batches = Weight(lambda weight, batch: weight.expand(4)[batch].sum()).cuda(), [torch.tensor([0])] * 5
-    SimpleTrainer(model, [*batches, torch.tensor([99])], sgd(model), async_write_metrics=True).train(0, 9)
+    model, batches = (
+        Weight(lambda weight, batch: weight.expand(4)[batch].sum()).cuda(),
+        [torch.tensor([0])] * 5,
+    )
+    SimpleTrainer(
+        model, [*batches, torch.tensor([99])], sgd(model), async_write_metrics=True
+    ).train(0, 9)
 
 
 def nccl(folder):
     """DDP over NCCL with one rank, as torchrun starts it."""
-    (folder / "script.py").write_text("from tests.fake_cuda import accept\naccept.launch(accept.one_rank, 1)\n")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(folder / "script.py")]
+    (folder / "script.py").write_text(
+        "from tests.fake_cuda import accept\naccept.launch(accept.one_rank, 1)\n"
+    )
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        str(folder / "script.py"),
+    ]
     subprocess.run([sys.executable, *command], check=True)
 
 
@@ -100,15 +136,24 @@ ROWS = {"tests": all_tests, "benchmark": benchmark, "device_assert": device_asse
 ROWS["gpt_graph"] = partial(gpt, options=("SOLVER.GRAPH.ENABLED", True))
 ON_GPU = {"nccl": nccl}
 for mode in ("default", "reduce-overhead"):
-    ON_GPU[f"gpt_{mode}"] = partial(gpt, options=("MODEL.COMPILE.ENABLED", True, "MODEL.COMPILE.MODE", mode))
+    ON_GPU[f"gpt_{mode}"] = partial(
+        gpt, options=("MODEL.COMPILE.ENABLED", True, "MODEL.COMPILE.MODE", mode)
+    )
 
 
 def is_true(name):
     """Run a row; prints the time it took and its last line, or all lines if it is false."""
     start = time.monotonic()
     command = ["timeout", "600", *python(f"run({name!r})")]
-    row = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print("true " if row.returncode == 0 else "FALSE", f"{time.monotonic() - start:4.0f} s", name, end=": ")
+    row = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(
+        "true " if row.returncode == 0 else "FALSE",
+        f"{time.monotonic() - start:4.0f} s",
+        name,
+        end=": ",
+    )
     print(row.stdout if row.returncode else row.stdout.strip().rpartition("\n")[2], flush=True)
     return row.returncode == 0
 
@@ -120,7 +165,9 @@ def run(name):
 
 
 def main():
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "projects"), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "projects"), os.environ.get("PYTHONPATH", "")]
+    )
     print("torch", torch.__version__, "CUDA", torch.version.cuda, flush=True)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     names = sys.argv[1:] or [*ROWS, *([] if IS_FAKE else ON_GPU)]

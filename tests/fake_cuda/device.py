@@ -49,7 +49,13 @@ native = _load()
 
 import torch  # noqa: E402
 
-_state = {"sync_debug": 0, "capturing": None, "warned": False, "is_global": False, "is_broken": False}
+_state = {
+    "sync_debug": 0,
+    "capturing": None,
+    "warned": False,
+    "is_global": False,
+    "is_broken": False,
+}
 _MODES = ("default", "warn", "error")
 
 
@@ -76,7 +82,11 @@ class Stream(torch.Stream):
     """``torch.cuda.Stream``, made of the one for any accelerator."""
 
     def __new__(cls, device=None, priority=0, **kwargs):
-        return super().__new__(cls, **kwargs) if kwargs else super().__new__(cls, _device(device), priority=priority)
+        return (
+            super().__new__(cls, **kwargs)
+            if kwargs
+            else super().__new__(cls, _device(device), priority=priority)
+        )
 
     @property
     def cuda_stream(self):
@@ -93,7 +103,9 @@ def _clone(storage):
 
 
 _pool_numbers = itertools.count(1)
-_pools = Counter()  # pool -> number of its graphs; 0: torch has freed it, and does not take it again
+_pools = (
+    Counter()
+)  # pool -> number of its graphs; 0: torch has freed it, and does not take it again
 
 
 class CUDAGraph:
@@ -118,26 +130,40 @@ def _graph(graph, pool=None, stream=None, capture_error_mode="global"):
     random_state = torch.get_rng_state()
     graph.operations = Operations()
     with _stream(stream), graph.operations:
-        _state.update(capturing=threading.get_ident(), is_global=capture_error_mode == "global", is_broken=False)
+        _state.update(
+            capturing=threading.get_ident(),
+            is_global=capture_error_mode == "global",
+            is_broken=False,
+        )
         try:
             yield
         finally:
             _state["capturing"] = None
         if _state["is_broken"]:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
     graph.operations.undo()
     torch.cuda.synchronize()  # the real device has executed nothing
     torch.set_rng_state(random_state)
 
 
 def _device(device=None):
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    return torch.device("cuda", torch.accelerator.current_device_index()) if device.index is None else device
+    device = (
+        torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    )
+    return (
+        torch.device("cuda", torch.accelerator.current_device_index())
+        if device.index is None
+        else device
+    )
 
 
 def _current_stream(device=None):
     stream = torch.accelerator.current_stream(_device(device))
-    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+    return Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 def _stream(stream):
@@ -156,7 +182,9 @@ def _memory(name):
 
 
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-_PROPERTIES = SimpleNamespace(name="fake", total_memory=2**30, major=9, minor=0, multi_processor_count=1)
+_PROPERTIES = SimpleNamespace(
+    name="fake", total_memory=2**30, major=9, minor=0, multi_processor_count=1
+)
 _stand_ins = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -188,7 +216,10 @@ _stand_ins = {
 } | {name: _memory(name) for name in _MEMORY}
 for _name, _stand_in in _stand_ins.items():
     setattr(torch.cuda, _name, _stand_in)
-torch.cuda.random.current_device, torch.cuda.random._lazy_init = torch.cuda.current_device, torch.cuda._lazy_init
+torch.cuda.random.current_device, torch.cuda.random._lazy_init = (
+    torch.cuda.current_device,
+    torch.cuda._lazy_init,
+)
 torch.cuda.random._lazy_call = lambda call, **kwargs: call()
 torch.cuda.random.device_count = lambda: NUM_DEVICES
 torch._C._cuda_getDeviceCount = lambda: NUM_DEVICES

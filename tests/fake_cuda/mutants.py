@@ -94,10 +94,19 @@ MUTANTS = parsed(TABLE)
 
 def main() -> int:
     word, killed = " ".join(sys.argv[1:]), []
-    chosen = [(file, *mutant) for file, mutants in MUTANTS.items() for mutant in mutants if word in mutant[0]]
+    chosen = [
+        (file, *mutant)
+        for file, mutants in MUTANTS.items()
+        for mutant in mutants
+        if word in mutant[0]
+    ]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=LEFT_OUT))
-        environment = {**os.environ, "PYTHONPATH": f"{copy}:{copy / 'projects'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{copy}:{copy / 'projects'}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         environment["FAKE_CUDA"] = str(build(Path(folder)))
         options = [
             "-x",
@@ -113,7 +122,10 @@ def main() -> int:
 
         def fails(tests: Collection[str]) -> bool:
             command = ["timeout", "900", sys.executable, "-m", "pytest", *options, *tests]
-            return subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode != 0
+            return (
+                subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode
+                != 0
+            )
 
         if fails({mutant[-1] for mutant in chosen}):
             sys.exit("the tests fail without a mutant")

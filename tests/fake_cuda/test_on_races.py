@@ -14,7 +14,10 @@ from tests.fake_cuda.test_on_trainers import SETTINGS, train
 from trainkit.engine import GraphTrainer, SimpleTrainer
 
 CALLBACKS = [registry for name, registry in vars(gpu_trace).items() if name.endswith("Callbacks")]
-RUNS = SETTINGS | {"async save": ("CHECKPOINT.ASYNC", True), "graph": ("SOLVER.GRAPH.ENABLED", True)}
+RUNS = SETTINGS | {
+    "async save": ("CHECKPOINT.ASYNC", True),
+    "graph": ("SOLVER.GRAPH.ENABLED", True),
+}
 
 
 @pytest.fixture
@@ -53,7 +56,9 @@ def test_a_run_with_all_default_hooks_has_no_race(options, tmp_path, watched):
 
 
 @needs_cuda
-def test_the_memory_of_a_batch_is_kept_from_the_next_one_until_the_stream_that_reads_it_has_read_it(monkeypatch):
+def test_the_memory_of_a_batch_is_kept_from_the_next_one_until_the_stream_that_reads_it_has_read_it(
+    monkeypatch,
+):
     kept, read = set(), set()
 
     def note(tensor, stream):
@@ -65,13 +70,17 @@ def test_the_memory_of_a_batch_is_kept_from_the_next_one_until_the_stream_that_r
 
     class Watched(GraphTrainer):
         def call_model(self, batch):
-            read.update((tensor.data_ptr(), torch.cuda.current_stream().stream_id) for tensor in batch)
+            read.update(
+                (tensor.data_ptr(), torch.cuda.current_stream().stream_id) for tensor in batch
+            )
             return super().call_model(batch)
 
     monkeypatch.setattr(torch.Tensor, "record_stream", note)
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
     trainer = on_cuda(Watched)
-    trainer.train(0, 6)  # three ordinary steps on a stream of their own, then the recording and copies into it
+    trainer.train(
+        0, 6
+    )  # three ordinary steps on a stream of their own, then the recording and copies into it
     own = {tensor.data_ptr() for tensor in trainer._recording.inputs}
     of_batches = {(tensor, stream) for tensor, stream in read if tensor not in own}
     assert len({stream for _, stream in of_batches}) == 2

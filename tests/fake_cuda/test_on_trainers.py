@@ -37,12 +37,16 @@ SETTINGS = {
     ),
 }
 
-draws_as_cpu = pytest.mark.skipif(torch.version.cuda is not None, reason="a GPU draws other random numbers")
+draws_as_cpu = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a GPU draws other random numbers"
+)
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def config(folder, *options, name="cuda"):
-    return tiny_cfg(folder, "MODEL.DEVICE", name, "LOG.ASYNC", True, "HOOKS", HOOKS, *FUSED, *options)
+    return tiny_cfg(
+        folder, "MODEL.DEVICE", name, "LOG.ASYNC", True, "HOOKS", HOOKS, *FUSED, *options
+    )
 
 
 def train(folder, *options, name="cuda", hooks=()):
@@ -118,13 +122,18 @@ def test_skipped_updates_leave_what_they_leave_on_the_cpu(trainer_type):
         torch.manual_seed(0)
         model = Net().to(name)
         bad = () if by_scaler else (0, 3)  # of the scaler the first updates overflow
-        data = [(x * float("nan"), y) if place in bad else (x, y) for place, (x, y) in enumerate(batches(8))]
+        data = [
+            (x * float("nan"), y) if place in bad else (x, y)
+            for place, (x, y) in enumerate(batches(8))
+        ]
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
         options = {"log_grad_scaler": True} if by_scaler else {}
         trainer = trainer_type(model, data, optimizer, async_write_metrics=True, **options)
         trainer.train(0, 8)
         state = {name: value.cpu() for name, value in model.state_dict().items()}
-        return state, {name: scalars(trainer).get(name) for name in ("skipped_updates", "[metric]grad_scaler")}
+        return state, {
+            name: scalars(trainer).get(name) for name in ("skipped_updates", "[metric]grad_scaler")
+        }
 
     on_cuda, on_cpu = run("cuda"), run("cpu")
     torch.testing.assert_close(on_cuda, on_cpu)
@@ -137,15 +146,21 @@ def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(op
     ordinary = train(tmp_path / "ordinary", *options, "SOLVER.MAX_ITER", 20)
     graph = (*options, "SOLVER.MAX_ITER", 20, "SOLVER.GRAPH.ENABLED", True)
     recorded = train(tmp_path / "recorded", *graph)
-    losses = [[value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)  # a recorded update has its lr in float32
+    losses = [
+        [value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)
+    ]
+    assert losses[1] == pytest.approx(
+        losses[0], rel=1e-4
+    )  # a recorded update has its lr in float32
     assert recorded._trainer._recordings
     resumes_exactly(tmp_path, *graph)
 
 
 @needs_two
 @needs_cuda
-@pytest.mark.parametrize("options", [(), ("SOLVER.GRAPH.ENABLED", True), SETTINGS["AMPTrainer float16"]])
+@pytest.mark.parametrize(
+    "options", [(), ("SOLVER.GRAPH.ENABLED", True), SETTINGS["AMPTrainer float16"]]
+)
 def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     found = set()
 
@@ -154,8 +169,13 @@ def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
 
     first = train(tmp_path / "first", *options)
     allocated = torch.cuda.memory_allocated(0)
-    second = train(tmp_path / "second", *options, name="cuda:1", hooks=[CallbackHook(after_step=look)])
-    states = [{name: value.cpu() for name, value in each.model.state_dict().items()} for each in (first, second)]
+    second = train(
+        tmp_path / "second", *options, name="cuda:1", hooks=[CallbackHook(after_step=look)]
+    )
+    states = [
+        {name: value.cpu() for name, value in each.model.state_dict().items()}
+        for each in (first, second)
+    ]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert found == {(1, allocated)}
 
@@ -187,15 +207,27 @@ def test_the_memory_of_a_save_is_taken_again_when_it_is_written(tmp_path, monkey
     checkpointer.wait()
 
     saved = [read_file(tmp_path / f"model_{number}.pth")["model"].values() for number in (1, 2)]
-    assert [[value.unique().tolist() for value in values] for values in saved] == [[[1], [11], [21]], [[2], [12], [22]]]
+    assert [[value.unique().tolist() for value in values] for values in saved] == [
+        [[1], [11], [21]],
+        [[2], [12], [22]],
+    ]
 
 
 @needs_cuda
-@pytest.mark.parametrize(("room", "limit", "num"), [(None, 1, 3), (2, 1, 2), (0.9, 1, 0), (None, 0, 0)])
-def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(room, limit, num, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("room", "limit", "num"), [(None, 1, 3), (2, 1, 2), (0.9, 1, 0), (None, 0, 0)]
+)
+def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(
+    room, limit, num, tmp_path, monkeypatch
+):
     size = 2**24  # above 10 MiB torch takes no part of memory that it has
     tensors = [torch.full((size,), i, dtype=torch.uint8, device="cuda") for i in range(3)]
-    form, memory, own, are_beside = AsyncFormat(), torch.accelerator.memory, torch.accelerator.current_stream(), []
+    form, memory, own, are_beside = (
+        AsyncFormat(),
+        torch.accelerator.memory,
+        torch.accelerator.current_stream(),
+        [],
+    )
 
     def copy_(self, source, copy=torch.Tensor.copy_, **kwargs):
         if source.is_cuda and self.is_cpu:
@@ -205,9 +237,14 @@ def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(room,
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(host_copy, "BLOCK_SIZE", size)
     memory.empty_cache()
-    before, taken = memory.memory_allocated(), memory.max_memory_allocated() - memory.memory_reserved()
+    before, taken = (
+        memory.memory_allocated(),
+        memory.max_memory_allocated() - memory.memory_reserved(),
+    )
     if room is not None:
-        monkeypatch.setattr(memory, "get_memory_info", lambda device: (taken + int(room * size) + 1000, 10_000))
+        monkeypatch.setattr(
+            memory, "get_memory_info", lambda device: (taken + int(room * size) + 1000, 10_000)
+        )
     torch.cuda.set_per_process_memory_fraction(limit)
     try:
         state = form.prepare({"tensors": tensors})
@@ -220,7 +257,11 @@ def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(room,
     assert memory.memory_allocated() == before
     assert are_beside == [False] * (3 - num) + [True] * num
     saved = read_file(tmp_path / "model.pth")["tensors"]
-    assert [(tensor.min().item(), tensor.max().item()) for tensor in saved] == [(0, 0), (1, 1), (2, 2)]
+    assert [(tensor.min().item(), tensor.max().item()) for tensor in saved] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    ]
 
 
 @needs_two
@@ -247,11 +288,18 @@ def spoil(trainer):
 
 
 @needs_cuda
-@pytest.mark.parametrize(("fail", "error"), [(run_out, torch.OutOfMemoryError), (spoil, FloatingPointError)])
+@pytest.mark.parametrize(
+    ("fail", "error"), [(run_out, torch.OutOfMemoryError), (spoil, FloatingPointError)]
+)
 def test_a_failure_ends_the_run_and_the_process_can_train_again(fail, error, tmp_path):
-    hooks = [MemorySnapshot(str(tmp_path / "memory")), CallbackHook(before_step=lambda t: t.iter == 3 and fail(t))]
+    hooks = [
+        MemorySnapshot(str(tmp_path / "memory")),
+        CallbackHook(before_step=lambda t: t.iter == 3 and fail(t)),
+    ]
     with pytest.raises(error, match="out of memory|not finite in iteration 3"):
         train(tmp_path, hooks=hooks)
 
-    assert [*tmp_path.glob("memory/*")] == [tmp_path / "memory/memory_3_rank0.pickle"] * (fail is run_out)
+    assert [*tmp_path.glob("memory/*")] == [tmp_path / "memory/memory_3_rank0.pickle"] * (
+        fail is run_out
+    )
     assert train(tmp_path / "next").status == "finished"

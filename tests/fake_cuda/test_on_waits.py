@@ -15,8 +15,19 @@ from trainkit.engine.hooks import CallbackHook
 from trainkit.utils import comm
 from trainkit.utils.events.worker import Numbers
 
-LONG = ("SOLVER.MAX_ITER", 60, "SOLVER.CHECKPOINT_PERIOD", 30, "TEST.EVAL_PERIOD", 0, "LOG.PERIOD", 5)
-GRAPHS = {f"{name}, graph": (*options, "SOLVER.GRAPH.ENABLED", True) for name, options in SETTINGS.items()}
+LONG = (
+    "SOLVER.MAX_ITER",
+    60,
+    "SOLVER.CHECKPOINT_PERIOD",
+    30,
+    "TEST.EVAL_PERIOD",
+    0,
+    "LOG.PERIOD",
+    5,
+)
+GRAPHS = {
+    f"{name}, graph": (*options, "SOLVER.GRAPH.ENABLED", True) for name, options in SETTINGS.items()
+}
 RUNS = SETTINGS | GRAPHS | {"logical ranks": ("SOLVER.LOGICAL_RANKS", 2)}
 
 
@@ -28,7 +39,9 @@ def waits_by_iteration(folder, *options):
         device.waits.clear()
 
     def end(trainer):
-        found[trainer.iter] = [(wait.what, wait.place) for wait in device.waits if wait.thread == "MainThread"]
+        found[trainer.iter] = [
+            (wait.what, wait.place) for wait in device.waits if wait.thread == "MainThread"
+        ]
 
     train(folder, *LONG, *options, hooks=[CallbackHook(before_step=start, after_step=end)])
     return found
@@ -80,14 +93,18 @@ def test_a_save_of_several_ranks_waits_once_for_all_that_they_may_not_share(monk
     device.waits.clear()
     [part] = gather_rank_states(state, model, {})
     assert [wait.what for wait in device.waits] == ["event"]
-    torch.testing.assert_close(part["model"], {name: value.cpu() for name, value in model.named_buffers()})
+    torch.testing.assert_close(
+        part["model"], {name: value.cpu() for name, value in model.named_buffers()}
+    )
 
 
 @needs_cuda
 def test_beside_its_steps_a_run_waits_twice_for_each_save_and_in_evaluations(tmp_path):
     device.waits.clear()
     train(tmp_path, *LONG, "TEST.EVAL_PERIOD", 30, "CHECKPOINT.ASYNC", True)
-    places = Counter(wait.place for wait in device.waits if wait.thread == "MainThread" and wait.what != "event")
+    places = Counter(
+        wait.place for wait in device.waits if wait.thread == "MainThread" and wait.what != "event"
+    )
     del places["modeling.py:build_model"]
     assert places == {
         "losses.py:<listcomp>": 6,  # whether the model is finite, before each save; one read for all

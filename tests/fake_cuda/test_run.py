@@ -17,14 +17,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a real CUDA device of its own"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="this torch has a real CUDA device of its own"
+    ),
     pytest.mark.skipif(shutil.which("c++") is None, reason="the fake device needs a C++ compiler"),
     pytest.mark.skipif(sys.platform != "linux", reason="the fake device is built for Linux"),
 ]
 
 
 def test_the_acceptance_run_has_no_false_row_and_skips_no_test(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+    }
     environment["FAKE_CUDA"] = str(build(tmp_path))
     command = [sys.executable, "-m", "tests.fake_cuda.accept"]
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from projects.charlm import GPT, UNKNOWN, VOCABULARY, WINDOW, TextWindows, corpus, decode, encode, sample
+from projects.charlm import (
+    GPT,
+    UNKNOWN,
+    VOCABULARY,
+    WINDOW,
+    TextWindows,
+    corpus,
+    decode,
+    encode,
+    sample,
+)
 from projects.charlm.corpus import read_corpus, split_of
 from trainkit.config import ConfigError, get_cfg
 from trainkit.data import DatasetCatalog
@@ -17,7 +27,9 @@ from trainkit.utils.env import seed_all_rng
 CONFIG = Path(__file__).parents[2] / "projects" / "charlm" / "config.yaml"
 
 # real text, too, which never changes
-DatasetCatalog.register("few_windows", lambda: TextWindows(encode((CONFIG.parents[2] / "LICENSE").read_text()), 20))
+DatasetCatalog.register(
+    "few_windows", lambda: TextWindows(encode((CONFIG.parents[2] / "LICENSE").read_text()), 20)
+)
 
 
 def config(*options):
@@ -43,14 +55,23 @@ def test_a_character_is_a_token_and_all_others_are_the_unknown_one():
 
 
 FILES = {f"package{i % 3}/module{i}.py": f"x{i} = {i}\n".encode() for i in range(40)}
-OTHERS = ["test/a.py", "json/tests/a.py", "site-packages/torch/a.py", "__pycache__/a.py", "LICENSE.txt", "a.pyc"]
+OTHERS = [
+    "test/a.py",
+    "json/tests/a.py",
+    "site-packages/torch/a.py",
+    "__pycache__/a.py",
+    "LICENSE.txt",
+    "a.pyc",
+]
 
 
 def test_a_corpus_is_the_text_of_all_files_each_in_one_split_in_the_order_of_the_paths(tmp_path):
     found = read_corpus(write(tmp_path, {**FILES, **dict.fromkeys(OTHERS, b"left_out = True\n")}))
     assert found.num_files == 40
     for split in ("train", "val", "test"):
-        expected = b"".join(FILES[path] for path in sorted(FILES) if split_of(path) == split).decode()
+        expected = b"".join(
+            FILES[path] for path in sorted(FILES) if split_of(path) == split
+        ).decode()
         assert decode(found.splits[split]) == expected != ""
 
 
@@ -83,15 +104,45 @@ def test_an_untrained_network_guesses_in_nats_and_bits():
     assert losses["bits_per_char"].item() == pytest.approx(losses["loss_char"].item() / math.log(2))
     assert [name for name, loss in losses.items() if loss.requires_grad] == ["loss_char"]
     logits = model.eval()({"tokens": batch["tokens"]})
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()).item()
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["targets"].flatten()
+    ).item()
     assert expected == pytest.approx(losses["loss_char"].item())
     assert sum(parameter.numel() for parameter in model.parameters()) == 800_000
-    assert (model.tokens_per_sample, model.flops_per_sample()) == (128, 128 * (6 * 800_000 + 12 * 4 * 128 * 128))
+    assert (model.tokens_per_sample, model.flops_per_sample()) == (
+        128,
+        128 * (6 * 800_000 + 12 * 4 * 128 * 128),
+    )
 
 
-OPTIONS = ["DATASETS.TRAIN", ["few_windows"], "DATASETS.VAL", ["few_windows"], "DATASETS.TEST", ["few_windows"]]
-OPTIONS += ["MODEL.GPT.WIDTH", 16, "MODEL.GPT.DEPTH", 2, "MODEL.GPT.NUM_HEADS", 2, "TEST.IMS_PER_BATCH", 10]
-OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 3]
+OPTIONS = [
+    "DATASETS.TRAIN",
+    ["few_windows"],
+    "DATASETS.VAL",
+    ["few_windows"],
+    "DATASETS.TEST",
+    ["few_windows"],
+]
+OPTIONS += [
+    "MODEL.GPT.WIDTH",
+    16,
+    "MODEL.GPT.DEPTH",
+    2,
+    "MODEL.GPT.NUM_HEADS",
+    2,
+    "TEST.IMS_PER_BATCH",
+    10,
+]
+OPTIONS += [
+    "SOLVER.MAX_ITER",
+    8,
+    "SOLVER.IMS_PER_BATCH",
+    4,
+    "SOLVER.WARMUP_ITERS",
+    2,
+    "SOLVER.CHECKPOINT_PERIOD",
+    3,
+]
 OPTIONS += ["TEST.EVAL_PERIOD", 4, "LOG.PERIOD", 2, "LOG.WRITERS", ["json"], "SOLVER.BASE_LR", 0.01]
 
 
@@ -113,13 +164,17 @@ def test_a_run_does_not_go_on_with_another_corpus(tmp_path, monkeypatch):
     digest = corpus.python_corpus().digest
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(write(tmp_path / "library", FILES)))
     corpus.python_corpus.cache_clear()
-    with pytest.raises(ConfigError, match=f"started with the library of Python .* .SHA-256 {digest}., but this is"):
+    with pytest.raises(
+        ConfigError, match=f"started with the library of Python .* .SHA-256 {digest}., but this is"
+    ):
         run(tmp_path / "run")
     corpus.python_corpus.cache_clear()
 
 
 def test_tokens_per_second_and_the_utilization_are_among_the_metrics(tmp_path):
-    flops = run(tmp_path, "HOOKS", [{"NAME": "Throughput", "PERIOD": 4, "PEAK_TFLOPS": 0.5}]).model.flops_per_sample()
+    flops = run(
+        tmp_path, "HOOKS", [{"NAME": "Throughput", "PERIOD": 4, "PEAK_TFLOPS": 0.5}]
+    ).model.flops_per_sample()
     rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
 
     def metrics(name):
@@ -134,7 +189,9 @@ def test_tokens_per_second_and_the_utilization_are_among_the_metrics(tmp_path):
     assert bits == {iter: pytest.approx(loss / math.log(2)) for iter, loss in nats.items()}
 
 
-def test_a_sample_is_a_function_of_prompt_settings_and_seed_and_the_command_prints_it(tmp_path, capsys):
+def test_a_sample_is_a_function_of_prompt_settings_and_seed_and_the_command_prints_it(
+    tmp_path, capsys
+):
     trainer = run(tmp_path, "SOLVER.MAX_ITER", 60, "TEST.EVAL_PERIOD", 0)
     (tmp_path / "config.yaml").write_text(trainer.cfg.dump())
     weights = str(tmp_path / "model_best.pth")
@@ -147,11 +204,29 @@ def test_a_sample_is_a_function_of_prompt_settings_and_seed_and_the_command_prin
     torch.manual_seed(1)
     assert text(seed=3) == first
     assert text(length=10, seed=3) == first[:10]
-    others = [text(seed=4), text(seed=3, temperature=0.3), text(40, "x" * 40, seed=3), text(seed=3, top_k=5)]
+    others = [
+        text(seed=4),
+        text(seed=3, temperature=0.3),
+        text(40, "x" * 40, seed=3),
+        text(seed=3, top_k=5),
+    ]
     assert len({first, *others}) == 5
     assert decode([UNKNOWN]) not in first
 
     capsys.readouterr()
-    sample.main(["--weights", weights, "--prompt", "class ", "--length", "20", "--top-k", "9", "--seed", "2"])
+    sample.main(
+        [
+            "--weights",
+            weights,
+            "--prompt",
+            "class ",
+            "--length",
+            "20",
+            "--top-k",
+            "9",
+            "--seed",
+            "2",
+        ]
+    )
     expected = text(20, "class ", temperature=0.8, top_k=9, seed=2)
     assert capsys.readouterr().out == f"class {expected}\n"

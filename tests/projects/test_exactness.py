@@ -15,17 +15,24 @@ from trainkit.engine import HookBase
 
 
 def jobs(make_cfg, names):
-    return {name: Configured(make_cfg=lambda folder, name=name: make_cfg(name, folder)) for name in names}
+    return {
+        name: Configured(make_cfg=lambda folder, name=name: make_cfg(name, folder))
+        for name in names
+    }
 
 
-CLUSTERS = {**jobs(clusters.config, clusters.SHORT), "foreign": Configured(make_cfg=clusters.foreign)}
+CLUSTERS = {
+    **jobs(clusters.config, clusters.SHORT),
+    "foreign": Configured(make_cfg=clusters.foreign),
+}
 SELFSUP = jobs(selfsup.config, selfsup.SMALL)
 JOBS = {**CLUSTERS, **SELFSUP, **jobs(segmentation.short, segmentation.CONFIGS)}
 JOBS["charlm"] = Configured(make_cfg=charlm.short)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in CLUSTERS else pytest.mark.slow) for name in JOBS]
+    "name",
+    [pytest.param(name, marks=() if name in CLUSTERS else pytest.mark.slow) for name in JOBS],
 )
 def test_a_run_that_is_killed_at_any_event_and_resumed_ends_as_the_whole_one(tmp_path, name):
     check(JOBS[name], tmp_path)

@@ -5,7 +5,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from projects.segmentation import CLASS_NAMES, FCN, PALETTE, DigitCanvases, UNet, ViTSegmenter, draw_segmentation
+from projects.segmentation import (
+    CLASS_NAMES,
+    FCN,
+    PALETTE,
+    DigitCanvases,
+    UNet,
+    ViTSegmenter,
+    draw_segmentation,
+)
 from tests.utils.png import decode_png
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog
@@ -61,7 +69,9 @@ def test_a_network_gives_losses_in_train_mode_and_logits_in_eval_mode(model):
 
 
 def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_palette():
-    image = torch.tensor([[[0.0, 1.0], [0.2, 1.7]]]).repeat(5, 1, 1, 1)  # of which the fifth has no place
+    image = torch.tensor([[[0.0, 1.0], [0.2, 1.7]]]).repeat(
+        5, 1, 1, 1
+    )  # of which the fifth has no place
     label = torch.tensor([[0, 3], [1, 0]]).repeat(5, 1, 1)
     predicted = torch.tensor([[0, 3], [2, 10]]).repeat(5, 1, 1)
     logits = torch.nn.functional.one_hot(predicted, 11).permute(0, 3, 1, 2)
@@ -78,9 +88,32 @@ def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_pal
 
 
 CONFIGS = ["config.yaml", "fcn.yaml", "vit.yaml"]
-OPTIONS = ["DATASETS.TRAIN", ["few_canvases"], "DATASETS.VAL", ["few_canvases"], "DATASETS.TEST", ["few_canvases"]]
-OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 2, "SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 4]
-OPTIONS += ["SOLVER.SCHEDULES", [{"NAME": "Polynomial", "POWER": 0.9}], "TEST.IMS_PER_BATCH", 2, "MODEL.WIDTH", 2]
+OPTIONS = [
+    "DATASETS.TRAIN",
+    ["few_canvases"],
+    "DATASETS.VAL",
+    ["few_canvases"],
+    "DATASETS.TEST",
+    ["few_canvases"],
+]
+OPTIONS += [
+    "SOLVER.MAX_ITER",
+    8,
+    "SOLVER.IMS_PER_BATCH",
+    2,
+    "SOLVER.CHECKPOINT_PERIOD",
+    3,
+    "TEST.EVAL_PERIOD",
+    4,
+]
+OPTIONS += [
+    "SOLVER.SCHEDULES",
+    [{"NAME": "Polynomial", "POWER": 0.9}],
+    "TEST.IMS_PER_BATCH",
+    2,
+    "MODEL.WIDTH",
+    2,
+]
 OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"]]
 
 
@@ -94,9 +127,15 @@ def test_every_second_batch_of_an_evaluation_is_drawn_into_files_and_for_tensorb
 
     assert [*results["sem_seg"]][:4] == ["mIoU", "aAcc", "mAcc", "IoU-paper"]
     # five canvases in batches of two, the second of which is drawn
-    evaluations = ["test/few_canvases_iter0000008", "val/few_canvases_iter0000003", "val/few_canvases_iter0000008"]
+    evaluations = [
+        "test/few_canvases_iter0000008",
+        "val/few_canvases_iter0000003",
+        "val/few_canvases_iter0000008",
+    ]
     pictures = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.png")}
-    assert sorted(pictures) == [f"visualization/{evaluation}_batch0001.png" for evaluation in evaluations]
+    assert sorted(pictures) == [
+        f"visualization/{evaluation}_batch0001.png" for evaluation in evaluations
+    ]
     shapes = {decode_png(path.read_bytes()).shape for path in pictures.values()}
     assert shapes == {(2 * 48 * 3, 3 * 48 * 3, 3)}
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})

@@ -39,12 +39,34 @@ def few_frozen():
 DatasetCatalog.register("few_unlabeled", lambda: load_unlabeled()[:24])
 DatasetCatalog.register("few_frozen", lambda: list(few_frozen()))
 
-OPTIONS = ["DATASETS.TRAIN", ["few_unlabeled"], "DATASETS.VAL", ["few_frozen"], "DATASETS.TEST", ["few_frozen"]]
-OPTIONS += ["MODEL.DEVICE", "cpu", "MODEL.WIDTH", 2, "SOLVER.MAX_ITER", 6, "SOLVER.IMS_PER_BATCH", 8]
+OPTIONS = [
+    "DATASETS.TRAIN",
+    ["few_unlabeled"],
+    "DATASETS.VAL",
+    ["few_frozen"],
+    "DATASETS.TEST",
+    ["few_frozen"],
+]
+OPTIONS += [
+    "MODEL.DEVICE",
+    "cpu",
+    "MODEL.WIDTH",
+    2,
+    "SOLVER.MAX_ITER",
+    6,
+    "SOLVER.IMS_PER_BATCH",
+    8,
+]
 OPTIONS += ["SOLVER.WARMUP_ITERS", 2, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 4]
 OPTIONS += ["CHECKPOINT.BEST_METRIC", "frozen/knn", "CHECKPOINT.BEST_MODE", "max"]
 OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"]]
-SWAV = {"NAME": "SwAVHook", "BATCH_SIZE": 4, "FEAT_DIM": 4, "QUEUE_LENGTH": 16, "EPOCH_QUEUE_STARTS": 1}
+SWAV = {
+    "NAME": "SwAVHook",
+    "BATCH_SIZE": 4,
+    "FEAT_DIM": 4,
+    "QUEUE_LENGTH": 16,
+    "EPOCH_QUEUE_STARTS": 1,
+}
 SWAV["FROZEN_LAYERS_CFG"] = {"prototypes": "1ep"}
 DENSECL = {"NAME": "DenseCLHook", "START_ITERS": 3, "MOMENTUM": 0.9}
 SMALL = {
@@ -80,11 +102,18 @@ def train(model, hooks, num_iters, look, optimizer=None):
 def process(evaluator, samples):
     """Each sample is (part, label, feature)."""
     parts, labels, features = zip(*samples, strict=True)
-    evaluator.process({"part": torch.tensor(parts), "label": torch.tensor(labels)}, torch.tensor(features))
+    evaluator.process(
+        {"part": torch.tensor(parts), "label": torch.tensor(labels)}, torch.tensor(features)
+    )
 
 
 A, B = [2.0, 0.1], [0.1, 2.0]
-SAMPLES = [(LABELLED, 0, A), (LABELLED, 1, B), *[(UNLABELLED, 1, A)] * 30, *[(UNLABELLED, 1, B)] * 30]
+SAMPLES = [
+    (LABELLED, 0, A),
+    (LABELLED, 1, B),
+    *[(UNLABELLED, 1, A)] * 30,
+    *[(UNLABELLED, 1, B)] * 30,
+]
 SAMPLES += [(EVALUATED, 0, A), (EVALUATED, 0, A), (EVALUATED, 1, B), (EVALUATED, 1, B)]
 SCORES = {"frozen": {"probe": 100.0, "knn": 50.0, "nmi": pytest.approx(100)}}
 
@@ -114,13 +143,21 @@ def test_simsiam_compares_each_prediction_with_the_other_projection_which_gets_n
 @pytest.mark.parametrize(("flag", "fix"), [("fix_lr", True), ("fixed_lr", True), ("fix_lr", False)])
 def test_the_rate_of_flagged_groups_stays_while_a_schedule_halves_the_others(flag, fix):
     model = SimSiam(width=2, dim=8, hidden_dim=4)
-    groups = [{"params": [*model.backbone.parameters()]}, {"params": [*model.predictor.parameters()], flag: True}]
+    groups = [
+        {"params": [*model.backbone.parameters()]},
+        {"params": [*model.predictor.parameters()], flag: True},
+    ]
     optimizer = torch.optim.SGD(groups, lr=0.4)
     halves = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
     hooks = [SimSiamHook(fix, 0.05), LRScheduler(optimizer, halves)]
-    found = train(model, hooks, 4, lambda: [group["lr"] for group in optimizer.param_groups], optimizer)
+    found = train(
+        model, hooks, 4, lambda: [group["lr"] for group in optimizer.param_groups], optimizer
+    )
     falling = [0.4, 0.2, 0.1, 0.05]
-    assert [list(of_group) for of_group in zip(*found, strict=True)] == [falling, [0.05] * 4 if fix else falling]
+    assert [list(of_group) for of_group in zip(*found, strict=True)] == [
+        falling,
+        [0.05] * 4 if fix else falling,
+    ]
 
 
 def test_sinkhorn_is_that_of_the_paper():
@@ -142,7 +179,10 @@ def test_swav_foretells_the_assignment_of_the_other_view_and_fills_its_queue(que
     before[:, 7 if queue == "not full" else 12 :] = 0
     model.head.loss.queue = None if queue == "absent" else before.clone()
     with torch.no_grad():
-        z = [F.normalize(model.projector(model.backbone(batch[name]).mean(dim=(2, 3)))) for name in batch]
+        z = [
+            F.normalize(model.projector(model.backbone(batch[name]).mean(dim=(2, 3))))
+            for name in batch
+        ]
         prototypes = F.normalize(model.head.loss.prototypes.weight)
         rows = [torch.cat([z[i], before[i]]) if queue == "full" else z[i] for i in range(2)]
         q = [sinkhorn(rows[i] @ prototypes.T)[:5] for i in range(2)]
@@ -160,8 +200,12 @@ def test_the_hook_makes_the_queue_in_its_epoch_and_it_is_used_when_it_is_full():
     model = SwAV(width=2, dim=4, num_prototypes=6)
     loss = model.head.loss
     # 11 rows are rounded down to two batches of 4
-    hook = SwAVHook(batch_size=4, epoch_queue_starts=1, crops_for_assign=[0, 1], feat_dim=4, queue_length=11)
-    found = train(model, [hook], 12, lambda: (loss.queue is not None and loss.queue.clone(), loss.use_queue))
+    hook = SwAVHook(
+        batch_size=4, epoch_queue_starts=1, crops_for_assign=[0, 1], feat_dim=4, queue_length=11
+    )
+    found = train(
+        model, [hook], 12, lambda: (loss.queue is not None and loss.queue.clone(), loss.use_queue)
+    )
     assert [used for _, used in found] == [False] * 8 + [True] * 4
     assert [queue is not False for queue, _ in found] == [False] * 6 + [True] * 6
     assert not found[6][0][:, 4:].any()
@@ -170,15 +214,21 @@ def test_the_hook_makes_the_queue_in_its_epoch_and_it_is_used_when_it_is_full():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_frozen_layer_starts_at_its_own_iteration_and_neither_decay_nor_momentum_moves_it(fused):
+def test_each_frozen_layer_starts_at_its_own_iteration_and_neither_decay_nor_momentum_moves_it(
+    fused,
+):
     model = SwAV(width=2, dim=4, num_prototypes=6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused
+    )
     layers = [model.head.loss.prototypes.weight, next(model.projector.parameters())]
     hook = SwAVHook(4, frozen_layers_cfg={"prototypes": 3, "projector": 5})
     found = train(model, [hook], 8, lambda: [layer.clone() for layer in layers], optimizer)
 
     for layer, first in ((0, 3), (1, 5)):
-        changed = [not torch.equal(old[layer], new[layer]) for old, new in itertools.pairwise(found)]
+        changed = [
+            not torch.equal(old[layer], new[layer]) for old, new in itertools.pairwise(found)
+        ]
         assert changed == [iter >= first for iter in range(7)]
 
 
@@ -200,7 +250,10 @@ def test_densecl_weighs_its_two_losses_from_an_iteration_on_and_remembers_the_ke
     assert torch.allclose(model.dense_queue[:5], F.normalize(dense.mean(dim=2)))
 
     model.loss_lambda = 0.3
-    assert train(model, [DenseCLHook(start_iters=3)], 5, lambda: model.loss_lambda) == [0.0] * 3 + [0.3] * 2
+    assert (
+        train(model, [DenseCLHook(start_iters=3)], 5, lambda: model.loss_lambda)
+        == [0.0] * 3 + [0.3] * 2
+    )
     assert model.loss_lambda == 0.3
 
 
@@ -208,9 +261,15 @@ def test_densecl_weighs_its_two_losses_from_an_iteration_on_and_remembers_the_ke
     ("make", "message"),
     [
         (lambda: DenseCLHook(), "DenseCLHook needs loss_lambda of the model, .*Linear"),
-        (lambda: SimSiamHook(True, 0.1), "SimSiamHook needs a parameter group with fix_lr or fixed_lr"),
+        (
+            lambda: SimSiamHook(True, 0.1),
+            "SimSiamHook needs a parameter group with fix_lr or fixed_lr",
+        ),
         (lambda: SwAVHook(4, queue_length=8), "SwAVHook needs head.loss.queue of the model"),
-        (lambda: SwAVHook(4, frozen_layers_cfg={"x_": 3}), "no parameter of Linear has 'x_' in its name"),
+        (
+            lambda: SwAVHook(4, frozen_layers_cfg={"x_": 3}),
+            "no parameter of Linear has 'x_' in its name",
+        ),
         (lambda: DeepClusterHook({"k": 2}), "DeepClusterHook needs extract_feat of the model"),
         (lambda: ODCHook(2, 3, 4), "ODCHook needs memory_bank.label_bank of the model"),
     ],
@@ -222,7 +281,16 @@ def test_a_model_that_lacks_a_name_is_refused_before_training(make, message):
 
 def test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed(tmp_path, capsys):
     options = ["--opts", *map(str, [*OPTIONS, *SMALL["simsiam"]])]
-    arguments = ["--methods", "simsiam", "--seeds", "0", "1", "--output-dir", str(tmp_path), *options]
+    arguments = [
+        "--methods",
+        "simsiam",
+        "--seeds",
+        "0",
+        "1",
+        "--output-dir",
+        str(tmp_path),
+        *options,
+    ]
     tables = []
     for _ in range(2):  # the second time the runs are there
         compare.main(arguments)
@@ -231,7 +299,11 @@ def test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed(tm
     assert tables[0] == tables[1]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables[0]]
     assert cells[0] == ["", "probe, %", "knn, %", "nmi, %"]
-    assert [row[0] for row in cells[2:]] == ["random backbone", "the same, precise batch norm", "simsiam"]
+    assert [row[0] for row in cells[2:]] == [
+        "random backbone",
+        "the same, precise batch norm",
+        "simsiam",
+    ]
     for cell in (cell for row in cells[2:] for cell in row[1:]):
         mean, *by_seed = map(float, re.findall(r"[\d.]+", cell))
         assert mean == pytest.approx(sum(by_seed) / 2, abs=0.11)

@@ -23,15 +23,41 @@ from trainkit_selfsup.clustering import kmeans, whiten
 from trainkit_selfsup.protocol import loss_weights
 
 FOLDER = Path(__file__).parents[2] / "projects" / "selfsup"
-SCANS = [{"image": sample["image"], "index": index} for index, sample in enumerate(load_split("train")[:24])]
+SCANS = [
+    {"image": sample["image"], "index": index}
+    for index, sample in enumerate(load_split("train")[:24])
+]
 DatasetCatalog.register("few_scans", lambda: SCANS)
 
-OPTIONS = ["MODEL.DEVICE", "cpu", "DATASETS.TRAIN", ["few_scans"], "DATASETS.VAL", [], "DATASETS.TEST", []]
-OPTIONS += ["SOLVER.MAX_ITER", 8, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 0]
+OPTIONS = [
+    "MODEL.DEVICE",
+    "cpu",
+    "DATASETS.TRAIN",
+    ["few_scans"],
+    "DATASETS.VAL",
+    [],
+    "DATASETS.TEST",
+    [],
+]
+OPTIONS += [
+    "SOLVER.MAX_ITER",
+    8,
+    "SOLVER.IMS_PER_BATCH",
+    4,
+    "SOLVER.CHECKPOINT_PERIOD",
+    3,
+    "TEST.EVAL_PERIOD",
+    0,
+]
 OPTIONS += ["LOG.PERIOD", 2, "LOG.WRITERS", ["json"], "MODEL.WIDTH", 2, "SOLVER.WARMUP_ITERS", 1]
 DEEPCLUSTER = {"NAME": "DeepClusterHook", "PERIOD": 3, "CLUSTERING": {"k": 6, "pca_dim": 2}}
 DEEPCLUSTER |= {"REWEIGHT": True, "REWEIGHT_POW": 1.0}
-INIT = {"NAME": "DeepClusterHook", "PERIOD": 1000, "CLUSTERING": {"k": 6, "pca_dim": None}, "INIT_MEMORY": True}
+INIT = {
+    "NAME": "DeepClusterHook",
+    "PERIOD": 1000,
+    "CLUSTERING": {"k": 6, "pca_dim": None},
+    "INIT_MEMORY": True,
+}
 ODC = {"NAME": "ODCHook", "CENTROIDS_UPDATE_INTERVAL": 2, "DEAL_WITH_SMALL_CLUSTERS_INTERVAL": 3}
 ODC |= {"EVALUATE_INTERVAL": 1}
 ODC_MODEL = {"NUM_CLUSTERS": 6, "HIDDEN_DIM": 4, "DIM": 3, "MOMENTUM": 0.5}
@@ -59,20 +85,26 @@ def run(cfg, *hooks):
 
 def look(function, point="after_backward"):
     """A hook whose ``found`` lists what ``function(trainer)`` gives in each iteration."""
-    spy = type("Look", (HookBase,), {point: lambda self: self.found.append(function(self.trainer))})()
+    spy = type(
+        "Look", (HookBase,), {point: lambda self: self.found.append(function(self.trainer))}
+    )()
     spy.found = []
     return spy
 
 
 def test_k_means_finds_clusters_that_lie_apart_and_the_means_of_their_members():
-    points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0], [20.0, 8.0], [20.0, 10.0]])
+    points = torch.tensor(
+        [[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0], [20.0, 8.0], [20.0, 10.0]]
+    )
     for seed in range(5):
         labels, centroids = kmeans(points, 3, torch.Generator().manual_seed(seed))
         assert centroids[labels].tolist() == [[0, 1], [0, 1], [10, 1], [10, 1], [20, 9], [20, 9]]
 
     # mutual information: entropies log 2 and 1.5 log 2, of which log 2 is shared
     for a, b, expected in (([0, 0, 1, 1], [0, 1, 0, 1], 0.0), ([0, 0, 1, 1], [0, 0, 1, 2], 0.8)):
-        assert normalized_mutual_info(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected, abs=1e-12)
+        assert normalized_mutual_info(torch.tensor(a), torch.tensor(b)) == pytest.approx(
+            expected, abs=1e-12
+        )
 
 
 def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_of_its_size():
@@ -81,9 +113,13 @@ def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_o
     white = whiten(features, 2)
     assert white.square().sum(1).tolist() == pytest.approx([1.0] * 400)
     torch.testing.assert_close(white.T @ white / 400, torch.eye(2).double() / 2, atol=0.05, rtol=0)
-    assert loss_weights(torch.tensor([1, 4, 16]), 0.5).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert loss_weights(torch.tensor([1, 4, 16]), 0.5).tolist() == pytest.approx(
+        [4 / 7, 2 / 7, 1 / 7]
+    )
     # one without samples: 1e-10 ** -0.5 = 1e5 beside 1 and 1/2
-    assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx([1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4)
+    assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx(
+        [1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4
+    )
 
 
 def state_of(trainer):
@@ -102,7 +138,9 @@ def clustered(folder):
     return trainer, states.found, *map(torch.stack, zip(*batches.found, strict=True))
 
 
-def test_the_data_are_clustered_every_third_iteration_and_batches_have_the_labels_of_the_last_clustering(tmp_path):
+def test_the_data_are_clustered_every_third_iteration_and_batches_have_the_labels_of_the_last_clustering(
+    tmp_path,
+):
     _, states, index, label = clustered(tmp_path)
     assert [state["num_clusterings"] for state, _ in states] == [1, 1, 2, 2, 2, 3, 3, 3]
     labels = [state["labels"] for state, _ in states]
@@ -160,8 +198,14 @@ class ForeignDeepCluster(nn.Module):
 
 
 VECTORS = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
-DatasetCatalog.register("foreign_train", lambda: [{"x": x, "sample_idx": i} for i, x in enumerate(VECTORS)])
-DEEP = {"NAME": "DeepClusterHook", "CLUSTERING": {"type": "Kmeans", "k": 4, "pca_dim": 2}, "REWEIGHT": True}
+DatasetCatalog.register(
+    "foreign_train", lambda: [{"x": x, "sample_idx": i} for i, x in enumerate(VECTORS)]
+)
+DEEP = {
+    "NAME": "DeepClusterHook",
+    "CLUSTERING": {"type": "Kmeans", "k": 4, "pca_dim": 2},
+    "REWEIGHT": True,
+}
 DEEP |= {"LABEL_KEY": "clustering_label"}
 UNIFORM = {"UNIF_SAMPLING": True, "INITIAL": True, "PERIOD": 4}
 
@@ -170,9 +214,34 @@ def foreign(folder, hook=UNIFORM):
     """12 iterations of 4 samples, six per epoch, saved after every third."""
     return tiny_cfg(
         folder,
-        *("MODEL.NAME", "ForeignDeepCluster", "DATASETS.TRAIN", ("foreign_train",), "DATASETS.TEST", ()),
-        *("INPUT.TRAIN_TRANSFORM", "", "INPUT.TEST_TRANSFORM", "", "TEST.EVAL_PERIOD", 0, "SOLVER.STEPS", (4,)),
-        *("SOLVER.MAX_ITER", 12, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 3, "SOLVER.MOMENTUM", 0.9),
+        *(
+            "MODEL.NAME",
+            "ForeignDeepCluster",
+            "DATASETS.TRAIN",
+            ("foreign_train",),
+            "DATASETS.TEST",
+            (),
+        ),
+        *(
+            "INPUT.TRAIN_TRANSFORM",
+            "",
+            "INPUT.TEST_TRANSFORM",
+            "",
+            "TEST.EVAL_PERIOD",
+            0,
+            "SOLVER.STEPS",
+            (4,),
+        ),
+        *(
+            "SOLVER.MAX_ITER",
+            12,
+            "SOLVER.IMS_PER_BATCH",
+            4,
+            "SOLVER.CHECKPOINT_PERIOD",
+            3,
+            "SOLVER.MOMENTUM",
+            0.9,
+        ),
         *("HOOKS", [{**DEEP, **hook}]),
     )
 
@@ -185,7 +254,9 @@ def foreign(folder, hook=UNIFORM):
         (UNIFORM, [1] * 3 + [2] * 4 + [3] * 4 + [4]),
     ],
 )
-def test_a_foreign_model_is_clustered_at_each_interval_and_its_head_starts_again(tmp_path, options, expected):
+def test_a_foreign_model_is_clustered_at_each_interval_and_its_head_starts_again(
+    tmp_path, options, expected
+):
     def counts(trainer):
         state = trainer.state_dict()["hooks"]["DeepClusterHook"]
         return state["num_clusterings"], trainer.model.head.num_inits
@@ -212,8 +283,12 @@ def memory(degrees, labels, num_clusters, momentum=0.5, **options):
 # products 0.433 and 0.5 with them, and the distances 0.620 and 1.0
 @pytest.mark.parametrize(("options", "label"), [({}, 1), ({"assign_by": "distance"}, 0)])
 def test_a_sample_joins_the_cluster_of_the_largest_inner_product_as_in_the_original(options, label):
-    filled = memory([60.0, -60.0, 90.0, 90.0], [0, 0, 1, 1], num_clusters=2, momentum=1.0, **options)
-    assert filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0)).item() == 0.5  # the share of changes
+    filled = memory(
+        [60.0, -60.0, 90.0, 90.0], [0, 0, 1, 1], num_clusters=2, momentum=1.0, **options
+    )
+    assert (
+        filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0)).item() == 0.5
+    )  # the share of changes
     assert filled.label_bank.tolist() == [label, 0, 1, label]
 
 
@@ -257,7 +332,10 @@ def test_odc_follows_the_formulas_step_by_step(tmp_path):
     run(config("odc.yaml", tmp_path, "HOOKS", [INIT, keep]), *spies)
 
     assert any(spies[1].found)
-    assert [not torch.equal(old[2], new[2]) for old, new in itertools.pairwise(steps)] == [False, True] * 3 + [False]
+    assert [not torch.equal(old[2], new[2]) for old, new in itertools.pairwise(steps)] == [
+        False,
+        True,
+    ] * 3 + [False]
 
 
 def check_deep_cluster(rank, folder):

@@ -32,7 +32,16 @@ NEEDS = {
     "encoder": ["transformers"],
     "lm": ["transformers"],
 }
-SHORT = ["SOLVER.MAX_ITER", "3", "SOLVER.WARMUP_ITERS", "1", "TEST.MAX_BATCHES", "1", "MODEL.DEVICE", "cpu"]
+SHORT = [
+    "SOLVER.MAX_ITER",
+    "3",
+    "SOLVER.WARMUP_ITERS",
+    "1",
+    "TEST.MAX_BATCHES",
+    "1",
+    "MODEL.DEVICE",
+    "cpu",
+]
 JOBS = pytest.mark.parametrize("job", NEEDS)
 
 
@@ -60,7 +69,9 @@ def model_of(job):
 @JOBS
 def test_a_config_trains_it_and_so_does_a_subclass(job, capsys):
     need(*NEEDS[job])
-    args = default_argument_parser().parse_args(["--config-file", str(FOLDER / f"{job}.yaml"), *SHORT])
+    args = default_argument_parser().parse_args(
+        ["--config-file", str(FOLDER / f"{job}.yaml"), *SHORT]
+    )
     results = train_net.main(args)
     assert "The run has finished after 3 of 3 iterations" in capsys.readouterr().out
     assert set(results) == ({"loss"} if job == "lm" else {"classification", "loss"})
@@ -104,19 +115,32 @@ def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypat
     config_of_page = BY_CONFIG.replace("Resnet18", "PageResnet18")
     (tmp_path / "my.yaml").write_text(f"{config_of_page}{RESNET_LAYERS.strip()}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    options = ["INPUT.TRAIN_TRANSFORM", "ToImage", "INPUT.TEST_TRANSFORM", "ToImage", "OUTPUT_DIR", "out"]
+    options = [
+        "INPUT.TRAIN_TRANSFORM",
+        "ToImage",
+        "INPUT.TEST_TRANSFORM",
+        "ToImage",
+        "OUTPUT_DIR",
+        "out",
+    ]
     options += ["TEST.EVALUATORS", "[ClassificationEvaluator, F1]"]
     options += ["CHECKPOINT.BEST_METRIC", "torchmetrics/f1", "CHECKPOINT.BEST_MODE", "max"]
     options += ["TEST.EVAL_PERIOD", "2", "DATALOADER.NUM_WORKERS", "0", "TEST.IMS_PER_BATCH", "120"]
     options += ["SOLVER.STEPS", "[]", "SOLVER.IMS_PER_BATCH", "16"]
-    results = train_net.main(default_argument_parser().parse_args(["--config-file", "my.yaml", *SHORT, *options]))
+    results = train_net.main(
+        default_argument_parser().parse_args(["--config-file", "my.yaml", *SHORT, *options])
+    )
 
     assert 0 <= results["torchmetrics"]["f1"] <= 1
     assert (tmp_path / "out/model_best.pth").exists()
-    assert "LAYER_DECAY: {RATE: 0.8, SCHEME: vit, NUM_LAYERS: 2}" in VIT_LAYERS  # as in vit.yaml and encoder.yaml
+    assert (
+        "LAYER_DECAY: {RATE: 0.8, SCHEME: vit, NUM_LAYERS: 2}" in VIT_LAYERS
+    )  # as in vit.yaml and encoder.yaml
     assert "{NAME: Muon, LR: 0.02, MOMENTUM: 0.95" in OPTIMIZERS  # as in vit.yaml
     names = [name for name, _ in model_of("resnet18").named_parameters()]
-    ours, of_page = (map(LAYER_DEPTH_REGISTRY.get(name), names) for name in ("resnet_layers", "resnet_depth"))
+    ours, of_page = (
+        map(LAYER_DEPTH_REGISTRY.get(name), names) for name in ("resnet_layers", "resnet_depth")
+    )
     assert [*ours] == [*of_page]
 
 

@@ -6,12 +6,24 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.solver import LR_SCHEDULER_BUILDER_REGISTRY, LRMultiplier, build_lr_scheduler, build_optimizer
+from trainkit.solver import (
+    LR_SCHEDULER_BUILDER_REGISTRY,
+    LRMultiplier,
+    build_lr_scheduler,
+    build_optimizer,
+)
 
 
 def make_cfg(name="WarmupMultiStepLR", optimizer=None, **solver):
     cfg = get_cfg()
-    solver = {"MAX_ITER": 10, "STEPS": (), "WARMUP_ITERS": 0, "BASE_LR": 1.0, "LR_SCHEDULER_NAME": name, **solver}
+    solver = {
+        "MAX_ITER": 10,
+        "STEPS": (),
+        "WARMUP_ITERS": 0,
+        "BASE_LR": 1.0,
+        "LR_SCHEDULER_NAME": name,
+        **solver,
+    }
     cfg.merge_from_other_cfg({"SOLVER": {**solver, "OPTIMIZER": optimizer or {}}})
     return cfg
 
@@ -39,9 +51,21 @@ FLAT = {"GAMMA": 0.5, "NUM_DECAYS": 1, "WARMUP_ITERS": 2, "WARMUP_FACTOR": 0.0}
     ("name", "solver", "expected"),
     [
         ("WarmupMultiStepLR", {}, [1.0] * 11),
-        ("WarmupMultiStepLR", {**STEPS, "WARMUP_FACTOR": 0.5}, [0.5, 0.75, 1, 1, 0.5, 0.5, 0.5, 0.5, *[0.25] * 3]),
-        ("WarmupMultiStepLR", {"WARMUP_ITERS": 10, "WARMUP_FACTOR": 0.0}, [t / 10 for t in range(11)]),
-        ("WarmupMultiStepLR", {"MAX_ITER": 1, "WARMUP_ITERS": 1, "WARMUP_FACTOR": 0.5}, [0.5, *[1.0] * 10]),
+        (
+            "WarmupMultiStepLR",
+            {**STEPS, "WARMUP_FACTOR": 0.5},
+            [0.5, 0.75, 1, 1, 0.5, 0.5, 0.5, 0.5, *[0.25] * 3],
+        ),
+        (
+            "WarmupMultiStepLR",
+            {"WARMUP_ITERS": 10, "WARMUP_FACTOR": 0.0},
+            [t / 10 for t in range(11)],
+        ),
+        (
+            "WarmupMultiStepLR",
+            {"MAX_ITER": 1, "WARMUP_ITERS": 1, "WARMUP_FACTOR": 0.5},
+            [0.5, *[1.0] * 10],
+        ),
         ("WarmupStepWithFixedGammaLR", FLAT, [0.0, 0.5, *[1.0] * 3, *[0.5] * 6]),
         (
             "WarmupCosineLR",
@@ -74,9 +98,14 @@ def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
 
 def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
     with caplog.at_level(logging.INFO):
-        rates = lrs_of(make_cfg(MAX_ITER=100, WARMUP_ITERS=1000))  # the default, which is at most 5 % of the run
+        rates = lrs_of(
+            make_cfg(MAX_ITER=100, WARMUP_ITERS=1000)
+        )  # the default, which is at most 5 % of the run
     assert (rates[0], rates[5:]) == (0.001, [1.0] * 6)
-    assert "The learning rate is 0.001 at the start, and 1 after 5 iterations of warm-up" in caplog.messages
+    assert (
+        "The learning rate is 0.001 at the start, and 1 after 5 iterations of warm-up"
+        in caplog.messages
+    )
 
 
 def test_a_config_may_name_a_function_that_makes_the_schedule():
@@ -91,12 +120,18 @@ def test_a_config_may_name_a_function_that_makes_the_schedule():
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
-        ({"name": "WarmupCosinLR"}, r"LR_SCHEDULER_NAME: unknown 'WarmupCosinLR'; did you mean 'WarmupCosineLR'\? "),
+        (
+            {"name": "WarmupCosinLR"},
+            r"LR_SCHEDULER_NAME: unknown 'WarmupCosinLR'; did you mean 'WarmupCosineLR'\? ",
+        ),
         ({"LR_SCHEDULER_BUILDER": "mine"}, "LR_SCHEDULER_BUILDER: no 'mine'"),
         ({"WARMUP_ITERS": 11}, "SOLVER.WARMUP_ITERS: got 11 .*at most SOLVER.MAX_ITER, 10"),
         ({"MAX_ITER": "3ep"}, "SOLVER.MAX_ITER.* got .'3ep'"),
         ({"WARMUP_METHOD": "exp"}, "WarmupMultiStepLR, .*: warmup_method.*got 'exp'"),
-        ({"name": "WarmupCosineLR", "BASE_LR_END": 2.0}, "SOLVER.BASE_LR_END: got 2.0 .*from 0 to SOLVER.BASE_LR, 1.0"),
+        (
+            {"name": "WarmupCosineLR", "BASE_LR_END": 2.0},
+            "SOLVER.BASE_LR_END: got 2.0 .*from 0 to SOLVER.BASE_LR, 1.0",
+        ),
         ({"name": "WarmupCosineLR", "BASE_LR": 0.0}, "SOLVER.BASE_LR, 0.0, which must not be 0"),
     ],
     ids=str,

@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.solver import OPTIMIZER_BUILDER_REGISTRY, OPTIMIZER_REGISTRY, PARAM_GROUP_REGISTRY, build_optimizer
+from trainkit.solver import (
+    OPTIMIZER_BUILDER_REGISTRY,
+    OPTIMIZER_REGISTRY,
+    PARAM_GROUP_REGISTRY,
+    build_optimizer,
+)
 
 
 def make_cfg(solver=None, **optimizer):
@@ -32,7 +37,15 @@ def solver_test_adam(params, **kwargs):
 
 def test_the_default_is_sgd_with_the_keys_of_the_solver(caplog):
     caplog.set_level("INFO")
-    cfg = make_cfg({"BASE_LR": 0.5, "MOMENTUM": 0.8, "NESTEROV": True, "WEIGHT_DECAY": 0.01, "WEIGHT_DECAY_NORM": 0.02})
+    cfg = make_cfg(
+        {
+            "BASE_LR": 0.5,
+            "MOMENTUM": 0.8,
+            "NESTEROV": True,
+            "WEIGHT_DECAY": 0.01,
+            "WEIGHT_DECAY_NORM": 0.02,
+        }
+    )
     optimizer = build_optimizer(cfg, make_model())
     assert type(optimizer) is torch.optim.SGD
     assert "SGD of 4 parameters in 2 groups" in caplog.text
@@ -47,7 +60,11 @@ def test_the_default_is_sgd_with_the_keys_of_the_solver(caplog):
     ("name", "arguments", "expected"),
     [
         ("AdamW", {"BETAS": [0.8, 0.9]}, {"betas": (0.8, 0.9)}),
-        ("RMSprop", {"LR": 0.5, "ALPHA": 0.5, "MOMENTUM": 0.25}, {"lr": 0.5, "alpha": 0.5, "momentum": 0.25}),
+        (
+            "RMSprop",
+            {"LR": 0.5, "ALPHA": 0.5, "MOMENTUM": 0.25},
+            {"lr": 0.5, "alpha": 0.5, "momentum": 0.25},
+        ),
         ("Adafactor", {"EPS": [None, 0.01]}, {"eps": (None, 0.01)}),
         ("SGD", {"MOMENTUM": None}, {"momentum": 0.9}),
     ],
@@ -60,16 +77,26 @@ def test_any_class_of_torch_takes_its_own_arguments(name, arguments, expected):
 
 
 def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error():
-    for name, key, value in (("AdamW", "MOMENTUM", 0.95), ("AdamW", "NESTEROV", True), ("Rprop", "WEIGHT_DECAY", 0.5)):
-        with pytest.raises(ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"):
+    for name, key, value in (
+        ("AdamW", "MOMENTUM", 0.95),
+        ("AdamW", "NESTEROV", True),
+        ("Rprop", "WEIGHT_DECAY", 0.5),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"
+        ):
             build_optimizer(make_cfg({key: value}, NAME=name), make_model())
-        build_optimizer(make_cfg({key: type(value)(0)}, NAME=name), make_model())  # which asks for nothing
+        build_optimizer(
+            make_cfg({key: type(value)(0)}, NAME=name), make_model()
+        )  # which asks for nothing
 
 
 OPTIMIZERS = [
     name
     for name, value in vars(torch.optim).items()
-    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+    if isinstance(value, type)
+    and issubclass(value, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS")
 ]
 
 
@@ -79,7 +106,9 @@ def test_a_default_of_the_solver_is_never_an_error():
         optimizer = build_optimizer(cfg, nn.Linear(2, 2, bias=False))
         known = inspect.signature(type(optimizer)).parameters
         assert optimizer.defaults.get("momentum", 0) == (0.9 if "momentum" in known else 0)
-        assert "_" not in name or optimizer.defaults["eps"] == 0.5  # a function may take any argument
+        assert (
+            "_" not in name or optimizer.defaults["eps"] == 0.5
+        )  # a function may take any argument
 
 
 def test_a_registered_class_is_built_with_its_arguments():
@@ -90,10 +119,19 @@ def test_a_registered_class_is_built_with_its_arguments():
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"NAME": "Adm"}, r"SOLVER.OPTIMIZER.NAME: unknown 'Adm'; did you mean 'Adam'\? .*AdamW.*SGD"),
+        (
+            {"NAME": "Adm"},
+            r"SOLVER.OPTIMIZER.NAME: unknown 'Adm'; did you mean 'Adam'\? .*AdamW.*SGD",
+        ),
         ({"NAME": "LBFGS"}, "unknown 'LBFGS'"),
-        ({"NAME": "Adam", "BETA": [0.9, 0.9]}, "Adam refuses .*'beta'. It takes params, lr, betas, eps"),
-        ({"NAME": "Adam", "BETAS": [2, 0.9]}, r"betas=\(2, 0.9\).*Invalid beta parameter at index 0"),
+        (
+            {"NAME": "Adam", "BETA": [0.9, 0.9]},
+            "Adam refuses .*'beta'. It takes params, lr, betas, eps",
+        ),
+        (
+            {"NAME": "Adam", "BETAS": [2, 0.9]},
+            r"betas=\(2, 0.9\).*Invalid beta parameter at index 0",
+        ),
     ],
     ids=str,
 )
@@ -107,8 +145,13 @@ def test_what_the_optimizer_cannot_take_is_an_error(node, message):
 def test_the_fused_implementation_is_chosen_where_it_exists_unless_the_config_chooses():
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for name in ("SGD", "Adam", "AdamW"):
-            expected = None if name == "SGD" and dtype == torch.bfloat16 else True  # see the next test
-            assert build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"] is expected
+            expected = (
+                None if name == "SGD" and dtype == torch.bfloat16 else True
+            )  # see the next test
+            assert (
+                build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"]
+                is expected
+            )
     for node, expected in (
         ({"DIFFERENTIABLE": True}, (None, None)),
         ({"FUSED": False}, (False, None)),
@@ -133,7 +176,9 @@ def test_every_weight_of_a_small_type_is_updated():
 
 def test_sparse_gradients_fall_back_and_can_step():
     model = nn.Embedding(4, 2, sparse=True)
-    optimizer = build_optimizer(make_cfg({"MOMENTUM": 0.0, "WEIGHT_DECAY": 0.0, "BASE_LR": 1.0}), model)
+    optimizer = build_optimizer(
+        make_cfg({"MOMENTUM": 0.0, "WEIGHT_DECAY": 0.0, "BASE_LR": 1.0}), model
+    )
     before = model.weight.detach().clone()
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
@@ -158,9 +203,15 @@ def test_a_parameter_whose_first_gradient_comes_late_is_updated_as_without_the_f
             model[0](torch.ones(1, 2)).sum().backward()
             model[0].bias.grad = model[0].bias.grad if late else None
             optimizer.step()
-            if fused is None:  # loaded from a state of an earlier version, which has only what had a gradient
+            if (
+                fused is None
+            ):  # loaded from a state of an earlier version, which has only what had a gradient
                 state = optimizer.state_dict()
-                state["state"] = {i: saved for i, saved in state["state"].items() if saved["momentum_buffer"].any()}
+                state["state"] = {
+                    i: saved
+                    for i, saved in state["state"].items()
+                    if saved["momentum_buffer"].any()
+                }
                 optimizer.load_state_dict(state)
         weights.append([param.detach().clone() for param in model.parameters()])
     torch.testing.assert_close(*weights)
@@ -183,5 +234,7 @@ def test_a_config_may_name_functions_that_make_the_groups_or_the_optimizer():
     assert [group["lr"] for group in groups] == [0.01]
     cfg = make_cfg({"OPTIMIZER_BUILDER": "build_optimizer_test_builder"}, NAME="AdamW")
     assert [group["lr"] for group in build_optimizer(cfg, make_model()).param_groups] == [0.25]
-    with pytest.raises(ConfigError, match="SOLVER.OPTIMIZER_BUILDER: no 'mine' in the OPTIMIZER_BUILDER registry"):
+    with pytest.raises(
+        ConfigError, match="SOLVER.OPTIMIZER_BUILDER: no 'mine' in the OPTIMIZER_BUILDER registry"
+    ):
         build_optimizer(make_cfg({"OPTIMIZER_BUILDER": "mine"}), make_model())

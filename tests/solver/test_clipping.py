@@ -6,20 +6,34 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from trainkit.config import get_cfg
-from trainkit.solver import GradientClipper, GradientClipType, build_gradient_clipper, maybe_add_gradient_clipping
+from trainkit.solver import (
+    GradientClipper,
+    GradientClipType,
+    build_gradient_clipper,
+    maybe_add_gradient_clipping,
+)
 
 
 def make_cfg(clip_type="value", clip_value=1.0, norm_type=2.0, enabled=True):
     cfg = get_cfg()
     clip = cfg.SOLVER.CLIP_GRADIENTS
-    clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE = enabled, clip_type, clip_value, norm_type
+    clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE = (
+        enabled,
+        clip_type,
+        clip_value,
+        norm_type,
+    )
     return cfg
 
 
 def make_params():
     """Two with gradients of norm 3 and 0.5, one without."""
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(2))]
+    params = [
+        nn.Parameter(torch.zeros(4, 3)),
+        nn.Parameter(torch.zeros(5)),
+        nn.Parameter(torch.zeros(2)),
+    ]
     for param, norm in zip(params, (3.0, 0.5), strict=False):
         grad = torch.randn(param.shape, generator=generator)
         param.grad = grad * (norm / grad.norm())
@@ -46,7 +60,8 @@ def sgd(params, optimizer_class=torch.optim.SGD, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("clip_type", "norm_type"), [("value", 2.0), ("norm", 1.0), ("norm", math.inf), ("full_model", 2.0)]
+    ("clip_type", "norm_type"),
+    [("value", 2.0), ("norm", 1.0), ("norm", math.inf), ("full_model", 2.0)],
 )
 def test_a_clipper_does_what_torch_does_and_returns_the_norm_before(clip_type, norm_type):
     params, expected, before = make_params(), make_params(), grads(make_params())
@@ -65,7 +80,9 @@ def test_no_gradients_have_norm_0_and_a_norm_that_is_not_finite_is_no_error():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"clip_type": "nrom"}, {"clip_value": 0.0}, {"clip_value": math.nan}, {"norm_type": -1.0}], ids=str
+    "arguments",
+    [{"clip_type": "nrom"}, {"clip_value": 0.0}, {"clip_value": math.nan}, {"norm_type": -1.0}],
+    ids=str,
 )
 def test_a_wrong_rule_is_an_error(arguments):
     with pytest.raises(ValueError, match=r"nrom|0\.0|nan|-1\.0"):
@@ -77,7 +94,9 @@ def test_a_wrong_rule_is_an_error(arguments):
     assert not hasattr(optimizer, "gradient_clipper")
 
 
-@pytest.mark.parametrize(("clip_type", "as_class"), [("value", True), ("norm", False), ("full_model", True)])
+@pytest.mark.parametrize(
+    ("clip_type", "as_class"), [("value", True), ("norm", False), ("full_model", True)]
+)
 def test_an_optimizer_clips_all_its_groups_before_each_step(clip_type, as_class):
     cfg, params, expected = make_cfg(clip_type, 0.3), make_params(), make_params()
     groups = [{"params": params[:1]}, {"params": params[1:]}]
@@ -85,7 +104,8 @@ def test_an_optimizer_clips_all_its_groups_before_each_step(clip_type, as_class)
         clipping = maybe_add_gradient_clipping(cfg, torch.optim.SGD)
         optimizer = sgd(groups, clipping)
         assert (
-            optimizer.gradient_clipper is maybe_add_gradient_clipping(cfg, optimizer).gradient_clipper
+            optimizer.gradient_clipper
+            is maybe_add_gradient_clipping(cfg, optimizer).gradient_clipper
         )  # once is enough
         assert isinstance(optimizer, torch.optim.SGD)
         assert optimizer.gradient_clipper == build_gradient_clipper(cfg)
@@ -113,8 +133,14 @@ def test_what_a_trainer_has_clipped_is_not_clipped_again_by_this_step_but_by_the
 
 
 @pytest.mark.parametrize(("fused", "unscale"), [(False, False), (True, True), (True, False)])
-def test_under_a_grad_scaler_the_true_gradients_are_clipped_or_an_error_says_what_to_call(fused, unscale):
-    scaler, params, expected = torch.amp.GradScaler("cpu", init_scale=1024.0), make_params(), make_params()
+def test_under_a_grad_scaler_the_true_gradients_are_clipped_or_an_error_says_what_to_call(
+    fused, unscale
+):
+    scaler, params, expected = (
+        torch.amp.GradScaler("cpu", init_scale=1024.0),
+        make_params(),
+        make_params(),
+    )
     optimizer = maybe_add_gradient_clipping(make_cfg("value", 0.3), sgd(params, fused=fused))
     scaler.scale(torch.zeros(()))
     for param in params[:2]:

@@ -24,7 +24,12 @@ def test_biases_have_their_own_lr_and_weight_decay_also_in_norm_layers():
     model.twin.weight = model.head.weight  # shared parameters come once, frozen ones not at all
     model.twin.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     groups = get_default_optimizer_params(
-        model, base_lr=0.5, weight_decay=0.01, weight_decay_norm=0.02, bias_lr_factor=2.0, weight_decay_bias=0.0
+        model,
+        base_lr=0.5,
+        weight_decay=0.01,
+        weight_decay_norm=0.02,
+        bias_lr_factor=2.0,
+        weight_decay_bias=0.0,
     )
     assert named_groups(model, groups) == [
         {"params": ["conv.weight", "head.weight"], "lr": 0.5, "weight_decay": 0.01},
@@ -34,10 +39,19 @@ def test_biases_have_their_own_lr_and_weight_decay_also_in_norm_layers():
 
 
 def test_every_kind_of_norm_layer_is_found():
-    norms = nn.SyncBatchNorm(2), nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2), nn.InstanceNorm2d(2, affine=True)
+    norms = (
+        nn.SyncBatchNorm(2),
+        nn.GroupNorm(1, 2),
+        nn.LayerNorm(2),
+        nn.RMSNorm(2),
+        nn.InstanceNorm2d(2, affine=True),
+    )
     for layer in (*norms, type("UsersNorm", (nn.LayerNorm,), {})(2), nn.Linear(2, 2)):
         (group,) = get_default_optimizer_params(layer, weight_decay=1.0, weight_decay_norm=0.0)
-        assert group == {"params": [*layer.parameters()], "weight_decay": float(type(layer) is nn.Linear)}
+        assert group == {
+            "params": [*layer.parameters()],
+            "weight_decay": float(type(layer) is nn.Linear),
+        }
 
 
 def test_an_override_matches_a_leaf_name_or_a_full_name_which_wins():
@@ -63,7 +77,10 @@ def test_an_override_matches_a_leaf_name_or_a_full_name_which_wins():
 def test_the_lr_factor_of_a_name_and_the_factor_of_biases_multiply():
     model = Net()
     groups = get_default_optimizer_params(
-        model, base_lr=1.0, bias_lr_factor=2.0, lr_factor_func=lambda name: 0.25 if name.startswith("conv") else 1.0
+        model,
+        base_lr=1.0,
+        bias_lr_factor=2.0,
+        lr_factor_func=lambda name: 0.25 if name.startswith("conv") else 1.0,
     )
     assert named_groups(model, groups) == [
         {"params": ["conv.weight"], "lr": 0.25},
@@ -87,5 +104,8 @@ def test_reducing_merges_equal_groups_and_the_last_mention_of_a_parameter_wins()
         ]
     ) == [{"params": [a, d], "lr": 1.0, "betas": [0.9, 0.99]}, {"params": [b, c, e], "lr": 2.0}]
     groups = [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]
-    assert reduce_param_groups(groups) == [{"params": [a], "lr": 1.0, "weight_decay": 0.5}, {"params": [b], "lr": 1.0}]
+    assert reduce_param_groups(groups) == [
+        {"params": [a], "lr": 1.0, "weight_decay": 0.5},
+        {"params": [b], "lr": 1.0},
+    ]
     assert groups == [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]

@@ -17,8 +17,24 @@ from trainkit.utils.logger import close_logger
 
 MAX_ITER = 12  # four epochs of three iterations
 OPTIONS = [
-    *("SOLVER.MAX_ITER", MAX_ITER, "SOLVER.IMS_PER_BATCH", 400, "MODEL.WIDTH", 2, "TEST.IMS_PER_BATCH", 100),
-    *("SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR", "SOLVER.STEPS", (), "SOLVER.WARMUP_ITERS", 0),
+    *(
+        "SOLVER.MAX_ITER",
+        MAX_ITER,
+        "SOLVER.IMS_PER_BATCH",
+        400,
+        "MODEL.WIDTH",
+        2,
+        "TEST.IMS_PER_BATCH",
+        100,
+    ),
+    *(
+        "SOLVER.LR_SCHEDULER_NAME",
+        "WarmupMultiStepLR",
+        "SOLVER.STEPS",
+        (),
+        "SOLVER.WARMUP_ITERS",
+        0,
+    ),
     *("SOLVER.CHECKPOINT_PERIOD", 4, "TEST.EVAL_PERIOD", 4, "CHECKPOINT.BEST_METRIC", ""),
     *("LOG.PERIOD", 1, "LOG.WINDOW", 1, "LOG.WRITERS", ["json"]),
     *("INPUT.TRAIN_TRANSFORM", "DigitsTransform"),  # the other one takes longer than all else
@@ -31,8 +47,12 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = (folder / "log.txt").read_text()
-        self.rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-        self.files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        self.rows = [
+            json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()
+        ]
+        self.files = sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+        )
 
     def metric(self, name: str) -> dict[int, float]:
         """iteration -> value"""
@@ -43,7 +63,9 @@ class Run:
 
 
 def _arguments(folder: Path, options: tuple[Any, ...], *flags: str) -> Any:
-    return default_argument_parser().parse_args([*flags, *map(str, [*OPTIONS, "OUTPUT_DIR", folder, *options])])
+    return default_argument_parser().parse_args(
+        [*flags, *map(str, [*OPTIONS, "OUTPUT_DIR", folder, *options])]
+    )
 
 
 def in_one_piece(folder: Path, *options: Any) -> Run:
@@ -72,7 +94,9 @@ def in_pieces(folder: Path, *options: Any) -> Run:
 class SendSignal(HookBase):
     """Send a signal from the last rank: in a step, or in an evaluation."""
 
-    def __init__(self, signum: str, iter: int, in_evaluation: bool = False, to_launcher: bool = False) -> None:
+    def __init__(
+        self, signum: str, iter: int, in_evaluation: bool = False, to_launcher: bool = False
+    ) -> None:
         self._signum, self._iter, self._in_evaluation = signal.Signals[signum], iter, in_evaluation
         self._process = os.getppid() if to_launcher else os.getpid()
 
@@ -85,5 +109,9 @@ class SendSignal(HookBase):
 
     def _send(self, in_evaluation: bool) -> None:
         is_last_rank = comm.get_rank() == comm.get_world_size() - 1
-        if is_last_rank and self.trainer.iter == self._iter and in_evaluation == self._in_evaluation:
+        if (
+            is_last_rank
+            and self.trainer.iter == self._iter
+            and in_evaluation == self._in_evaluation
+        ):
             os.kill(self._process, self._signum)

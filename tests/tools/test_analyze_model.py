@@ -38,7 +38,9 @@ BATCH = {"x": torch.ones(1, 4), "label": torch.tensor([1]), "name": ["a"]}
 def table(text):
     """module -> its class and numbers"""
     return {
-        line.split()[0]: line.split()[1:] for line in text.splitlines()[2:] if line[:4] not in ("For ", "Noth", "Not ")
+        line.split()[0]: line.split()[1:]
+        for line in text.splitlines()[2:]
+        if line[:4] not in ("For ", "Noth", "Not ")
     }
 
 
@@ -46,7 +48,9 @@ def test_each_module_is_counted_exactly_without_gradients_and_in_eval_mode():
     model = Net()
     report = analyze_model.report(model, BATCH)
 
-    assert table(report) == {  # parameters, trainable ones, buffers, FLOPs, activations; 0 is left out
+    assert table(
+        report
+    ) == {  # parameters, trainable ones, buffers, FLOPs, activations; 0 is left out
         "(model)": ["Net", "113", "73", "17", "56", "11"],
         "frozen": ["Linear", "40", "32", "8"],
         "head": ["Sequential", "43", "43", "17", "24", "3"],
@@ -55,7 +59,12 @@ def test_each_module_is_counted_exactly_without_gradients_and_in_eval_mode():
         "unused": ["Linear", "30", "30", "-", "-"],
     }
     assert set(model.modes) == {False}
-    assert list(table(analyze_model.report(model, BATCH, depth=1))) == ["(model)", "frozen", "head", "unused"]
+    assert list(table(analyze_model.report(model, BATCH, depth=1))) == [
+        "(model)",
+        "frozen",
+        "head",
+        "unused",
+    ]
     assert report.splitlines()[-3:] == [
         "For the input {'x': [1, 4], 'label': [1], 'name': ['a']}, in eval mode.",
         "Nothing is counted in 1 BatchNorm1d.",
@@ -69,7 +78,9 @@ def test_attention_is_counted_although_torch_has_one_operator_for_it():
     counts = analyze_model.Counts(layer, torch.ones(1, length, dim))
     projections, products = 4 * length * dim * dim, 2 * length * length * dim
     assert counts.flops["self_attn"] == projections + products
-    assert counts.activations["self_attn"] == 5 * length * dim + 2 * length * length  # the scores of two heads
+    assert (
+        counts.activations["self_attn"] == 5 * length * dim + 2 * length * length
+    )  # the scores of two heads
     assert counts.uncounted == {"LayerNorm": 2, "Dropout": 3}
     assert torch.backends.mha.get_fastpath_enabled()
 
@@ -80,7 +91,9 @@ def call(tmp_path, capsys):
 
     def call(*args, options=()):
         (tmp_path / "config.yaml").write_text(tiny_cfg(tmp_path / "out", *options).dump())
-        found = command.call(analyze_model, capsys, "--config-file", tmp_path / "config.yaml", *args)
+        found = command.call(
+            analyze_model, capsys, "--config-file", tmp_path / "config.yaml", *args
+        )
         assert not (tmp_path / "out").exists()
         return found
 
@@ -94,7 +107,9 @@ def test_the_command_counts_one_sample_of_the_test_data_or_of_a_shape(call):
     assert "For the input {'x': [1, 4], 'label': [1]}, in eval mode.\n" in out
     assert call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[1] == out
 
-    of_shape = call("--input-shape", "x=4", "--depth", "1", options=("DATASETS.TEST", (), "DATASETS.TRAIN", ()))[1]
+    of_shape = call(
+        "--input-shape", "x=4", "--depth", "1", options=("DATASETS.TEST", (), "DATASETS.TRAIN", ())
+    )[1]
     assert table(of_shape) == {name: table(out)[name] for name in ("(model)", "layers")}
     assert "For the input {'x': [1, 4]}, in eval mode.\n" in of_shape
 
@@ -116,7 +131,9 @@ class Deep(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)
+        )
         self.tied, self.frozen = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
         self.blocks[0].append(self.tied)
         self.register_buffer("scale", torch.ones(64))
@@ -136,18 +153,32 @@ def peak_of_real_steps(cfg, num_samples):
     with torch.profiler.profile(profile_memory=True) as profiler:
         model = build_model(cfg)
         optimizer = build_optimizer(cfg, model)
-        batch = {"x": torch.randn(num_samples, 64), "label": torch.zeros(num_samples, dtype=torch.long)}
+        batch = {
+            "x": torch.randn(num_samples, 64),
+            "label": torch.zeros(num_samples, dtype=torch.long),
+        }
         for _ in range(2):
             optimizer.zero_grad()
             model(batch)["loss"].backward()
             optimizer.step()
-    sizes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [
+        event.nbytes()
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     return max(itertools.accumulate(sizes))
 
 
 @pytest.mark.parametrize("num_samples", [8, 512])
 def test_the_estimate_is_what_two_real_steps_allocate(tmp_path, num_samples):
-    options = ["MODEL.NAME", "Deep", "SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.IMS_PER_BATCH", num_samples]
+    options = [
+        "MODEL.NAME",
+        "Deep",
+        "SOLVER.OPTIMIZER.NAME",
+        "AdamW",
+        "SOLVER.IMS_PER_BATCH",
+        num_samples,
+    ]
     cfg = tiny_cfg(tmp_path, *options)
     sample = {"x": torch.zeros(1, 64), "label": torch.tensor([0])}
     found = estimate_memory(cfg, DefaultTrainer, sample)

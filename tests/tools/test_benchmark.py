@@ -20,15 +20,26 @@ def tool():
         yield importlib.import_module("benchmark")
 
 
-def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether_its_goal_is_reached(tool):
+def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether_its_goal_is_reached(
+    tool,
+):
     measure = importlib.import_module("benchmarks.measure")
-    found = {"new": [2.0, 30.0, 5.0], "bare": [1.0, 10.0, 4.0]}  # ratios 2, 3, 1.25; the ratio of the medians is 1.25
+    found = {
+        "new": [2.0, 30.0, 5.0],
+        "bare": [1.0, 10.0, 4.0],
+    }  # ratios 2, 3, 1.25; the ratio of the medians is 1.25
     row = measure.compare("row", found, "new", "bare", 2.0)
     speed = measure.compare("row", found, "new", "bare", 0.6, at_least=True)
     assert (row.value, row.sides, row.holds) == (2.0, {"new": 5.0, "bare": 4.0}, True)
     assert (speed.value, speed.holds) == (0.5, False)
-    texts = [measure.Row("row", 1.1249, 1.1).as_texts(), measure.Row("row", None, 3, note="no GPU").as_texts()]
-    assert texts == [["row", "1.125 x", "<= 1.1 x", "MISSED", ""], ["row", "not measured", "<= 3 x", "", "no GPU"]]
+    texts = [
+        measure.Row("row", 1.1249, 1.1).as_texts(),
+        measure.Row("row", None, 3, note="no GPU").as_texts(),
+    ]
+    assert texts == [
+        ["row", "1.125 x", "<= 1.1 x", "MISSED", ""],
+        ["row", "not measured", "<= 3 x", "", "no GPU"],
+    ]
 
 
 def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(tool, tmp_path):
@@ -41,7 +52,9 @@ def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(tool, tmp_path
         chunks(steps=30)
         bare(trainer.iter - 1)
         parameters = list(zip(trainer.model.parameters(), bare.model.parameters(), strict=True))
-        assert not any(torch.equal(ours, theirs) for ours, theirs in parameters)  # one step more makes a difference
+        assert not any(
+            torch.equal(ours, theirs) for ours, theirs in parameters
+        )  # one step more makes a difference
 
         bare(1)
 
@@ -92,25 +105,41 @@ def test_the_resumed_runs_stand_where_they_say(tool, tmp_path):
 def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(tool, tmp_path):
     calls = []
     with tool.job.logging_to(tmp_path):
-        between = tool.cuda.Between(1, 20, lambda: calls.append("begin"), lambda: calls.append("end"))
+        between = tool.cuda.Between(
+            1, 20, lambda: calls.append("begin"), lambda: calls.append("end")
+        )
         trainer = tool.cuda.everything_on(tmp_path / "everything", "cpu", [between])
         trainer.train()
-        row = tool.cuda.throughput(tmp_path / "throughput", 1, steps=1, channels=8, pictures=1, device="cpu")
+        row = tool.cuda.throughput(
+            tmp_path / "throughput", 1, steps=1, channels=8, pictures=1, device="cpu"
+        )
 
     assert (calls, trainer.iter, trainer.status) == (["begin", "end"], 21, "stopped")
-    assert {"grad_norm", "[metric]grad_scaler", "skipped_updates", "total_loss", "lr"} <= {*trainer.storage.histories()}
-    assert "IterationTimer, EMAHook, LRScheduler, PeriodicCheckpointer, EvalHook, " in trainer.describe_hooks()
+    assert {"grad_norm", "[metric]grad_scaler", "skipped_updates", "total_loss", "lr"} <= {
+        *trainer.storage.histories()
+    }
+    assert (
+        "IterationTimer, EMAHook, LRScheduler, PeriodicCheckpointer, EvalHook, "
+        in trainer.describe_hooks()
+    )
     assert (row.name, row.goal, row.at_least) == ("GPU throughput over a bare loop", 0.99, True)
 
 
-def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(tool, tmp_path, capsys, monkeypatch):
+def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(
+    tool, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     files = {name: tmp_path / name for name in ("json", "markdown")}
-    tool.main(tool.parse_args(["--rows", "cuda", *(f"--{name}={path}" for name, path in files.items())]))
+    tool.main(
+        tool.parse_args(["--rows", "cuda", *(f"--{name}={path}" for name, path in files.items())])
+    )
 
     record = json.loads(files["json"].read_text())
     assert record.keys() == {"date", "command", "machine", "bare_loop", "rows"}
-    assert record["rows"][0] | {"goal": 0, "holds": None, "note": "no GPU", "value": None} == record["rows"][0]
+    assert (
+        record["rows"][0] | {"goal": 0, "holds": None, "note": "no GPU", "value": None}
+        == record["rows"][0]
+    )
     printed = capsys.readouterr().out
     for text in ("GPU throughput over a bare loop", f"torch {torch.__version__}"):
         assert text in printed
@@ -119,8 +148,16 @@ def test_the_record_holds_machine_bare_loop_and_rows_each_with_its_own_rounds(to
 
     asked = {}
     for name in tool.ROWS:
-        monkeypatch.setitem(tool.ROWS, name, lambda scratch, name=name, **options: asked.update({name: options}) or [])
+        monkeypatch.setitem(
+            tool.ROWS,
+            name,
+            lambda scratch, name=name, **options: asked.update({name: options}) or [],
+        )
     list(tool.measure(tool.parse_args([])))
-    assert asked == {**{name: {} for name in tool.ROWS}, "step": {"peers": {}}, "memory": {"steps": 1_000_000}}
+    assert asked == {
+        **{name: {} for name in tool.ROWS},
+        "step": {"peers": {}},
+        "memory": {"steps": 1_000_000},
+    }
     list(tool.measure(tool.parse_args(["--rows", "memory,ema", "--rounds", "3", "--full"])))
     assert asked["memory"] == asked["ema"] == {"rounds": 3}

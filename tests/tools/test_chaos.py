@@ -28,17 +28,30 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, capsys, options)
 @pytest.mark.slow
 def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(tmp_path):
     job = chaos.Job(arguments(tmp_path, "--config-seed", "-1"))  # SEED is drawn at random
-    assert job.start(tmp_path / "reference").code == 0  # by a new interpreter, as the tool starts it
+    assert (
+        job.start(tmp_path / "reference").code == 0
+    )  # by a new interpreter, as the tool starts it
     for number, kill in enumerate(chaos.CONTROL_KILLS):
         assert job.start(tmp_path / f"killed_{number}", kill).is_hit
 
     def resume(copy, part):
         # without workers, since that is quicker, and the same
-        args = argparse.Namespace(output_dir=copy, seed=0, config_seed=-1, workers=0, resume=True, logical_ranks=0)
+        args = argparse.Namespace(
+            output_dir=copy, seed=0, config_seed=-1, workers=0, resume=True, logical_ranks=0
+        )
         chaos_job.train(args, {"without": part})
         close_logger()
 
     control = chaos.leave_out_and_compare(tmp_path, resume)
-    assert {part for part, found in control.items() if not found} == {"", *chaos.NOT_MISSED}  # "": nothing is left out
-    assert {"model", "trainer/rng", "trainer/data", "trainer/storage", "trainer/position"} <= control.keys()
+    assert {part for part, found in control.items() if not found} == {
+        "",
+        *chaos.NOT_MISSED,
+    }  # "": nothing is left out
+    assert {
+        "model",
+        "trainer/rng",
+        "trainer/data",
+        "trainer/storage",
+        "trainer/position",
+    } <= control.keys()
     assert {"trainer/hooks/EMAHook", "trainer/_trainer/optimizer"} <= control.keys()

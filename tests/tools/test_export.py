@@ -32,7 +32,14 @@ def test_the_file_gives_what_the_model_gives_for_batches_of_any_size(run, tmp_pa
 
     printed = capsys.readouterr().out
     assert "inputs   image [batch, 1, 8, 8]\n" in printed
-    assert printed.splitlines()[-1].split() == ["output", "[batch,", "10]", "float32", printed.split()[-2], "yes"]
+    assert printed.splitlines()[-1].split() == [
+        "output",
+        "[batch,",
+        "10]",
+        "float32",
+        printed.split()[-2],
+        "yes",
+    ]
     cfg = export.build(export.parse_args([str(run), str(path)]))
     model = DefaultPredictor(cfg).model
     images = torch.rand(7, 1, 8, 8)
@@ -51,7 +58,9 @@ def test_outputs_that_differ_are_seen_and_the_table_says_which():
     def compared(difference):
         x = torch.ones(2, 3)
         program = lambda batch: [batch["x"] + difference, batch["x"]]  # noqa: E731
-        is_equal, table = export.compare(lambda batch: {"a": batch["x"], "b": batch["x"]}, program, [{"x": x}])
+        is_equal, table = export.compare(
+            lambda batch: {"a": batch["x"], "b": batch["x"]}, program, [{"x": x}]
+        )
         return is_equal, [line.split()[-1] for line in table.splitlines()[2:]]
 
     assert compared(0.0) == (True, ["yes", "yes"])
@@ -67,5 +76,7 @@ def test_what_cannot_be_exported_is_said(run, tmp_path):
         def forward(self, batch):
             return batch["x"] if batch["x"].sum() > 0 else -batch["x"]
 
-    with pytest.raises(ConfigError, match="cannot be exported, change what torch.export does not understand"):
+    with pytest.raises(
+        ConfigError, match="cannot be exported, change what torch.export does not understand"
+    ):
         export.export(Branch(), {"x": torch.ones(2, 3)}, tmp_path / "a.pt2")

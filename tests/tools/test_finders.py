@@ -19,11 +19,15 @@ def points_of(losses):
 
 
 def test_the_steepest_place_and_the_lowest_loss_are_found():
-    points = points_of([1 - 1 / (1 + math.exp(-(i - 30) / 2)) + 0.02 * max(0, i - 50) ** 2 for i in range(61)])
+    points = points_of(
+        [1 - 1 / (1 + math.exp(-(i - 30) / 2)) + 0.02 * max(0, i - 50) ** 2 for i in range(61)]
+    )
     steepest, lowest = find_lr.suggest(points)
     assert points[28].lr < steepest < points[32].lr
     assert lowest == points[50].lr
-    with pytest.raises(ConfigError, match="the loss does not fall with any of these learning rates"):
+    with pytest.raises(
+        ConfigError, match="the loss does not fall with any of these learning rates"
+    ):
         find_lr.suggest(points_of([1.0 + i for i in range(30)]))
 
 
@@ -46,10 +50,14 @@ def test_rates_grow_by_one_factor_groups_keep_theirs_and_a_loss_that_diverges_en
     assert trainer.status == "stopped"
     assert len(test.points) < 81
     assert math.isfinite(test.points[-1].loss)
-    assert [point.lr for point in test.points] == pytest.approx([lrs[0] for lrs in used[: len(test.points)]])
+    assert [point.lr for point in test.points] == pytest.approx(
+        [lrs[0] for lrs in used[: len(test.points)]]
+    )
 
 
-def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trainkit(tmp_path, monkeypatch):
+def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trainkit(
+    tmp_path, monkeypatch
+):
     seen = []
 
     class Seen(HookBase):
@@ -57,7 +65,11 @@ def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trai
             seen.append(self.trainer.iter)
 
     monkeypatch.setitem(HOOK_REGISTRY._objects, "Seen", Seen)
-    hooks = [{"NAME": "Seen"}, {"NAME": "EMAHook"}, {"NAME": "ParamScheduler", "PARAM": "momentum", "SCHEDULES": []}]
+    hooks = [
+        {"NAME": "Seen"},
+        {"NAME": "EMAHook"},
+        {"NAME": "ParamScheduler", "PARAM": "momentum", "SCHEDULES": []},
+    ]
     best = ("CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.BEST_TO_KEEP", 2)
     cfg = tiny_cfg(tmp_path / "job", "HOOKS", hooks, *best)
 
@@ -66,7 +78,9 @@ def test_the_test_trains_as_the_job_with_its_own_hooks_and_without_those_of_trai
     assert one == two
     assert seen == [*range(30)] * 2
     assert [*tmp_path.iterdir()] == []
-    with pytest.raises(ConfigError, match="the loss diverges after . steps; give a smaller --min than 1e"):
+    with pytest.raises(
+        ConfigError, match="the loss diverges after . steps; give a smaller --min than 1e"
+    ):
         find_lr.run_test(cfg, DefaultTrainer, 1e30, 1e38, 30)
 
 
@@ -86,7 +100,10 @@ def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, error in (
         ("--min 1 --max 0.1", "--min is 1 and --max is 0.1; accepted: 0 < min < max"),
-        ("--script absent.py", "--script 'absent.py' is no file of Python; name the file that trains"),
+        (
+            "--script absent.py",
+            "--script 'absent.py' is no file of Python; name the file that trains",
+        ),
         ("--output absent/lr.png", "'absent/lr.png' cannot be written"),
     ):
         with pytest.raises(ConfigError, match=error):
@@ -103,9 +120,16 @@ def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch):
         (0, 4, 20, [4, 2, 1], 0),
     ],
 )
-def test_a_size_is_doubled_until_memory_runs_out_and_then_found_within_an_eighth(memory, start, limit, tried, found):
+def test_a_size_is_doubled_until_memory_runs_out_and_then_found_within_an_eighth(
+    memory, start, limit, tried, found
+):
     seen = []
-    assert find_batch_size.search(lambda size: bool(seen.append(size)) or size <= memory, start, lambda: limit) == found
+    assert (
+        find_batch_size.search(
+            lambda size: bool(seen.append(size)) or size <= memory, start, lambda: limit
+        )
+        == found
+    )
     assert seen == tried
 
 
@@ -126,12 +150,23 @@ class Mistaken(DefaultTrainer):
 
 
 @pytest.mark.slow
-def test_real_steps_are_made_with_each_size_and_a_mistake_is_no_lack_of_memory(tmp_path, monkeypatch, capsys):
+def test_real_steps_are_made_with_each_size_and_a_mistake_is_no_lack_of_memory(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    options = ["MODEL.NAME", "NeedsMemory", "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.REFERENCE_BATCH_SIZE", 16]
+    options = [
+        "MODEL.NAME",
+        "NeedsMemory",
+        "SOLVER.ACCUMULATION_STEPS",
+        2,
+        "SOLVER.REFERENCE_BATCH_SIZE",
+        16,
+    ]
     (tmp_path / "job.yaml").write_text(tiny_cfg("output", *options).dump())
     args = ["--config-file", "job.yaml", "--steps", "2"]
-    assert find_batch_size.main(find_batch_size.parse_args([*args, "--max-batch-size", "100"])) == 22
+    assert (
+        find_batch_size.main(find_batch_size.parse_args([*args, "--max-batch-size", "100"])) == 22
+    )
 
     _, _, *rows, fastest, suggested = capsys.readouterr().out.splitlines()
     assert [int(row.split()[0]) for row in rows] == [8, 16, 20, 22, 24, 32]
@@ -141,7 +176,9 @@ def test_real_steps_are_made_with_each_size_and_a_mistake_is_no_lack_of_memory(t
     assert suggested.startswith("suggested: SOLVER.IMS_PER_BATCH 22 ")
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
-    with pytest.raises(ConfigError, match="memory that runs out may end other programs too; give --max-batch-size"):
+    with pytest.raises(
+        ConfigError, match="memory that runs out may end other programs too; give --max-batch-size"
+    ):
         find_batch_size.main(find_batch_size.parse_args(args))
     with pytest.raises(RuntimeError, match="a mistake"):
         find_batch_size.try_size(tiny_cfg("output"), Mistaken, 4, 1)

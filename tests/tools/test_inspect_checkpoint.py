@@ -40,7 +40,9 @@ def damage(path):
     content = bytearray(path.read_bytes())
     name = b"archive/data/0"
     begin = content.index(name) + len(name) + 64
-    content[begin - begin % 64] ^= 1  # of a tensor, which torch.save aligns; elsewhere there is padding
+    content[begin - begin % 64] ^= (
+        1  # of a tensor, which torch.save aligns; elsewhere there is padding
+    )
     path.write_bytes(content)
 
 
@@ -56,23 +58,42 @@ def test_a_file_of_a_run_is_described(run, inspect):
     found = rows(out)
     assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
     assert "after 5 of 10 iterations (number 4, counted from 0)\n" in out
-    assert "with the rest of this iteration (evaluation, writers), then with the next iteration\n" in out
-    assert out.count("\ncommand ") == out.count("\nversions ") == out.count("files of the project are known") == 1
+    assert (
+        "with the rest of this iteration (evaluation, writers), then with the next iteration\n"
+        in out
+    )
+    assert (
+        out.count("\ncommand ")
+        == out.count("\nversions ")
+        == out.count("files of the project are known")
+        == 1
+    )
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
     assert " ".join(found["9"]) == "9 tensors 91 values 368 B"
-    assert {"trainer/position", "trainer/rng", "trainer/storage", "trainer/hooks/LRScheduler"} <= found.keys()
+    assert {
+        "trainer/position",
+        "trainer/rng",
+        "trainer/storage",
+        "trainer/hooks/LRScheduler",
+    } <= found.keys()
     assert " ".join(found["trainer/hooks/EvalHook"]) == "trainer/hooks/EvalHook evaluated_iters -1"
-    assert " ".join(found["trainer/data"]).startswith("trainer/data kind TrainingSampler, seed 1, position 40, ")
+    assert " ".join(found["trainer/data"]).startswith(
+        "trainer/data kind TrainingSampler, seed 1, position 40, "
+    )
 
     # the short view has only what one asks for first
     out = inspect(run / "model_best.pth")[1]
     lines = out.splitlines()
     (done,) = re.findall(r"^iteration   after (\d+) of 10 iterations", out, re.MULTILINE)
-    value, best = re.findall(r"^best        classification/top1 (\S+) after (\d+) iterations$", out, re.MULTILINE)[0]
+    value, best = re.findall(
+        r"^best        classification/top1 (\S+) after (\d+) iterations$", out, re.MULTILINE
+    )[0]
     evaluation = lines[lines.index(f"evaluation  after {done} iterations") + 1 :]
     assert (best, evaluation[0].strip()) == (done, f"classification/top1 {value}")
     assert "\nmodel       91 values in 9 tensors, 368 B\n" in out
-    settings = [*map(str.strip, out.partition("\nsettings ")[2].partition("\ncommand ")[0].split("\n"))]
+    settings = [
+        *map(str.strip, out.partition("\nsettings ")[2].partition("\ncommand ")[0].split("\n"))
+    ]
     assert "SOLVER.MAX_ITER 10" in settings
     assert not any("SOLVER.WARMUP_METHOD" in line for line in settings)  # the default
 
@@ -104,13 +125,17 @@ class Opener:
         return open, (str(self.path), "w")
 
 
-def test_a_list_in_many_places_is_read_once_and_names_cannot_control_the_terminal(tmp_path, inspect):
+def test_a_list_in_many_places_is_read_once_and_names_cannot_control_the_terminal(
+    tmp_path, inspect
+):
     shared = [torch.ones(2)]
     for _ in range(40):  # 2**40 ways lead to the tensor
         shared = [shared, shared]
     for name in ("a.pth", "b.pth"):
         model = {"evil\x1b[2J": torch.ones(1)}
-        torch.save({"model": model, "sparse": torch.eye(3).to_sparse(), "shared": shared}, tmp_path / name)
+        torch.save(
+            {"model": model, "sparse": torch.eye(3).to_sparse(), "shared": shared}, tmp_path / name
+        )
     code, out, _ = inspect(tmp_path / "a.pth", "--all")
     assert (code, "evil\\x1b[2J" in out, "\x1b" in out) == (0, True, False)
     assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith("identical: 3 entries")
@@ -144,12 +169,17 @@ def test_a_folder_is_a_table_of_its_checkpoints_with_the_one_to_go_on_from(run, 
     published.unlink()
 
     assert (code, err) == (0, "")
-    found = {name: (cells[1], *cells[6:]) for name, cells in rows(out).items() if name.endswith(".pth")}
+    found = {
+        name: (cells[1], *cells[6:]) for name, cells in rows(out).items() if name.endswith(".pth")
+    }
     best = found.pop("model_best.pth")
     assert best[0] in ("5", "10")
     assert best[1:] == ("intact", "best")
     assert found.pop(published.name)[-1] == "published"
-    assert found == {"model_0000004.pth": ("5", "intact"), "model_final.pth": ("10", "intact", "last,", "final")}
+    assert found == {
+        "model_0000004.pth": ("5", "intact"),
+        "model_final.pth": ("10", "intact", "last,", "final"),
+    }
     assert out.endswith("The run has finished after 10 iterations.\n")
 
     assert inspect(small)[1].endswith("\n--resume continues from model_0000029.pth.\n")
@@ -173,7 +203,9 @@ def test_a_copy_is_identical_though_its_bytes_differ_and_nothing_is_written(run,
     assert (code, out.split(":")[0], out.count("\n")) == (0, "identical", 1)
 
     def content(folder):
-        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+        return {
+            path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()
+        }
 
     (small / ".model.pth.01234567.trainkit-tmp").touch()  # what a resume would remove
     for folder in (run, small):
@@ -187,10 +219,16 @@ def test_a_copy_is_identical_though_its_bytes_differ_and_nothing_is_written(run,
 def test_two_files_differ_in_keys_shapes_types_and_values(tmp_path, inspect):
     weight, same = torch.tensor([1.0, 2.0, 3.0]), torch.ones(1)
     other = weight + torch.tensor([0, 0.5, -2])
-    left = {"model": {"w": weight, "a": torch.ones(2), "same": same}, "iteration": 3, "scheduler": {"x": 1}}
+    left = {
+        "model": {"w": weight, "a": torch.ones(2), "same": same},
+        "iteration": 3,
+        "scheduler": {"x": 1},
+    }
     model = {"w": other, "a": torch.ones(2, 1), "b": torch.ones(1), "same": same.clone()}
     write_file(left, tmp_path / "left.pth")
-    write_file({"model": model, "iteration": 5, "trainer": {"rng": {"python": 1}}}, tmp_path / "right.pth")
+    write_file(
+        {"model": model, "iteration": 5, "trainer": {"rng": {"python": 1}}}, tmp_path / "right.pth"
+    )
 
     code, out, _ = inspect(tmp_path / "left.pth", tmp_path / "right.pth")
 
@@ -210,10 +248,18 @@ def test_two_files_differ_in_keys_shapes_types_and_values(tmp_path, inspect):
     ("left", "right", "said"),
     [
         (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), "1 of 2 values, by at most 0"),
-        (torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, 1.5]).bfloat16(), "1 of 2 values, by at most 0.5"),
+        (
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.tensor([1, 1.5]).bfloat16(),
+            "1 of 2 values, by at most 0.5",
+        ),
         (torch.tensor([1.0]), torch.tensor([float("nan")]), "1 of 1 values, by at most nan"),
         (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse(), "2 of 4 values, by at most 1"),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "torch.float32 [2] and torch.float64 [2]"),
+        (
+            torch.zeros(2),
+            torch.zeros(2, dtype=torch.float64),
+            "torch.float32 [2] and torch.float64 [2]",
+        ),
         (0.0, -0.0, "0.0 and -0.0"),
         (1, True, ""),
         ([1], (1,), ""),

@@ -51,7 +51,11 @@ def call(capsys):
 
     def call(*args):
         code, out, err = command.call(predict, capsys, *args)
-        return [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()], err, code
+        return (
+            [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()],
+            err,
+            code,
+        )
 
     return call
 
@@ -59,7 +63,9 @@ def call(capsys):
 def test_samples_of_a_dataset_are_told_with_their_best_classes(run, call, tmp_path):
     rows, err, _ = call(run, "--dataset", "tiny_test", "--num", 3)
 
-    predictor = DefaultPredictor(tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(run / "model_final.pth")))
+    predictor = DefaultPredictor(
+        tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(run / "model_final.pth"))
+    )
     outputs = torch.stack(predictor(SAMPLES))  # [10, 2]
     probs = outputs[:3].softmax(dim=1)
     assert rows == [
@@ -105,18 +111,33 @@ def OnlyX(cfg):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_whole_dataset_is_predicted_in_its_order_with_the_names_of_its_samples(run, call, tmp_path, workers):
+def test_a_whole_dataset_is_predicted_in_its_order_with_the_names_of_its_samples(
+    run, call, tmp_path, workers
+):
     """Also if the transform drops the names, and with as many workers as an evaluation."""
-    named = [{**sample, "file_name": f"{i}.png", "image_id": torch.tensor(i)} for i, sample in enumerate(SAMPLES)]
+    named = [
+        {**sample, "file_name": f"{i}.png", "image_id": torch.tensor(i)}
+        for i, sample in enumerate(SAMPLES)
+    ]
     DatasetCatalog.register("named", lambda: named)
-    options = ["--opts", "INPUT.TEST_TRANSFORM", "OnlyX", "DATALOADER.NUM_WORKERS", workers, "TEST.IMS_PER_BATCH", 4]
+    options = [
+        "--opts",
+        "INPUT.TEST_TRANSFORM",
+        "OnlyX",
+        "DATALOADER.NUM_WORKERS",
+        workers,
+        "TEST.IMS_PER_BATCH",
+        4,
+    ]
     rows = call(run, "--dataset", "named", *options)[0]
     assert call(run, "--dataset", "named", "--num", 5, *options)[0] == rows[:5]
     told = [(row["sample"], row["file_name"], row["image_id"], row["label"]) for row in rows]
     assert told == [(i, f"{i}.png", i, sample["label"]) for i, sample in enumerate(SAMPLES)]
     expected = call(run, "--dataset", "tiny_test", "--opts", "INPUT.TEST_TRANSFORM", "")[0]
     scores = [max(entry["prob"] for entry in row["prediction"]) for row in expected]
-    assert [max(torch.tensor(row["prediction"]).softmax(0).tolist()) for row in rows] == pytest.approx(scores, rel=1e-4)
+    assert [
+        max(torch.tensor(row["prediction"]).softmax(0).tolist()) for row in rows
+    ] == pytest.approx(scores, rel=1e-4)
 
 
 def test_every_kind_of_file_gives_what_the_dataset_gives(run, call, tmp_path):
@@ -126,30 +147,43 @@ def test_every_kind_of_file_gives_what_the_dataset_gives(run, call, tmp_path):
     torch.save(INPUTS, tmp_path / "c.pt")
     torch.save([{"x": row} for row in INPUTS], tmp_path / "d.pth")
     torch.save({"x": INPUTS}, tmp_path / "e.pt")
-    (tmp_path / "f.jsonl").write_text("\n".join(json.dumps({"x": row.tolist()}) for row in INPUTS) + "\n\n")
+    (tmp_path / "f.jsonl").write_text(
+        "\n".join(json.dumps({"x": row.tolist()}) for row in INPUTS) + "\n\n"
+    )
     for file in sorted(tmp_path.glob("?.*")):
         rows, err, _ = call(run, "--input", file, "--key", "x")
         told = {"sample", "prediction"} | ({"label"} if file.name == "b.npz" else set())
-        assert rows == [{key: value for key, value in row.items() if key in told} for row in expected], (file, err)
+        assert rows == [
+            {key: value for key, value in row.items() if key in told} for row in expected
+        ], (file, err)
 
     rows = call(run, "--input", tmp_path / "a.npy", tmp_path / "c.pt", "--key", "x", "--num", 14)[0]
-    assert [row["prediction"] for row in rows] == [row["prediction"] for row in [*expected, *expected[:4]]]
+    assert [row["prediction"] for row in rows] == [
+        row["prediction"] for row in [*expected, *expected[:4]]
+    ]
 
 
 def test_scores_are_told_as_classes_and_other_predictions_by_their_values_or_their_range():
     scores, names = torch.tensor([1.0, 3.0, 2.0]), ["a", "b", "c"]
-    assert predict.describe(torch.tensor([0.25, 0.75, 0.0]), names, 1) == [{"class": "b", "index": 1, "prob": 0.75}]
+    assert predict.describe(torch.tensor([0.25, 0.75, 0.0]), names, 1) == [
+        {"class": "b", "index": 1, "prob": 0.75}
+    ]
     assert predict.describe(scores, ["a", "b"], None) == [1.0, 3.0, 2.0]
     assert predict.describe(scores, [], 1)[0]["class"] == "1"
     assert predict.describe(torch.tensor([1, 3, 2]), names, None) == [1, 3, 2]  # no scores
     best = torch.tensor([[0, 0], [2, 0]])
-    assert predict.describe(nn.functional.one_hot(best, 3).permute(2, 0, 1).float(), names, None) == [
+    assert predict.describe(
+        nn.functional.one_hot(best, 3).permute(2, 0, 1).float(), names, None
+    ) == [
         {"class": "a", "index": 0, "pixels": 0.75},
         {"class": "c", "index": 2, "pixels": 0.25},
     ]
     large = torch.arange(32.0).reshape(4, 8)
     prediction = {"boxes": large, "both": (torch.tensor(2), [1.5, "x", None]), "odd": torch.float32}
-    expected = {"boxes": {"shape": [4, 8], "min": 0.0, "max": 31.0, "mean": 15.5}, "both": [2, [1.5, "x", None]]}
+    expected = {
+        "boxes": {"shape": [4, 8], "min": 0.0, "max": 31.0, "mean": 15.5},
+        "both": [2, [1.5, "x", None]],
+    }
     assert predict.describe(prediction, names, None) == {**expected, "odd": "torch.float32"}
 
 
@@ -168,16 +202,29 @@ class FailsAtTwo(nn.Module):
         return torch.cat([batch["x"], bad], dim=1)
 
 
-def test_a_file_is_replaced_only_when_all_is_predicted_and_numbers_that_are_not_finite_are_null(tmp_path, call):
+def test_a_file_is_replaced_only_when_all_is_predicted_and_numbers_that_are_not_finite_are_null(
+    tmp_path, call
+):
     save(tmp_path, **{"MODEL.NAME": "FailsAtTwo", "INPUT.TEST_TRANSFORM": ""})
     file = tmp_path / "old.jsonl"
     file.write_text("kept")
-    words = [tmp_path, "--dataset", "tiny_test", "--output", file, "--opts", "TEST.IMS_PER_BATCH", 4]
+    words = [
+        tmp_path,
+        "--dataset",
+        "tiny_test",
+        "--output",
+        file,
+        "--opts",
+        "TEST.IMS_PER_BATCH",
+        4,
+    ]
     with pytest.raises(ZeroDivisionError):  # in the third batch
         call(*words)
     assert file.read_text() == "kept"
     call(*words[:5], "--num", 8, *words[5:])
-    assert [json.loads(line)["prediction"][4:] for line in file.read_text().splitlines()] == [[None, None]] * 8
+    assert [json.loads(line)["prediction"][4:] for line in file.read_text().splitlines()] == [
+        [None, None]
+    ] * 8
     assert [path.name for path in tmp_path.iterdir() if "old" in path.name] == [file.name]
 
 
@@ -251,7 +298,9 @@ if __name__ == "__main__":
 """
 
 
-def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_loader(tmp_path, call, monkeypatch):
+def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_loader(
+    tmp_path, call, monkeypatch
+):
     monkeypatch.setattr("sys.path", [*sys.path])
     script = tmp_path / "own_job.py"
     script.write_text(SCRIPT)
@@ -274,8 +323,13 @@ def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_
     assert call(*words, *options, "IMPORTS", "[own_job]")[0] == rows
     sys.modules.pop("own_job")
 
-    assert "if a subclass of DefaultTrainer builds the model, name its file: --script" in call(*words, *options)[1]
+    assert (
+        "if a subclass of DefaultTrainer builds the model, name its file: --script"
+        in call(*words, *options)[1]
+    )
     script.write_text(SCRIPT + "\nclass B(Base): pass\n")
-    assert "got several (B, Trainer); name one, such as " in mistake(call, *words, "--script", script)
+    assert "got several (B, Trainer); name one, such as " in mistake(
+        call, *words, "--script", script
+    )
     script.write_text("x = 1")
     assert "must define a subclass of DefaultTrainer" in mistake(call, *words, "--script", script)

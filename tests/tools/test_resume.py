@@ -18,15 +18,36 @@ from trainkit.engine import default_argument_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 # epochs of 12 iterations with random augmentation; periods without a common divisor
-OPTIONS = [*DIGITS, "SOLVER.MAX_ITER", 14, "SOLVER.IMS_PER_BATCH", 100, "INPUT.TRAIN_TRANSFORM", "DigitsTrainTransform"]
+OPTIONS = [
+    *DIGITS,
+    "SOLVER.MAX_ITER",
+    14,
+    "SOLVER.IMS_PER_BATCH",
+    100,
+    "INPUT.TRAIN_TRANSFORM",
+    "DigitsTrainTransform",
+]
 OPTIONS += ["SOLVER.CHECKPOINT_PERIOD", 3, "TEST.EVAL_PERIOD", 5, "LOG.PERIOD", 4, "LOG.WINDOW", 20]
 OPTIONS += ["CHECKPOINT.BEST_METRIC", "classification/top1"]
-ENDLESS = ["SOLVER.MAX_ITER", 100_000, "SOLVER.CHECKPOINT_PERIOD", 0, "TEST.EVAL_PERIOD", 0, "STOP_CHECK_PERIOD", 2]
+ENDLESS = [
+    "SOLVER.MAX_ITER",
+    100_000,
+    "SOLVER.CHECKPOINT_PERIOD",
+    0,
+    "TEST.EVAL_PERIOD",
+    0,
+    "STOP_CHECK_PERIOD",
+    2,
+]
 
 
 def arguments(folder, *options, **send):
     """Those of a run that is sent a signal from inside."""
-    hooks = [{"NAME": "SendSignal", **{key.upper(): value for key, value in send.items()}}] if send else []
+    hooks = (
+        [{"NAME": "SendSignal", **{key.upper(): value for key, value in send.items()}}]
+        if send
+        else []
+    )
     options = (*OPTIONS, "OUTPUT_DIR", folder, *options, "HOOKS", hooks)
     return [*map(str, options), "IMPORTS", "['projects.digits', 'tests.tools.digits_run']"]
 
@@ -40,7 +61,9 @@ def start():
     def start(folder, resume=False, num_workers=0, **send):
         """The exit code of a process that is sent a signal."""
         words = arguments(folder, "DATALOADER.NUM_WORKERS", num_workers, **send)
-        process = context.Process(target=_train, args=([*(["--resume"] if resume else []), *words],))
+        process = context.Process(
+            target=_train, args=([*(["--resume"] if resume else []), *words],)
+        )
         process.start()
         process.join()
         return process.exitcode
@@ -49,7 +72,9 @@ def start():
 
 
 def _train(arguments):
-    multiprocessing.set_start_method(None, force=True)  # of loader workers: else they are forked from such a one too
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # of loader workers: else they are forked from such a one too
     torch.set_num_threads(1)
     train_net.main(default_argument_parser().parse_args(arguments))
 
@@ -63,9 +88,16 @@ def whole(start, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_and_resumed_twice_inside_one_epoch_ends_as_the_whole_one(start, whole, tmp_path):
-    for iter, checkpoint, num_workers in ((4, "model_0000002.pth", 0), (10, "model_0000008.pth", 2)):
-        assert start(tmp_path, resume=True, num_workers=num_workers, signum="SIGKILL", iter=iter) == -9
+def test_a_run_that_is_killed_and_resumed_twice_inside_one_epoch_ends_as_the_whole_one(
+    start, whole, tmp_path
+):
+    for iter, checkpoint, num_workers in (
+        (4, "model_0000002.pth", 0),
+        (10, "model_0000008.pth", 2),
+    ):
+        assert (
+            start(tmp_path, resume=True, num_workers=num_workers, signum="SIGKILL", iter=iter) == -9
+        )
         assert (tmp_path / "last_checkpoint").read_text().strip() == checkpoint
     assert start(tmp_path, resume=True, num_workers=1) == 0
     assert content(tmp_path) == whole
@@ -74,7 +106,9 @@ def test_a_run_that_is_killed_and_resumed_twice_inside_one_epoch_ends_as_the_who
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("iter", "in_evaluation"), [(6, False), (9, True)])
-def test_a_run_that_sigterm_has_stopped_goes_on_as_if_nothing_had_happened(start, whole, tmp_path, iter, in_evaluation):
+def test_a_run_that_sigterm_has_stopped_goes_on_as_if_nothing_had_happened(
+    start, whole, tmp_path, iter, in_evaluation
+):
     assert start(tmp_path, signum="SIGTERM", iter=iter, in_evaluation=in_evaluation) == 143
     assert max(row["iteration"] for row in content(tmp_path)[1]) <= iter
     assert start(tmp_path, resume=True) == 0
@@ -92,7 +126,9 @@ def stop(tmp_path):
     def stop(command, *options, **send):
         command = [sys.executable, *command, *arguments(tmp_path, *options, **send)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environ)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, env=environ
+        )
         checkpoint = torch.load(tmp_path / (tmp_path / "last_checkpoint").read_text().strip())
         return done.returncode, done.stderr, checkpoint["iteration"]
 
@@ -108,18 +144,31 @@ def test_ctrl_c_ends_the_process_after_the_step_with_its_code_and_a_checkpoint(s
     assert "Stopped after 6 of 14 iterations: SIGINT" in log
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tools/train_net.py"]
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "tools/train_net.py",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "signum"), [(["tools/train_net.py", "--num-gpus", "2"], "SIGINT"), (TORCHRUN, "SIGTERM")]
+    ("command", "signum"),
+    [(["tools/train_net.py", "--num-gpus", "2"], "SIGINT"), (TORCHRUN, "SIGTERM")],
 )
-def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(stop, tmp_path, command, signum):
+def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(
+    stop, tmp_path, command, signum
+):
     code, error, iteration = stop(command, *ENDLESS, signum=signum, iter=5, to_launcher=True)
     if signum == "SIGINT":
         assert (code, "Traceback" in error) == (130, False)
     assert code != 0  # torchrun has a code of its own
     assert 5 <= iteration < 99_999
     for log in ("log.txt", "log.txt.rank1"):
-        assert f"Stopped after {iteration + 1} of 100000 iterations: SIGTERM" in (tmp_path / log).read_text()
+        assert (
+            f"Stopped after {iteration + 1} of 100000 iterations: SIGTERM"
+            in (tmp_path / log).read_text()
+        )

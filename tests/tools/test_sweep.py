@@ -60,7 +60,10 @@ def test_a_grid_has_every_combination_and_names_say_the_settings():
         ("0.1", "(1,2)"), ("0.1", "(3,)"), ("0.2", "(1,2)"), ("0.2", "(3,)")
     ]  # fmt: skip
     assert sweep.name_run({"A.LR": "0.1", "B": "-2"}) == "A.LR=0.1,B=-2"
-    names = [*map(sweep.name_run, runs), *(sweep.name_run({"KEY": "x" * 200 + end}) for end in "ab")]
+    names = [
+        *map(sweep.name_run, runs),
+        *(sweep.name_run({"KEY": "x" * 200 + end}) for end in "ab"),
+    ]
     assert len({*names}) == 6
     assert names[0].startswith("A.LR=0.1,STEPS=_1,2_-")
     assert max(map(len, names)) < 100
@@ -70,7 +73,9 @@ def test_draws_are_in_their_ranges_and_a_larger_number_begins_with_those_of_a_sm
     specs = {"LOG": "log:1e-4..1", "FLAT": "0.5..1", "WHOLE": "2..4", "ONE_OF": "a,b"}
     runs = sweep.draw(specs, 300, seed=1)
     assert sweep.draw(specs, 5, seed=1) == runs[:5] != sweep.draw(specs, 5, seed=2)
-    assert 120 < sum(float(settings["LOG"]) < 1e-2 for settings in runs) < 180  # half of the decades
+    assert (
+        120 < sum(float(settings["LOG"]) < 1e-2 for settings in runs) < 180
+    )  # half of the decades
     assert all(1e-4 <= float(settings["LOG"]) <= 1 for settings in runs)
     assert all(0.5 <= float(settings["FLAT"]) <= 1 for settings in runs)
     for key, values in (("WHOLE", {"2", "3", "4"}), ("ONE_OF", {"a", "b"})):
@@ -84,7 +89,10 @@ def test_draws_are_in_their_ranges_and_a_larger_number_begins_with_those_of_a_sm
         (["SEED=1..3"], "SEED=1..3 is a range, which has no grid"),
         (["SEED=1,2", "--random", "3"], "--random is 3, but only 2 settings are different"),
         (["SOLVER.BASE_L=0.1,0.2"], "unknown key SOLVER.BASE_L; did you mean 'SOLVER.BASE_LR'"),
-        (["SEED=1", "--metric", "speed"], "'speed' does not tell whether more or less is better; give --mode"),
+        (
+            ["SEED=1", "--metric", "speed"],
+            "'speed' does not tell whether more or less is better; give --mode",
+        ),
     ],
 )
 def test_a_mistake_is_an_error_before_anything_is_trained(tmp_path, words, error):
@@ -94,14 +102,29 @@ def test_a_mistake_is_an_error_before_anything_is_trained(tmp_path, words, error
 
 
 def test_a_dry_run_prints_commands_that_train_net_understands(tmp_path, capsys):
-    assert run(tmp_path, "SEED=1,2", "--dry-run", "--", "--num-gpus", "2", "SOLVER.MAX_ITER", 4) == 0
-    command = f"train_net.py --resume --num-gpus 2 SOLVER.MAX_ITER 4 OUTPUT_DIR {tmp_path}/SEED=1 SEED 1"
+    assert (
+        run(tmp_path, "SEED=1,2", "--dry-run", "--", "--num-gpus", "2", "SOLVER.MAX_ITER", 4) == 0
+    )
+    command = (
+        f"train_net.py --resume --num-gpus 2 SOLVER.MAX_ITER 4 OUTPUT_DIR {tmp_path}/SEED=1 SEED 1"
+    )
     assert capsys.readouterr().out.splitlines()[0].endswith(command)
 
 
 @pytest.mark.slow
-def test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again(tmp_path, stub, capsys):
-    words = (tmp_path, "SOLVER.BASE_LR=0.1,2,0.5", "--script", stub, "--processes", 2, "--devices", "3")
+def test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again(
+    tmp_path, stub, capsys
+):
+    words = (
+        tmp_path,
+        "SOLVER.BASE_LR=0.1,2,0.5",
+        "--script",
+        stub,
+        "--processes",
+        2,
+        "--devices",
+        "3",
+    )
     assert run(*words, "--", "SEED", 1) == 1
     with (tmp_path / "sweep.csv").open(newline="") as file:
         table = [*csv.reader(file)]
@@ -123,7 +146,9 @@ def test_the_table_has_the_best_run_first_and_what_has_failed_is_tried_again(tmp
     printed = capsys.readouterr().out
     assert "4 runs, 2 of them finished" in printed
     assert "No run has the metric of the column 'best lost'" in printed
-    with pytest.raises(ConfigError, match=r"has the sweep of another command: .*stub.py SEED 1; this one is"):
+    with pytest.raises(
+        ConfigError, match=r"has the sweep of another command: .*stub.py SEED 1; this one is"
+    ):
         run(*more, "--", "SEED", 2)
 
 

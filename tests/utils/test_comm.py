@@ -15,7 +15,11 @@ def test_without_a_process_group_there_is_one_process():
     data = object()
     assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (1, 0, True)
     assert (comm.get_local_size(), comm.get_local_rank()) == (1, 0)
-    assert (comm.all_gather(data), comm.gather(data), comm.broadcast(data)) == ([data], [data], data)
+    assert (comm.all_gather(data), comm.gather(data), comm.broadcast(data)) == (
+        [data],
+        [data],
+        data,
+    )
     comm.synchronize()
     values = {"b": torch.tensor(1.0), "a": torch.tensor(2.0)}
     assert list(comm.reduce_dict(values).items()) == [("a", values["a"]), ("b", values["b"])]
@@ -30,7 +34,9 @@ def test_the_shared_seed_follows_numpys_seed_and_moves_on():
     assert seeds == [comm.shared_random_seed(), comm.shared_random_seed()]
 
 
-def test_a_local_group_ends_with_its_process_group_and_without_one_torchrun_says_the_rank(monkeypatch):
+def test_a_local_group_ends_with_its_process_group_and_without_one_torchrun_says_the_rank(
+    monkeypatch,
+):
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -47,12 +53,18 @@ def test_a_local_group_ends_with_its_process_group_and_without_one_torchrun_says
 def in_three_groups(rank, folder):
     """Backend "other" stands for one that is not Gloo, so that comm makes a Gloo group of its own."""
     dist.Backend.register_backend(
-        "other", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout), devices=["cpu"]
+        "other",
+        lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout),
+        devices=["cpu"],
     )
     dist.destroy_process_group()  # that of `on_two_ranks`
     for index, backend in enumerate(("other", "other", "gloo")):
         dist.init_process_group(
-            backend, init_method=f"file://{folder}/store{index}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+            backend,
+            init_method=f"file://{folder}/store{index}",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=60),
         )
         _check_two_ranks(rank)
         if index < 2:
@@ -62,7 +74,10 @@ def in_three_groups(rank, folder):
 def _check_two_ranks(rank):
     assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (2, rank, rank == 0)
     assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 2)
-    assert comm.all_gather({"rank": rank, "pad": "x" * rank}) == [{"rank": 0, "pad": ""}, {"rank": 1, "pad": "x"}]
+    assert comm.all_gather({"rank": rank, "pad": "x" * rank}) == [
+        {"rank": 0, "pad": ""},
+        {"rank": 1, "pad": "x"},
+    ]
     assert comm.gather(rank, dst=1) == ([0, 1] if rank == 1 else [])
     assert comm.broadcast(f"from {rank}", src=1) == "from 1"
     np.random.seed(rank)

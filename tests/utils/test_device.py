@@ -14,15 +14,23 @@ Pair = namedtuple("Pair", "x y")
 def test_auto_takes_the_accelerator_that_torch_sees_else_the_cpu(monkeypatch):
     for found, device in (("xpu", "xpu"), (None, "cpu")):
         accelerator = found and torch.device(found)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, a=accelerator: a)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available, a=accelerator: a
+        )
         assert resolve_device("auto") == torch.device(device)
     buffers_only = nn.Module()
     buffers_only.register_buffer("mean", torch.zeros(1, device="meta"))
-    assert [device_of(module) for module in (nn.Linear(1, 1), buffers_only, nn.ReLU())] == [CPU, META, None]
+    assert [device_of(module) for module in (nn.Linear(1, 1), buffers_only, nn.ReLU())] == [
+        CPU,
+        META,
+        None,
+    ]
 
 
 def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     assert resolve_device(META) == META
@@ -51,11 +59,24 @@ def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_ki
         "packed": pack_sequence([torch.ones(3, 2), torch.ones(2, 2)]),  # a tuple that moves itself
     }
     moved = move_to_device(data, META)
-    found = [moved["list"][0], moved["tuple"][0], moved["pair"].x, moved["ordered"]["x"], moved["user"]["x"]]
-    assert [tensor.device for tensor in [*found, moved["default"]["x"], moved["packed"].data]] == [META] * 7
+    found = [
+        moved["list"][0],
+        moved["tuple"][0],
+        moved["pair"].x,
+        moved["ordered"]["x"],
+        moved["user"]["x"],
+    ]
+    assert [tensor.device for tensor in [*found, moved["default"]["x"], moved["packed"].data]] == [
+        META
+    ] * 7
     kinds = [list, tuple, Pair, OrderedDict, UserDict, dict, str, type(data["packed"])]
     assert [type(moved[name]) for name in data] == kinds
-    assert (moved["list"][1], moved["tuple"][1], moved["pair"].y, moved["object"]) == (2, "text", None, "moved to meta")
+    assert (moved["list"][1], moved["tuple"][1], moved["pair"].y, moved["object"]) == (
+        2,
+        "text",
+        None,
+        "moved to meta",
+    )
     assert moved["packed"].batch_sizes.tolist() == [2, 2, 1]  # torch wants these on the CPU
     tensor = data["list"][0]
     assert move_to_device({"x": tensor}, torch.device("cpu"))["x"] is tensor

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from trainkit.utils.collect_env import collect_env_info
-from trainkit.utils.env import TORCH_VERSION, get_rng_state, preserve_rng_state, seed_all_rng, set_rng_state
+from trainkit.utils.env import (
+    TORCH_VERSION,
+    get_rng_state,
+    preserve_rng_state,
+    seed_all_rng,
+    set_rng_state,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,12 @@ def filled(values, **kwargs):
 def test_median_and_average_are_over_the_last_values_and_the_global_average_over_all():
     history = filled([100.0, 7.0, 1.0, 3.0])
     assert [history.median(window) for window in (1, 3, 4, 1000)] == [3.0, 3.0, 5.0, 5.0]
-    assert (history.avg(2), history.avg(1000), history.global_avg(), history.latest()) == (2.0, 27.75, 27.75, 3.0)
+    assert (history.avg(2), history.avg(1000), history.global_avg(), history.latest()) == (
+        2.0,
+        27.75,
+        27.75,
+        3.0,
+    )
 
 
 def test_a_full_history_holds_the_newest_values_and_its_global_average_counts_all():
@@ -59,7 +64,10 @@ def read(history):
 
 @pytest.mark.parametrize("count", [1, 10, 19, 57])
 def test_a_history_goes_on_bit_for_bit_after_a_round_trip_whatever_it_has_dropped(count):
-    first, second = filled([0.1 * i for i in range(count)], max_length=10), filled([5.0], max_length=10)
+    first, second = (
+        filled([0.1 * i for i in range(count)], max_length=10),
+        filled([5.0], max_length=10),
+    )
     state = first.state_dict()
     second.load_state_dict(state)
     shorter = HistoryBuffer(max_length=1)

@@ -17,7 +17,10 @@ def test_the_innermost_open_storage_is_found_until_it_is_closed():
         assert get_event_storage() is outer
         assert has_event_storage()
     assert not has_event_storage()
-    with pytest.raises(RuntimeError, match=r"no EventStorage is open; .*`with EventStorage\(\):`.*has_event_storage"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"no EventStorage is open; .*`with EventStorage\(\):`.*has_event_storage",
+    ):
         get_event_storage()
 
 
@@ -41,8 +44,14 @@ def test_scalars_are_kept_with_the_iteration_in_which_they_were_put_and_others_r
         storage.put_scalar("iteration", 1.0)
     assert storage.history("loss").values() == [(2.0, 3), (4.0, 7)]
     assert storage.latest() == {"loss": (4.0, 7), "lr": (0.5, 7), "late": (1.0, 5)}
-    assert (storage.iter, storage.iteration, type(storage.history("loss").values()[0][0])) == (8, 8, float)
-    with pytest.raises(KeyError, match=r"no scalar is called 'c'; there are \['late', 'loss', 'lr'\]"):
+    assert (storage.iter, storage.iteration, type(storage.history("loss").values()[0][0])) == (
+        8,
+        8,
+        float,
+    )
+    with pytest.raises(
+        KeyError, match=r"no scalar is called 'c'; there are \['late', 'loss', 'lr'\]"
+    ):
         storage.history("c")
 
 
@@ -56,8 +65,17 @@ def test_smoothing_is_the_median_over_the_last_iterations_and_not_over_the_last_
     storage.iter = 1000
     storage.put_scalar("new", 5.0)  # a window ends at the newest value of its own name
     smoothed = storage.latest_with_smoothing_hint(20)
-    assert smoothed == {"each": (49.5, 59), "tenth": (54.0, 59), "lr": (59.0, 59), "new": (5.0, 1000)}
-    assert [storage.count_samples(*of) for of in (("each", 20), ("tenth", 20), ("tenth", 21))] == [20, 2, 3]
+    assert smoothed == {
+        "each": (49.5, 59),
+        "tenth": (54.0, 59),
+        "lr": (59.0, 59),
+        "new": (5.0, 1000),
+    }
+    assert [storage.count_samples(*of) for of in (("each", 20), ("tenth", 20), ("tenth", 21))] == [
+        20,
+        2,
+        3,
+    ]
     assert storage.smoothing_hints() == {"each": True, "tenth": True, "lr": False, "new": True}
 
 
@@ -78,7 +96,9 @@ def test_rows_that_share_names_keep_the_order_in_which_they_were_put(with_worker
         for storage.iter in range(3000):
             storage.put_scalar("b", -storage.iter)
             storage.put_scalar("b", 10.0 + storage.iter)
-            storage.put_scalar(f"bit{storage.iter % 3}", storage.iter)  # other names in each iteration
+            storage.put_scalar(
+                f"bit{storage.iter % 3}", storage.iter
+            )  # other names in each iteration
         pairs = [value for iter in range(3000) for value in ((-iter, iter), (10.0 + iter, iter))]
         assert storage.history("b").values() == pairs
         assert storage.history("bit1").values() == [(iter, iter) for iter in range(1, 3000, 3)]
@@ -104,7 +124,10 @@ def test_a_histogram_of_a_tensor_of_any_shape_counts_every_element():
     [histogram] = storage.histograms()
     assert (histogram.name, histogram.iter) == ("weight", 9)
     numbers = {"min": 0.0, "max": 5.0, "num": 6, "sum": 15.0, "sum_squares": 55.0}
-    buckets = {"bucket_limits": [1.0, 2.0, 3.0, 4.0, 5.0], "bucket_counts": [1.0, 1.0, 1.0, 1.0, 2.0]}
+    buckets = {
+        "bucket_limits": [1.0, 2.0, 3.0, 4.0, 5.0],
+        "bucket_counts": [1.0, 1.0, 1.0, 1.0, 2.0],
+    }
     assert histogram.raw == numbers | buckets
 
 
@@ -118,7 +141,10 @@ def test_name_scope_applies_to_scalars_images_and_histograms_and_is_left_by_an_e
         storage.put_histogram("histogram", torch.zeros(1))
     storage.put_scalar("loss", 2.0)
     assert storage.latest() == {"head/loss": (1.0, 0), "loss": (2.0, 0)}
-    assert [storage.images()[0].name, storage.histograms()[0].name] == ["head/image", "head/histogram"]
+    assert [storage.images()[0].name, storage.histograms()[0].name] == [
+        "head/image",
+        "head/histogram",
+    ]
 
 
 def put_and_publish(with_worker):
@@ -130,7 +156,13 @@ def put_and_publish(with_worker):
 
         def read():
             here = get_event_storage()
-            seen.append((here.iter, here.latest_with_smoothing_hint(4), [image.iter for image in here.images()]))
+            seen.append(
+                (
+                    here.iter,
+                    here.latest_with_smoothing_hint(4),
+                    [image.iter for image in here.images()],
+                )
+            )
             here.clear_images()
             with EventStorage() as inner:  # the innermost one
                 get_event_storage().put_scalar("inner", 1.0)
@@ -153,7 +185,9 @@ def test_a_reader_sees_what_was_put_before_it_and_the_loop_does_not_wait_for_it(
         storage.start_worker()
         storage.put_scalar("loss", 1.0)
         storage.publish(lambda: go.wait(120) and get_event_storage().put_scalar("late", 1.0))
-        storage.publish(lambda: seen.append((get_event_storage().iter, get_event_storage().latest())))
+        storage.publish(
+            lambda: seen.append((get_event_storage().iter, get_event_storage().latest()))
+        )
         storage.iter = 1
         storage.put_scalar("loss", 2.0)
         assert seen == []
@@ -162,7 +196,9 @@ def test_a_reader_sees_what_was_put_before_it_and_the_loop_does_not_wait_for_it(
             assert storage.latest() == {"loss": (2.0, 1), "late": (1.0, 0)}
     assert seen == [(0, {"loss": (1.0, 0), "late": (1.0, 0)})]
     assert meanwhile.latest() == {}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trainkit-metrics")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("trainkit-metrics")
+    ]
 
 
 def test_the_first_error_of_a_worker_is_raised_once_and_what_follows_is_stored(caplog):
@@ -221,7 +257,9 @@ def put(storage, iters):
         if storage.iter % 5 == 4:
             storage.put_scalar("top1", storage.iter, smoothing_hint=False)
             image = torch.full((1, 2, 2), storage.iter / 10)
-            storage.put_image("image", [image, image.numpy(), image.as_subclass(Picture)][storage.iter // 5 % 3])
+            storage.put_image(
+                "image", [image, image.numpy(), image.as_subclass(Picture)][storage.iter // 5 % 3]
+            )
             storage.put_histogram("histogram", torch.arange(3.0) * storage.iter, bins=3)
 
 
@@ -249,7 +287,10 @@ def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(with_worker):
         state = first.state_dict()
         second.load_state_dict(through_a_file(state))
 
-        assert (read_all(second), second.iter) == (read_all(first), 9)  # the iteration is the loop's
+        assert (read_all(second), second.iter) == (
+            read_all(first),
+            9,
+        )  # the iteration is the loop's
         put(first, range(33, 41))
         assert read_all(second) != read_all(first)
         put(second, range(33, 41))

@@ -58,13 +58,18 @@ def test_a_line_names_the_level_and_the_logger_on_stdout_by_its_last_word(tmp_pa
     logger.warning("a %s", "b")
     assert capsys.readouterr().out[15:] == " part] WARNING: a b\n"
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line[15:] for line in lines] == [f" {NAME}.a.part]: only in the file", f" {NAME}.a.part] WARNING: a b"]
+    assert [line[15:] for line in lines] == [
+        f" {NAME}.a.part]: only in the file",
+        f" {NAME}.a.part] WARNING: a b",
+    ]
     setup_logger(name=NAME, abbrev_name="short")
     logger.info("text")
     assert capsys.readouterr().out[15:] == " short.a.part]: text\n"
 
 
-def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(tmp_path, capsys, monkeypatch):
+def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(
+    tmp_path, capsys, monkeypatch
+):
     class Full(io.StringIO):
         def flush(self):
             raise BrokenPipeError(32, "Broken pipe")

@@ -28,12 +28,16 @@ def test_the_rule_is_that_of_openmmlab_for_every_period_and_offset():
     cases = [(done, n, start) for done in range(1, 30) for n in range(-1, 8) for start in range(12)]
     assert [is_nth(*case) for case in cases] == [every_n(*case) for case in cases]
     assert [periods_done(done, 3, 5) for done in (4, 5, 7, 8)] == [-1, 0, 0, 1]
-    assert [is_nth(*case) for case in cases] != [every_n(done, n, start + 1) for done, n, start in cases]
+    assert [is_nth(*case) for case in cases] != [
+        every_n(done, n, start + 1) for done, n, start in cases
+    ]
 
 
 def trainer_at(iter, max_iter=10, iters_per_epoch=3):
     epoch = periods_done(iter, iters_per_epoch)
-    return SimpleNamespace(iter=iter, max_iter=max_iter, iters_per_epoch=iters_per_epoch, epoch=epoch)
+    return SimpleNamespace(
+        iter=iter, max_iter=max_iter, iters_per_epoch=iters_per_epoch, epoch=epoch
+    )
 
 
 def iters_in_which(rule):
@@ -44,17 +48,26 @@ def test_an_iteration_is_counted_from_0_and_is_due_when_it_is_the_last_of_a_peri
     assert iters_in_which(lambda trainer: is_due(trainer, 4)) == [3, 7]
     assert iters_in_which(lambda trainer: is_due(trainer, 4, or_last=True)) == [3, 7, 9]
     assert iters_in_which(lambda trainer: is_due(trainer, 2, offset=5)) == [4, 6, 8]
-    assert iters_in_which(lambda trainer: is_due(trainer, 2, offset=5, or_last=True)) == [4, 6, 8, 9]
+    assert iters_in_which(lambda trainer: is_due(trainer, 2, offset=5, or_last=True)) == [
+        4,
+        6,
+        8,
+        9,
+    ]
     assert iters_in_which(lambda trainer: is_due(trainer, 0)) == []
     assert iters_in_which(lambda trainer: is_due(trainer, 0, or_last=True)) == [9]
     assert [iter for iter in range(12) if is_last(trainer_at(iter))] == [9, 10, 11]
 
 
-@pytest.mark.parametrize("per_epoch", [Fraction(4, 3), Fraction(5, 2), Fraction(341, 399), Fraction(7)])
+@pytest.mark.parametrize(
+    "per_epoch", [Fraction(4, 3), Fraction(5, 2), Fraction(341, 399), Fraction(7)]
+)
 def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch):
     for offset in (0, 3 * per_epoch):
         ends = {round(offset + n * per_epoch) for n in range(0 if offset else 1, 400)} - {0}
-        assert {done for done in range(100) if is_nth(done, per_epoch, offset)} == {end for end in ends if end < 100}
+        assert {done for done in range(100) if is_nth(done, per_epoch, offset)} == {
+            end for end in ends if end < 100
+        }
     starts = [0, *(max(1, round(n * per_epoch)) for n in range(1, 400))]
     assert [trainer_at(iter, iters_per_epoch=per_epoch).epoch for iter in range(100)] == [
         max(n for n, start in enumerate(starts) if start <= iter) for iter in range(100)
@@ -62,9 +75,16 @@ def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch):
 
 
 def test_no_period_ends_before_the_first_iteration_and_progress_is_said_in_words():
-    assert not any(is_nth(done, period) for done in (0, -3) for period in (3, whole_or_rounded(Fraction(3, 2))))
+    assert not any(
+        is_nth(done, period) for done in (0, -3) for period in (3, whole_or_rounded(Fraction(3, 2)))
+    )
     said = say_done(1), say_done(2), say_done(0, 1), say_done(1, 2)
-    assert said == ("after 1 iteration", "after 2 iterations", "after 0 of 1 iteration", "after 1 of 2 iterations")
+    assert said == (
+        "after 1 iteration",
+        "after 2 iterations",
+        "after 0 of 1 iteration",
+        "after 1 of 2 iterations",
+    )
 
 
 def test_anything_else_is_refused_by_the_name_of_the_argument():
@@ -78,7 +98,9 @@ def test_the_length_of_an_epoch_is_an_int_for_everybody_and_as_a_period_it_does_
     length = whole_or_rounded(Fraction(10, 3))
     assert (length, f"{length:d}", [*range(length)], 7 % length) == (3, "3", [0, 1, 2], 1)
     assert [done for done in range(1, 12) if is_nth(done, length)] == [3, 7, 10]
-    assert copy.deepcopy(length).exact == pickle.loads(pickle.dumps(length)).exact == Fraction(10, 3)
+    assert (
+        copy.deepcopy(length).exact == pickle.loads(pickle.dumps(length)).exact == Fraction(10, 3)
+    )
     assert whole_or_rounded(Fraction(1, 3)) == 1
 
 

@@ -28,10 +28,17 @@ def released(tmp_path, monkeypatch):
     release_folder(tmp_path / "own")
 
 
-def test_a_second_process_is_refused_before_it_touches_anything_and_gets_the_folder_after_a_kill(tmp_path):
+def test_a_second_process_is_refused_before_it_touches_anything_and_gets_the_folder_after_a_kill(
+    tmp_path,
+):
     assert not is_owned_by_another(tmp_path)
-    cfgs = {key: tiny_cfg(tmp_path / "own", key, str(tmp_path)) for key in ("OUTPUT_DIR", "CHECKPOINT.DIR")}
-    with subprocess.Popen([sys.executable, "-c", OWN, tmp_path], stdout=subprocess.PIPE, text=True) as owner:
+    cfgs = {
+        key: tiny_cfg(tmp_path / "own", key, str(tmp_path))
+        for key in ("OUTPUT_DIR", "CHECKPOINT.DIR")
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", OWN, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as owner:
         try:
             assert owner.stdout.readline() == "owned\n"
             with pytest.raises(OSError, match=f"{tmp_path.name}' belongs to another run"):

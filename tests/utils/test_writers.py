@@ -38,7 +38,9 @@ def test_json_has_the_newest_values_smoothed_by_the_iterations_of_the_scalars(pa
             if storage.iter % 20 == 19:
                 writer.write()
                 writer.write()
-                assert len(read_strictly(path)) == 2 * (storage.iter // 20 + 1)  # complete, and nothing twice
+                assert len(read_strictly(path)) == 2 * (
+                    storage.iter // 20 + 1
+                )  # complete, and nothing twice
         storage.put_scalar("late", 5.0, cur_iter=17)
         writer.write()
         writer.close()
@@ -54,7 +56,13 @@ def test_json_has_the_newest_values_smoothed_by_the_iterations_of_the_scalars(pa
 
 
 def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_names(path):
-    row = {'say "hi"\\\n': 0.1 + 0.2, "größe": 5e-324, "iteration/1": -0.0, "a": 1e22, "A": 123456789.0}
+    row = {
+        'say "hi"\\\n': 0.1 + 0.2,
+        "größe": 5e-324,
+        "iteration/1": -0.0,
+        "a": 1e22,
+        "A": 123456789.0,
+    }
     writer = JSONWriter(path)
     for values in (row, {"bad": math.nan, "worse": -math.inf}):
         with EventStorage() as storage:
@@ -63,7 +71,9 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
             writer.close()
     first, second = path.read_text().splitlines()
     assert first == json.dumps({"iteration": 0, **row}, sort_keys=True)
-    assert second == '{"bad": null, "iteration": 0, "worse": null}'  # a second run goes on in the same file
+    assert (
+        second == '{"bad": null, "iteration": 0, "worse": null}'
+    )  # a second run goes on in the same file
 
 
 def train(storage, writer, iters):
@@ -104,7 +114,9 @@ def expected(tmp_path):
 
 
 @pytest.mark.parametrize(("state_at", "extra"), [(0, 5), (7, 1), (7, 5)])
-def test_the_file_of_a_resumed_run_is_byte_for_byte_that_of_an_uninterrupted_one(path, expected, state_at, extra):
+def test_the_file_of_a_resumed_run_is_byte_for_byte_that_of_an_uninterrupted_one(
+    path, expected, state_at, extra
+):
     kill_and_resume(path, state_at, state_at + extra)
     assert path.read_bytes() == expected
     cut = 0 if state_at // 3 == (state_at + extra) // 3 else 1
@@ -120,9 +132,16 @@ def test_lines_that_are_cut_off_are_kept_in_a_new_file_each_time(path):
     before = path.read_text().splitlines(keepends=True)
     for n in (1, 2):
         writer = JSONWriter(path)
-        state = {"length": len(before[0]), "taken": {}, "pending": []}  # as earlier versions wrote it
+        state = {
+            "length": len(before[0]),
+            "taken": {},
+            "pending": [],
+        }  # as earlier versions wrote it
         writer.load_state_dict(state)
-        assert writer.state_dict() == {"length": len(before[0]), "taken": {}}  # a checkpoint before the first write
+        assert writer.state_dict() == {
+            "length": len(before[0]),
+            "taken": {},
+        }  # a checkpoint before the first write
         assert len([*path.parent.iterdir()]) == n  # nothing is touched before the first write
         with EventStorage(start_iter=n) as storage:
             storage.put_scalar("lr", 1.0)
@@ -134,7 +153,9 @@ def test_lines_that_are_cut_off_are_kept_in_a_new_file_each_time(path):
     assert path.read_text() == before[0] + '{"iteration": 2, "lr": 1.0}\n'
 
 
-def test_a_line_that_the_kill_has_left_incomplete_is_cut_off_and_a_lost_file_starts_again(path, expected):
+def test_a_line_that_the_kill_has_left_incomplete_is_cut_off_and_a_lost_file_starts_again(
+    path, expected
+):
     kill_and_resume(path, 7, 12, meanwhile=lambda: path.write_bytes(path.read_bytes()[:-5]))
     assert path.read_bytes() == expected
     shutil.rmtree(path.parent)
@@ -176,7 +197,9 @@ def test_a_write_without_room_leaves_no_part_of_a_line(path, expected, file_size
     train(storage, writer, range(9, 20))
     writer.close()
     lines = expected.splitlines(keepends=True)
-    assert path.read_bytes() == b"".join(line for line in lines if not re.search(rb'"iteration": [78]\b', line))
+    assert path.read_bytes() == b"".join(
+        line for line in lines if not re.search(rb'"iteration": [78]\b', line)
+    )
 
 
 @pytest.fixture
@@ -190,12 +213,16 @@ def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
     printer = CommonMetricPrinter(max_iter=4000, window_size=3)
     with EventStorage() as storage:
         for storage.iter, loss in enumerate([9.0, 0.123456, 8.0, 2.5]):
-            storage.put_scalars(time=600.0 if storage.iter == 3 else 0.5, data_time=0.25 * storage.iter)
+            storage.put_scalars(
+                time=600.0 if storage.iter == 3 else 0.5, data_time=0.25 * storage.iter
+            )
             storage.put_scalars(rank_data_time=7.0, perplexity=20.25)
             storage.put_scalar("lr", 0.00123456, smoothing_hint=False)
             storage.put_scalar("total_loss", loss)
             storage.put_scalar("[metric]scale", 65536.0)
-            storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)  # a result, not a running value
+            storage.put_scalar(
+                "digits/top1", 99.0, smoothing_hint=False
+            )  # a result, not a running value
         printer.write()
     assert lines() == [
         " eta: 0:33:18  after 4 of 4000 iterations  perplexity: 20.25  total_loss: 2.5  [metric]scale: 6.554e+04  "
@@ -203,7 +230,9 @@ def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
     ]
 
 
-def test_console_line_has_the_epoch_if_there_are_some_and_the_peak_memory_of_cuda(lines, monkeypatch):
+def test_console_line_has_the_epoch_if_there_are_some_and_the_peak_memory_of_cuda(
+    lines, monkeypatch
+):
     printers = [CommonMetricPrinter(7, iters_per_epoch=3), CommonMetricPrinter(iters_per_epoch=3)]
     with EventStorage() as storage:
         for storage.iter in (0, 2, 3, 6):
@@ -212,7 +241,9 @@ def test_console_line_has_the_epoch_if_there_are_some_and_the_peak_memory_of_cud
         printers[1].write()
     epochs = ["[Epoch 1/3]", "[Epoch 1/3]", "[Epoch 2/3]", "[Epoch 3/3]", "[Epoch 3]"]
     assert [re.search(r"\[Epoch .+?\]", line)[0] for line in lines()] == epochs
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        "torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr("torch.accelerator.memory.max_memory_allocated", lambda: 3 * 2**20)
     with EventStorage() as storage:
         storage.put_scalar("time", 1.0)
@@ -233,7 +264,10 @@ def test_console_is_silent_when_nothing_is_left_to_train_and_before_there_is_a_r
         storage.put_scalar("loss", 1.0)
         storage.iter = 1  # the next iteration of a run that was stopped
         CommonMetricPrinter().write()
-    assert lines() == [" eta: 0:00:00  after 10 of 10 iterations  time: 1.0000 ", "after 1 iteration  loss: 1 "]
+    assert lines() == [
+        " eta: 0:00:00  after 10 of 10 iterations  time: 1.0000 ",
+        "after 1 iteration  loss: 1 ",
+    ]
 
 
 def test_console_logs_at_most_one_line_per_interval_and_the_last_one(lines, monkeypatch):

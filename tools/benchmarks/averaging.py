@@ -22,7 +22,9 @@ class ManyTensors(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.tensors = nn.ParameterList(torch.randn(64, 64, generator=generator) for _ in range(count))
+        self.tensors = nn.ParameterList(
+            torch.randn(64, 64, generator=generator) for _ in range(count)
+        )
 
 
 class _Untrained(TrainerBase):
@@ -36,7 +38,9 @@ class _Untrained(TrainerBase):
         pass
 
 
-def ema(rounds: int = 31, *, scratch: Path, updates: int = 100, num_tensors: int = 318) -> list[Row]:
+def ema(
+    rounds: int = 31, *, scratch: Path, updates: int = 100, num_tensors: int = 318
+) -> list[Row]:
     """The after_step of an `EMAHook` compared with torch._foreach_lerp_, and torch's own averaged model."""
     model = ManyTensors(num_tensors)
     trainer, hook = _Untrained(model), EMAHook(_DECAY)
@@ -52,7 +56,9 @@ def ema(rounds: int = 31, *, scratch: Path, updates: int = 100, num_tensors: int
 
     runners: dict[str, Runner] = {
         "EMAHook": lambda: _seconds(hook.after_step, updates),
-        "AveragedModel": lambda: _seconds(lambda: averaged.update_parameters(model), max(1, updates // 10)),
+        "AveragedModel": lambda: _seconds(
+            lambda: averaged.update_parameters(model), max(1, updates // 10)
+        ),
         "one _foreach_lerp_": lambda: _seconds(lerp, updates),
     }
     with one_thread():
@@ -61,7 +67,13 @@ def ema(rounds: int = 31, *, scratch: Path, updates: int = 100, num_tensors: int
     note = "tensors of 64 x 64"
     return [
         compare(f"{tensors}: EMAHook", found, "EMAHook", "one _foreach_lerp_", 1.3, note=note),
-        compare(f"{tensors}: torch's AveragedModel", found, "AveragedModel", "one _foreach_lerp_", note=note),
+        compare(
+            f"{tensors}: torch's AveragedModel",
+            found,
+            "AveragedModel",
+            "one _foreach_lerp_",
+            note=note,
+        ),
     ]
 
 

@@ -14,7 +14,9 @@ from benchmarks.measure import Row, Runner, alternate, compare
 from trainkit.checkpoint import Checkpointer
 
 
-def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: int = 24) -> list[Row]:
+def save(
+    rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: int = 24
+) -> list[Row]:
     """A save compared with torch.save and fsync of the same state, and an asynchronous with a synchronous save.
 
     On a GPU, an asynchronous save is timed until the device has finished what the next step has to wait for. There, a
@@ -27,8 +29,12 @@ def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: in
     model, optimizer = _trained(num_layers, device)
     plain = scratch / "plain.pth"
     synchronous = Checkpointer(model, scratch / "synchronous", optimizer=optimizer)
-    asynchronous = Checkpointer(model, scratch / "asynchronous", format="async_save", optimizer=optimizer)
-    asynchronous.save("first")  # the copy of this save allocates memory, which later copies use again
+    asynchronous = Checkpointer(
+        model, scratch / "asynchronous", format="async_save", optimizer=optimizer
+    )
+    asynchronous.save(
+        "first"
+    )  # the copy of this save allocates memory, which later copies use again
 
     def timed(action: Callable[[], object]) -> Runner:
         def run() -> float:
@@ -44,7 +50,9 @@ def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: in
 
     runners = {
         "torch.save": timed(
-            lambda: _torch_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, plain)
+            lambda: _torch_save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, plain
+            )
         ),
         "synchronous": timed(lambda: synchronous.save("model")),
         "asynchronous": timed(lambda: asynchronous.save("model")),
@@ -58,7 +66,11 @@ def save(rounds: int = 15, *, scratch: Path, device: str = "cpu", num_layers: in
     _empty(scratch)
     note = f"{12 * num_layers} MiB, {device}"
     goal = 1 / 5 if device == "cpu" else 1 / 20
-    rows = [compare("stall of an asynchronous save", found, "asynchronous", "synchronous", goal, note=note)]
+    rows = [
+        compare(
+            "stall of an asynchronous save", found, "asynchronous", "synchronous", goal, note=note
+        )
+    ]
     if device == "cpu":
         rows.append(compare("synchronous save", found, "synchronous", "torch.save", 1.2, note=note))
         rows.append(_save_of_a_job(scratch, 4 * rounds))

@@ -23,7 +23,9 @@ _NO_GPU = "no GPU"
 _WARM_UP = 40  # steps in which kernels are chosen, memory is allocated, and two writes are done
 
 SYNCHRONIZATIONS = Row("host synchronizations in 100 steps on CUDA", None, 0, "", note=_NO_GPU)
-RUN_AHEAD = Row("steps that the host finishes while the device sleeps", None, 2, "", at_least=True, note=_NO_GPU)
+RUN_AHEAD = Row(
+    "steps that the host finishes while the device sleeps", None, 2, "", at_least=True, note=_NO_GPU
+)
 THROUGHPUT = Row("GPU throughput over a bare loop", None, 0.99, at_least=True, note=_NO_GPU)
 SAVE = Row("stall of an asynchronous save on CUDA", None, 1 / 20, note=_NO_GPU)
 
@@ -45,7 +47,13 @@ def cuda(rounds: int = 9, *, scratch: Path) -> list[Row]:
 class _Run(DefaultTrainer):
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        layers = [nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 1)]
+        layers = [
+            nn.Linear(64, 256),
+            nn.BatchNorm1d(256),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(256, 1),
+        ]
         return _Losses(nn.Sequential(*layers)).to(cfg.MODEL.DEVICE)
 
     @classmethod
@@ -64,7 +72,9 @@ class _Losses(nn.Module):
         return {"loss_square": outputs.square().mean(), "loss_abs": (outputs - 1).abs().mean()}
 
 
-def everything_on(output_dir: Path, device: str, more_hooks: Iterable[HookBase] = ()) -> DefaultTrainer:
+def everything_on(
+    output_dir: Path, device: str, more_hooks: Iterable[HookBase] = ()
+) -> DefaultTrainer:
     """All default hooks and writers, float16 with a gradient scaler, a fused optimizer, clipping, EMA, workers.
 
     No step of it saves or evaluates before the last one.
@@ -86,7 +96,9 @@ def everything_on(output_dir: Path, device: str, more_hooks: Iterable[HookBase] 
 class Between(HookBase):
     """Calls ``begin()`` before an iteration and ``end()`` after a later one, then stops the run."""
 
-    def __init__(self, first: int, last: int, begin: Callable[[], object], end: Callable[[], object]) -> None:
+    def __init__(
+        self, first: int, last: int, begin: Callable[[], object], end: Callable[[], object]
+    ) -> None:
         self._first, self._last, self._begin, self._end = first, last, begin, end
 
     def before_step(self) -> None:
@@ -105,7 +117,9 @@ def _forbid_waiting() -> None:
         torch.cuda.set_sync_debug_mode("error")
 
 
-def synchronizations(output_dir: Path, more_hooks: Iterable[HookBase] = (), steps: int = 100) -> Row:
+def synchronizations(
+    output_dir: Path, more_hooks: Iterable[HookBase] = (), steps: int = 100
+) -> Row:
     """(1, the message) if anything waits for the device in ``steps`` steps after the warm-up; else 0."""
     watch = Between(
         _WARM_UP,
@@ -181,7 +195,11 @@ class _Convolutions(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, stride=2, padding=1)]
         for _ in range(12):
-            layers += [nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(8, channels), nn.ReLU()]
+            layers += [
+                nn.Conv2d(channels, channels, 3, padding=1),
+                nn.GroupNorm(8, channels),
+                nn.ReLU(),
+            ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, batch: Tensor) -> dict[str, Tensor]:
@@ -191,7 +209,13 @@ class _Convolutions(nn.Module):
 
 
 def throughput(
-    output_dir: Path, rounds: int, *, steps: int = 40, channels: int = 256, pictures: int = 64, device: str = "cuda"
+    output_dir: Path,
+    rounds: int,
+    *,
+    steps: int = 40,
+    channels: int = 256,
+    pictures: int = 64,
+    device: str = "cuda",
 ) -> Row:
     """The speed of `SimpleTrainer` with asynchronous writing and the hooks of the step rows, compared with a bare loop.
 
@@ -214,5 +238,9 @@ def throughput(
     trainer = SimpleTrainer(model, batches, optimizer, async_write_metrics=True)
     job.register_hooks(trainer, output_dir)
     chunks = job.Chunks(trainer, finish)
-    found = alternate({"SimpleTrainer": partial(chunks, steps), "bare loop": partial(bare, steps)}, rounds)
-    return compare(THROUGHPUT.name, found, "SimpleTrainer", "bare loop", THROUGHPUT.goal, at_least=True)
+    found = alternate(
+        {"SimpleTrainer": partial(chunks, steps), "bare loop": partial(bare, steps)}, rounds
+    )
+    return compare(
+        THROUGHPUT.name, found, "SimpleTrainer", "bare loop", THROUGHPUT.goal, at_least=True
+    )

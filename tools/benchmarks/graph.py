@@ -15,7 +15,13 @@ from trainkit.utils.device import move_to_device
 
 _WIDTH = 64
 
-GRAPH = Row("GraphTrainer on a launch-bound model on CUDA over the bare loop", None, 3, at_least=True, note="no GPU")
+GRAPH = Row(
+    "GraphTrainer on a launch-bound model on CUDA over the bare loop",
+    None,
+    3,
+    at_least=True,
+    note="no GPU",
+)
 EAGER = Row("SimpleTrainer on the same model over the bare loop", None, note="no GPU")
 
 
@@ -24,7 +30,10 @@ class LaunchBound(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU()) for _ in range(30)]
+        layers = [
+            nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU())
+            for _ in range(30)
+        ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, batch: Tensor) -> dict[str, Tensor]:

@@ -30,7 +30,9 @@ class Past(HookBase):
         storage = self.trainer.storage
         if storage.histories():  # the run continues
             return
-        smoothed = dict.fromkeys(("total_loss", "loss_mse", "loss_l1", "data_time", "rank_data_time", "time"), 1e-4)
+        smoothed = dict.fromkeys(
+            ("total_loss", "loss_mse", "loss_l1", "data_time", "rank_data_time", "time"), 1e-4
+        )
         as_they_are = {"lr": job.LR}
         for iter in range(max(0, self.trainer.start_iter - self._most), self.trainer.start_iter):
             storage.put_scalars(cur_iter=iter, **smoothed)
@@ -40,7 +42,12 @@ class Past(HookBase):
 
 
 def history(
-    rounds: int = 150, *, scratch: Path, steps: int = 200, old_steps: int = _OLD_STEPS, pairs: int = 4
+    rounds: int = 150,
+    *,
+    scratch: Path,
+    steps: int = 200,
+    old_steps: int = _OLD_STEPS,
+    pairs: int = 4,
 ) -> list[Row]:
     """Each trainer of the step rows with ``old_steps`` steps in its storage, compared with a trainer with 1,000 steps.
 
@@ -81,7 +88,9 @@ def memory(rounds: int = 1, *, scratch: Path, steps: int = 10_000_000) -> list[R
     growths, traces = [], []
     for _ in range(rounds):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            growths.append(pool.apply(_growth_mib, (steps,)))  # first: a used process has free memory
+            growths.append(
+                pool.apply(_growth_mib, (steps,))
+            )  # first: a used process has free memory
             traces.append(pool.apply(_traced_mib, (few,)))
     note = f"of the process, at its peak; of Python's allocations in {few:,} steps {max(traces):.1f} MiB"
     return [Row(f"storage of 20 scalars, {steps:,} steps", max(growths), 64, "MiB", note=note)]

@@ -29,11 +29,18 @@ def imports(rounds: int = 9, *, scratch: Path) -> list[Row]:
     The import uses bytecode; if it is missing, the first round writes it. This round does not count.
     """
     torch_secs, heavy = [], set()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
 
     def import_both() -> float:
         done = subprocess.run(
-            [sys.executable, "-c", _SCRIPT], cwd=_ROOT, env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", _SCRIPT],
+            cwd=_ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         torch_sec, engine_sec, *found = done.stdout.split()
         torch_secs.append(float(torch_sec))

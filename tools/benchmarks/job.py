@@ -15,7 +15,14 @@ from fvcore.common.param_scheduler import CosineParamScheduler
 from torch import Tensor, nn
 
 from trainkit.config import CfgNode, get_cfg
-from trainkit.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase, default_writers, hooks
+from trainkit.engine import (
+    DefaultTrainer,
+    HookBase,
+    SimpleTrainer,
+    TrainerBase,
+    default_writers,
+    hooks,
+)
 from trainkit.solver import LRMultiplier, WarmupParamScheduler
 from trainkit.utils import comm
 from trainkit.utils.events import CommonMetricPrinter
@@ -62,7 +69,8 @@ def make_model(model_class: type[TinyModel] = TinyModel) -> TinyModel:
 def make_batches(count: int = 100, size: int = 8) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.randn(size, 16, generator=generator), torch.randn(size, 16, generator=generator)) for _ in range(count)
+        (torch.randn(size, 16, generator=generator), torch.randn(size, 16, generator=generator))
+        for _ in range(count)
     ]
 
 
@@ -112,7 +120,12 @@ class BareLoop:
 
     def __call__(self, steps: int) -> float:
         """Do this number of steps, and return the seconds per step."""
-        model, optimizer, scheduler, batches = self.model, self._optimizer, self._scheduler, self._batches
+        model, optimizer, scheduler, batches = (
+            self.model,
+            self._optimizer,
+            self._scheduler,
+            self._batches,
+        )
         model.train()
         self._finish()
         begin = time.perf_counter()
@@ -154,7 +167,9 @@ class Stopwatch(HookBase):
             self._begin = time.perf_counter()
         elif iter == self._end_iter:
             self._finish()
-            self.step_sec = (time.perf_counter() - self._begin) / (self._end_iter - self._begin_iter)
+            self.step_sec = (time.perf_counter() - self._begin) / (
+                self._end_iter - self._begin_iter
+            )
             self.trainer.request_stop("the chunk is timed")
 
 
@@ -203,14 +218,20 @@ def simple_trainer(
     return trainer
 
 
-def register_hooks(trainer: SimpleTrainer, output_dir: Path, more_hooks: Iterable[HookBase] = ()) -> None:
+def register_hooks(
+    trainer: SimpleTrainer, output_dir: Path, more_hooks: Iterable[HookBase] = ()
+) -> None:
     """Add the hooks for timer and LR, the JSON writer every 20 steps, and the console once per second."""
     multiplier = WarmupParamScheduler(CosineParamScheduler(1.0, 0.0), WARMUP_FACTOR, _WARMUP_LENGTH)
-    writers = default_writers(output_dir, MAX_ITER, ["console", "json"]) if comm.is_main_process() else []
+    writers = (
+        default_writers(output_dir, MAX_ITER, ["console", "json"]) if comm.is_main_process() else []
+    )
     trainer.register_hooks(
         [
             hooks.IterationTimer(),
-            hooks.LRScheduler(trainer.optimizer, LRMultiplier(trainer.optimizer, multiplier, MAX_ITER)),
+            hooks.LRScheduler(
+                trainer.optimizer, LRMultiplier(trainer.optimizer, multiplier, MAX_ITER)
+            ),
             *more_hooks,
             hooks.PeriodicWriter(writers, LOG_PERIOD),
         ]
@@ -240,7 +261,10 @@ class DeepTrainer(TinyTrainer):
 
 
 def default_trainer(
-    output_dir: Path, *, more_hooks: Iterable[HookBase] = (), trainer_class: type[TinyTrainer] = TinyTrainer
+    output_dir: Path,
+    *,
+    more_hooks: Iterable[HookBase] = (),
+    trainer_class: type[TinyTrainer] = TinyTrainer,
 ) -> TinyTrainer:
     """The job in a `DefaultTrainer`. No timed step saves; each stop between two chunks saves, which is not timed."""
     cfg = get_cfg()

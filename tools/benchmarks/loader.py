@@ -47,14 +47,24 @@ class Crops(Dataset[tuple[Tensor, int]]):
         return crop.flip(2) if flip > 4 else crop, index
 
 
-def loader(rounds: int = 21, *, scratch: Path, batches: int = 100, workers: Iterable[int] = (0, 2)) -> list[Row]:
+def loader(
+    rounds: int = 21, *, scratch: Path, batches: int = 100, workers: Iterable[int] = (0, 2)
+) -> list[Row]:
     """Seconds per batch, after both loaders have started; of samples that take no time, what one of them costs more."""
     rows = []
     for num_workers in workers:
-        for samples, dataset, goals in (("trivial samples", Trivial(), None), ("crops", Crops(), (1.3, 1.1))):
+        for samples, dataset, goals in (
+            ("trivial samples", Trivial(), None),
+            ("crops", Crops(), (1.3, 1.1)),
+        ):
             with job.one_thread(), job.logging_to(scratch):
-                iterators = {label: iter(make(dataset, num_workers)) for label, make in MAKERS.items()}
-                runs = {label: partial(_draw, iterator, batches) for label, iterator in iterators.items()}
+                iterators = {
+                    label: iter(make(dataset, num_workers)) for label, make in MAKERS.items()
+                }
+                runs = {
+                    label: partial(_draw, iterator, batches)
+                    for label, iterator in iterators.items()
+                }
                 found = alternate(runs, rounds)
                 del iterators, runs  # this ends the workers
             name, (ours, theirs) = f"loader, {samples}, {num_workers} workers", MAKERS
@@ -62,7 +72,11 @@ def loader(rounds: int = 21, *, scratch: Path, batches: int = 100, workers: Iter
                 differences = [a - b for a, b in zip(found[ours], found[theirs], strict=True)]
                 microseconds = statistics.median(differences) / BATCH_SIZE * 1e6
                 sides = {side: statistics.median(found[side]) for side in MAKERS}
-                rows.append(Row(f"{name}: per sample over DataLoader", microseconds, 12.0, "us", sides=sides))
+                rows.append(
+                    Row(
+                        f"{name}: per sample over DataLoader", microseconds, 12.0, "us", sides=sides
+                    )
+                )
             else:
                 rows.append(compare(name, found, ours, theirs, goals[num_workers > 0]))
     return rows

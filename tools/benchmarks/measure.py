@@ -42,7 +42,11 @@ class Row:
     def as_texts(self) -> list[str]:
         """The cells of the line: name, value, goal, verdict, sides and note."""
         value = "not measured" if self.value is None else f"{self.value:.4g} {self.unit}"
-        goal = "" if self.goal is None else f"{'>=' if self.at_least else '<='} {self.goal:g} {self.unit}"
+        goal = (
+            ""
+            if self.goal is None
+            else f"{'>=' if self.at_least else '<='} {self.goal:g} {self.unit}"
+        )
         verdict = {None: "", True: "holds", False: "MISSED"}[self.holds]
         sides = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in self.sides.items())
         return [self.name, value, goal, verdict, "; ".join(filter(None, [sides, self.note]))]

@@ -34,10 +34,14 @@ def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 102
     ``width``; only a twentieth of the steps is timed. The hooks are those of the step rows, the writers are on rank 0.
     A step takes the time of the slower rank.
     """
-    models = {"": (job.make_model(), steps), " of a larger model": (_Wide(width), max(1, steps // 20))}
+    models = {
+        "": (job.make_model(), steps),
+        " of a larger model": (_Wide(width), max(1, steps // 20)),
+    }
     found = _run(scratch / "found.json", 2, _measure, models, rounds, scratch)
     return [
-        compare(f"metric exchange on two ranks{of}", times, _EXCHANGED, _NEVER, 1.03) for of, times in found.items()
+        compare(f"metric exchange on two ranks{of}", times, _EXCHANGED, _NEVER, 1.03)
+        for of, times in found.items()
     ]
 
 
@@ -55,13 +59,19 @@ def logical(
     The models are a small one of 50 layers and one of two million parameters; each logical rank has ``batch`` samples.
     ``counts``: numbers of processes.
     """
-    models = {"a small model": (job.make_model(job.DeepModel), steps), "two million parameters": (_Wide(width), steps)}
+    models = {
+        "a small model": (job.make_model(job.DeepModel), steps),
+        "two million parameters": (_Wide(width), steps),
+    }
     rows = []
     for processes in counts:
         arguments = models, rounds, scratch / str(processes), batch
         found = _run(scratch / "found.json", processes, _measure_logical, *arguments)
         on = f"{processes} process{'es' * (processes > 1)}"
-        rows += [compare(f"logical ranks on {on}, {of}", times, _LOGICAL, _PLAIN, 1.25) for of, times in found.items()]
+        rows += [
+            compare(f"logical ranks on {on}, {of}", times, _LOGICAL, _PLAIN, 1.25)
+            for of, times in found.items()
+        ]
     return rows
 
 
@@ -77,7 +87,11 @@ def _measure_logical(
             runners = {}
             for name in (_LOGICAL, _PLAIN):
                 wrapped = create_ddp_model(copy.deepcopy(model))
-                arguments = wrapped, _Batches(job.make_batches(size=batch)), job.make_optimizer(wrapped)
+                arguments = (
+                    wrapped,
+                    _Batches(job.make_batches(size=batch)),
+                    job.make_optimizer(wrapped),
+                )
                 options: Any = {"exchange_period": job.LOG_PERIOD}
                 if name == _LOGICAL:
                     comm.set_data_ranks(comm.get_rank(), _LOGICAL_RANKS)
@@ -100,14 +114,19 @@ class _Wide(job.TinyModel):
         super().__init__()
         widths = [16, width, width, width, 16]
         pairs = itertools.pairwise(widths)
-        self.linear = nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh())))
+        self.linear = nn.Sequential(
+            *(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh()))
+        )
 
 
 def _run(file: Path, processes: int, measure: Callable[..., _Found], *arguments: Any) -> _Found:
     """What ``measure(*arguments)`` returns on rank 0 of so many processes; they use no GPU."""
     run = partial(launch, _save, processes, args=(file, measure, arguments))
     if torch.cuda.is_available():
-        with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with (
+            patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
+            ProcessPoolExecutor(1, get_context("spawn")) as pool,
+        ):
             pool.submit(run).result()
     else:
         run()

@@ -53,7 +53,9 @@ class _StopAtOnce(HookBase):
         self.trainer.request_stop("it has had its first batch")
 
 
-def resume(rounds: int = 15, *, scratch: Path, late: int = _LATE, workers: Sequence[int] = (0, 2)) -> list[Row]:
+def resume(
+    rounds: int = 15, *, scratch: Path, late: int = _LATE, workers: Sequence[int] = (0, 2)
+) -> list[Row]:
     """From the call of resume_or_load to the first batch: a run after ``late`` iterations, compared with one after 10.
 
     Histories and the data position are those of such a run. Every round continues from the checkpoint of the previous
@@ -69,7 +71,9 @@ def resume(rounds: int = 15, *, scratch: Path, late: int = _LATE, workers: Seque
                 runners[f"at {iteration:,}"] = partial(_resume, cfg)
             found = alternate(runners, rounds)
             measured, base = runners
-            rows.append(compare(f"resume, {num_workers} loader workers", found, measured, base, 1.1))
+            rows.append(
+                compare(f"resume, {num_workers} loader workers", found, measured, base, 1.1)
+            )
     return rows
 
 
@@ -77,7 +81,11 @@ def _cfg(output_dir: Path, num_workers: int) -> CfgNode:
     cfg = get_cfg()
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE, cfg.SEED = str(output_dir), "cpu", 1
     cfg.DATALOADER.NUM_WORKERS = num_workers
-    cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.SOLVER.IMS_PER_BATCH = MAX_ITER, MAX_ITER, _BATCH_SIZE
+    cfg.SOLVER.MAX_ITER, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.SOLVER.IMS_PER_BATCH = (
+        MAX_ITER,
+        MAX_ITER,
+        _BATCH_SIZE,
+    )
     cfg.SOLVER.LR_SCHEDULER_NAME = "WarmupCosineLR"
     cfg.CHECKPOINT.MAX_TO_KEEP = 1
     cfg.LOG.WRITERS = ["console", "json"]

@@ -15,7 +15,9 @@ StepRunner = Callable[[int], float]
 
 SKIP = "SimpleTrainer, skip"
 DEEP: dict[str, Callable[..., TrainerBase]] = {
-    "SimpleTrainer, 100 tensors": lambda folder: job.simple_trainer(folder, model=job.make_model(job.DeepModel)),
+    "SimpleTrainer, 100 tensors": lambda folder: job.simple_trainer(
+        folder, model=job.make_model(job.DeepModel)
+    ),
     "DefaultTrainer, 100 tensors": partial(job.default_trainer, trainer_class=job.DeepTrainer),
 }
 
@@ -40,14 +42,22 @@ def step(
         **dict.fromkeys(DEEP, 1.02),
     }
     with job.one_thread(), job.logging_to(scratch):
-        runners: dict[str, StepRunner] = {name: job.Chunks(make(scratch / name)) for name, make in tiny.items()}
+        runners: dict[str, StepRunner] = {
+            name: job.Chunks(make(scratch / name)) for name, make in tiny.items()
+        }
         runners |= {name: make(scratch) for name, make in (peers or {}).items()}
         found = _compare({"bare loop": job.bare_loop(), **runners}, steps, rounds, goals)
-        deep: dict[str, StepRunner] = {name: job.Chunks(make(scratch / name)) for name, make in DEEP.items()}
-        return found + _compare({"bare loop, 100 tensors": job.bare_loop(job.DeepModel), **deep}, steps, rounds, goals)
+        deep: dict[str, StepRunner] = {
+            name: job.Chunks(make(scratch / name)) for name, make in DEEP.items()
+        }
+        return found + _compare(
+            {"bare loop, 100 tensors": job.bare_loop(job.DeepModel), **deep}, steps, rounds, goals
+        )
 
 
-def _compare(runners: Mapping[str, StepRunner], steps: int, rounds: int, goals: Mapping[str, float]) -> list[Row]:
+def _compare(
+    runners: Mapping[str, StepRunner], steps: int, rounds: int, goals: Mapping[str, float]
+) -> list[Row]:
     """Compare all runners with the first one."""
     base, *others = runners
     found = alternate({name: partial(run, steps) for name, run in runners.items()}, rounds)

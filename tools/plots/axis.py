@@ -34,12 +34,19 @@ class Axis:
         for step in (factor * magnitude for factor in (1, 2, 5, 10, 20)):
             first, last = math.ceil(self.low / step), math.floor(self.high / step)
             if last - first < most:
-                return [round(i * step, 12) if step > 1e-9 else i * step for i in range(first, last + 1)]
+                return [
+                    round(i * step, 12) if step > 1e-9 else i * step for i in range(first, last + 1)
+                ]
         return []
 
     def _log_values(self, most: int) -> list[float]:
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        for every, factors in ((1, (1, 2, 5)), (1, (1, 3)), (1, (1,)), *((every, (1,)) for every in range(2, 20))):
+        for every, factors in (
+            (1, (1, 2, 5)),
+            (1, (1, 3)),
+            (1, (1,)),
+            *((every, (1,)) for every in range(2, 20)),
+        ):
             values = [factor * 10.0**decade for decade in decades[::every] for factor in factors]
             if sum(self.low <= value <= self.high for value in values) <= most:
                 return values
@@ -58,7 +65,9 @@ def make_axis(values: Collection[float], *, log: bool = False, margin: float = _
 
 def _text(value: float, step: float) -> str:
     """The value with enough digits to distinguish it from a value that is ``step`` away."""
-    unit, name = next(((u, n) for u, n in _UNITS if abs(value) >= (10 * u if u == 1e3 else u)), (1.0, ""))
+    unit, name = next(
+        ((u, n) for u, n in _UNITS if abs(value) >= (10 * u if u == 1e3 else u)), (1.0, "")
+    )
     value, step = value / unit, step / unit
     if value == 0 or step == 0:
         return f"{value:g}{name}"

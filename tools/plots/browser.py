@@ -6,7 +6,12 @@ import tempfile
 from pathlib import Path
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-_QUIET = ("background-networking", "component-update", "sync", "quic")  # the browser itself loads nothing either
+_QUIET = (
+    "background-networking",
+    "component-update",
+    "sync",
+    "quic",
+)  # the browser itself loads nothing either
 
 
 def find_chromium() -> str | None:
@@ -28,9 +33,20 @@ def run_chromium(page: Path, *args: str) -> str:
     """
     chromium = find_chromium()
     if chromium is None:
-        raise FileNotFoundError(f"need one of {', '.join(_NAMES)}; on Debian: apt-get install chromium")
+        raise FileNotFoundError(
+            f"need one of {', '.join(_NAMES)}; on Debian: apt-get install chromium"
+        )
     with tempfile.TemporaryDirectory() as profile:
-        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
+        command = [
+            chromium,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ]
         command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND"]
         command += [*(f"--disable-{name}" for name in _QUIET), *args, page.resolve().as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=True
+        ).stdout

@@ -39,7 +39,9 @@ def read_confusions(run: Run) -> list[Confusion]:
             if not is_square or not all(0 <= number < 1 << 63 for row in matrix for number in row):
                 raise ValueError
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            logger.warning("%s is left out: it holds no matrix of counts with a name for each class", file)
+            logger.warning(
+                "%s is left out: it holds no matrix of counts with a name for each class", file
+            )
         else:
             when = f", {say_done(run.done_after(iteration))}" if isinstance(iteration, int) else ""
             found.append(Confusion(file.stem.removeprefix("confusion_") + when, classes, matrix))

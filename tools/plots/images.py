@@ -34,7 +34,10 @@ def read_images(run: Run, num_runs: int = 1) -> tuple[list[Image], int]:
         if len(images) == max(1, MOST_IMAGES // num_runs) or bytes_left < 0:
             break
         images.append(
-            Image(_caption(file, run), "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode())
+            Image(
+                _caption(file, run),
+                "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode(),
+            )
         )
     return images, len(files) - len(images)
 

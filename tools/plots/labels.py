@@ -38,7 +38,9 @@ class Label:
         return self.left + _LETTER * len(self.text)
 
     def hides(self, place: Place) -> bool:
-        return self.left <= place[0] <= self.right and self.bottom <= place[1] <= self.bottom + _LINE
+        return (
+            self.left <= place[0] <= self.right and self.bottom <= place[1] <= self.bottom + _LINE
+        )
 
     def overlaps(self, other: "Label") -> bool:
         beside = self.right <= other.left or other.right <= self.left
@@ -51,7 +53,11 @@ def place_marks(panel: Panel, x_axis: Axis, y_axis: Axis) -> list[list[Place]]:
     taken: list[Place] = []
     for i, curve in sorted(enumerate(panel.curves), key=lambda entry: entry[1].is_test):
         if curve.is_test or panel.marks(curve):
-            places = [(x_axis.place(done), y_axis.place(value)) for piece in curve.pieces for done, value in piece]
+            places = [
+                (x_axis.place(done), y_axis.place(value))
+                for piece in curve.pieces
+                for done, value in piece
+            ]
             marks[i] = [_free_place(place, taken) for place in places] if curve.is_test else places
             taken += marks[i]
     return marks
@@ -68,7 +74,9 @@ def _free_place(place: Place, taken: Sequence[Place]) -> Place:
     return place
 
 
-def best_labels(panel: Panel, x_axis: Axis, y_axis: Axis, marks: Sequence[Sequence[Place]]) -> list[Label]:
+def best_labels(
+    panel: Panel, x_axis: Axis, y_axis: Axis, marks: Sequence[Sequence[Place]]
+) -> list[Label]:
     """The best value of each metric of an evaluation whose name tells whether more or less is better."""
     labels: list[Label] = []
     if panel.kind != "evaluation":
@@ -76,13 +84,25 @@ def best_labels(panel: Panel, x_axis: Axis, y_axis: Axis, marks: Sequence[Sequen
     lines = [_samples(curve, x_axis, y_axis) for curve in panel.curves]
     covered = [*itertools.chain(*lines, *marks)]
     for number, metric in enumerate(panel.metrics):
-        mode, curves = better(metric), [c for c in panel.curves if c.metric == number and not c.is_test]
-        points = [(done, value, curve) for curve in curves for piece in curve.pieces for done, value in piece]
+        mode, curves = (
+            better(metric),
+            [c for c in panel.curves if c.metric == number and not c.is_test],
+        )
+        points = [
+            (done, value, curve)
+            for curve in curves
+            for piece in curve.pieces
+            for done, value in piece
+        ]
         if mode is None or len(points) < 2:
             continue
         best = mode(value for _, value, _ in points)
-        done, _, curve = min((point for point in points if point[1] == best), key=lambda point: point[0])
-        places = _around(curve, f"best {best:.4g} after {done}", (x_axis.place(done), y_axis.place(best)))
+        done, _, curve = min(
+            (point for point in points if point[1] == best), key=lambda point: point[0]
+        )
+        places = _around(
+            curve, f"best {best:.4g} after {done}", (x_axis.place(done), y_axis.place(best))
+        )
         free = [label for label in places if not any(map(label.overlaps, labels))]
         if free:
             labels.append(min(free, key=lambda label: sum(map(label.hides, covered))))
@@ -102,6 +122,10 @@ def _around(curve: Curve, text: str, mark: Place) -> Iterator[Label]:
 def _samples(curve: Curve, x_axis: Axis, y_axis: Axis) -> Iterator[Place]:
     """Places on the line, near enough that a text cannot be between two of them."""
     for piece in curve.pieces:
-        for (x0, y0), (x1, y1) in itertools.pairwise((x_axis.place(x), y_axis.place(y)) for x, y in piece):
+        for (x0, y0), (x1, y1) in itertools.pairwise(
+            (x_axis.place(x), y_axis.place(y)) for x, y in piece
+        ):
             steps = 1 + int(max(abs(x1 - x0), abs(y1 - y0)) / 0.03)
-            yield from ((x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1))
+            yield from (
+                (x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)
+            )

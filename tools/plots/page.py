@@ -33,7 +33,12 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
     """The HTML of the curves and of the differences between the runs; it needs no other file."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     results, of_classes = evaluation_results(runs)
-    sections = [_boxes(runs), _curves(runs, panels), _rows(runs, results), _classes(runs, of_classes)]
+    sections = [
+        _boxes(runs),
+        _curves(runs, panels),
+        _rows(runs, results),
+        _classes(runs, of_classes),
+    ]
     sections += [_confusions(runs), _pictures(runs)]
     shared = {curve.runs for panel in panels for curve in panel.curves}
     return f"""<!DOCTYPE html>
@@ -89,10 +94,14 @@ def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
     x_axis, names = iter_axis(panels), [run.name for run in runs]
     drawn = []
     for panel in panels:
-        legend = [f"<span>{draw_sample(number)}{escape(text)}</span>" for number, text in panel.legend]
+        legend = [
+            f"<span>{draw_sample(number)}{escape(text)}</span>" for number, text in panel.legend
+        ]
         for shared in panel.shared:
             text = ", ".join(names[number] for number in shared)
-            legend.append(f'<span class="{class_of(shared)}">{draw_sample(0, shared)}{escape(text)}</span>')
+            legend.append(
+                f'<span class="{class_of(shared)}">{draw_sample(0, shared)}{escape(text)}</span>'
+            )
         legend += [f"<span>{panel.note}</span>"] if panel.note else []
         if any(curve.is_test for curve in panel.curves):
             legend.append("<span>◆ test data</span>")
@@ -113,16 +122,25 @@ def _rows(runs: Sequence[Run], results: Results) -> str:
         cells = [f"<code>{escape(value)}</code>" if value else NONE for value in values]
         groups.append([Column("", escape(key).replace(".", ".<wbr>"), cells)])
     for task, metrics in results.items():
-        groups += [_columns(f"{task} · {metric}", _cells(metric, row), metric) for metric, row in metrics.items()]
+        groups += [
+            _columns(f"{task} · {metric}", _cells(metric, row), metric)
+            for metric, row in metrics.items()
+        ]
     title, notes = "Results", []
     if len(runs) > 1:
         title = "Settings that differ, and results" if difference else title
         missing = [run.name for run in runs if run.config is None]
-        notes = [f"<p>No config.yaml that can be read: {escape(', '.join(missing))}.</p>\n"] if missing else []
+        notes = (
+            [f"<p>No config.yaml that can be read: {escape(', '.join(missing))}.</p>\n"]
+            if missing
+            else []
+        )
         if not difference and len(missing) < len(runs) - 1:
             notes.append("<p>The configs are the same.</p>\n")
     classes = [class_of([number]) for number in range(len(runs))]
-    return f"<h2>{title}</h2>\n{draw_sheet('run', map(_name, runs), classes, groups)}{''.join(notes)}"
+    return (
+        f"<h2>{title}</h2>\n{draw_sheet('run', map(_name, runs), classes, groups)}{''.join(notes)}"
+    )
 
 
 def _classes(runs: Sequence[Run], results: Results) -> str:
@@ -131,10 +149,17 @@ def _classes(runs: Sequence[Run], results: Results) -> str:
     for task, metrics in results.items():
         rows = [_cells(metric, row) for metric, row in metrics.items()]
         groups = [
-            _columns(run.name, [row[number] for row in rows], css=class_of([number])) for number, run in enumerate(runs)
+            _columns(run.name, [row[number] for row in rows], css=class_of([number]))
+            for number, run in enumerate(runs)
         ]
-        sheets.append(f"<h3>{escape(task)}</h3>\n{draw_sheet('class', map(escape, metrics), [''] * len(rows), groups)}")
-    return f"<details><summary>Single classes</summary>\n{''.join(sheets)}</details>\n" if sheets else ""
+        sheets.append(
+            f"<h3>{escape(task)}</h3>\n{draw_sheet('class', map(escape, metrics), [''] * len(rows), groups)}"
+        )
+    return (
+        f"<details><summary>Single classes</summary>\n{''.join(sheets)}</details>\n"
+        if sheets
+        else ""
+    )
 
 
 def _cells(metric: str, row: Sequence[Result]) -> list[tuple[str, str, str]]:
@@ -145,14 +170,21 @@ def _cells(metric: str, row: Sequence[Result]) -> list[tuple[str, str, str]]:
     for number, result in enumerate(row):
         best = _number(result.best and result.best[1], number in best_val)
         after = f" <small>after {result.best[0]}</small>" if result.best else ""
-        cells.append((_number(result.last), best + after, _number(result.test, number in best_test)))
+        cells.append(
+            (_number(result.last), best + after, _number(result.test, number in best_test))
+        )
     return cells
 
 
-def _columns(over: str, cells: Sequence[tuple[str, str, str]], metric: str = "", css: str = "") -> list[Column]:
+def _columns(
+    over: str, cells: Sequence[tuple[str, str, str]], metric: str = "", css: str = ""
+) -> list[Column]:
     titles = ("last", "best", "test data")
     columns = zip(titles, zip(*cells, strict=True), strict=True)
-    return [Column(over, title, [*texts], f"number {css}", better(metric) is max) for title, texts in columns]
+    return [
+        Column(over, title, [*texts], f"number {css}", better(metric) is max)
+        for title, texts in columns
+    ]
 
 
 def _number(value: float | None, is_best: bool = False) -> str:
@@ -168,7 +200,11 @@ def _confusions(runs: Sequence[Run]) -> str:
             head = f'<section class="panel {class_of([number])}"><h3>{escape(name)}</h3>\n'
             parts.append(f"{head}{draw_confusion(confusion)}</section>\n")
     about = "<p>A row is the true class, a column the predicted class.</p>\n"
-    return f'<h2>Confusion</h2>\n{about}<div class="panels">\n{"".join(parts)}</div>\n' if parts else ""
+    return (
+        f'<h2>Confusion</h2>\n{about}<div class="panels">\n{"".join(parts)}</div>\n'
+        if parts
+        else ""
+    )
 
 
 def _pictures(runs: Sequence[Run]) -> str:
@@ -177,7 +213,11 @@ def _pictures(runs: Sequence[Run]) -> str:
         images, num_more = read_images(run, len(runs))
         if not images and not num_more:
             continue
-        left_out = f"<p>{num_more} more in {escape(str(run.folder / 'visualization'))}</p>\n" if num_more else ""
+        left_out = (
+            f"<p>{num_more} more in {escape(str(run.folder / 'visualization'))}</p>\n"
+            if num_more
+            else ""
+        )
         figures = "".join(
             f'<figure><img src="{image.uri}" alt=""><figcaption>{escape(image.caption)}</figcaption></figure>\n'
             for image in images

@@ -25,7 +25,11 @@ _MOST_ZOOM = 6.0  # the axis shows at least this fraction (1/6) of the range of 
 _COLORS = ["#2f7ed8", "#dd7010", "#1f9d63", "#9b5de5", "#dc3f58", "#0d96a8", "#b0713f", "#d152a0"]
 
 Kind: TypeAlias = Literal["loss", "evaluation", "lr", "other", "time"]
-_TITLES: dict[Kind, str] = {"loss": "training loss", "lr": "learning rate", "time": "seconds per step"}
+_TITLES: dict[Kind, str] = {
+    "loss": "training loss",
+    "lr": "learning rate",
+    "time": "seconds per step",
+}
 _ORDER: list[Kind] = ["loss", "evaluation", "lr", "other", "time"]
 _TIMES = ("time", "data_time")
 _NOT_DRAWN = ("eta_seconds", "rank_data_time")  # they repeat other times
@@ -60,7 +64,11 @@ class Curve:
     def settled(self) -> list[float]:
         """The finite values after the first part of the curve."""
         first, last = self.points[0][0], self.points[-1][0]
-        return [value for done, value in self.points if value is not None and done >= first + _START * (last - first)]
+        return [
+            value
+            for done, value in self.points
+            if value is not None and done >= first + _START * (last - first)
+        ]
 
     @property
     def not_finite(self) -> list[int]:
@@ -96,7 +104,8 @@ class Panel:
         log = min(values) > 0 and max(values) / min(values) >= LOG_RANGE
         settled = [value for curve in self.curves for value in curve.settled] or values
         low, high, first, last = (
-            math.log(value) if log else value for value in (min(values), max(values), min(settled), max(settled))
+            math.log(value) if log else value
+            for value in (min(values), max(values), min(settled), max(settled))
         )
         if 3 * (last - first) >= high - low:
             return make_axis(values, log=log)
@@ -116,7 +125,9 @@ class Panel:
         axis, values = self.axis, self.values
         if values and max(values) > axis.high:
             return f"↑ up to {max(values):.3g} at the start"
-        return f"↓ down to {min(values):.3g} at the start" if values and min(values) < axis.low else ""
+        return (
+            f"↓ down to {min(values):.3g} at the start" if values and min(values) < axis.low else ""
+        )
 
     @property
     def legend(self) -> list[tuple[int, str]]:
@@ -132,7 +143,8 @@ class Panel:
 def iter_axis(panels: Iterable[Panel]) -> Axis:
     """The axis of iterations done, the same for all panels, from 0."""
     return make_axis(
-        [0, *(done for panel in panels for curve in panel.curves for done, _ in curve.points)], margin=0.02
+        [0, *(done for panel in panels for curve in panel.curves for done, _ in curve.points)],
+        margin=0.02,
     )
 
 
@@ -156,7 +168,9 @@ def class_metrics(metrics: Iterable[str]) -> set[str]:
     stems = Counter(metric.rpartition("-")[0] for metric in metrics)
     if len(metrics) <= MOST_METRICS:
         return set()
-    return {metric for metric in metrics if (stem := metric.rpartition("-")[0]) and stems[stem] >= 3}
+    return {
+        metric for metric in metrics if (stem := metric.rpartition("-")[0]) and stems[stem] >= 3
+    }
 
 
 def choose_panels(runs: Sequence[Run]) -> list[Panel]:
@@ -166,7 +180,9 @@ def choose_panels(runs: Sequence[Run]) -> list[Panel]:
         RunError: there is nothing to draw.
     """
     groups: dict[tuple[int, str], dict[str, str]] = {}
-    for key in sorted({key.removeprefix("test/") for run in runs for key in run.series}, key=key_order):
+    for key in sorted(
+        {key.removeprefix("test/") for run in runs for key in run.series}, key=key_order
+    ):
         kind = _kind(key)
         if kind is not None:
             task, metric = split_key(key)
@@ -178,7 +194,9 @@ def choose_panels(runs: Sequence[Run]) -> list[Panel]:
         for panel in _split(title, _ORDER[order], keys, runs)
     ]
     if not panels:
-        raise RunError(f"nothing to draw in {', '.join(str(run.folder) for run in runs)}; only {', '.join(_NOT_DRAWN)}")
+        raise RunError(
+            f"nothing to draw in {', '.join(str(run.folder) for run in runs)}; only {', '.join(_NOT_DRAWN)}"
+        )
     if len(panels) > MOST_PANELS:
         left_out = ", ".join(metric for panel in panels[MOST_PANELS:] for metric in panel.metrics)
         logger.warning("Only %d panels are drawn; left out: %s", MOST_PANELS, left_out)
@@ -206,7 +224,9 @@ def _split(title: str, kind: Kind, keys: dict[str, str], runs: Sequence[Run]) ->
     """The panels of one task; metrics with equal values in all runs become one line."""
     classes = class_metrics(keys) if kind == "evaluation" else set()
     panels: list[Panel] = []
-    for metrics in merge_equal({metric: key for metric, key in keys.items() if metric not in classes}, runs):
+    for metrics in merge_equal(
+        {metric: key for metric, key in keys.items() if metric not in classes}, runs
+    ):
         line = Panel(title, kind, [" = ".join(metrics)], _curves(keys[metrics[0]], runs))
         panel = next((panel for panel in panels if _fits(line, panel)), None)
         if panel is None:
@@ -244,7 +264,11 @@ def _curves(key: str, runs: Sequence[Run]) -> list[Curve]:
             equal.setdefault(repr(run.series[key]), []).append(number)
     lines = [Curve(tuple(numbers), 0, runs[numbers[0]].series[key]) for numbers in equal.values()]
     name = f"test/{key}"
-    tests = [Curve((number,), 0, run.series[name], True) for number, run in enumerate(runs) if name in run.series]
+    tests = [
+        Curve((number,), 0, run.series[name], True)
+        for number, run in enumerate(runs)
+        if name in run.series
+    ]
     return lines + tests
 
 

@@ -42,7 +42,9 @@ def draw_picture(runs: Sequence[Run], panels: Sequence[Panel]) -> Any:
         handles.append(_line(color=_PALE, linestyle="", marker="D", markersize=6))
         texts.append("test data")
     if any(curve.not_finite for panel in panels for curve in panel.curves):
-        handles.append(_line(color=_PALE, linestyle="", marker="x", markersize=6, markeredgewidth=2))
+        handles.append(
+            _line(color=_PALE, linestyle="", marker="x", markersize=6, markeredgewidth=2)
+        )
         texts.append("not finite from here")
     legend_columns = _num_columns(texts, columns * _LINE_CHARS)
     height = rows * _PANEL_SIZE[1] + 0.25 * math.ceil(len(texts) / legend_columns) + 0.15
@@ -57,7 +59,13 @@ def draw_picture(runs: Sequence[Run], panels: Sequence[Panel]) -> Any:
             legend_rows = max(_legend_rows(panel, names) for panel in row)
             _draw(figure.add_subplot(rows, columns, number), panel, names, x_axis, legend_rows)
     figure.legend(
-        handles, texts, loc="outside upper left", ncols=legend_columns, frameon=False, labelcolor=_INK, fontsize=10
+        handles,
+        texts,
+        loc="outside upper left",
+        ncols=legend_columns,
+        frameon=False,
+        labelcolor=_INK,
+        fontsize=10,
     )
     return figure
 
@@ -85,21 +93,44 @@ def _draw(axes: Any, panel: Panel, names: Sequence[str], x_axis: Axis, legend_ro
     for curve, places in zip(panel.curves, marks, strict=True):
         color = run_color(curve.runs[0])
         for piece in [] if curve.is_test else curve.pieces:
-            style = {"linestyle": _DASHES[curve.metric], "linewidth": 1.6, "marker": "o" if len(piece) == 1 else ""}
+            style = {
+                "linestyle": _DASHES[curve.metric],
+                "linewidth": 1.6,
+                "marker": "o" if len(piece) == 1 else "",
+            }
             axes.plot(*zip(*piece, strict=True), **style, color=color, markersize=3.5)
-        style = {"linestyle": "", "marker": "D" if curve.is_test else "o", "markersize": 6 if curve.is_test else 4}
+        style = {
+            "linestyle": "",
+            "marker": "D" if curve.is_test else "o",
+            "markersize": 6 if curve.is_test else 4,
+        }
         if places:
-            axes.plot(*zip(*places, strict=True), **style, color=color, mec="white", mew=0.7, transform=axes.transAxes)
+            axes.plot(
+                *zip(*places, strict=True),
+                **style,
+                color=color,
+                mec="white",
+                mew=0.7,
+                transform=axes.transAxes,
+            )
         iters = curve.not_finite
         transform = axes.get_xaxis_transform()  # y counts from the lower edge of the axes
-        axes.plot(iters, [0.03] * len(iters), "x", transform=transform, color=color, markeredgewidth=2)
+        axes.plot(
+            iters, [0.03] * len(iters), "x", transform=transform, color=color, markeredgewidth=2
+        )
     for label in best_labels(panel, x_axis, y_axis, marks):
         _add_label(axes, label)
     _scale(axes, x_axis, y_axis)
     above = 5 + 13 * legend_rows
     _add_legend(axes, panel, names, above)
     style = {"pad": above + 5, "color": _INK}
-    axes.set_title(_shorten(panel.title, 24 if panel.note else 44), **style, loc="left", fontsize=10.5, weight="bold")
+    axes.set_title(
+        _shorten(panel.title, 24 if panel.note else 44),
+        **style,
+        loc="left",
+        fontsize=10.5,
+        weight="bold",
+    )
     axes.set_title(panel.note, **style, loc="right", fontsize=8)
 
 
@@ -116,9 +147,24 @@ def _scale(axes: Any, x_axis: Axis, y_axis: Axis) -> None:
 
 def _add_label(axes: Any, label: Label) -> None:
     color = run_color(label.curve.runs[0])
-    axes.plot(*label.mark, "o", mfc="none", mec=color, mew=1.2, markersize=8, transform=axes.transAxes)
-    text = axes.text(label.left, label.bottom + 0.02, label.text, transform=axes.transAxes, color=color, fontsize=8.5)
-    text.set_path_effects([importlib.import_module("matplotlib.patheffects").withStroke(linewidth=2.5, foreground="w")])
+    axes.plot(
+        *label.mark, "o", mfc="none", mec=color, mew=1.2, markersize=8, transform=axes.transAxes
+    )
+    text = axes.text(
+        label.left,
+        label.bottom + 0.02,
+        label.text,
+        transform=axes.transAxes,
+        color=color,
+        fontsize=8.5,
+    )
+    text.set_path_effects(
+        [
+            importlib.import_module("matplotlib.patheffects").withStroke(
+                linewidth=2.5, foreground="w"
+            )
+        ]
+    )
 
 
 def _add_legend(axes: Any, panel: Panel, names: Sequence[str], above: float) -> None:
@@ -149,7 +195,9 @@ def _add_legend(axes: Any, panel: Panel, names: Sequence[str], above: float) -> 
 
 
 def _legend_texts(panel: Panel, names: Sequence[str]) -> list[str]:
-    texts = [text for _, text in panel.legend] + [", ".join(names[run] for run in runs) for runs in panel.shared]
+    texts = [text for _, text in panel.legend] + [
+        ", ".join(names[run] for run in runs) for runs in panel.shared
+    ]
     return [_shorten(text, _LINE_CHARS - _HANDLE_CHARS) for text in texts]
 
 

@@ -63,7 +63,9 @@ def read_runs(places: Sequence[str]) -> list[Run]:
             raise RunError(f"{places[i]!r} is given twice; name it once")
     found = {file: series for file in files if (series := _read_series(file))}
     if not found:
-        raise RunError(f"no metrics in {', '.join(map(str, files))}; they come with the first log line of a run")
+        raise RunError(
+            f"no metrics in {', '.join(map(str, files))}; they come with the first log line of a run"
+        )
     for file in files:
         if file not in found:
             logger.warning("%s has no metrics and is left out", file)
@@ -71,12 +73,19 @@ def read_runs(places: Sequence[str]) -> list[Run]:
     ends = _add_parents(found, configs)
     names = shortest_names([_identity(file) for file in found])
     return [
-        Run(name + (f" up to {ends[file]}" if file in ends else ""), file.parent, series, configs[file])
+        Run(
+            name + (f" up to {ends[file]}" if file in ends else ""),
+            file.parent,
+            series,
+            configs[file],
+        )
         for name, (file, series) in zip(names, found.items(), strict=True)
     ]
 
 
-def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[str, Any] | None]) -> dict[Path, int]:
+def _add_parents(
+    found: dict[Path, dict[str, Series]], configs: dict[Path, dict[str, Any] | None]
+) -> dict[Path, int]:
     """Add the parents that are not given; returns the number of iterations that each of them did until the fork."""
     ends: dict[Path, int] = {}  # numbers of iterations done
     given, waiting = set(found), [*found]
@@ -87,12 +96,17 @@ def _add_parents(found: dict[Path, dict[str, Series]], configs: dict[Path, dict[
         if not run or not isinstance(end, int) or parent in given:
             continue
         if not parent.is_file():
-            logger.warning("%s is a fork of %s, which has no metrics.json and is not drawn", file.parent, run)
+            logger.warning(
+                "%s is a fork of %s, which has no metrics.json and is not drawn", file.parent, run
+            )
         elif ends.get(parent, -1) <= end:
             ends[parent] = end + 1
             waiting.append(parent)
     for file, end in ends.items():
-        cut = {name: [point for point in points if point[0] <= end] for name, points in _read_series(file).items()}
+        cut = {
+            name: [point for point in points if point[0] <= end]
+            for name, points in _read_series(file).items()
+        }
         found[file] = {name: points for name, points in cut.items() if points}
     return ends
 
@@ -102,7 +116,9 @@ def shortest_names(paths: Sequence[Path]) -> list[str]:
     parts = [path.parts for path in paths]
     while len(parts) > 1 and len({path[-1] for path in parts}) == 1 and min(map(len, parts)) > 1:
         parts = [path[:-1] for path in parts]
-    return ["/".join(_own_end(path, [other for other in parts if other is not path])) for path in parts]
+    return [
+        "/".join(_own_end(path, [other for other in parts if other is not path])) for path in parts
+    ]
 
 
 def _own_end(path: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -114,7 +130,9 @@ def _metrics_file(place: str) -> Path:
     path = Path(place)
     file = path / "metrics.json" if path.is_dir() else path
     if not file.is_file():
-        raise RunError(f"there is no run at {place!r}; give an output folder with a metrics.json, or such a file")
+        raise RunError(
+            f"there is no run at {place!r}; give an output folder with a metrics.json, or such a file"
+        )
     return file.resolve()
 
 
@@ -136,9 +154,13 @@ def _read_series(file: Path) -> dict[str, Series]:
             for name, value in row.items():
                 if value is None or _is_number(value):
                     points = series.setdefault(name, [])
-                    while points and points[-1][0] >= iteration:  # other tools append iterations again
+                    while (
+                        points and points[-1][0] >= iteration
+                    ):  # other tools append iterations again
                         points.pop()
-                    points.append((iteration, value if value is not None and math.isfinite(value) else None))
+                    points.append(
+                        (iteration, value if value is not None and math.isfinite(value) else None)
+                    )
     if broken:
         logger.warning("%s: lines without metrics are left out (%s)", file, _name_lines(broken))
     return _count_done(series)

@@ -33,7 +33,9 @@ class Column:
     @property
     def width(self) -> int:
         """The width in pixels that its texts need."""
-        letters = max(max(map(_num_letters, self.title.split("<wbr>"))), *map(_num_letters, self.cells))
+        letters = max(
+            max(map(_num_letters, self.title.split("<wbr>"))), *map(_num_letters, self.cells)
+        )
         return round(_LETTER * min(letters, _MOST_LETTERS))
 
 
@@ -43,7 +45,9 @@ def _num_letters(html: str) -> float:
     return len(text) + 0.25 * sum(map(str.isupper, text))
 
 
-def draw_sheet(title: str, heads: Iterable[str], classes: Sequence[str], groups: Sequence[Sequence[Column]]) -> str:
+def draw_sheet(
+    title: str, heads: Iterable[str], classes: Sequence[str], groups: Sequence[Sequence[Column]]
+) -> str:
     """The tables; columns without any value are left out.
 
     Args:
@@ -52,7 +56,10 @@ def draw_sheet(title: str, heads: Iterable[str], classes: Sequence[str], groups:
         classes: the CSS class of each row.
         groups: columns that stay in one table.
     """
-    filled = [[column for column in group if any(cell != NONE for cell in column.cells)] for group in groups]
+    filled = [
+        [column for column in group if any(cell != NONE for cell in column.cells)]
+        for group in groups
+    ]
     first = Column("", title, [*heads])
     tables = [_draw_table(first, columns, classes) for columns in _pack(filled, _GAP + first.width)]
     return f'<div class="sheet">\n{"".join(tables)}</div>\n'
@@ -61,7 +68,10 @@ def draw_sheet(title: str, heads: Iterable[str], classes: Sequence[str], groups:
 def _pack(groups: Sequence[Sequence[Column]], first_width: int) -> Iterator[list[Column]]:
     columns: list[Column] = []
     for group in groups:
-        if columns and first_width + sum(_GAP + column.width for column in [*columns, *group]) > _WIDTH:
+        if (
+            columns
+            and first_width + sum(_GAP + column.width for column in [*columns, *group]) > _WIDTH
+        ):
             yield columns
             columns = []
         columns += group
@@ -71,7 +81,10 @@ def _pack(groups: Sequence[Sequence[Column]], first_width: int) -> Iterator[list
 def _draw_table(first: Column, columns: Sequence[Column], classes: Sequence[str]) -> str:
     over = "".join(
         f'<th colspan="{len(same)}" class="{same[0].css}">{escape(text)}</th>'
-        for text, same in ((text, [*group]) for text, group in itertools.groupby(columns, lambda column: column.over))
+        for text, same in (
+            (text, [*group])
+            for text, group in itertools.groupby(columns, lambda column: column.over)
+        )
     )
     titles = "".join(
         f'<th class="{column.css} sub"{" data-down" * column.starts_down} style="min-width: {column.width + _GAP}px">'

@@ -27,7 +27,9 @@ def draw_svg(panel: Panel, names: list[str], x_axis: Axis) -> str:
     for value, text in x_axis.ticks(5):
         x = _x(x_axis.place(value))
         parts.append(f'<path class="grid" d="M{x} {_TOP}V{HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text x="{x}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="middle">{text}</text>')
+        parts.append(
+            f'<text x="{x}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="middle">{text}</text>'
+        )
     parts.append(f'<path class="base" d="M{_LEFT} {HEIGHT - _BOTTOM}H{WIDTH - _RIGHT}"/>')
     parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">iterations</text>')
     # an inner picture with the same coordinates, which cuts off what leaves the axes
@@ -35,7 +37,10 @@ def draw_svg(panel: Panel, names: list[str], x_axis: Axis) -> str:
     box = f'viewBox="{_LEFT} {_TOP} {width} {height}"'
     parts.append(f'<svg x="{_LEFT}" y="{_TOP}" width="{width}" height="{height}" {box}>')
     marks = place_marks(panel, x_axis, y_axis)
-    parts += [_draw(*drawn, panel, names, x_axis, y_axis) for drawn in zip(panel.curves, marks, strict=True)]
+    parts += [
+        _draw(*drawn, panel, names, x_axis, y_axis)
+        for drawn in zip(panel.curves, marks, strict=True)
+    ]
     parts += map(_draw_label, best_labels(panel, x_axis, y_axis, marks))
     return "\n".join([*parts, "</svg>", "</svg>"])
 
@@ -51,24 +56,35 @@ def class_of(runs: Sequence[int]) -> str:
     return f"run{'-'.join(map(str, runs))}"
 
 
-def _draw(curve: Curve, marks: Sequence[Place], panel: Panel, names: list[str], x_axis: Axis, y_axis: Axis) -> str:
+def _draw(
+    curve: Curve, marks: Sequence[Place], panel: Panel, names: list[str], x_axis: Axis, y_axis: Axis
+) -> str:
     pieces = [thin(piece) for piece in curve.pieces]
     points = [point for piece in pieces for point in piece]
     if curve.is_test:  # each result is a mark
         places = [[_pixels(mark)] for mark in marks]
     else:
-        places = [[_pixels((x_axis.place(done), y_axis.place(value))) for done, value in piece] for piece in pieces]
+        places = [
+            [_pixels((x_axis.place(done), y_axis.place(value))) for done, value in piece]
+            for piece in pieces
+        ]
     of_runs = ", ".join(names[run] for run in curve.runs)
-    label = " · ".join([of_runs, panel.metrics[curve.metric], *(["test data"] if curve.is_test else [])])
+    label = " · ".join(
+        [of_runs, panel.metrics[curve.metric], *(["test data"] if curve.is_test else [])]
+    )
     data = f'data-label="{escape(label)}" data-iters="{" ".join(str(done) for done, _ in points)}" '
     data += f'data-values="{" ".join(f"{value:.6g}" for _, value in points)}"'
     # close a piece of one point: its round ends are then drawn
     line = "".join("M" + "L".join(piece) + ("Z" if len(piece) == 1 else "") for piece in places)
     shapes = [f'<path class="line dash{curve.metric}" d="{line}"/>']
     shape = "M-5 0L0-5L5 0L0 5Z" if curve.is_test else "M-3 0A3 3 0 1 1 3 0A3 3 0 1 1-3 0Z"
-    shapes += [f'<path class="mark" transform="translate({_pixels(mark)})" d="{shape}"/>' for mark in marks]
+    shapes += [
+        f'<path class="mark" transform="translate({_pixels(mark)})" d="{shape}"/>' for mark in marks
+    ]
     for done in curve.not_finite:
-        shapes.append(f'<path class="cross" d="M{_x(x_axis.place(done)) - 4} {_y(0) - 10}l8 8m-8 0l8-8"/>')
+        shapes.append(
+            f'<path class="cross" d="M{_x(x_axis.place(done)) - 4} {_y(0) - 10}l8 8m-8 0l8-8"/>'
+        )
     return f'<g class="curve {class_of(curve.runs)}" {data}>{"".join(shapes)}</g>'
 
 
@@ -89,7 +105,9 @@ def thin(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tupl
 def _extremes(points: list[tuple[int, float]], size: int) -> Iterator[tuple[int, float]]:
     for begin in range(0, len(points), size):
         part = points[begin : begin + size]
-        yield from sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+        yield from sorted(
+            {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        )
 
 
 def _pixels(place: Place) -> str:

@@ -27,7 +27,11 @@ def config_difference(runs: Sequence[Run]) -> dict[str, list[str]]:
 def _as_text(value: Any) -> str:
     if value is _ABSENT:
         return ""
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
+    return (
+        value
+        if isinstance(value, str) and value
+        else json.dumps(value, ensure_ascii=False, default=str)
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ def evaluation_results(runs: Sequence[Run]) -> tuple[Results, Results]:
 
 
 def _row(key: str, runs: Sequence[Run]) -> list[Result]:
-    return [_result(key, run.series.get(key, []), run.series.get(f"test/{key}", [])) for run in runs]
+    return [
+        _result(key, run.series.get(key, []), run.series.get(f"test/{key}", [])) for run in runs
+    ]
 
 
 def best_runs(key: str, values: Sequence[float | None]) -> set[int]:

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.periodic import PeriodicCheckpointer
 
 _OF_PROJECTS = ("CheckpointStore", "STORE_REGISTRY", "load_trusted_pickle")
-__all__ = ["FORMAT_REGISTRY", "CheckpointError", "CheckpointFormat", "Checkpointer", "PeriodicCheckpointer"]
+__all__ = [
+    "FORMAT_REGISTRY",
+    "CheckpointError",
+    "CheckpointFormat",
+    "Checkpointer",
+    "PeriodicCheckpointer",
+]
 __all__ += _OF_PROJECTS
 
 __getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

@@ -38,7 +38,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         while isinstance(reason, RuntimeError):  # torch's writer raises it after an OSError
             reason = reason.__context__
         if isinstance(reason, OSError):
-            raise CheckpointError(f"cannot write '{path}': {reason.strerror or reason}; the old file stays") from reason
+            raise CheckpointError(
+                f"cannot write '{path}': {reason.strerror or reason}; the old file stays"
+            ) from reason
         raise
     finally:
         _being_written.remove(own_name)
@@ -64,7 +66,10 @@ def sync_folder(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do this
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network file systems cannot do this
             raise CheckpointError(f"cannot write '{folder}': {error.strerror}") from error
     finally:
         os.close(descriptor)

@@ -52,7 +52,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         **checkpointables: Any,
     ) -> None:
         writes = comm.is_main_process() if save_to_disk is None else save_to_disk
-        super().__init__(model, local_folder(os.fspath(save_dir)), save_to_disk=writes, **checkpointables)
+        super().__init__(
+            model, local_folder(os.fspath(save_dir)), save_to_disk=writes, **checkpointables
+        )
         self.logger, self.path_manager = _logger, PathManager
         self.format = make_format(format, self.model) if isinstance(format, str) else format
         self._is_prepared, self._is_strict = False, False  # the latter: of the current load
@@ -60,7 +62,12 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self.resumed_from = ""  # the name of the file that was loaded last to resume
 
     def save(
-        self, name: str, *, tag_last: bool = True, on_commit: Callable[[], None] | None = None, **kwargs: Any
+        self,
+        name: str,
+        *,
+        tag_last: bool = True,
+        on_commit: Callable[[], None] | None = None,
+        **kwargs: Any,
     ) -> "futures.Future[None] | None":
         """Write ``<save_dir>/<name>.pth``; every rank calls it, since states may be gathered over ranks.
 
@@ -109,12 +116,16 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return state
 
     def _prepare_folder(self) -> None:
-        if self.save_to_disk and not self._is_prepared:  # once: a folder that is deleted during a run is an error
+        if (
+            self.save_to_disk and not self._is_prepared
+        ):  # once: a folder that is deleted during a run is an error
             os.makedirs(self.save_dir, exist_ok=True)
             remove_leftovers(self.save_dir)
             self._is_prepared = True
 
-    def _write(self, state: Any, path: str, tag_last: bool, on_commit: Callable[[], None] | None) -> None:
+    def _write(
+        self, state: Any, path: str, tag_last: bool, on_commit: Callable[[], None] | None
+    ) -> None:
         self.format.write(state, path)
         if self.save_to_disk:
             if tag_last:
@@ -154,7 +165,11 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return tagged_file(self.save_dir)
 
     def load(
-        self, path: _Path | None, checkpointables: Iterable[str] | None = None, *, strict: bool = False
+        self,
+        path: _Path | None,
+        checkpointables: Iterable[str] | None = None,
+        *,
+        strict: bool = False,
     ) -> dict[str, Any]:
         """Load a file of trainkit or fvcore, or the state dict of a model; a rank may call it alone.
 
@@ -173,7 +188,10 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
         self._settle()
-        path, keys = self._local(path), [*(self.checkpointables if checkpointables is None else checkpointables)]
+        path, keys = (
+            self._local(path),
+            [*(self.checkpointables if checkpointables is None else checkpointables)],
+        )
         return self._apply(self._read(path, keys), path, keys, strict)
 
     def resume_or_load(self, path: _Path | None, *, resume: bool = True) -> dict[str, Any]:
@@ -185,12 +203,20 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self._settle()
         if resume:
             keys = [*self.checkpointables]
-            paths = comm.broadcast(together(lambda: candidates(self.save_dir) if comm.is_main_process() else []))
-            last, state = choose(paths, lambda path: together(partial(self._read, path, keys, needs_all=True)))
+            paths = comm.broadcast(
+                together(lambda: candidates(self.save_dir) if comm.is_main_process() else [])
+            )
+            last, state = choose(
+                paths, lambda path: together(partial(self._read, path, keys, needs_all=True))
+            )
             if last:
                 self.resumed_from = os.path.basename(last)
                 return self._apply(state, last, keys, strict=True)
-            _logger.info("No checkpoint to resume from in '%s'; starting from '%s'", self.save_dir, path or "")
+            _logger.info(
+                "No checkpoint to resume from in '%s'; starting from '%s'",
+                self.save_dir,
+                path or "",
+            )
         if not path:
             return self.load(path)
         path = together(partial(self._local, path))
@@ -209,11 +235,18 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         """The content of a file with this rank's part of the states of ``keys``, and with what is in further files."""
         state, objects = self._load_file(path), self.checkpointables
         if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
-            if any(isinstance(item, Mapping) and "_extra_state" not in str(key) for key, item in state.items()):
-                raise CheckpointError(f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone")
+            if any(
+                isinstance(item, Mapping) and "_extra_state" not in str(key)
+                for key, item in state.items()
+            ):
+                raise CheckpointError(
+                    f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone"
+                )
             state = {"model": state}
         if needs_all and (absent := [key for key in keys if key not in state]):
-            raise CheckpointError(f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run")
+            raise CheckpointError(
+                f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
+            )
         parts = state.pop("ranks", None)
         if any(getattr(objects[key], "rank_keys", ()) for key in keys):
             take_rank_state(state, parts, path)
@@ -224,10 +257,14 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _load_file(self, filename: str) -> dict[str, Any]:
         """The content of a file: a dict with the weights under "model", or the weights alone; called on each rank."""
         suffix = os.path.splitext(filename)[1][1:]
-        content: dict[str, Any] = (make_format(suffix) if suffix in FORMATS else self.format).read(filename)
+        content: dict[str, Any] = (make_format(suffix) if suffix in FORMATS else self.format).read(
+            filename
+        )
         return content
 
-    def _apply(self, state: dict[str, Any], path: str, keys: list[str], strict: bool) -> dict[str, Any]:
+    def _apply(
+        self, state: dict[str, Any], path: str, keys: list[str], strict: bool
+    ) -> dict[str, Any]:
         objects, trained = self.checkpointables, state.pop("trained_model", None)
         if trained and any(not getattr(objects[key], "only_evaluates", False) for key in keys):
             state["model"] = trained

@@ -25,7 +25,9 @@ ORDINARY = (Tensor, torch.nn.Parameter)
 Take = Callable[[Tensor, str], Tensor]
 
 # Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
-_PLAIN = frozenset([str, int, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device])
+_PLAIN = frozenset(
+    [str, int, bool, float, complex, type(None), torch.Size, torch.dtype, torch.device]
+)
 _DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiStepLR has a Counter
 
 
@@ -70,7 +72,9 @@ def ordinary(tensor: Tensor, path: str) -> Tensor:
 
 def refuse(value: object, path: str) -> Any:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TypeError(f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values")
+    raise TypeError(
+        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values"
+    )
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -120,6 +124,10 @@ def _check_records(file: BinaryIO) -> None:
     """Compare the records of a zip archive with their CRCs."""
     with zipfile.ZipFile(file) as archive:
         if any(record.external_attr & _FOLDER for record in archive.infolist()):
-            raise zipfile.BadZipFile("a record is marked as a folder, which torch.load leaves out without a word")
+            raise zipfile.BadZipFile(
+                "a record is marked as a folder, which torch.load leaves out without a word"
+            )
         if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"the content of its record '{damaged}' does not match its checksum")
+            raise zipfile.BadZipFile(
+                f"the content of its record '{damaged}' does not match its checksum"
+            )

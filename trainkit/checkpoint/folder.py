@@ -25,7 +25,9 @@ def local_folder(path: str) -> str:
 def checkpoint_files(folder: str) -> list[str]:
     """Paths of all ``.pth`` files, sorted by name; none if the folder does not exist."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    return [os.path.join(folder, name) for name in names if name.endswith(SUFFIX) and name[0] != "."]
+    return [
+        os.path.join(folder, name) for name in names if name.endswith(SUFFIX) and name[0] != "."
+    ]
 
 
 def candidates(folder: str) -> list[str]:
@@ -33,7 +35,9 @@ def candidates(folder: str) -> list[str]:
     if folder in mirrors:
         mirrors[folder].download()
     tagged = tagged_file(folder)
-    newest_first = sorted(checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True)
+    newest_first = sorted(
+        checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True
+    )
     return [tagged, *newest_first] if tagged else []
 
 
@@ -46,12 +50,16 @@ def tagged_file(folder: str) -> str:
     tag_file = os.path.join(folder, "last_checkpoint")
     if not folder or not os.path.lexists(tag_file):
         return ""
-    if not is_file_of(folder, "last_checkpoint"):  # do not read it, since errors would show its content
+    if not is_file_of(
+        folder, "last_checkpoint"
+    ):  # do not read it, since errors would show its content
         raise CheckpointError(f"'{tag_file}' is a link out of its folder; delete it")
     with open(tag_file, encoding="utf-8", errors="replace") as file:
         name = file.read().strip()
     if name and not is_file_of(folder, name):
-        raise CheckpointError(f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder")
+        raise CheckpointError(
+            f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder"
+        )
     return os.path.join(folder, name) if name else ""
 
 
@@ -72,7 +80,9 @@ def choose(paths: Iterable[str], read: Callable[[str], Any] = read_file) -> tupl
             _logger.warning("Resuming from '%s' instead, because %s", path, "; ".join(broken))
         return path, content
     if broken:
-        raise CheckpointError(f"no checkpoint is intact: {'; '.join(broken)}. To start a new run, leave out --resume")
+        raise CheckpointError(
+            f"no checkpoint is intact: {'; '.join(broken)}. To start a new run, leave out --resume"
+        )
     return "", None
 
 
@@ -87,5 +97,9 @@ def read_finished(folder: str) -> Any:
 
 def is_file_of(folder: str, name: str) -> bool:
     """Whether ``name`` is a file name in ``folder`` without a path, and not a link out of it; it need not exist."""
-    is_name = name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
-    return is_name and os.path.dirname(os.path.realpath(os.path.join(folder, name))) == os.path.realpath(folder)
+    is_name = (
+        name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
+    )
+    return is_name and os.path.dirname(
+        os.path.realpath(os.path.join(folder, name))
+    ) == os.path.realpath(folder)

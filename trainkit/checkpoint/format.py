@@ -45,7 +45,11 @@ class CheckpointFormat:
         return read_file(path)
 
     def fill(
-        self, state: dict[str, Any], path: str, model: nn.Module | None = None, wanted: Iterable[str] = ("",)
+        self,
+        state: dict[str, Any],
+        path: str,
+        model: nn.Module | None = None,
+        wanted: Iterable[str] = ("",),
     ) -> dict[str, Any]:
         """The state of `read` with what is in further files, verified; a rank may call it alone.
 
@@ -59,7 +63,9 @@ class CheckpointFormat:
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint with the folders of any format. Raises OSError; FileNotFoundError if there is none."""
-        for part in part_folders(path):  # first, since a folder without its file is never found again
+        for part in part_folders(
+            path
+        ):  # first, since a folder without its file is never found again
             shutil.rmtree(part)
         os.remove(path)
 
@@ -73,7 +79,9 @@ def make_format(name: str, model: nn.Module | None = None) -> CheckpointFormat:
 
 def format_of(state: Mapping[str, Any]) -> CheckpointFormat:
     """The format that wrote a file with this content."""
-    return make_format(next((name for name in [*FORMATS, *dict(FORMAT_REGISTRY)] if name in state), ""))
+    return make_format(
+        next((name for name in [*FORMATS, *dict(FORMAT_REGISTRY)] if name in state), "")
+    )
 
 
 def owner_of_part(folder: str) -> str:
@@ -85,4 +93,6 @@ def owner_of_part(folder: str) -> str:
 def part_folders(path: str) -> list[str]:
     """The folders with further files of the checkpoint ``path``."""
     folder, name = os.path.split(os.path.abspath(path))
-    return [os.path.join(folder, entry) for entry in os.listdir(folder) if owner_of_part(entry) == name]
+    return [
+        os.path.join(folder, entry) for entry in os.listdir(folder) if owner_of_part(entry) == name
+    ]

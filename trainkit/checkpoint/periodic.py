@@ -38,8 +38,15 @@ class PeriodicCheckpointer:
         save_last: bool = True,
     ) -> None:
         if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}")
-        self.checkpointer, self.period, self.max_iter, self.max_to_keep = checkpointer, period, max_iter, max_to_keep
+            raise ValueError(
+                f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}"
+            )
+        self.checkpointer, self.period, self.max_iter, self.max_to_keep = (
+            checkpointer,
+            period,
+            max_iter,
+            max_to_keep,
+        )
         self.file_prefix, self.start, self.save_last = file_prefix, start, save_last
 
     def step(self, iteration: int, **kwargs: Any) -> Future[None] | None:
@@ -51,7 +58,11 @@ class PeriodicCheckpointer:
         """Name of the file that :meth:`step` writes after this iteration; None if it writes none."""
         if self.save_last and self.max_iter is not None and iteration >= self.max_iter - 1:
             return f"{self.file_prefix}_final"
-        return f"{self.file_prefix}_{iteration:07d}" if is_nth(iteration + 1, self.period, self.start) else None
+        return (
+            f"{self.file_prefix}_{iteration:07d}"
+            if is_nth(iteration + 1, self.period, self.start)
+            else None
+        )
 
     def save(self, name: str, **kwargs: Any) -> Future[None] | None:
         """Save now, under any name."""
@@ -69,13 +80,24 @@ class PeriodicCheckpointer:
     def _remove_old(self, name: str, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
-        folder, pattern = self.checkpointer.save_dir, re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth")
+        folder, pattern = (
+            self.checkpointer.save_dir,
+            re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth"),
+        )
         form = getattr(self.checkpointer, "format", CheckpointFormat())
-        counts = name != f"{self.file_prefix}_final" or is_nth(iteration + 1, self.period, self.start)
+        counts = name != f"{self.file_prefix}_final" or is_nth(
+            iteration + 1, self.period, self.start
+        )
         try:
-            numbered = {int(match[1]): match[0] for match in map(pattern.fullmatch, os.listdir(folder)) if match}
+            numbered = {
+                int(match[1]): match[0]
+                for match in map(pattern.fullmatch, os.listdir(folder))
+                if match
+            }
             # files of later iterations are from an earlier run in this folder
-            newest_first = sorted((number for number in numbered if number < iteration), reverse=True)
+            newest_first = sorted(
+                (number for number in numbered if number < iteration), reverse=True
+            )
             for number in newest_first[self.max_to_keep - counts :]:
                 form.remove(os.path.join(folder, numbered[number]))
         except OSError as error:

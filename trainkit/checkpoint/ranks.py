@@ -18,7 +18,9 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]) -> list[Any]:
+def gather_rank_states(
+    state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]
+) -> list[Any]:
     """Each data rank's own part of the state, on rank 0; every rank calls it.
 
     The own part is the buffers of the model (ranks see different batches), and for each key of ``state`` the entries
@@ -27,26 +29,43 @@ def gather_rank_states(state: Mapping[str, Any], model: nn.Module, keys: Mapping
     """
     buffers = [name for name, _ in model.named_buffers()]
     keys = {**dict.fromkeys(("model", "trained_model"), buffers), **keys}
-    mine = {key: {name: state[key][name] for name in keys[key] if name in state[key]} for key in keys if key in state}
+    mine = {
+        key: {name: state[key][name] for name in keys[key] if name in state[key]}
+        for key in keys
+        if key in state
+    }
     tensors: dict[str, Tensor] = {}
 
     def keep(tensor: Tensor, path: str) -> Tensor:
         if path in tensors:
-            raise ValueError(f"two entries of the state have the path '{path}'; give one of them another name")
+            raise ValueError(
+                f"two entries of the state have the path '{path}'; give one of them another name"
+            )
         # empty in place of a tensor that the format of the checkpoint stores in parts
         is_whole = type(tensor) in ORDINARY
-        tensors[path] = tensor.detach() if is_whole else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        tensors[path] = (
+            tensor.detach()
+            if is_whole
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        )
         return tensors[path]
 
     mine = plain_state(mine, take=keep)
-    on_host = {k: x if x.is_meta else x.to("cpu", non_blocking=runs_ahead(x.device)) for k, x in tensors.items()}
+    on_host = {
+        k: x if x.is_meta else x.to("cpu", non_blocking=runs_ahead(x.device))
+        for k, x in tensors.items()
+    }
     for device in filter(runs_ahead, {x.device for x in tensors.values()}):
         new_event(device).synchronize()  # once for all copies
     digests = {path: digest_of(tensor) for path, tensor in on_host.items()}
     known, same = comm.broadcast(digests), torch.empty(0, device="meta")
-    mine = plain_state(mine, take=lambda x, path: same if known.get(path) == digests[path] else on_host[path])
+    mine = plain_state(
+        mine, take=lambda x, path: same if known.get(path) == digests[path] else on_host[path]
+    )
     parts = comm.gather(mine)[:: comm.get_data_group_size()]
-    return [plain_state(part, take=lambda x, path: tensors[path] if x.is_meta else x) for part in parts]
+    return [
+        plain_state(part, take=lambda x, path: tensors[path] if x.is_meta else x) for part in parts
+    ]
 
 
 def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
@@ -71,11 +90,17 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None) -
         error = str(failure)
     errors = comm.all_gather(error, group=group)
     if any(errors):
-        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
+        raise CheckpointError(
+            "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+        )
     return result  # type: ignore[return-value]
 
 
 def digest_of(tensor: Tensor) -> tuple[Any, ...]:
     """dtype, shape, and a digest of the content, of which a tensor on the meta device has none."""
-    content = b"" if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    content = (
+        b""
+        if tensor.is_meta
+        else tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    )
     return tensor.dtype, tensor.shape, hashlib.blake2b(content, digest_size=16).digest()

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from trainkit.config.instantiate import instantiate  # now, since importing the module would hide the function
+from trainkit.config.instantiate import (
+    instantiate,
+)  # now, since importing the module would hide the function
 from trainkit.utils.loading import names_on_demand
 
 if TYPE_CHECKING:
@@ -14,9 +16,31 @@ if TYPE_CHECKING:
     from trainkit.config.projects import choose, import_modules, prepare_projects
     from trainkit.utils.errors import ConfigError
 
-_OF_PROJECTS = ["LazyConfig", "LazyCall", "scale_lr_to_batch", "scale_workers", "global_cfg", "set_global_cfg"]
-__all__ = ["get_cfg", "CfgNode", "ConfigError", "configurable", "import_modules", "prepare_projects", "choose"]
-__all__ += ["check_values", "Epochs", "parse_length", "resolve_lengths", "LENGTH_KEYS", "instantiate"]
+_OF_PROJECTS = [
+    "LazyConfig",
+    "LazyCall",
+    "scale_lr_to_batch",
+    "scale_workers",
+    "global_cfg",
+    "set_global_cfg",
+]
+__all__ = [
+    "get_cfg",
+    "CfgNode",
+    "ConfigError",
+    "configurable",
+    "import_modules",
+    "prepare_projects",
+    "choose",
+]
+__all__ += [
+    "check_values",
+    "Epochs",
+    "parse_length",
+    "resolve_lengths",
+    "LENGTH_KEYS",
+    "instantiate",
+]
 __all__ += _OF_PROJECTS
 
 __getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

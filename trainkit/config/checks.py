@@ -16,13 +16,19 @@ from trainkit.utils.periods import is_number
 def check_values(cfg: Any) -> None:
     """Raises ConfigError for a value that its key does not accept, also for keys of projects."""
     if not isinstance(cfg, CfgNode):
-        raise ConfigError(f"cfg is a {type(cfg).__module__}.{type(cfg).__name__}; use trainkit's get_cfg")
+        raise ConfigError(
+            f"cfg is a {type(cfg).__module__}.{type(cfg).__name__}; use trainkit's get_cfg"
+        )
     check_accepted(cfg, ACCEPTED)
     for entry in cfg.TEST.EXPECTED_RESULTS:
         if not isinstance(entry, list | tuple) or len(entry) != 4:
-            raise not_accepted("TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]")
+            raise not_accepted(
+                "TEST.EXPECTED_RESULTS", entry, "entries [task, metric, value, tolerance]"
+            )
     if not cfg.OUTPUT_DIR.strip() or re.match(r"\w+:/(?!/)", cfg.OUTPUT_DIR):
-        raise not_accepted("OUTPUT_DIR", cfg.OUTPUT_DIR, "a folder, or an address such as s3://bucket/run")
+        raise not_accepted(
+            "OUTPUT_DIR", cfg.OUTPUT_DIR, "a folder, or an address such as s3://bucket/run"
+        )
     if len({*cfg.LOG.WRITERS}) < len(cfg.LOG.WRITERS):
         raise not_accepted("LOG.WRITERS", cfg.LOG.WRITERS, "each writer once")
     if (scale := cfg.SOLVER.AMP.LOSS_SCALE) != "dynamic" and not _is_in(scale, "(0, inf)", False):
@@ -56,7 +62,9 @@ def check_accepted(cfg: CfgNode, table: Mapping[Any, str]) -> None:
             is None takes None.
     """
     defaults = get_cfg()
-    for accepted, key in ((accepted, key) for accepted, keys in table.items() for key in keys.split()):
+    for accepted, key in (
+        (accepted, key) for accepted, keys in table.items() for key in keys.split()
+    ):
         value, default = (reduce(getattr, key.split("."), node) for node in (cfg, defaults))
         is_whole = isinstance(default, int) or key in LENGTH_KEYS
         for item in value if isinstance(value, list | tuple) else [value]:
@@ -64,7 +72,11 @@ def check_accepted(cfg: CfgNode, table: Mapping[Any, str]) -> None:
                 parse_length(item, key)
             elif not _is_in(item, accepted, is_whole) and not (item is default is None):
                 text = f"a {'whole ' * is_whole}number in {accepted}"
-                raise not_accepted(key, value, text if isinstance(accepted, str) else ", ".join(map(repr, accepted)))
+                raise not_accepted(
+                    key,
+                    value,
+                    text if isinstance(accepted, str) else ", ".join(map(repr, accepted)),
+                )
 
 
 def _is_in(value: Any, accepted: Any, is_whole: bool) -> bool:
@@ -73,7 +85,12 @@ def _is_in(value: Any, accepted: Any, is_whole: bool) -> bool:
         return value in accepted
     low, high = map(float, accepted[1:-1].split(", "))
     is_end = (value == low and accepted[0] == "(") or (value == high and accepted[-1] == ")")
-    return is_number(value) and low <= value <= high and not is_end and (isinstance(value, int) or not is_whole)
+    return (
+        is_number(value)
+        and low <= value <= high
+        and not is_end
+        and (isinstance(value, int) or not is_whole)
+    )
 
 
 def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> None:
@@ -84,5 +101,10 @@ def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> 
     """
     for *settings, reason in conflicts:
         parts = [setting.partition("=") for setting in settings]
-        if all(get_key(cfg, key) == wanted if equals else get_key(cfg, key) for key, equals, wanted in parts):
-            raise ConfigError(f"{' and '.join(settings)} exclude each other: {reason}; set one of them")
+        if all(
+            get_key(cfg, key) == wanted if equals else get_key(cfg, key)
+            for key, equals, wanted in parts
+        ):
+            raise ConfigError(
+                f"{' and '.join(settings)} exclude each other: {reason}; set one of them"
+            )

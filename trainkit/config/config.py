@@ -40,7 +40,9 @@ class CfgNode(_FvcoreCfgNode):
         return super().__getattr__(name)
 
     @classmethod
-    def load_yaml_with_base(cls, filename: str | os.PathLike[str], allow_unsafe: bool = False) -> dict[str, Any]:
+    def load_yaml_with_base(
+        cls, filename: str | os.PathLike[str], allow_unsafe: bool = False
+    ) -> dict[str, Any]:
         """Read a file after those in its ``_BASE_`` (a path or a list); ``_DELETE_: True`` in a node replaces theirs.
 
         YAML that runs code is never read; ``allow_unsafe`` is for detectron2's signature.
@@ -52,7 +54,9 @@ class CfgNode(_FvcoreCfgNode):
         """A new config from YAML text or an open YAML file; any key is accepted."""
         return cls(load_yaml(cfg_file_obj_or_str, getattr(cfg_file_obj_or_str, "name", "<text>")))
 
-    def merge_from_file(self, cfg_filename: str | os.PathLike[str], allow_unsafe: bool = False) -> None:
+    def merge_from_file(
+        self, cfg_filename: str | os.PathLike[str], allow_unsafe: bool = False
+    ) -> None:
         """Merge a YAML file, see ``load_yaml_with_base``."""
         content = read_with_base(cfg_filename)
         try:
@@ -79,9 +83,16 @@ class CfgNode(_FvcoreCfgNode):
             for part in key.split("."):
                 old = getattr(old, part, None)
             read = parse_literal(value) if isinstance(value, str) else value
-            if not isinstance(old, str) or key in _ANY_TYPE or key in LENGTH_KEYS or isinstance(read, str):
+            if (
+                not isinstance(old, str)
+                or key in _ANY_TYPE
+                or key in LENGTH_KEYS
+                or isinstance(read, str)
+            ):
                 value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
-            self.merge_from_other_cfg(reduce(lambda value, name: {name: value}, [name, *reversed(parents)], value))
+            self.merge_from_other_cfg(
+                reduce(lambda value, name: {name: value}, [name, *reversed(parents)], value)
+            )
 
     def dump(self, **kwargs: Any) -> str:
         """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``."""
@@ -120,14 +131,18 @@ def _declare(node: _FvcoreCfgNode, name: object) -> None:
         return
     defaults = CfgNode()
     for key in CONFIG_KEYS:
-        reduce(lambda parent, part: parent.setdefault(part, CfgNode()), key.split(".")[:-1], defaults)
+        reduce(
+            lambda parent, part: parent.setdefault(part, CfgNode()), key.split(".")[:-1], defaults
+        )
     load_plugin(CONFIG_KEYS[full_key]).add_config(defaults)
     node[name] = reduce(getitem, full_key.split("."), defaults)
     if isinstance(node[name], CfgNode) and node.is_frozen():
         node[name].freeze()
 
 
-def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = "") -> None:
+def _merge(
+    node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode, prefix: str = ""
+) -> None:
     """Merge a mapping into the node of ``root`` whose key is ``prefix`` (it ends with a dot)."""
     for name, value in other.items():
         key = f"{prefix}{name}"
@@ -138,10 +153,14 @@ def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode,
             if root.key_is_renamed(key):
                 root.raise_key_rename_error(key)
             if not node.is_new_allowed():
-                while isinstance(value, Mapping) and value:  # the innermost key shows best which key was meant
+                while (
+                    isinstance(value, Mapping) and value
+                ):  # the innermost key shows best which key was meant
                     name, value = next(iter(value.items()))
                     key = f"{key}.{name}"
-                hint = did_you_mean(key, [known for known, _ in changed_settings(root, CfgNode())]).strip()
+                hint = did_you_mean(
+                    key, [known for known, _ in changed_settings(root, CfgNode())]
+                ).strip()
                 raise UnknownKeyError(f"unknown key {key}; {hint or 'no key has a similar name'}")
         if isinstance(value, Mapping) and node.get(name) is None:
             node[name] = type(root)(new_allowed=True)
@@ -154,7 +173,9 @@ def _merge(node: _FvcoreCfgNode, other: Mapping[str, Any], root: _FvcoreCfgNode,
 def _coerce(key: str, value: Any, old: Any) -> Any:
     """A copy of ``value`` with the type of ``old``."""
     if isinstance(old, list | tuple):
-        value = parse_literal(value) if isinstance(value, str) else value  # YAML has no tuples: (1, 2) is text there
+        value = (
+            parse_literal(value) if isinstance(value, str) else value
+        )  # YAML has no tuples: (1, 2) is text there
     elif key in LENGTH_KEYS:
         parse_length(value, key)
         return value

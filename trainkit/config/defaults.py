@@ -9,125 +9,219 @@ from trainkit.config.config import CfgNode as CN
 from trainkit.config.config import mark_keys_of_projects
 
 _C = CN()
-_C.VERSION = 1  # The version of this set of keys.
-_C.OUTPUT_DIR = "./output"  # The folder of the run, or s3://bucket/run. A new run moves older files to previous_<n>.
-_C.SEED = -1  # The seed of all random numbers. -1: draw one and log it.
-_C.IMPORTS = []  # Modules (dotted names) that register models, datasets or hooks; imported before the job is built.
-_C.CUDNN_BENCHMARK = False  # True: cuDNN tries its kernels and uses the fastest ones.
-_C.DETERMINISTIC = False  # True: use kernels that always give the same bits, as exact resume on a GPU needs; slower.
-_C.FLOAT32_PRECISION = ""  # For torch.set_float32_matmul_precision: "highest", "high", "medium". "": not called.
-_C.STOP_CHECK_PERIOD = 20  # If one rank is asked to stop, all ranks stop after at most this many iterations.
-_C.VIS_PERIOD = 0  # How often a model draws while it trains. trainkit itself does not use it.
+# The version of this set of keys.
+_C.VERSION = 1
+# The folder of the run, or s3://bucket/run. A new run moves older files to previous_<n>.
+_C.OUTPUT_DIR = "./output"
+# The seed of all random numbers. -1: draw one and log it.
+_C.SEED = -1
+# Modules (dotted names) that register models, datasets or hooks; imported before the job is built.
+_C.IMPORTS = []
+# True: cuDNN tries its kernels and uses the fastest ones.
+_C.CUDNN_BENCHMARK = False
+# True: use kernels that always give the same bits, as exact resume on a GPU needs; slower.
+_C.DETERMINISTIC = False
+# For torch.set_float32_matmul_precision: "highest", "high", "medium". "": not called.
+_C.FLOAT32_PRECISION = ""
+# If one rank is asked to stop, all ranks stop after at most this many iterations.
+_C.STOP_CHECK_PERIOD = 20
+# How often a model draws while it trains. trainkit itself does not use it.
+_C.VIS_PERIOD = 0
 
 # ---------------------------------------------------------------------------- model
-_C.MODEL = CN(new_allowed=True)  # Add the keys of your own model here.
-_C.MODEL.NAME = ""  # The name of the model in MODEL_REGISTRY.
-_C.MODEL.DEVICE = "auto"  # A torch device such as "cuda:1". "auto": CUDA if there is one, else MPS, else the CPU.
-_C.MODEL.WEIGHTS = ""  # A file or address to start from; only its model is loaded. A resumed run loads its own.
-_C.MODEL.PARALLEL = "ddp"  # With several processes: "ddp", or a name in WRAPPER_REGISTRY, such as "fsdp".
-_C.MODEL.DDP = CN()  # torch's DistributedDataParallel, used with several processes.
-_C.MODEL.DDP.BROADCAST_BUFFERS = False  # True: in each iteration, first all ranks get the buffers of rank 0.
-_C.MODEL.DDP.FIND_UNUSED_PARAMETERS = False  # True: parameters may get no gradient; each step searches the graph.
-_C.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = True  # False: DDP has a second copy of the gradients, so they may be replaced.
-_C.MODEL.DDP.STATIC_GRAPH = False  # True: each step uses the same parameters in the same way.
-_C.MODEL.DDP.COMPRESSION = ""  # Exchange gradients as "fp16" or as "bf16" (needs CUDA and NCCL). "": uncompressed.
+# Add the keys of your own model here.
+_C.MODEL = CN(new_allowed=True)
+# The name of the model in MODEL_REGISTRY.
+_C.MODEL.NAME = ""
+# A torch device such as "cuda:1". "auto": CUDA if there is one, else MPS, else the CPU.
+_C.MODEL.DEVICE = "auto"
+# A file or address to start from; only its model is loaded. A resumed run loads its own.
+_C.MODEL.WEIGHTS = ""
+# With several processes: "ddp", or a name in WRAPPER_REGISTRY, such as "fsdp".
+_C.MODEL.PARALLEL = "ddp"
+# torch's DistributedDataParallel, used with several processes.
+_C.MODEL.DDP = CN()
+# True: in each iteration, first all ranks get the buffers of rank 0.
+_C.MODEL.DDP.BROADCAST_BUFFERS = False
+# True: parameters may get no gradient; each step searches the graph.
+_C.MODEL.DDP.FIND_UNUSED_PARAMETERS = False
+# False: DDP has a second copy of the gradients, so they may be replaced.
+_C.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = True
+# True: each step uses the same parameters in the same way.
+_C.MODEL.DDP.STATIC_GRAPH = False
+# Exchange gradients as "fp16" or as "bf16" (needs CUDA and NCCL). "": uncompressed.
+_C.MODEL.DDP.COMPRESSION = ""
 
 # ---------------------------------------------------------------------------- data
 _C.INPUT = CN(new_allowed=True)
-_C.INPUT.TRAIN_TRANSFORM = ""  # The transform of training samples, a name in TRANSFORM_REGISTRY. "": none.
-_C.INPUT.TEST_TRANSFORM = ""  # The transform of samples of DATASETS.VAL and DATASETS.TEST. "": none.
+# The transform of training samples, a name in TRANSFORM_REGISTRY. "": none.
+_C.INPUT.TRAIN_TRANSFORM = ""
+# The transform of samples of DATASETS.VAL and DATASETS.TEST. "": none.
+_C.INPUT.TEST_TRANSFORM = ""
 
 _C.DATASETS = CN()
-_C.DATASETS.TRAIN = ()  # Names of training datasets in DatasetCatalog. Several are concatenated.
-_C.DATASETS.VAL = ()  # Evaluated every TEST.EVAL_PERIOD; decides the best checkpoint and early stopping. (): TEST.
-_C.DATASETS.TEST = ()  # Evaluated at the end and by --eval-only.
+# Names of training datasets in DatasetCatalog. Several are concatenated.
+_C.DATASETS.TRAIN = ()
+# Evaluated every TEST.EVAL_PERIOD; decides the best checkpoint and early stopping. (): TEST.
+_C.DATASETS.VAL = ()
+# Evaluated at the end and by --eval-only.
+_C.DATASETS.TEST = ()
 
 _C.DATALOADER = CN()
-_C.DATALOADER.NUM_WORKERS = 4  # Processes per rank that load samples. 0: the process of the rank loads them.
-_C.DATALOADER.TIMEOUT = 600.0  # If a worker delivers no batch for this many seconds, the run fails. 0: wait for ever.
-_C.DATALOADER.PREFETCH_FACTOR = 2  # The number of batches that each worker loads ahead.
-_C.DATALOADER.PERSISTENT_WORKERS = False  # True: keep the workers after each pass over the data for the next one.
-_C.DATALOADER.COLLATE = "default"  # "default": torch's default_collate makes a batch. "list": it is a list of samples.
-_C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # A name in SAMPLER_REGISTRY.
+# Processes per rank that load samples. 0: the process of the rank loads them.
+_C.DATALOADER.NUM_WORKERS = 4
+# If a worker delivers no batch for this many seconds, the run fails. 0: wait for ever.
+_C.DATALOADER.TIMEOUT = 600.0
+# The number of batches that each worker loads ahead.
+_C.DATALOADER.PREFETCH_FACTOR = 2
+# True: keep the workers after each pass over the data for the next one.
+_C.DATALOADER.PERSISTENT_WORKERS = False
+# "default": torch's default_collate makes a batch. "list": it is a list of samples.
+_C.DATALOADER.COLLATE = "default"
+# A name in SAMPLER_REGISTRY.
+_C.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"
 
 # ---------------------------------------------------------------------------- optimization
 _C.SOLVER = CN()
-_C.SOLVER.OPTIMIZER = CN(new_allowed=True)  # Keys beside NAME: other arguments, in upper case.
-_C.SOLVER.OPTIMIZER.NAME = "SGD"  # A class of torch.optim, or a name in OPTIMIZER_REGISTRY.
-_C.SOLVER.OPTIMIZER_BUILDER = ""  # Another function that builds the optimizer, in OPTIMIZER_BUILDER_REGISTRY.
-_C.SOLVER.PARAM_GROUP_BUILDER = ""  # Another function that makes its groups, in PARAM_GROUP_REGISTRY.
-_C.SOLVER.LR_SCHEDULER_BUILDER = ""  # Another function that builds the schedule, in LR_SCHEDULER_BUILDER_REGISTRY.
-_C.SOLVER.MAX_ITER = 40000  # The length of the run. An iteration is one update.
-_C.SOLVER.IMS_PER_BATCH = 16  # Samples per micro-batch, over all ranks.
-_C.SOLVER.ACCUMULATION_STEPS = 1  # Micro-batches per iteration.
-_C.SOLVER.BASE_LR = 0.001  # The learning rate after the warm-up, before any factors.
-_C.SOLVER.BASE_LR_END = 0.0  # WarmupCosineLR: the learning rate at the end.
-_C.SOLVER.MOMENTUM = 0.9  # For SGD, LARS, RMSprop, ... An error if you change it and the optimizer does not take it.
-_C.SOLVER.NESTEROV = False  # Nesterov momentum. An error if you change it and the optimizer does not take it.
-_C.SOLVER.WEIGHT_DECAY = 0.0001  # The weight decay. An error if you change it and the optimizer does not take it.
-_C.SOLVER.WEIGHT_DECAY_NORM = 0.0  # The weight decay of parameters of normalization layers.
-_C.SOLVER.WEIGHT_DECAY_BIAS = None  # The weight decay of biases. None: WEIGHT_DECAY.
-_C.SOLVER.BIAS_LR_FACTOR = 1.0  # Multiplies the learning rate of biases.
-_C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"  # Or "WarmupCosineLR", "WarmupStepWithFixedGammaLR".
-_C.SOLVER.GAMMA = 0.1  # The learning rate is multiplied by this factor at each of STEPS.
-_C.SOLVER.STEPS = (30000,)  # The iterations at which the learning rate falls.
-_C.SOLVER.NUM_DECAYS = 3  # WarmupStepWithFixedGammaLR: how often the learning rate falls.
-_C.SOLVER.WARMUP_FACTOR = 1.0 / 1000  # The warm-up starts at BASE_LR times this factor.
-_C.SOLVER.WARMUP_ITERS = 1000  # The length of the warm-up. The default of 1000 is at most 5 % of the run.
-_C.SOLVER.WARMUP_METHOD = "linear"  # Or "constant".
-_C.SOLVER.RESCALE_INTERVAL = False  # True: the schedule starts after the warm-up. False: both start together.
-_C.SOLVER.CHECKPOINT_PERIOD = 5000  # How often a checkpoint is saved. 0: only at the end.
-_C.SOLVER.ZERO_GRAD_BEFORE_FORWARD = False  # True: zero the gradients before the forward pass, not after it.
+# Keys beside NAME: other arguments, in upper case.
+_C.SOLVER.OPTIMIZER = CN(new_allowed=True)
+# A class of torch.optim, or a name in OPTIMIZER_REGISTRY.
+_C.SOLVER.OPTIMIZER.NAME = "SGD"
+# Another function that builds the optimizer, in OPTIMIZER_BUILDER_REGISTRY.
+_C.SOLVER.OPTIMIZER_BUILDER = ""
+# Another function that makes its groups, in PARAM_GROUP_REGISTRY.
+_C.SOLVER.PARAM_GROUP_BUILDER = ""
+# Another function that builds the schedule, in LR_SCHEDULER_BUILDER_REGISTRY.
+_C.SOLVER.LR_SCHEDULER_BUILDER = ""
+# The length of the run. An iteration is one update.
+_C.SOLVER.MAX_ITER = 40000
+# Samples per micro-batch, over all ranks.
+_C.SOLVER.IMS_PER_BATCH = 16
+# Micro-batches per iteration.
+_C.SOLVER.ACCUMULATION_STEPS = 1
+# The learning rate after the warm-up, before any factors.
+_C.SOLVER.BASE_LR = 0.001
+# WarmupCosineLR: the learning rate at the end.
+_C.SOLVER.BASE_LR_END = 0.0
+# For SGD, LARS, RMSprop, ... An error if you change it and the optimizer does not take it.
+_C.SOLVER.MOMENTUM = 0.9
+# Nesterov momentum. An error if you change it and the optimizer does not take it.
+_C.SOLVER.NESTEROV = False
+# The weight decay. An error if you change it and the optimizer does not take it.
+_C.SOLVER.WEIGHT_DECAY = 0.0001
+# The weight decay of parameters of normalization layers.
+_C.SOLVER.WEIGHT_DECAY_NORM = 0.0
+# The weight decay of biases. None: WEIGHT_DECAY.
+_C.SOLVER.WEIGHT_DECAY_BIAS = None
+# Multiplies the learning rate of biases.
+_C.SOLVER.BIAS_LR_FACTOR = 1.0
+# Or "WarmupCosineLR", "WarmupStepWithFixedGammaLR".
+_C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"
+# The learning rate is multiplied by this factor at each of STEPS.
+_C.SOLVER.GAMMA = 0.1
+# The iterations at which the learning rate falls.
+_C.SOLVER.STEPS = (30000,)
+# WarmupStepWithFixedGammaLR: how often the learning rate falls.
+_C.SOLVER.NUM_DECAYS = 3
+# The warm-up starts at BASE_LR times this factor.
+_C.SOLVER.WARMUP_FACTOR = 1.0 / 1000
+# The length of the warm-up. The default of 1000 is at most 5 % of the run.
+_C.SOLVER.WARMUP_ITERS = 1000
+# Or "constant".
+_C.SOLVER.WARMUP_METHOD = "linear"
+# True: the schedule starts after the warm-up. False: both start together.
+_C.SOLVER.RESCALE_INTERVAL = False
+# How often a checkpoint is saved. 0: only at the end.
+_C.SOLVER.CHECKPOINT_PERIOD = 5000
+# True: zero the gradients before the forward pass, not after it.
+_C.SOLVER.ZERO_GRAD_BEFORE_FORWARD = False
 _C.SOLVER.CLIP_GRADIENTS = CN()
-_C.SOLVER.CLIP_GRADIENTS.ENABLED = False  # True: clip gradients before each update.
-_C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"  # "value", "norm": clip each parameter. "full_model": clip the total norm.
-_C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0  # The largest value, or the largest norm.
-_C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0  # The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
+# True: clip gradients before each update.
+_C.SOLVER.CLIP_GRADIENTS.ENABLED = False
+# "value", "norm": clip each parameter. "full_model": clip the total norm.
+_C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"
+# The largest value, or the largest norm.
+_C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0
+# The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
+_C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0
 _C.SOLVER.NON_FINITE = CN()
-_C.SOLVER.NON_FINITE.POLICY = "raise"  # For NaN or inf: "raise", "gradients" (look at all), "skip", "ignore".
-_C.SOLVER.NON_FINITE.MAX_IN_ROW = 25  # The run ends after this many skipped updates in a row, in float16 too.
-_C.SOLVER.TRAINER = ""  # A name in TRAINER_REGISTRY. "": SimpleTrainer, or AMPTrainer if SOLVER.AMP.ENABLED.
+# For NaN or inf: "raise", "gradients" (look at all), "skip", "ignore".
+_C.SOLVER.NON_FINITE.POLICY = "raise"
+# The run ends after this many skipped updates in a row, in float16 too.
+_C.SOLVER.NON_FINITE.MAX_IN_ROW = 25
+# A name in TRAINER_REGISTRY. "": SimpleTrainer, or AMPTrainer if SOLVER.AMP.ENABLED.
+_C.SOLVER.TRAINER = ""
 _C.SOLVER.AMP = CN()
-_C.SOLVER.AMP.ENABLED = False  # True: automatic mixed precision.
-_C.SOLVER.AMP.PRECISION = "float16"  # "float16" (with a grad scaler) or "bfloat16" (without).
-_C.SOLVER.AMP.LOSS_SCALE = "dynamic"  # The loss scale with float16: "dynamic", or a number for a fixed scale.
-_C.SOLVER.AMP.INIT_SCALE = 65536.0  # The first value of a dynamic scale.
+# True: automatic mixed precision.
+_C.SOLVER.AMP.ENABLED = False
+# "float16" (with a grad scaler) or "bfloat16" (without).
+_C.SOLVER.AMP.PRECISION = "float16"
+# The loss scale with float16: "dynamic", or a number for a fixed scale.
+_C.SOLVER.AMP.LOSS_SCALE = "dynamic"
+# The first value of a dynamic scale.
+_C.SOLVER.AMP.INIT_SCALE = 65536.0
 
 # ---------------------------------------------------------------------------- checkpoints, evaluation, logs
 _C.CHECKPOINT = CN()
-_C.CHECKPOINT.DIR = ""  # The folder for checkpoints. "": OUTPUT_DIR.
-_C.CHECKPOINT.START = 0  # If not 0, the first periodic checkpoint is saved after this many iterations.
-_C.CHECKPOINT.SAVE_LAST = True  # True: save model_final at the end of the run.
-_C.CHECKPOINT.FORMAT = ""  # The name of a format in FORMAT_REGISTRY; "": one file of torch.save.
-_C.CHECKPOINT.MAX_TO_KEEP = None  # How many periodic files are kept. None: all. model_final and model_best always stay.
-_C.CHECKPOINT.BEST_METRIC = None  # Such as "classification/top1", or a list of names. None: no best checkpoint.
-_C.CHECKPOINT.BEST_MODE = "auto"  # "max": larger values are better. "min": smaller. "auto": by the metric's name.
+# The folder for checkpoints. "": OUTPUT_DIR.
+_C.CHECKPOINT.DIR = ""
+# If not 0, the first periodic checkpoint is saved after this many iterations.
+_C.CHECKPOINT.START = 0
+# True: save model_final at the end of the run.
+_C.CHECKPOINT.SAVE_LAST = True
+# The name of a format in FORMAT_REGISTRY; "": one file of torch.save.
+_C.CHECKPOINT.FORMAT = ""
+# How many periodic files are kept. None: all. model_final and model_best always stay.
+_C.CHECKPOINT.MAX_TO_KEEP = None
+# Such as "classification/top1", or a list of names. None: no best checkpoint.
+_C.CHECKPOINT.BEST_METRIC = None
+# "max": larger values are better. "min": smaller. "auto": by the metric's name.
+_C.CHECKPOINT.BEST_MODE = "auto"
 
-_C.HOOKS = []  # [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks.ConfiguredHooks.
+# [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks.ConfiguredHooks.
+_C.HOOKS = []
 
 _C.TEST = CN()
-_C.TEST.EVALUATORS = []  # Names in EVALUATOR_REGISTRY that DefaultTrainer.build_evaluator uses.
-_C.TEST.IMS_PER_BATCH = 64  # Samples per batch on each rank.
-_C.TEST.MAX_BATCHES = 0  # Evaluate at most this many batches per rank. 0: all.
-_C.TEST.EVAL_PERIOD = 0  # How often the model is evaluated during training. 0: only at the end.
-_C.TEST.EVAL_START = 0  # If not 0, the first periodic evaluation comes after this many iterations.
-_C.TEST.EVAL_AT_START = False  # True: also evaluate before training, which finds a broken evaluator early.
-_C.TEST.EXPECTED_RESULTS = []  # [[task, metric, value, tolerance], ...]: the final results are checked against these.
+# Names in EVALUATOR_REGISTRY that DefaultTrainer.build_evaluator uses.
+_C.TEST.EVALUATORS = []
+# Samples per batch on each rank.
+_C.TEST.IMS_PER_BATCH = 64
+# Evaluate at most this many batches per rank. 0: all.
+_C.TEST.MAX_BATCHES = 0
+# How often the model is evaluated during training. 0: only at the end.
+_C.TEST.EVAL_PERIOD = 0
+# If not 0, the first periodic evaluation comes after this many iterations.
+_C.TEST.EVAL_START = 0
+# True: also evaluate before training, which finds a broken evaluator early.
+_C.TEST.EVAL_AT_START = False
+# [[task, metric, value, tolerance], ...]: the final results are checked against these.
+_C.TEST.EXPECTED_RESULTS = []
 
 _C.EARLY_STOPPING = CN()
-_C.EARLY_STOPPING.METRIC = ""  # Such as "classification/top1". "": no early stopping.
-_C.EARLY_STOPPING.MODE = "auto"  # "max": larger values are better. "min": smaller. "auto": by the metric's name.
-_C.EARLY_STOPPING.PATIENCE = 3  # Stop after this many evaluations without an improvement of more than MIN_DELTA.
-_C.EARLY_STOPPING.MIN_DELTA = 0.0  # A smaller improvement does not count.
-_C.EARLY_STOPPING.THRESHOLD = None  # A number: also stop as soon as METRIC is better than it.
+# Such as "classification/top1". "": no early stopping.
+_C.EARLY_STOPPING.METRIC = ""
+# "max": larger values are better. "min": smaller. "auto": by the metric's name.
+_C.EARLY_STOPPING.MODE = "auto"
+# Stop after this many evaluations without an improvement of more than MIN_DELTA.
+_C.EARLY_STOPPING.PATIENCE = 3
+# A smaller improvement does not count.
+_C.EARLY_STOPPING.MIN_DELTA = 0.0
+# A number: also stop as soon as METRIC is better than it.
+_C.EARLY_STOPPING.THRESHOLD = None
 
 _C.LOG = CN()
-_C.LOG.PERIOD = 20  # The number of iterations from one call of the writers to the next.
-_C.LOG.WINDOW = 20  # A loss is shown as its median over this many iterations.
-_C.LOG.GATHER_PERIOD = 1  # N: store the losses of every N-th iteration. Ranks exchange them once per PERIOD.
-_C.LOG.ASYNC = None  # True: a worker thread stores metrics and calls the writers. None: only on CUDA and XPU.
-_C.LOG.WRITERS = ["console", "json", "tensorboard"]  # Also "csv", "progress_bar", or another name in WRITER_REGISTRY.
-_C.LOG.LEVEL = "INFO"  # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
+# The number of iterations from one call of the writers to the next.
+_C.LOG.PERIOD = 20
+# A loss is shown as its median over this many iterations.
+_C.LOG.WINDOW = 20
+# N: store the losses of every N-th iteration. Ranks exchange them once per PERIOD.
+_C.LOG.GATHER_PERIOD = 1
+# True: a worker thread stores metrics and calls the writers. None: only on CUDA and XPU.
+_C.LOG.ASYNC = None
+# Also "csv", "progress_bar", or another name in WRITER_REGISTRY.
+_C.LOG.WRITERS = ["console", "json", "tensorboard"]
+# The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
+_C.LOG.LEVEL = "INFO"
 
 ACCEPTED: dict[Any, str] = {
     "[-1, 4294967296)": "SEED",

@@ -5,12 +5,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from yacs.config import CfgNode  # the base class of all config nodes, also those of fvcore and trainkit
+from yacs.config import (
+    CfgNode,
+)  # the base class of all config nodes, also those of fvcore and trainkit
 
 from trainkit.utils.plugins import CONFIG_TYPES, type_name
 
 
-def configurable(init_func: Callable[..., Any] | None = None, *, from_config: Callable[..., Any] | None = None) -> Any:
+def configurable(
+    init_func: Callable[..., Any] | None = None, *, from_config: Callable[..., Any] | None = None
+) -> Any:
     """Let a class (by its ``__init__``) or a function be called with a config in place of its arguments.
 
     ``from_config(cfg, ...)``, a class method or the argument, gives a dict of arguments. ``Net(width=8)``, ``Net(cfg)``
@@ -40,4 +44,6 @@ def _arguments(from_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     known = {key: value for key, value in kwargs.items() if takes_any or key in names}
-    return from_config(*args, **known) | {key: value for key, value in kwargs.items() if key not in known}
+    return from_config(*args, **known) | {
+        key: value for key, value in kwargs.items() if key not in known
+    }

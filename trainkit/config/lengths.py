@@ -39,7 +39,9 @@ def parse_length(value: object, key: str = "length") -> int | Epochs:
         return int(value)
     match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise not_accepted(key, value, 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")')
+        raise not_accepted(
+            key, value, 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
+        )
     return Epochs(float(match[1]))
 
 
@@ -63,7 +65,11 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         return Epochs(float(value[:-2])).to_iters(iters_per_epoch)
 
     resolved = cfg.clone()
-    for key in [*sorted(LENGTH_KEYS), "HOOKS", "SOLVER.SCHEDULES"]:  # in entries, every text such as "3ep" is a length
+    for key in [
+        *sorted(LENGTH_KEYS),
+        "HOOKS",
+        "SOLVER.SCHEDULES",
+    ]:  # in entries, every text such as "3ep" is a length
         *parents, name = key.split(".")
         node = resolved[parents[0]] if parents else resolved
         if name in node:  # a project may declare it

@@ -30,7 +30,9 @@ def import_modules(names: Iterable[str]) -> None:
 
 def projects_of(cfg: CfgNode) -> list[ModuleType]:
     """The modules that declare keys which are in ``cfg``; each once."""
-    found = dict.fromkeys(module for key, module in CONFIG_KEYS.items() if get_key(cfg, key) is not None)
+    found = dict.fromkeys(
+        module for key, module in CONFIG_KEYS.items() if get_key(cfg, key) is not None
+    )
     return [load_plugin(module) for module in found]
 
 
@@ -58,5 +60,7 @@ def choose(cfg: CfgNode, key: str, value: str, because: str) -> None:
     *parents, name = key.split(".")
     node = reduce(getitem, parents, cfg)
     if node[name] not in ("", value):
-        raise ConfigError(f"{key} is {node[name]!r}, but {because} needs {value!r}; set one of the two")
+        raise ConfigError(
+            f"{key} is {node[name]!r}, but {because} needs {value!r}; set one of the two"
+        )
     node[name] = value

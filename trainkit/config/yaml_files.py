@@ -17,7 +17,9 @@ class _Loader(yaml.SafeLoader):
     """Reads only plain values, and refuses a key that is twice in a node (PyYAML uses the last one)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)  # here, since a merge ("<<"), resolved later, may repeat keys
+        node = super().compose_mapping_node(
+            anchor
+        )  # here, since a merge ("<<"), resolved later, may repeat keys
         names = [str(key.value) for key, _ in node.value]
         for i, name in enumerate(names):
             if name in names[:i] and name != "<<":
@@ -48,7 +50,9 @@ def parse_literal(text: str) -> Any:
         return ast.literal_eval(text.strip())
     with contextlib.suppress(yaml.YAMLError, ValueError):
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-        return text if value is None and text != "null" else value  # an empty text and "#fff" stay text
+        return (
+            text if value is None and text != "null" else value
+        )  # an empty text and "#fff" stay text
     return text
 
 
@@ -56,7 +60,10 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
     """Read one YAML mapping, of the file ``name``. Raises ConfigError if the YAML is invalid or names code."""
     try:
         content = yaml.load(stream, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: text in another encoding, or a date without a day
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # a ValueError: text in another encoding, or a date without a day
         raise ConfigError(f"{name}: {error}") from error
     if content is not None and not isinstance(content, dict):
         raise not_accepted(name, content, "a mapping, KEY: VALUE")
@@ -78,12 +85,19 @@ def read_with_base(path: str | os.PathLike[str]) -> dict[str, Any]:
     content, merged = read_yaml(path), dict[str, Any]()
     bases = content.pop("_BASE_", [])
     for base in [bases] if isinstance(bases, str) else bases:
-        merged = _overlay(merged, read_with_base(os.path.join(os.path.dirname(path), os.path.expanduser(base))))
+        merged = _overlay(
+            merged, read_with_base(os.path.join(os.path.dirname(path), os.path.expanduser(base)))
+        )
     return _overlay(merged, content)
 
 
 def _overlay(base: Any, top: dict[str, Any]) -> dict[str, Any]:
     """Merge the nodes of ``top`` into those of ``base``; a node with ``_DELETE_: True`` replaces the old one."""
     base = base if isinstance(base, dict) and not top.get("_DELETE_") else {}
-    nodes = {key: _overlay(base.get(key), value) for key, value in top.items() if isinstance(value, dict)}
-    return {**base, **{key: nodes.get(key, value) for key, value in top.items() if key != "_DELETE_"}}
+    nodes = {
+        key: _overlay(base.get(key), value) for key, value in top.items() if isinstance(value, dict)
+    }
+    return {
+        **base,
+        **{key: nodes.get(key, value) for key, value in top.items() if key != "_DELETE_"},
+    }

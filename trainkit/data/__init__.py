@@ -19,13 +19,29 @@ if TYPE_CHECKING:
     from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
     from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
 
-_OF_PROJECTS = ["CombinedLoader", "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"]
+_OF_PROJECTS = [
+    "CombinedLoader",
+    "GroupedBatchSampler",
+    "RandomSubsetTrainingSampler",
+    "RepeatFactorTrainingSampler",
+]
 _OF_PROJECTS += ["Metadata", "MetadataCatalog", "ToIterableDataset"]
 
 __all__ = ["DatasetCatalog", "MapDataset", "DatasetFromList", "SAMPLER_REGISTRY"]
 __all__ += ["TRANSFORM_REGISTRY", "build_transform", "build_train_loader", "build_test_loader"]
-__all__ += ["build_batch_data_loader", "ResumableLoader", "trivial_batch_collator", "worker_init_reset_seed"]
-__all__ += ["TrainingSampler", "InfiniteSampler", "InferenceSampler", "resume_obstacle", "iters_per_epoch"]
+__all__ += [
+    "build_batch_data_loader",
+    "ResumableLoader",
+    "trivial_batch_collator",
+    "worker_init_reset_seed",
+]
+__all__ += [
+    "TrainingSampler",
+    "InfiniteSampler",
+    "InferenceSampler",
+    "resume_obstacle",
+    "iters_per_epoch",
+]
 __all__ += _OF_PROJECTS
 
 __getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

@@ -12,7 +12,9 @@ from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
-from trainkit.data.loader import worker_init_reset_seed as worker_init_reset_seed  # detectron2 has it here
+from trainkit.data.loader import (
+    worker_init_reset_seed as worker_init_reset_seed,
+)  # detectron2 has it here
 from trainkit.data.samplers import InferenceSampler, TrainingSampler, new_generator, seed_of
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
@@ -61,14 +63,22 @@ def build_batch_data_loader(
         seed, kwargs: as for `ResumableLoader`; the seed is also for the workers, with the rank.
     """
     if aspect_ratio_grouping:
-        raise ValueError("aspect_ratio_grouping is not accepted; use GroupedBatchSampler or AspectRatioGroupedDataset")
+        raise ValueError(
+            "aspect_ratio_grouping is not accepted; use GroupedBatchSampler or AspectRatioGroupedDataset"
+        )
     num_ranks = comm.get_data_world_size()
     if (total_batch_size is None) == (single_gpu_batch_size is None):
-        raise ValueError(f"give total_batch_size or single_gpu_batch_size: {total_batch_size}, {single_gpu_batch_size}")
+        raise ValueError(
+            f"give total_batch_size or single_gpu_batch_size: {total_batch_size}, {single_gpu_batch_size}"
+        )
     total = total_batch_size or (single_gpu_batch_size or 0) * num_ranks
-    if total < 1 or total % num_ranks:  # a ConfigError: a command line with another number of processes can cause it
+    if (
+        total < 1 or total % num_ranks
+    ):  # a ConfigError: a command line with another number of processes can cause it
         accepted = f"must be a positive multiple of the world size {num_ranks}"
-        raise ConfigError(f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) {accepted}, got {total}")
+        raise ConfigError(
+            f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) {accepted}, got {total}"
+        )
     dataset, sampler = getattr(dataset, "indexed", None) or (dataset, sampler)
     seed = torch.initial_seed() if seed is None else seed
     return ResumableLoader(
@@ -79,7 +89,9 @@ def build_batch_data_loader(
         drop_last=drop_last,
         num_workers=num_workers,
         collate_fn=trivial_batch_collator if collate_fn is None else collate_fn,
-        prefetch_factor=prefetch_factor if num_workers else None,  # DataLoader accepts these two only with workers
+        prefetch_factor=prefetch_factor
+        if num_workers
+        else None,  # DataLoader accepts these two only with workers
         persistent_workers=persistent_workers and num_workers > 0,
         pin_memory=pin_memory and accelerator_runs_ahead(),
         **{"generator": new_generator(seed, LOADER_KEY, comm.get_data_rank()), **kwargs},
@@ -104,7 +116,9 @@ def _loader_arguments(cfg: CfgNode, mapper: _Function, is_train: bool) -> dict[s
 def _train_arguments(
     cfg: CfgNode, dataset: Any = None, *, mapper: _Function = None, sampler: _Sampler = None
 ) -> dict[str, Any]:
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):  # detectron2 has the mapper at this position
+    if callable(dataset) and not hasattr(
+        dataset, "__getitem__"
+    ):  # detectron2 has the mapper at this position
         dataset, mapper = None, dataset
     if dataset is None:
         parts = [_load_dataset(name, "DATASETS.TRAIN") for name in cfg.DATASETS.TRAIN]
@@ -114,16 +128,27 @@ def _train_arguments(
         dataset = concatenate(parts) if len(parts) > 1 else parts[0]
     name, key = cfg.DATALOADER.SAMPLER_TRAIN, "DATALOADER.SAMPLER_TRAIN"
     if isinstance(dataset, IterableDataset) and name != get_cfg().DATALOADER.SAMPLER_TRAIN:
-        raise not_accepted(key, name, "the default, also in keys that choose a sampler: a stream has its own order")
+        raise not_accepted(
+            key, name, "the default, also in keys that choose a sampler: a stream has its own order"
+        )
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = look_up(SAMPLER_REGISTRY, name, key)(cfg, dataset)
-    arguments = {"dataset": dataset, "sampler": sampler, "total_batch_size": cfg.SOLVER.IMS_PER_BATCH}
+    arguments = {
+        "dataset": dataset,
+        "sampler": sampler,
+        "total_batch_size": cfg.SOLVER.IMS_PER_BATCH,
+    }
     return {**arguments, **_loader_arguments(cfg, mapper, is_train=True)}
 
 
 @configurable(from_config=_train_arguments)
 def build_train_loader(
-    dataset: Any, *, mapper: _Function = None, sampler: _Sampler = None, total_batch_size: int, **kwargs: Any
+    dataset: Any,
+    *,
+    mapper: _Function = None,
+    sampler: _Sampler = None,
+    total_batch_size: int,
+    **kwargs: Any,
 ) -> ResumableLoader:
     """The endless loader of a dataset; or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
 
@@ -136,17 +161,27 @@ def build_train_loader(
     dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = TrainingSampler(len(dataset), seed=kwargs.get("seed"))
-    return build_batch_data_loader(dataset, sampler, total_batch_size, **{"collate_fn": default_collate, **kwargs})
+    return build_batch_data_loader(
+        dataset, sampler, total_batch_size, **{"collate_fn": default_collate, **kwargs}
+    )
 
 
 def _test_arguments(cfg: CfgNode, dataset_name: str, mapper: _Function = None) -> dict[str, Any]:
-    arguments = {"dataset": _load_dataset(dataset_name, "DATASETS"), "batch_size": cfg.TEST.IMS_PER_BATCH}
+    arguments = {
+        "dataset": _load_dataset(dataset_name, "DATASETS"),
+        "batch_size": cfg.TEST.IMS_PER_BATCH,
+    }
     return {**arguments, **_loader_arguments(cfg, mapper, is_train=False)}
 
 
 @configurable(from_config=_test_arguments)
 def build_test_loader(
-    dataset: Any, *, mapper: _Function = None, sampler: _Sampler = None, batch_size: int = 1, **kwargs: Any
+    dataset: Any,
+    *,
+    mapper: _Function = None,
+    sampler: _Sampler = None,
+    batch_size: int = 1,
+    **kwargs: Any,
 ) -> ResumableLoader:
     """The loader of a dataset: all ranks together get each sample once, in order; or of ``(cfg, dataset_name)``.
 
@@ -158,7 +193,12 @@ def build_test_loader(
     dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = InferenceSampler(len(dataset))
-    options = {"single_gpu_batch_size": batch_size, "drop_last": False, "collate_fn": default_collate, **kwargs}
+    options = {
+        "single_gpu_batch_size": batch_size,
+        "drop_last": False,
+        "collate_fn": default_collate,
+        **kwargs,
+    }
     return build_batch_data_loader(dataset, sampler, None, **options)
 
 
@@ -176,4 +216,6 @@ def _mapped(dataset: Any, mapper: _Function = None) -> Any:
 def build_transform(cfg: CfgNode, is_train: bool) -> _Function:
     """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``; None if the name is empty."""
     key = "TRAIN_TRANSFORM" if is_train else "TEST_TRANSFORM"
-    return look_up(TRANSFORM_REGISTRY, cfg.INPUT[key], f"INPUT.{key}")(cfg) if cfg.INPUT[key] else None
+    return (
+        look_up(TRANSFORM_REGISTRY, cfg.INPUT[key], f"INPUT.{key}")(cfg) if cfg.INPUT[key] else None
+    )

@@ -16,7 +16,9 @@ from trainkit.utils.loading import names_on_demand
 _OF_PROJECTS = ["AspectRatioGroupedDataset", "ToIterableDataset"]
 __all__ = ["DatasetFromList", "MapDataset", *_OF_PROJECTS]
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS, "set_default_dataset_from_list_serialize_method")
+__getattr__ = names_on_demand(
+    __name__, *_OF_PROJECTS, "set_default_dataset_from_list_serialize_method"
+)
 
 
 class MapDataset(data.Dataset[Any]):
@@ -53,7 +55,9 @@ class MapDataset(data.Dataset[Any]):
 
 class _MapIterableDataset(MapDataset, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        for sample in self._dataset:  # not map(), which would end if the function raised StopIteration
+        for (
+            sample
+        ) in self._dataset:  # not map(), which would end if the function raised StopIteration
             if (mapped := self._map_func(sample)) is not None:
                 yield mapped
 
@@ -68,7 +72,10 @@ class DatasetFromList(data.Dataset[Any]):
     """
 
     def __init__(
-        self, lst: Sequence[Any], copy: bool = True, serialize: bool | Callable[[Sequence[Any]], Any] = True
+        self,
+        lst: Sequence[Any],
+        copy: bool = True,
+        serialize: bool | Callable[[Sequence[Any]], Any] = True,
     ) -> None:
         method = serialize if callable(serialize) else serialize_methods[-1] if serialize else list
         self._samples = method(lst)
@@ -106,9 +113,13 @@ class _SamplePickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         try:
-            return (torch.from_numpy, (obj.numpy(),)) if type(obj) is torch.Tensor else NotImplemented
+            return (
+                (torch.from_numpy, (obj.numpy(),)) if type(obj) is torch.Tensor else NotImplemented
+            )
         except (TypeError, RuntimeError):  # no array: bfloat16, sparse, requires grad, on a device
             return NotImplemented
 
 
-serialize_methods: list[Callable[[Sequence[Any]], Any]] = [_PickledSamples]  # the last one is in use
+serialize_methods: list[Callable[[Sequence[Any]], Any]] = [
+    _PickledSamples
+]  # the last one is in use

@@ -23,7 +23,12 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, new_generator
-from trainkit.data.seeding import draws_from_torch_alone, seed_globals, splitmix64, undisturbed_globals
+from trainkit.data.seeding import (
+    draws_from_torch_alone,
+    seed_globals,
+    splitmix64,
+    undisturbed_globals,
+)
 from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng, stop_signals
 
@@ -75,7 +80,9 @@ class ResumableLoader(DataLoader[Any]):
         self.resume_obstacle = self._find_obstacle()
         if not self.resume_obstacle and self.generator is None:
             # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
-            kwargs["generator"] = self.generator = new_generator(seed, LOADER_KEY, comm.get_data_rank())
+            kwargs["generator"] = self.generator = new_generator(
+                seed, LOADER_KEY, comm.get_data_rank()
+            )
         self._inside: DataLoader[Any] | None = None
         if order.source is not None and not isinstance(dataset, data.IterableDataset):
             parts = _random_parts(dataset, self.collate_fn)
@@ -96,7 +103,9 @@ class ResumableLoader(DataLoader[Any]):
             return f"{type(source).__name__} has no state_dict() and load_state_dict()"
         return getattr(source, "resume_obstacle", "")
 
-    seed = property(attrgetter("_order.seed"), doc="The seed of samples: the sampler's own seed if it has one.")
+    seed = property(
+        attrgetter("_order.seed"), doc="The seed of samples: the sampler's own seed if it has one."
+    )
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the newest iterator after the delivered batches, if there is no obstacle."""
@@ -115,12 +124,17 @@ class ResumableLoader(DataLoader[Any]):
 
     def names_of_last(self, num_batches: int) -> list[list[str]]:
         """The sample names of the last delivered batches, as in errors; fewer batches if they are not known."""
-        return [[_name(self.dataset, index) for index in batch] for batch in [*self._recent][-num_batches:]]
+        return [
+            [_name(self.dataset, index) for index in batch]
+            for batch in [*self._recent][-num_batches:]
+        ]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress = None if self._inside is None else self._order.start_pass()
         context: Any = self.multiprocessing_context or multiprocessing
-        with _stop_signals_blocked(context.get_start_method()) if self.num_workers else nullcontext():
+        with (
+            _stop_signals_blocked(context.get_start_method()) if self.num_workers else nullcontext()
+        ):
             fetched = super().__iter__() if self._inside is None else iter(self._inside)
         return fetched if progress is None else _Deliveries(progress, fetched, self._recent)
 
@@ -128,7 +142,9 @@ class ResumableLoader(DataLoader[Any]):
 class _Deliveries(Iterator[Any]):
     """The batches from torch's iterator; counts them."""
 
-    def __init__(self, progress: "_Progress", fetched: Iterator[Any], recent: deque[list[Any]]) -> None:
+    def __init__(
+        self, progress: "_Progress", fetched: Iterator[Any], recent: deque[list[Any]]
+    ) -> None:
         self._progress, self._fetched, self._recent = progress, fetched, recent
         # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the queues in it first, and
         # torch then waits 5 s for each worker. Held here, torch's iterator is in no cycle.
@@ -174,8 +190,15 @@ class _Order(data.Sampler[Any]):
     def state(self) -> dict[str, Any]:
         progress = self._progress or self.start_pass()
         if self.source is self._endless:
-            return {"position": progress.position, "order": self.source.state_dict(progress.position)}
-        return {"position": progress.position, "order": self._start, "batches": progress.num_batches}
+            return {
+                "position": progress.position,
+                "order": self.source.state_dict(progress.position),
+            }
+        return {
+            "position": progress.position,
+            "order": self._start,
+            "batches": progress.num_batches,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.source.load_state_dict(copy.deepcopy(state["order"]))
@@ -188,7 +211,11 @@ class _Order(data.Sampler[Any]):
             self._progress = _Progress(self._endless.start)
         elif self._progress is None or not self._is_loaded:
             self._progress = _Progress(self._progress.position if self._progress else 0)
-            self._start = copy.deepcopy(self.source.state_dict()) if hasattr(self.source, "state_dict") else None
+            self._start = (
+                copy.deepcopy(self.source.state_dict())
+                if hasattr(self.source, "state_dict")
+                else None
+            )
         self._is_loaded = False
         return self._progress
 
@@ -200,7 +227,9 @@ class _Order(data.Sampler[Any]):
         of_ranks, key = self._endless or self, splitmix64(self.seed, 0)
         for number, drawn in enumerate(islice(self._batches, num_batches, None), num_batches + 1):
             indices = [*drawn]
-            places = [position + of_ranks.rank + i * of_ranks.world_size for i in range(len(indices))]
+            places = [
+                position + of_ranks.rank + i * of_ranks.world_size for i in range(len(indices))
+            ]
             bits = [splitmix64(key, place) for place in places if self.seeds_samples]
             position += len(indices) * of_ranks.world_size
             yield bits, (position, number, indices)
@@ -209,7 +238,9 @@ class _Order(data.Sampler[Any]):
 class _Batches(data.Dataset[Any]):
     """The batches by what `_Order` draws, each with its progress; the bits seed the global generators."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], only_torch: bool) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], only_torch: bool
+    ) -> None:
         self.dataset, self._collate_fn, self._only_torch = dataset, collate_fn, only_torch
 
     def __getitem__(self, drawn: Any) -> tuple[Any, Any]:
@@ -219,14 +250,20 @@ class _Batches(data.Dataset[Any]):
         with nullcontext() if is_worker or not bits else undisturbed_globals(only_torch):
             try:
                 for number, index in zip_longest(bits, indices):
-                    if number is not None:  # all generators of a worker are seeded at least once per batch
+                    if (
+                        number is not None
+                    ):  # all generators of a worker are seeded at least once per batch
                         seed_globals(number, only_torch and (bool(samples) or not is_worker))
                     samples.append(self.dataset[index])
                 return drawn[1], self._collate_fn(samples)
             except Exception as error:  # a StopIteration would end the data; torch waits for what cannot be pickled
-                names = ", ".join(_name(self.dataset, failed) for failed in indices[len(samples) :][:1] or indices)
+                names = ", ".join(
+                    _name(self.dataset, failed) for failed in indices[len(samples) :][:1] or indices
+                )
                 doing = "loading" if len(samples) < len(indices) else "collating"
-                raise RuntimeError(f"{type(error).__qualname__} while {doing} {names}: {error}") from error
+                raise RuntimeError(
+                    f"{type(error).__qualname__} while {doing} {names}: {error}"
+                ) from error
 
 
 def _random_parts(dataset: Any, collate_fn: Any) -> list[Any]:
@@ -293,6 +330,8 @@ def _start_worker(user_function: Callable[[int], None] | None, worker_id: int) -
     worker_init_reset_seed(worker_id)
     worker: Any = get_worker_info()
     if isinstance(worker.dataset, _Batches):
-        object.__setattr__(worker, "dataset", worker.dataset.dataset)  # the user's code expects its own dataset there
+        object.__setattr__(
+            worker, "dataset", worker.dataset.dataset
+        )  # the user's code expects its own dataset there
     if user_function is not None:
         user_function(worker_id)

@@ -17,7 +17,9 @@ __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 1 << 16  # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
+_BLOCK = (
+    1 << 16
+)  # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
 
 __getattr__ = names_on_demand(
     __name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"
@@ -39,7 +41,9 @@ class InfiniteSampler(Sampler[int]):
 
     def __init__(self, seed: int | None) -> None:
         self.seed = comm.shared_random_seed() if seed is None else int(seed)
-        self.rank = comm.get_data_rank()  # stored, since a spawned loader worker has no process group
+        self.rank = (
+            comm.get_data_rank()
+        )  # stored, since a spawned loader worker has no process group
         self.world_size = comm.get_data_world_size()
         self.start = 0
 
@@ -57,7 +61,9 @@ class InfiniteSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         if state["seed"] != self.seed:
             logger.info(
-                "The data continues in the order of the checkpoint's seed %d, not of %d", state["seed"], self.seed
+                "The data continues in the order of the checkpoint's seed %d, not of %d",
+                state["seed"],
+                self.seed,
             )
         self.seed = state["seed"]
         self.set_position(state["position"])
@@ -93,7 +99,9 @@ class TrainingSampler(InfiniteSampler):
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:
             return torch.arange(self.samples_per_epoch, device="cpu")
-        return torch.randperm(self.samples_per_epoch, generator=new_generator(self.seed, 0, epoch), device="cpu")
+        return torch.randperm(
+            self.samples_per_epoch, generator=new_generator(self.seed, 0, epoch), device="cpu"
+        )
 
 
 class InferenceSampler(Sampler[int]):
@@ -105,7 +113,9 @@ class InferenceSampler(Sampler[int]):
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
-        share, rest = divmod(total_size, world_size)  # each of the first ranks takes one more sample
+        share, rest = divmod(
+            total_size, world_size
+        )  # each of the first ranks takes one more sample
         return range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
 
     def __iter__(self) -> Iterator[int]:

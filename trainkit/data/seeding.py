@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
-_NAMES_RANDOM = re.compile(r"\.random\b|\brandom\.\w|\b(import|from)\b.*\brandom\b")  # not "at random" in a text
+_NAMES_RANDOM = re.compile(
+    r"\.random\b|\brandom\.\w|\b(import|from)\b.*\brandom\b"
+)  # not "at random" in a text
 _NEVER_READ = {*sys.stdlib_module_names, "numpy", "torch", "trainkit"} - {"__main__"}
 
 
@@ -32,7 +34,9 @@ def splitmix64(state: int, n: int) -> int:
 
 def seed_globals(number: int, only_torch: bool = False) -> None:
     """Seed the global generators of torch's CPU (1 us), and of Python and NumPy (4 us), with 64 random bits."""
-    torch.default_generator.manual_seed(number & 0xFFFFFFFF)  # torch.manual_seed would seed all devices
+    torch.default_generator.manual_seed(
+        number & 0xFFFFFFFF
+    )  # torch.manual_seed would seed all devices
     if not only_torch:
         random.seed(number)
         np.random.seed(number >> 32)  # with the bits of torch, both would draw the same numbers
@@ -64,20 +68,32 @@ def draws_from_torch_alone(*parts: Any) -> bool:
             continue
         seen.add(id(part))
         if isinstance(part, type | FunctionType):
-            todo += [sys.modules.get(part.__module__), *gc.get_referents(getattr(part, "__closure__", None))]
+            todo += [
+                sys.modules.get(part.__module__),
+                *gc.get_referents(getattr(part, "__closure__", None)),
+            ]
         elif not isinstance(part, ModuleType):
             todo += gc.get_referents(part)[:100]  # of a long list of samples, the first ones
         elif part.__name__.partition(".")[0] not in _NEVER_READ:
             if _names_random(part):
                 return False
-            todo += [value for value in vars(part).values() if isinstance(value, type | FunctionType | ModuleType)]
+            todo += [
+                value
+                for value in vars(part).values()
+                if isinstance(value, type | FunctionType | ModuleType)
+            ]
     return True
 
 
 @cache
 def _names_random(module: ModuleType) -> bool:
     try:
-        file = Path(module.__file__ or "")  # not inspect.getsource, which keeps all sources in memory
-        return file.suffix != ".py" or _NAMES_RANDOM.search(file.read_text("utf-8", "ignore")) is not None
+        file = Path(
+            module.__file__ or ""
+        )  # not inspect.getsource, which keeps all sources in memory
+        return (
+            file.suffix != ".py"
+            or _NAMES_RANDOM.search(file.read_text("utf-8", "ignore")) is not None
+        )
     except (OSError, AttributeError):
         return True

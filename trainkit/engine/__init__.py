@@ -15,13 +15,34 @@ if TYPE_CHECKING:
     from trainkit.engine.loop import TrainerBase
     from trainkit.engine.parallel import create_ddp_model
     from trainkit.engine.process import DEFAULT_TIMEOUT, is_restarted, launch
-    from trainkit.engine.setup import default_argument_parser, default_setup, default_writers, user_errors_exit
+    from trainkit.engine.setup import (
+        default_argument_parser,
+        default_setup,
+        default_writers,
+        user_errors_exit,
+    )
     from trainkit.engine.step import SimpleTrainer
 
 _OF_PROJECTS = ["DefaultPredictor", "GraphTrainer", "GraphAMPTrainer", "fast_dev_config"]
 
-__all__ = ["DefaultTrainer", "EvaluationRun", "TrainerBase", "SimpleTrainer", "AMPTrainer", "HookBase", "Priority"]
-__all__ += ["hooks", "default_argument_parser", "default_setup", "user_errors_exit", "default_writers", "launch", "run"]
+__all__ = [
+    "DefaultTrainer",
+    "EvaluationRun",
+    "TrainerBase",
+    "SimpleTrainer",
+    "AMPTrainer",
+    "HookBase",
+    "Priority",
+]
+__all__ += [
+    "hooks",
+    "default_argument_parser",
+    "default_setup",
+    "user_errors_exit",
+    "default_writers",
+    "launch",
+    "run",
+]
 __all__ += ["DEFAULT_TIMEOUT", "create_ddp_model", "is_restarted", *_OF_PROJECTS]
 
 del launch  # the module

@@ -36,7 +36,9 @@ class SkippingTrainer(SimpleTrainer):
             max_non_finite_in_row: this number of updates in a row that are left out ends the run. After 25 of them a
                 gradient scale of 2**16 has fallen to 2**-9.
         """
-        self.max_non_finite_in_row = check_period("max_non_finite_in_row", max_non_finite_in_row, minimum=1)
+        self.max_non_finite_in_row = check_period(
+            "max_non_finite_in_row", max_non_finite_in_row, minimum=1
+        )
         self.skipped_updates = self._skipped_in_row = 0
         super().__init__(*args, **kwargs)
 
@@ -49,14 +51,24 @@ class SkippingTrainer(SimpleTrainer):
         self._skipped_in_row = (self._skipped_in_row + 1) * is_skipped
         if (iter + 1) % self.gather_metric_period == 0:
             number = self.skipped_updates
-            get_event_storage().put_scalar("skipped_updates", number, smoothing_hint=False, cur_iter=iter)
+            get_event_storage().put_scalar(
+                "skipped_updates", number, smoothing_hint=False, cur_iter=iter
+            )
         if not is_skipped:
             return super().look(iter, values)
         is_finite = math.isfinite(values["total_loss"])
         text = f"; this is update {self._skipped_in_row} in a row that is skipped"
         fails = self._skipped_in_row >= self.max_non_finite_in_row and self.non_finite != "ignore"
-        failure = describe_failure("gradients are" if is_finite else "loss is", iter, values, text) if fails else None
-        for name in [] if is_finite else [name for name, value in values.items() if not math.isfinite(value)]:
+        failure = (
+            describe_failure("gradients are" if is_finite else "loss is", iter, values, text)
+            if fails
+            else None
+        )
+        for name in (
+            []
+            if is_finite
+            else [name for name, value in values.items() if not math.isfinite(value)]
+        ):
             del values[name]  # it would spoil every average
         return failure
 
@@ -69,7 +81,10 @@ class SkippingTrainer(SimpleTrainer):
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_step_state_dict(state_dict)
         counts = state_dict.get("non_finite", {})  # detectron2 has no such entry
-        self.skipped_updates, self._skipped_in_row = counts.get("skipped", 0), counts.get("in_row", 0)
+        self.skipped_updates, self._skipped_in_row = (
+            counts.get("skipped", 0),
+            counts.get("in_row", 0),
+        )
 
 
 class AMPTrainer(SkippingTrainer):
@@ -106,15 +121,25 @@ class AMPTrainer(SkippingTrainer):
             ConfigError: fused SGD with dampening under a scaler.
         """
         super().__init__(
-            model, data_loader, optimizer, gather_metric_period, zero_grad_before_forward, async_write_metrics, **kwargs
+            model,
+            data_loader,
+            optimizer,
+            gather_metric_period,
+            zero_grad_before_forward,
+            async_write_metrics,
+            **kwargs,
         )
         if precision not in (torch.float16, torch.bfloat16):
             raise ValueError(f"precision must be torch.float16 or torch.bfloat16, got {precision}")
         if isinstance(model, nn.DataParallel) or len(getattr(model, "device_ids", None) or ()) > 1:
-            raise ValueError("AMPTrainer needs one device per process; use create_ddp_model instead of DataParallel")
+            raise ValueError(
+                "AMPTrainer needs one device per process; use create_ddp_model instead of DataParallel"
+            )
         self._device_type = self._device.type
         self.precision, self.log_grad_scaler = precision, log_grad_scaler
-        self.grad_scaler = grad_scaler or torch.amp.GradScaler(self._device_type, enabled=precision == torch.float16)
+        self.grad_scaler = grad_scaler or torch.amp.GradScaler(
+            self._device_type, enabled=precision == torch.float16
+        )
         self._unscaled = False
         if self.grad_scaler.is_enabled() and skips_on_device(optimizer):
             start_momentum(optimizer)
@@ -141,7 +166,9 @@ class AMPTrainer(SkippingTrainer):
             # step() reads this tensor to decide whether to update; the public API would wait for the device
             flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
             [self._flag] = flags.values()  # the model is on one device
-            if comm.get_data_group_size() > 1:  # torch shares a flag only among the ranks that hold a gradient
+            if (
+                comm.get_data_group_size() > 1
+            ):  # torch shares a flag only among the ranks that hold a gradient
                 dist.all_reduce(self._flag, dist.ReduceOp.MAX)
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
@@ -174,7 +201,10 @@ class AMPTrainer(SkippingTrainer):
         if self.grad_scaler.is_enabled() and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         elif self.grad_scaler.is_enabled():
-            logger.warning("The checkpoint has no gradient scale; it starts from %g", self.grad_scaler.get_scale())
+            logger.warning(
+                "The checkpoint has no gradient scale; it starts from %g",
+                self.grad_scaler.get_scale(),
+            )
 
 
 def fixed_scaler(device_type: str, scale: float) -> torch.amp.GradScaler:

@@ -67,9 +67,12 @@ def make_step_trainer(
     arguments: dict[str, Any] = {
         "gather_metric_period": cfg.LOG.GATHER_PERIOD,
         "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
-        "async_write_metrics": device is not None and runs_ahead(device) if cfg.LOG.ASYNC is None else cfg.LOG.ASYNC,
+        "async_write_metrics": device is not None and runs_ahead(device)
+        if cfg.LOG.ASYNC is None
+        else cfg.LOG.ASYNC,
         "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
-        "clip_gradients": getattr(optimizer, "gradient_clipper", None) or build_gradient_clipper(cfg),
+        "clip_gradients": getattr(optimizer, "gradient_clipper", None)
+        or build_gradient_clipper(cfg),
         **kwargs,
     }
     parts: list[type[SimpleTrainer]] = [*outer]
@@ -78,7 +81,11 @@ def make_step_trainer(
     else:
         parts.append(look_up(POLICY_REGISTRY, policy, "SOLVER.NON_FINITE.POLICY")())
     parts.append(mixed if cfg.SOLVER.AMP.ENABLED else plain)
-    trainer = parts[0] if len(parts) == 1 else type("".join(part.__name__ for part in parts), tuple(parts), {})
+    trainer = (
+        parts[0]
+        if len(parts) == 1
+        else type("".join(part.__name__ for part in parts), tuple(parts), {})
+    )
     if issubclass(trainer, SkippingTrainer):
         arguments["max_non_finite_in_row"] = cfg.SOLVER.NON_FINITE.MAX_IN_ROW
     if cfg.SOLVER.AMP.ENABLED:

@@ -15,7 +15,14 @@ from torch import nn
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
 from trainkit.checkpoint.atomic import write_text
 from trainkit.checkpoint.folder import read_finished
-from trainkit.config import CfgNode, ConfigError, check_values, import_modules, prepare_projects, resolve_lengths
+from trainkit.config import (
+    CfgNode,
+    ConfigError,
+    check_values,
+    import_modules,
+    prepare_projects,
+    resolve_lengths,
+)
 from trainkit.config.projects import wrap_by_projects
 from trainkit.engine import hooks
 from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
@@ -43,7 +50,13 @@ from trainkit.utils.run_folder import LOCK_FILE
 logger = logging.getLogger(__name__)
 
 # includes names that detectron2 users import from here
-__all__ = ["DefaultTrainer", "create_ddp_model", "default_argument_parser", "default_setup", "default_writers"]
+__all__ = [
+    "DefaultTrainer",
+    "create_ddp_model",
+    "default_argument_parser",
+    "default_setup",
+    "default_writers",
+]
 __all__ += ["DefaultPredictor"]  # noqa: F822 - in a project
 
 __getattr__ = names_on_demand(__name__, "DefaultPredictor")
@@ -97,7 +110,11 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
         key = "SOLVER.TRAINER"
-        make = look_up(TRAINER_REGISTRY, cfg.SOLVER.TRAINER, key) if cfg.SOLVER.TRAINER else make_step_trainer
+        make = (
+            look_up(TRAINER_REGISTRY, cfg.SOLVER.TRAINER, key)
+            if cfg.SOLVER.TRAINER
+            else make_step_trainer
+        )
         self._trainer = make(cfg, model, data_loader, optimizer)
 
         self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
@@ -106,14 +123,20 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         if name := cfg.CHECKPOINT.FORMAT:
             look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")
-        self.checkpointer = Checkpointer(model, checkpoint_dir(cfg), format=name, trainer=weakref.proxy(self))
+        self.checkpointer = Checkpointer(
+            model, checkpoint_dir(cfg), format=name, trainer=weakref.proxy(self)
+        )
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
         for name, module in installed(RUN_HOOKS):
             hook_class = getattr(module, name)
             is_there = any(isinstance(hook, hook_class) for hook in self.hooks)
-            self.register_hooks(self._configured.take(hook_class, default=not is_there and hook_class.is_needed(self)))
+            self.register_hooks(
+                self._configured.take(
+                    hook_class, default=not is_there and hook_class.is_needed(self)
+                )
+            )
         self._configured.check_taken()
 
     def __repr__(self) -> str:
@@ -137,10 +160,16 @@ class DefaultTrainer(DefaultParts, TrainerBase):
                 f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
                 "iterations; raise it, or leave out --resume"
             )
-        if self.cfg.CHECKPOINT.SAVE_LAST and not self.checkpointer.resumed_from.endswith("_final.pth"):
+        if self.cfg.CHECKPOINT.SAVE_LAST and not self.checkpointer.resumed_from.endswith(
+            "_final.pth"
+        ):
             return  # the final file is damaged, or an earlier one was chosen
-        match comm.broadcast(read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None):
-            case {"iterations": self.start_iter, "max_iter": int(end), "results": dict(old)} if self.max_iter <= end:
+        match comm.broadcast(
+            read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None
+        ):
+            case {"iterations": self.start_iter, "max_iter": int(end), "results": dict(old)} if (
+                self.max_iter <= end
+            ):
                 self.status, self.iter, self._last_eval_results = "finished", self.start_iter, old
 
     def train(  # type: ignore[override]  # the arguments have defaults here, and results are returned
@@ -160,16 +189,24 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             OSError: the run is at its end, but not all of its results are on the disk.
         """
         if not is_part_of(self.model, getattr(self.checkpointer, "model", self.model)):
-            raise ValueError("trainer.model is not the one that the checkpointer saves; return it in build_model")
+            raise ValueError(
+                "trainer.model is not the one that the checkpointer saves; return it in build_model"
+            )
         if self.status == "finished" and start_iter is None and max_iter is None:
             logger.warning(
-                "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter", self.iter
+                "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter",
+                self.iter,
             )
             release_folders(self.cfg)  # default_setup has locked them
             return self._results
         if start_iter is None:
-            start_iter = self.start_iter if self.status == "not started" else self.last_done_iter + 1
-        max_iter, mark = self.max_iter if max_iter is None else max_iter, Path(checkpoint_dir(self.cfg), "finished")
+            start_iter = (
+                self.start_iter if self.status == "not started" else self.last_done_iter + 1
+            )
+        max_iter, mark = (
+            self.max_iter if max_iter is None else max_iter,
+            Path(checkpoint_dir(self.cfg), "finished"),
+        )
         try:
             own_folders(self.cfg)
             if comm.is_main_process():
@@ -177,7 +214,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             super().train(start_iter, max_iter)
             if comm.is_main_process() and self.status == "finished":
                 results = _plain_results(self._results)
-                write_text(json.dumps({"iterations": self.iter, "max_iter": max_iter, "results": results}), mark)
+                write_text(
+                    json.dumps({"iterations": self.iter, "max_iter": max_iter, "results": results}),
+                    mark,
+                )
         except OSError:
             self.status = "failed"
             raise
@@ -191,10 +231,15 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def _summary(self) -> str:
         """The end of the run: progress, the ``summary()`` of each hook, the files but periodic checkpoints."""
-        (reason, max_iter), verb = self._early or ("", self.max_iter), "was" if self.status == "stopped" else "has"
+        (reason, max_iter), verb = (
+            self._early or ("", self.max_iter),
+            "was" if self.status == "stopped" else "has",
+        )
         end = f"The run {verb} {self.status} {say_done(self.iter, max_iter)}{reason and f', early: {reason}'}"
         lines = [end, *filter(None, [hook.summary() for hook in self.hooks])]
-        names = sorted({path.name for path in Path(self.cfg.OUTPUT_DIR).glob("[!.]*")} - {LOCK_FILE})
+        names = sorted(
+            {path.name for path in Path(self.cfg.OUTPUT_DIR).glob("[!.]*")} - {LOCK_FILE}
+        )
         shown = [name for name in names if not re.match(r"model_\d+\.", name)]
         lines.append(f"files in {self.cfg.OUTPUT_DIR}: {', '.join(shown)}")
         if self.status != "finished":
@@ -219,7 +264,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.__dict__.pop("_last_eval_results", None)  # the results of an earlier run of this trainer
+        self.__dict__.pop(
+            "_last_eval_results", None
+        )  # the results of an earlier run of this trainer
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
@@ -240,7 +287,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         late_hooks = [
             # before the evaluation: if it fails, there is a checkpoint to debug it
             *take(hooks.PeriodicCheckpointer, checkpointer=self.checkpointer),
-            *take(hooks.EvalHook, eval_function=lambda: me._evaluate(me.cfg.DATASETS.VAL or me.cfg.DATASETS.TEST)),
+            *take(
+                hooks.EvalHook,
+                eval_function=lambda: me._evaluate(me.cfg.DATASETS.VAL or me.cfg.DATASETS.TEST),
+            ),
             # after the evaluation: they need its results
             *take(hooks.BestCheckpointer, default=False),
             *(
@@ -257,7 +307,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
                 eval_function=lambda: {"test": me._evaluate(me.cfg.DATASETS.TEST)},
             ),
             # last: it writes the values of all other hooks
-            *take(hooks.PeriodicWriter, writers=self.build_writers() if comm.is_main_process() else []),
+            *take(
+                hooks.PeriodicWriter, writers=self.build_writers() if comm.is_main_process() else []
+            ),
         ]
         # most other hooks run before the checkpointer, so that it saves their state of this iteration
         built: list[HookBase] = [*early_hooks, *self._configured.rest(), *late_hooks]
@@ -267,7 +319,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         """The writers of LOG.WRITERS; called on rank 0."""
         epoch = self.iters_per_epoch if self.has_epochs else None
         names, window = self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW
-        return default_writers(self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg)
+        return default_writers(
+            self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg
+        )
 
     @cached_property
     def _configured(self) -> hooks.ConfiguredHooks:
@@ -298,7 +352,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self._step_trainer = trainer
         trainer.share_run(self)
 
-    _trainer: Any = property(attrgetter("_step_trainer"), _set_trainer, doc="The trainer of one step; can be replaced.")
+    _trainer: Any = property(
+        attrgetter("_step_trainer"), _set_trainer, doc="The trainer of one step; can be replaced."
+    )
 
     @property
     def _step(self) -> SimpleTrainer:
@@ -307,4 +363,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
     """Nested results as Python numbers."""
-    return {str(k): _plain_results(v) if isinstance(v, Mapping) else float(v) for k, v in results.items()}
+    return {
+        str(k): _plain_results(v) if isinstance(v, Mapping) else float(v)
+        for k, v in results.items()
+    }

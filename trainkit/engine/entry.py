@@ -30,7 +30,9 @@ from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 
 
-def run(args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None) -> dict[str, Any]:
+def run(
+    args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None
+) -> dict[str, Any]:
     """Train, resume, evaluate or try a job, by the options of `default_argument_parser`; every process calls it.
 
     ``--config-file`` and ``KEY VALUE`` pairs are merged into a copy of ``cfg``, unless it is frozen. Returns the
@@ -65,7 +67,9 @@ class EvaluationRun(TrainerBase):
         super().__init__()
         import_modules(cfg.IMPORTS)
         check_values(cfg)
-        self.cfg = resolve_lengths(prepare_projects(cfg), 1)  # the length of an epoch does not matter here
+        self.cfg = resolve_lengths(
+            prepare_projects(cfg), 1
+        )  # the length of an epoch does not matter here
         self._trainer_class = trainer_class
 
         def build(cfg: CfgNode) -> nn.Module:
@@ -73,9 +77,13 @@ class EvaluationRun(TrainerBase):
 
         self.model = build_parallel(self.cfg, ModelBuilder(build, trainer_class))
         me, points = weakref.proxy(self), ("evaluated_models", *EVALUATION_POINTS)
-        self.checkpointer = Checkpointer(self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=me)
+        self.checkpointer = Checkpointer(
+            self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=me
+        )
         made = ConfiguredHooks(self.cfg.HOOKS, me).rest(without_training=True)
-        self.register_hooks([hook for hook in made if any(overrides(hook, point) for point in points)])
+        self.register_hooks(
+            [hook for hook in made if any(overrides(hook, point) for point in points)]
+        )
 
     @property
     def only_evaluates(self) -> bool:
@@ -89,7 +97,9 @@ class EvaluationRun(TrainerBase):
         elif self.checkpointer.has_checkpoint():
             self.checkpointer.resume_or_load(None, resume=True)
         else:
-            raise ConfigError(f"set MODEL.WEIGHTS, since {self.checkpointer.save_dir} has no checkpoint to evaluate")
+            raise ConfigError(
+                f"set MODEL.WEIGHTS, since {self.checkpointer.save_dir} has no checkpoint to evaluate"
+            )
         self.iter = self.last_done_iter + 1  # as after the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
             results = self._trainer_class.test_with_hooks(self.cfg, self.model, self.hooks)

@@ -64,14 +64,20 @@ class Feed:
         Raises:
             ValueError: the loader yields no batch.
         """
-        batch = next(self.iterator if self._iterator is None else self._iterator, _NONE)  # its truth is its length
+        batch = next(
+            self.iterator if self._iterator is None else self._iterator, _NONE
+        )  # its truth is its length
         if batch is _NONE:
             self._iterator = None  # ends its workers
             if self.before_pass is not None:
                 self.before_pass(self.drawn)
             batch = next(self.iterator, _NONE)
             if batch is _NONE:
-                ended = "is an iterator that has ended" if isinstance(self._loader, Iterator) else "yields no batch"
+                ended = (
+                    "is an iterator that has ended"
+                    if isinstance(self._loader, Iterator)
+                    else "yields no batch"
+                )
                 raise ValueError(
                     f"the data loader ({type(self._loader).__name__}) {ended}; give a loader that can be iterated "
                     "again and has at least one batch (is the dataset smaller than a batch, with drop_last?)"
@@ -88,7 +94,9 @@ class Feed:
         batches = iters_per_epoch(self._loader)
         if batches is None:
             kind = type(self._loader).__name__
-            raise ValueError(f"the training data ({kind}) has no length, so there are no epochs; use iterations")
+            raise ValueError(
+                f"the training data ({kind}) has no length, so there are no epochs; use iterations"
+            )
         return whole_or_rounded(Fraction(exact(batches)) / accumulation_steps)
 
     @property
@@ -106,4 +114,6 @@ class Feed:
         if state_dict and not obstacle:
             self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
         elif state_dict or not obstacle:
-            logger.warning("The data start again: %s", obstacle or "their position is not in the checkpoint")
+            logger.warning(
+                "The data start again: %s", obstacle or "their position is not in the checkpoint"
+            )

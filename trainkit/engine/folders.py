@@ -41,26 +41,40 @@ def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
     cannot be written, and CheckpointError if an address cannot be used.
     """
     notes = []
-    folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)} if comm.is_main_process() else {}
+    folders = (
+        {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)}
+        if comm.is_main_process()
+        else {}
+    )
     for key, folder in folders.items():
         try:
             own_folder(folder)
         except OSError as error:
-            raise ConfigError(f"{key} {folder!r} cannot be written, choose another: {error}") from error
+            raise ConfigError(
+                f"{key} {folder!r} cannot be written, choose another: {error}"
+            ) from error
         if (mirror := mirrors.get(folder)) is not None and not mirror.is_taken:
             mirror.take(resume)
-            notes.append(f"Files are written to {folder}, and uploaded to {mirror.address} after each save")
+            notes.append(
+                f"Files are written to {folder}, and uploaded to {mirror.address} after each save"
+            )
     return notes
 
 
 def release_folders(cfg: CfgNode) -> None:
     """Unlock both folders. Raises CheckpointError if the run has no error, but not all its files are at its address."""
     folders = (cfg.OUTPUT_DIR, checkpoint_dir(cfg))
-    errors = [error for folder in folders if (mirror := mirrors.get(folder)) and (error := mirror.release())]
+    errors = [
+        error
+        for folder in folders
+        if (mirror := mirrors.get(folder)) and (error := mirror.release())
+    ]
     for folder in folders:
         release_folder(folder)
     if errors and sys.exc_info()[0] is None:
-        raise CheckpointError(f"the run is at its end, but {'; '.join(errors)}; the local folders have them")
+        raise CheckpointError(
+            f"the run is at its end, but {'; '.join(errors)}; the local folders have them"
+        )
 
 
 def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool) -> list[str]:
@@ -84,8 +98,14 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
         if aside := _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new):
             notes.append(f"The files of an earlier run in {folder} are now in {aside}")
     write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
-    if resume and is_new and (older := sorted(Path(checkpoints).glob("previous_*/last_checkpoint"))):
-        notes.append(f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is it OUTPUT_DIR?")
+    if (
+        resume
+        and is_new
+        and (older := sorted(Path(checkpoints).glob("previous_*/last_checkpoint")))
+    ):
+        notes.append(
+            f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is it OUTPUT_DIR?"
+        )
     return notes
 
 
@@ -96,12 +116,18 @@ def can_log(folder: str) -> bool:
 
 def _move_aside(folder: Path, weights: str, is_new: bool) -> Path | None:
     """Move the files of a run into a new folder ``previous_<n>``, which is returned; None if there are none."""
-    found = sorted(folder.iterdir(), key=lambda path: not path.is_dir())  # a checkpoint after its further files
+    found = sorted(
+        folder.iterdir(), key=lambda path: not path.is_dir()
+    )  # a checkpoint after its further files
     old = [path for path in found if owner_of_part(path.name) or _RUN_FILES.fullmatch(path.name)]
     if not is_new:
-        old = [path for path in old if path.suffix != ".pth" and not is_file_of(str(folder), path.name)]
+        old = [
+            path for path in old if path.suffix != ".pth" and not is_file_of(str(folder), path.name)
+        ]
     if weights and Path(weights).resolve() in [path.resolve() for path in old]:
-        raise ConfigError(f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties; move it")
+        raise ConfigError(
+            f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties; move it"
+        )
     if not old:
         return None
     n = 1

@@ -34,7 +34,13 @@ SAVE_POINT = 55
 
 EPOCH_POINTS = ("before_epoch", "after_epoch")
 # --eval-only calls them too
-EVALUATION_POINTS = ("before_eval", "before_eval_step", "after_eval_step", "after_eval", "after_load")
+EVALUATION_POINTS = (
+    "before_eval",
+    "before_eval_step",
+    "after_eval_step",
+    "after_eval",
+    "after_load",
+)
 
 
 class HookBase:
@@ -50,7 +56,9 @@ class HookBase:
     priority: int | str = Priority.NORMAL
     ends: bool = False  # whether after_train saves or evaluates the run; such hooks come first in after_train
     config_keys: tuple[tuple[str, str], ...] = ()  # (argument, key of the config that gives it)
-    _state_names: tuple[str, ...] = ()  # names of the attributes that are its state; in the file they have no "_"
+    _state_names: tuple[
+        str, ...
+    ] = ()  # names of the attributes that are its state; in the file they have no "_"
 
     def before_train(self) -> None:
         """Before the first iteration of each ``train()``; the run is a new one if ``start_iter`` is 0."""
@@ -137,7 +145,9 @@ class HookBase:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave; a hook with state overrides both, or has ``_state_names``."""
         if state_dict and not self._state_names:
-            raise NotImplementedError(f"{type(self).__name__} saves a state but has no load_state_dict; define both")
+            raise NotImplementedError(
+                f"{type(self).__name__} saves a state but has no load_state_dict; define both"
+            )
         for name in self._state_names:
             setattr(self, name, state_dict[name.lstrip("_")])
 

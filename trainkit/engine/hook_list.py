@@ -46,7 +46,9 @@ class HookList:
 
     def update(self) -> None:
         """Compute the hooks of each point and the names again, after a change of ``hooks``."""
-        self.at = {point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS}
+        self.at = {
+            point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS
+        }
         stepping = self.at["after_step"]
         self._below = [hook for hook in stepping if self.is_below(hook)]
         self.at["after_step"] = above = [hook for hook in stepping if not self.is_below(hook)]
@@ -56,9 +58,17 @@ class HookList:
         self.above: _Calls = [hook.after_step for hook in above if not is_timed(type(hook))]
         self.below: _Calls = [hook.after_step for hook in self._below if not is_timed(type(hook))]
         self.due = 0
-        self.at["after_train"].sort(key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends))
-        self.calls = {point: [getattr(hook, point) for hook in hooks] for point, hooks in self.at.items()}
-        self._names = {name: hook for name, hook in self._names.items() if any(hook is other for other in self.hooks)}
+        self.at["after_train"].sort(
+            key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends)
+        )
+        self.calls = {
+            point: [getattr(hook, point) for hook in hooks] for point, hooks in self.at.items()
+        }
+        self._names = {
+            name: hook
+            for name, hook in self._names.items()
+            if any(hook is other for other in self.hooks)
+        }
         for hook in self.hooks:
             if all(hook is not named for named in self._names.values()):
                 base = type(hook).__qualname__.rpartition("<locals>.")[2]
@@ -68,7 +78,9 @@ class HookList:
 
     def find_due(self, done: int) -> None:
         """Set ``due``, after ``done`` iterations."""
-        self.due = min((hook.next_due(done) or done + 1 for hook in self._timed), default=sys.maxsize)
+        self.due = min(
+            (hook.next_due(done) or done + 1 for hook in self._timed), default=sys.maxsize
+        )
 
     def is_below(self, hook: HookBase) -> bool:
         return self._key(hook) > SAVE_POINT
@@ -85,7 +97,9 @@ class HookList:
         self.update()  # the user may have changed the list
         asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]
         if asking and not has_epochs:
-            raise ConfigError(f"{asking[0]} uses epochs, but the training data has no length; use iterations")
+            raise ConfigError(
+                f"{asking[0]} uses epochs, but the training data has no length; use iterations"
+            )
         description, indent = self.describe(), " " * (max(map(len, HOOK_POINTS)) + 4)
         fill = partial(textwrap.fill, width=80, subsequent_indent=indent)
         logger.info("Hooks in order:\n%s", "\n".join(map(fill, description.splitlines())))
@@ -95,7 +109,10 @@ class HookList:
                 text = "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s"
                 logger.warning(text, rank, hooks, first)
         if self._unclaimed_states:
-            logger.warning("The checkpoint has states of hooks that are not registered: %s", [*self._unclaimed_states])
+            logger.warning(
+                "The checkpoint has states of hooks that are not registered: %s",
+                [*self._unclaimed_states],
+            )
         return all(hooks == first for hooks in others)
 
     def describe(self) -> str:
@@ -108,7 +125,10 @@ class HookList:
             named = [", ".join(names[id(hook)] for hook in stage) for stage in stages if stage]
             found = [f"  {point:<{width}}  {text}" for text in named]
             if point == "after_step":
-                found.insert(bool(hooks), "  -- save point --  checkpoints are written; batch and losses are released")
+                found.insert(
+                    bool(hooks),
+                    "  -- save point --  checkpoints are written; batch and losses are released",
+                )
             lines += found
         return "\n".join(lines)
 
@@ -123,7 +143,9 @@ class HookList:
     ) -> None:
         """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
         if not isinstance(hooks, Iterable):
-            raise TypeError(f"register_hooks takes a list of hooks, got {hooks!r}; write [hook] for a single one")
+            raise TypeError(
+                f"register_hooks takes a list of hooks, got {hooks!r}; write [hook] for a single one"
+            )
         new: list[Any] = [hook for hook in hooks if hook is not None]
         for i, hook in enumerate(new):
             if not isinstance(hook, HookBase):
@@ -132,15 +154,24 @@ class HookList:
             if any(hook is other for other in self.hooks + new[:i]):
                 raise ValueError(f"this {type(hook).__name__} is registered already")
         if sum(argument is not None for argument in (priority, before, after)) > 1:
-            raise ValueError("register_hooks() takes one of priority, before and after: an anchor has a priority")
+            raise ValueError(
+                "register_hooks() takes one of priority, before and after: an anchor has a priority"
+            )
         # only hooks themselves may choose -1 (timer) and 101 (writers)
-        keys = [sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority) for hook in new]
+        keys = [
+            sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority)
+            for hook in new
+        ]
         if before is not None or after is not None:
             anchor = self._find(before if before is not None else after)
-            position = [*map(id, self.hooks)].index(id(anchor)) + (after is not None)  # a hook may have an __eq__
+            position = [*map(id, self.hooks)].index(id(anchor)) + (
+                after is not None
+            )  # a hook may have an __eq__
             self.hooks[position:position] = new
             # a hook placed after the checkpointer is below the save point
-            keys = [self._key(anchor) + (after is not None and self._key(anchor) == SAVE_POINT)] * len(new)
+            keys = [
+                self._key(anchor) + (after is not None and self._key(anchor) == SAVE_POINT)
+            ] * len(new)
         for hook, key in zip(new, keys, strict=True):
             if before is None and after is None:
                 followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
@@ -152,17 +183,23 @@ class HookList:
 
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))
-        return sort_key(hook.priority, -1, 101) if key is None else key  # None: a user put it into the list
+        return (
+            sort_key(hook.priority, -1, 101) if key is None else key
+        )  # None: a user put it into the list
 
     def _find(self, anchor: Anchor | None) -> HookBase:
-        if isinstance(anchor, type):  # objects of subclasses match only if there is none of the class itself
+        if isinstance(
+            anchor, type
+        ):  # objects of subclasses match only if there is none of the class itself
             found = [hook for hook in self.hooks if type(hook) is anchor]
             found = found or [hook for hook in self.hooks if isinstance(hook, anchor)]
         else:
             found = [hook for hook in self.hooks if hook is anchor or type(hook).__name__ == anchor]
         if len(found) != 1:
             names = ", ".join(type(hook).__name__ for hook in self.hooks) or "none"
-            raise ValueError(f"the anchor {anchor!r} matches {len(found)} hooks; it must match one of: {names}")
+            raise ValueError(
+                f"the anchor {anchor!r} matches {len(found)} hooks; it must match one of: {names}"
+            )
         return found[0]
 
     # ------------------------------------------------------------------ state
@@ -185,7 +222,9 @@ class HookList:
 def is_timed(hook_class: type[HookBase]) -> bool:
     """Whether ``next_due`` is defined in the class that defines ``after_step``, or in a subclass of it."""
     owns = [vars(base) for base in hook_class.__mro__]
-    after_step, next_due = (next(i for i, own in enumerate(owns) if name in own) for name in ("after_step", "next_due"))
+    after_step, next_due = (
+        next(i for i, own in enumerate(owns) if name in own) for name in ("after_step", "next_due")
+    )
     return next_due <= after_step and hook_class.__mro__[next_due] is not HookBase
 
 
@@ -200,5 +239,7 @@ def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
         return Priority[priority]
     if not is_whole(priority, first) or priority > last:
         names = ", ".join(Priority.__members__)
-        raise ValueError(f"priority must be from 0 (runs first) to 100 (runs last) or one of {names}; got {priority!r}")
+        raise ValueError(
+            f"priority must be from 0 (runs first) to 100 (runs last) or one of {names}; got {priority!r}"
+        )
     return priority

@@ -36,9 +36,15 @@ class TrainerBase(RunState):
     def __init__(self) -> None:
         super().__init__()
         self._stops = StopRequests()
-        self._saves: dict[str, Callable[[], object]] = {}  # requested checkpoints by name; written at the next save
-        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""  # where in an iteration the run is
-        self._epoch_start = self._epoch_end = -1  # the iteration that starts an epoch; the number done when it ends
+        self._saves: dict[
+            str, Callable[[], object]
+        ] = {}  # requested checkpoints by name; written at the next save
+        self._inside: Literal["", "stage 1", "save point", "stage 2"] = (
+            ""  # where in an iteration the run is
+        )
+        self._epoch_start = (
+            self._epoch_end
+        ) = -1  # the iteration that starts an epoch; the number done when it ends
         self._has_warned_of_save = False
 
     # ------------------------------------------------------------------ the loop
@@ -76,7 +82,9 @@ class TrainerBase(RunState):
         self.iter, stops, end_step = self._at, self._stops, self._step.end_step
         # the ranks agree on a stop also where the run is over anyway
         while self._stage == 2 or (
-            self._early is None and stops.agreed(self.iter - 1) is None and self.iter < self.max_iter
+            self._early is None
+            and stops.agreed(self.iter - 1) is None
+            and self.iter < self.max_iter
         ):
             self.storage.iter = self.iter
             if self._stage == 1:
@@ -137,7 +145,9 @@ class TrainerBase(RunState):
         """
         checkpointer: Any = getattr(self, "checkpointer", None)
         if save is None and checkpointer is None:
-            raise ValueError(f"{type(self).__name__} has no checkpointer; give request_save() a function that saves")
+            raise ValueError(
+                f"{type(self).__name__} has no checkpointer; give request_save() a function that saves"
+            )
         self._saves[name] = save or (lambda: checkpointer.save(name, iteration=self.last_done_iter))
         if not self._inside:
             self._write_saves()
@@ -170,14 +180,21 @@ class TrainerBase(RunState):
 
     def _start(self, start_iter: int, max_iter: int) -> None:
         if not 0 <= start_iter <= max_iter:
-            raise ValueError(f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}")
+            raise ValueError(
+                f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
+            )
         if start_iter != self.last_done_iter + 1 or self.status == "finished":
             # start_iter is not where a checkpoint or a stop has left the run
             self._at, self._stage, self.storage = start_iter, 1, EventStorage()
             self._early = self._rng_state = None
         if self._early and max_iter > self._early[1]:
             self._early = None
-        self.iter, self.start_iter, self.max_iter, self.storage.iter = start_iter, start_iter, max_iter, start_iter
+        self.iter, self.start_iter, self.max_iter, self.storage.iter = (
+            start_iter,
+            start_iter,
+            max_iter,
+            start_iter,
+        )
         self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
         self._epoch_end = self._find_epoch_end(self._at)
         self._epoch_start = start_iter if self._find_epoch_end(start_iter - 1) == start_iter else -1
@@ -188,8 +205,12 @@ class TrainerBase(RunState):
         if not logger.hasHandlers():  # nobody has configured logging
             setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
-        if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (lost := self.describe_inexact()):
-            logger.warning("A resumed run may differ from one that is never stopped: %s", "; ".join(lost))
+        if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (
+            lost := self.describe_inexact()
+        ):
+            logger.warning(
+                "A resumed run may differ from one that is never stopped: %s", "; ".join(lost)
+            )
 
     def _restore_rng(self) -> None:
         if self._rng_state is not None:
@@ -201,10 +222,14 @@ class TrainerBase(RunState):
         self.check_finite()
         self.status, stop = "finished", self._stops.stop
         if self._early:
-            logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, self._early[0])
+            logger.info(
+                "Stopped after %d of %d iterations: %s", self.iter, self.max_iter, self._early[0]
+            )
             self.max_iter = self.iter
         elif stop is not None and self.iter < self.max_iter:
-            logger.info("Stopped after %d of %d iterations: %s", self.iter, self.max_iter, stop.reason)
+            logger.info(
+                "Stopped after %d of %d iterations: %s", self.iter, self.max_iter, stop.reason
+            )
             self.status = "stopped"
 
     def _abandon(self) -> None:
@@ -212,7 +237,12 @@ class TrainerBase(RunState):
         stop = self._stops.agree_now()
         self.status, self.iter, self._inside = "stopped", self.last_done_iter + 1, ""
         reason = "" if stop is None else stop.reason
-        logger.info("Stopped in an evaluation, after %d of %d iterations: %s", self.iter, self.max_iter, reason)
+        logger.info(
+            "Stopped in an evaluation, after %d of %d iterations: %s",
+            self.iter,
+            self.max_iter,
+            reason,
+        )
 
     def _fail(self, error: BaseException) -> None:
         self.status, self.failure = "failed", error
@@ -230,16 +260,26 @@ class TrainerBase(RunState):
 
     @staticmethod
     def _log_failure(what: str, error: BaseException) -> None:
-        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)  # not Ctrl-C either
-        logger.error("%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None)
+        traced = isinstance(error, Exception) and not isinstance(
+            error, ConfigError
+        )  # not Ctrl-C either
+        logger.error(
+            "%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None
+        )
 
     def after_train(self) -> None:
         """Call ``after_train`` of every hook, even if one of them fails; then raise the first failure."""
         if self.status == "running":  # in a user's own loop
             done = self.last_done_iter + 1 >= self.max_iter
-            self.status, self._inside = "failed" if sys.exc_info()[0] else "finished" if done else "stopped", ""
+            self.status, self._inside = (
+                "failed" if sys.exc_info()[0] else "finished" if done else "stopped",
+                "",
+            )
         self.storage.iter = self.iter
-        calls = [(f"{type(hook).__name__} failed", hook.after_train) for hook in self._hook_list.at["after_train"]]
+        calls = [
+            (f"{type(hook).__name__} failed", hook.after_train)
+            for hook in self._hook_list.at["after_train"]
+        ]
         first_error: BaseException | None = None
         for name, call in [*calls, ("Storing or writing metrics failed", self.storage.flush)]:
             try:
@@ -260,7 +300,9 @@ class TrainerBase(RunState):
             storage = self.storage  # opened by the user's loop
             self._start(self.start_iter, self.max_iter)
             self.storage = storage
-            logger.info("This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact")
+            logger.info(
+                "This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact"
+            )
         for call in self._hook_list.calls["before_train"]:
             call()
 

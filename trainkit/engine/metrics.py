@@ -15,7 +15,12 @@ from torch import Tensor
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead
-from trainkit.utils.events.storage import MAX_ROWS, EventStorage, get_event_storage, has_event_storage
+from trainkit.utils.events.storage import (
+    MAX_ROWS,
+    EventStorage,
+    get_event_storage,
+    has_event_storage,
+)
 from trainkit.utils.events.worker import Numbers
 from trainkit.utils.losses import Losses, describe_failure, raise_failure
 from trainkit.utils.periods import check_period, exact, is_nth
@@ -26,7 +31,9 @@ STORED_BESIDE_LOSSES = frozenset(
     | {"iteration", "epoch", "lr", "time", "eta_seconds"}
 )
 _HAND_OVER_ITERS = 10  # a worker gets after this number of iterations what waits for a device
-_MOST_RECORDS = 1000  # exchange after this number, even if few are stored, so that a failure is noticed
+_MOST_RECORDS = (
+    1000  # exchange after this number, even if few are stored, so that a failure is noticed
+)
 _MOST_AHEAD = 2  # steps: each step ahead holds device memory
 _MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
 
@@ -64,7 +71,9 @@ class MetricPath:
         asynchronous: a worker of the storage does the work.
     """
 
-    def __init__(self, trainer: Any, gather_period: int, exchange_period: int, asynchronous: bool) -> None:
+    def __init__(
+        self, trainer: Any, gather_period: int, exchange_period: int, asynchronous: bool
+    ) -> None:
         self._trainer, self._asynchronous = trainer, asynchronous
         self.gather_period = check_period("gather_metric_period", gather_period, minimum=1)
         self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
@@ -75,10 +84,19 @@ class MetricPath:
         self._rows: list[Row] = []  # their values are tensors
         self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
         self._is_alone: bool | None = None
-        self._is_direct = False  # whether the numbers can be read at once, and are those of all ranks
+        self._is_direct = (
+            False  # whether the numbers can be read at once, and are those of all ranks
+        )
         self._has_failed = False
 
-    def add(self, iter: int, data_time: float, losses: Losses, extra: Mapping[str, Tensor], is_stored: bool) -> None:
+    def add(
+        self,
+        iter: int,
+        data_time: float,
+        losses: Losses,
+        extra: Mapping[str, Tensor],
+        is_stored: bool,
+    ) -> None:
         """Take the losses of an iteration, and ``extra`` values; if not ``is_stored`` they are only looked at.
 
         Raises:
@@ -86,7 +104,9 @@ class MetricPath:
                 it is this iteration. From a worker it comes at most 20 iterations later.
         """
         if self._is_alone is None:
-            self._is_alone = comm.side_group("metrics") is None  # created here, in the thread of the loop
+            self._is_alone = (
+                comm.side_group("metrics") is None
+            )  # created here, in the thread of the loop
             self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
         storage = get_event_storage()
         if self._asynchronous:
@@ -99,7 +119,9 @@ class MetricPath:
             if (failure := self._trainer.look(iter, values)) is not None:
                 raise_failure([failure])
             if is_stored:
-                storage.rows.append((iter, {"rank_data_time": data_time, "data_time": data_time, **values}))
+                storage.rows.append(
+                    (iter, {"rank_data_time": data_time, "data_time": data_time, **values})
+                )
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
@@ -116,8 +138,12 @@ class MetricPath:
             storage.before_read = self._pass_on
             due = len(self._rows) >= _HAND_OVER_ITERS * (1 if self._asynchronous else 2)
         else:
-            due = row.iter + 1 == self._trainer.max_iter or is_nth(row.iter + 1, self.exchange_period)
-            due = (due and any(row.is_stored for row in self._rows)) or len(self._rows) >= _MOST_RECORDS
+            due = row.iter + 1 == self._trainer.max_iter or is_nth(
+                row.iter + 1, self.exchange_period
+            )
+            due = (due and any(row.is_stored for row in self._rows)) or len(
+                self._rows
+            ) >= _MOST_RECORDS
         if due:
             self._pass_on(storage)
 
@@ -143,7 +169,9 @@ class MetricPath:
         else:
             self._store(rows, numbers, storage)
 
-    def _store(self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage | None = None) -> None:
+    def _store(
+        self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage | None = None
+    ) -> None:
         """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
@@ -159,7 +187,9 @@ class MetricPath:
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
                 _put(storage or get_event_storage(), row, mean)
-        first = min(failed[0] for failed in failures if failed) if self._has_failed else 0  # the others come from it
+        first = (
+            min(failed[0] for failed in failures if failed) if self._has_failed else 0
+        )  # the others come from it
         raise_failure([failed[1] if failed and failed[0] == first else None for failed in failures])
 
 
@@ -168,7 +198,9 @@ def _put(storage: EventStorage, own: Row, mean: Row) -> None:
     storage.rows.append((own.iter, {**times, **mean.values}))
 
 
-def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = "") -> None:
+def write_metrics(
+    loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = ""
+) -> None:
     """Average losses over ranks and put them into the open storage; for trainers with their own ``run_step``.
 
     Every rank calls it; the names may differ. ``total_loss`` is the sum of the entries that require grad, or of all if
@@ -183,7 +215,9 @@ def write_metrics(loss_dict: Mapping[str, Tensor | float], data_time: float, cur
     tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
     scalars = Losses(tensors, trained).scalars
-    own = Row(cur_iter, data_time, dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True)))
+    own = Row(
+        cur_iter, data_time, dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True))
+    )
     [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
@@ -202,7 +236,11 @@ class OwnMetrics:
     write_metrics = staticmethod(write_metrics)
 
     def _write_metrics(
-        self, loss_dict: Mapping[str, Tensor | float], data_time: float, prefix: str = "", iter: int | None = None
+        self,
+        loss_dict: Mapping[str, Tensor | float],
+        data_time: float,
+        prefix: str = "",
+        iter: int | None = None,
     ) -> None:
         """Call `write_metrics` in iterations whose metrics are gathered; the losses have no graph."""
         if ((iter := self.iter if iter is None else iter) + 1) % self.gather_metric_period == 0:
@@ -218,7 +256,10 @@ class OwnMetrics:
         if (self.iter + 1) % self.gather_metric_period:
             return
         # copies, since the worker reads them later; `write_metrics` adds up those that require grad
-        copies = {name: value.clone().requires_grad_(name in losses.trained) for name, value in losses.detached.items()}
+        copies = {
+            name: value.clone().requires_grad_(name in losses.trained)
+            for name, value in losses.detached.items()
+        }
         for name, value in self.extra.items():
             if not name.startswith("[flag]"):
                 get_event_storage().put_scalar(name, value)
@@ -232,7 +273,11 @@ class OwnMetrics:
 
 
 def exchange_rows(
-    rows: Sequence[Row], most: int, failure: tuple[int, str] | None = None, *, purpose: str = "metrics"
+    rows: Sequence[Row],
+    most: int,
+    failure: tuple[int, str] | None = None,
+    *,
+    purpose: str = "metrics",
 ) -> tuple[Sequence[Row], list[tuple[int, str] | None]]:
     """Returns rows with the means over ranks and the longest ``data_time``, and the failure of each rank.
 
@@ -247,10 +292,16 @@ def exchange_rows(
     group = comm.side_group(purpose)
     if group is None:
         return rows, [failure]
-    block = np.zeros((1 + most, 1 + _MOST_VALUES))  # the size is equal on all ranks; else Gloo silently mixes up data
+    block = np.zeros(
+        (1 + most, 1 + _MOST_VALUES)
+    )  # the size is equal on all ranks; else Gloo silently mixes up data
     names = "\n".join(name for row in rows for name in ("", *row.values))
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
-    block[0, :3] = len(rows), zlib.crc32(names.encode("utf-8", "backslashreplace")), failure is not None or not fits
+    block[0, :3] = (
+        len(rows),
+        zlib.crc32(names.encode("utf-8", "backslashreplace")),
+        failure is not None or not fits,
+    )
     for line, row in zip(block[1:], rows if fits else (), strict=False):
         line[: 1 + len(row.values)] = row.data_time, *row.values.values()
     every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64, device="cpu")
@@ -259,8 +310,13 @@ def exchange_rows(
     if blocks[:, 0, 2].any() or (blocks[:, 0, :2] != block[0, :2]).any():
         by_rank = comm.all_gather(([*rows], failure), group=group)
         all_rows = [theirs for theirs, _ in by_rank]
-        return [_mean(i, all_rows)._replace(iter=row.iter) for i, row in enumerate(rows)], [text for _, text in by_rank]
-    means, longest = (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(), blocks[:, 1:, 0].max(0).tolist()
+        return [_mean(i, all_rows)._replace(iter=row.iter) for i, row in enumerate(rows)], [
+            text for _, text in by_rank
+        ]
+    means, longest = (
+        (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(),
+        blocks[:, 1:, 0].max(0).tolist(),
+    )
     return [
         Row(row.iter, sec, dict(zip(row.values, values, strict=False)))
         for row, sec, values in zip(rows, longest, means, strict=False)
@@ -270,6 +326,10 @@ def exchange_rows(
 def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
     """The mean of row ``i`` over ranks; an entry is averaged over the ranks that have it."""
     rows = [theirs[i] for theirs in by_rank if i < len(theirs)]
-    found = {name: [row.values[name] for row in rows if name in row.values] for row in rows for name in row.values}
+    found = {
+        name: [row.values[name] for row in rows if name in row.values]
+        for row in rows
+        for name in row.values
+    }
     means = {name: sum(values) / len(values) for name, values in found.items()}
     return Row(rows[0].iter, max(row.data_time for row in rows), means)

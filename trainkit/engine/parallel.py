@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def create_ddp_model(
-    model: nn.Module, *, fp16_compression: bool = False, bf16_compression: bool = False, **kwargs: Any
+    model: nn.Module,
+    *,
+    fp16_compression: bool = False,
+    bf16_compression: bool = False,
+    **kwargs: Any,
 ) -> nn.Module:
     """Wrap a model in DistributedDataParallel; with one process return it unchanged.
 
@@ -35,7 +39,11 @@ def create_ddp_model(
         kwargs["forward_sync_buffers"] = kwargs.pop("broadcast_buffers")
     ddp = DistributedDataParallel(model, **kwargs)
     if fp16_compression or bf16_compression:
-        hook = default_hooks.fp16_compress_hook if fp16_compression else default_hooks.bf16_compress_hook
+        hook = (
+            default_hooks.fp16_compress_hook
+            if fp16_compression
+            else default_hooks.bf16_compress_hook
+        )
         ddp.register_comm_hook(state=None, hook=hook)
     return ddp
 

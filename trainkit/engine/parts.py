@@ -16,7 +16,12 @@ from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import overrides
-from trainkit.evaluation import DatasetEvaluator, build_evaluator, inference_on_dataset, print_csv_format
+from trainkit.evaluation import (
+    DatasetEvaluator,
+    build_evaluator,
+    inference_on_dataset,
+    print_csv_format,
+)
 from trainkit.evaluation.observer import for_details
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
@@ -54,15 +59,22 @@ class DefaultParts:
         return build_test_loader(cfg, dataset_name)
 
     @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator | list[DatasetEvaluator]:
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str
+    ) -> DatasetEvaluator | list[DatasetEvaluator]:
         """The evaluators of TEST.EVALUATORS. Raises NotImplementedError if TEST.EVALUATORS is empty."""
         if not cfg.TEST.EVALUATORS:
-            raise NotImplementedError("name evaluators in TEST.EVALUATORS, or override build_evaluator()")
+            raise NotImplementedError(
+                "name evaluators in TEST.EVALUATORS, or override build_evaluator()"
+            )
         return build_evaluator(cfg, dataset_name)
 
     @classmethod
     def test(
-        cls, cfg: CfgNode, model: nn.Module, evaluators: DatasetEvaluator | list[DatasetEvaluator] | None = None
+        cls,
+        cfg: CfgNode,
+        model: nn.Module,
+        evaluators: DatasetEvaluator | list[DatasetEvaluator] | None = None,
     ) -> dict[str, Any]:
         """Evaluate ``model`` on each dataset of ``cfg.DATASETS.TEST``; log the results as tables.
 
@@ -93,7 +105,9 @@ class DefaultParts:
         return next(iter(results.values())) if len(results) == 1 else results
 
     @classmethod
-    def test_with_hooks(cls, cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]) -> dict[str, Any]:
+    def test_with_hooks(
+        cls, cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]
+    ) -> dict[str, Any]:
         """The results of ``test(cfg, model)``, or of the ``evaluated_models`` of a hook; every rank calls it."""
         offering = next((hook for hook in hooks if overrides(hook, "evaluated_models")), None)
         if offering is None:
@@ -109,7 +123,11 @@ class DefaultParts:
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
         reference = cfg.SOLVER.get("REFERENCE_WORLD_SIZE")
-        return load_plugin(NAMES["scale_workers"]).scale_workers(cfg, num_workers) if reference else cfg
+        return (
+            load_plugin(NAMES["scale_workers"]).scale_workers(cfg, num_workers)
+            if reference
+            else cfg
+        )
 
     @classmethod
     def is_default(cls, method: str) -> bool:

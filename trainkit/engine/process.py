@@ -26,7 +26,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others before it fails."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the process that starts the ranks has the store
+_SHARES_STORE = (
+    "TORCHELASTIC_USE_AGENT_STORE"  # "True": the process that starts the ranks has the store
+)
 _NUM_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _STOPPED = (143, 129, 130, 138)  # exit codes after SIGTERM, SIGHUP, SIGINT and SIGUSR1
 
@@ -64,21 +66,34 @@ def launch(
     world_size = num_machines * num_gpus_per_machine
     if num_gpus_per_machine < (num_machines > 1) or not 0 <= machine_rank < num_machines:
         got = f"{num_gpus_per_machine}, {machine_rank} and {num_machines}"
-        raise ValueError(f"num_gpus (0: the CPU), machine_rank and num_machines: got {got}; start at 0, 0 and 1")
+        raise ValueError(
+            f"num_gpus (0: the CPU), machine_rank and num_machines: got {got}; start at 0, 0 and 1"
+        )
     if 0 < (found := _num_devices()) < num_gpus_per_machine:
         raise ValueError(f"num_gpus is {num_gpus_per_machine}, but this machine has {found} GPUs")
     if world_size <= 1:
         return main_func(*args)
     variables = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_gpus_per_machine)}
     if dist_url in (None, "auto") and num_machines == 1:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: a free port
-        variables |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), _SHARES_STORE: "True"}
+        store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # 0: a free port
+        variables |= {
+            "MASTER_ADDR": store.host,
+            "MASTER_PORT": str(store.port),
+            _SHARES_STORE: "True",
+        }
     else:
         url = urlsplit(dist_url or "")
         if not (url.scheme == "tcp" and url.hostname and url.port):
-            raise ValueError(f"dist_url: got {dist_url!r}; accepted: tcp://HOST:PORT, and auto for one machine")
+            raise ValueError(
+                f"dist_url: got {dist_url!r}; accepted: tcp://HOST:PORT, and auto for one machine"
+            )
         variables |= {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}
-    _start((machine_rank * num_gpus_per_machine, variables, main_func, args, timeout), num_gpus_per_machine)
+    _start(
+        (machine_rank * num_gpus_per_machine, variables, main_func, args, timeout),
+        num_gpus_per_machine,
+    )
     return None
 
 
@@ -93,7 +108,9 @@ def _start(arguments: tuple[Any, ...], num: int) -> None:
             # not SIGINT and SIGHUP: a terminal sends them to all processes, and a second SIGINT is no request
             os.kill(process.pid, signum if signum == signal.SIGUSR1 else signal.SIGTERM)
 
-    heard = [each for each in stop_signals() if signal.getsignal(each) not in (None, signal.SIG_IGN)]
+    heard = [
+        each for each in stop_signals() if signal.getsignal(each) not in (None, signal.SIG_IGN)
+    ]
     former = {each: signal.signal(each, pass_on) for each in heard}
     try:
         while not context.join(grace_period=3.0):
@@ -108,16 +125,27 @@ def _start(arguments: tuple[Any, ...], num: int) -> None:
             signal.signal(each, handler)
 
 
-def _start_rank(local_rank: int, first_rank: int, variables: dict[str, str], *arguments: Any) -> None:
+def _start_rank(
+    local_rank: int, first_rank: int, variables: dict[str, str], *arguments: Any
+) -> None:
     os.environ.update(variables, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
     run_rank(*arguments)
 
 
 def run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], timeout: timedelta) -> Any:
     """Call ``main_func(*args)`` in the process group that torchrun's variables describe; return its result."""
-    rank, world_size, result, exit_code = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, 0
+    rank, world_size, result, exit_code = (
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        None,
+        0,
+    )
     num_restarts, device = int(os.environ.get(_NUM_RESTARTS, "0")), _own_device()
-    backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    backend = (
+        "gloo"
+        if device is None
+        else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    )
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     # torchrun keeps one store for all starts, and it has the addresses of earlier ones
     store = dist.PrefixStore(f"start {num_restarts}", store)
@@ -130,11 +158,15 @@ def run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], timeout: time
         exit_code = getattr(error, "code", 128 + signal.SIGINT) or 0
         if exit_code not in (0, *_STOPPED):
             raise
-        store.set(f"stopped/{rank}", "")  # another rank may still write, and the first that exits ends all
+        store.set(
+            f"stopped/{rank}", ""
+        )  # another rank may still write, and the first that exits ends all
         with contextlib.suppress(dist.DistError):
             store.wait([f"stopped/{other}" for other in range(world_size)], timedelta(seconds=60))
     except Exception:
-        time.sleep(1.1)  # so that the others fail later: torchrun, which compares seconds, then names this rank
+        time.sleep(
+            1.1
+        )  # so that the others fail later: torchrun, which compares seconds, then names this rank
         raise
     # Not after a failure: other ranks would fail without the group, before this rank can report its error.
     gc.collect()  # DDP is a cycle that keeps the group alive; the group's thread must end before the interpreter

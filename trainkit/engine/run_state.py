@@ -48,14 +48,20 @@ class RunState:
 
     def __init__(self) -> None:
         self._hook_list = HookList(weakref.proxy(self))
-        self._early: tuple[str, int] | None = None  # why the run has finished early, and its former max_iter
-        self._rng_state: dict[str, Any] | None = None  # from a checkpoint; restored after all iterators exist
+        self._early: tuple[str, int] | None = (
+            None  # why the run has finished early, and its former max_iter
+        )
+        self._rng_state: dict[str, Any] | None = (
+            None  # from a checkpoint; restored after all iterators exist
+        )
         self._ranks_agree = True
         self.rank_keys = self.own_keys
         self._at, self._stage = 0, 1  # see ``position``
         self.iter = self.start_iter = self.max_iter = 0
         self.storage = EventStorage()
-        self.status: Literal["not started", "running", "finished", "stopped", "failed"] = "not started"
+        self.status: Literal["not started", "running", "finished", "stopped", "failed"] = (
+            "not started"
+        )
         self.failure: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -118,7 +124,9 @@ class RunState:
     # ------------------------------------------------------------------ points; a trainer class may override them
 
     before_epoch, after_epoch = _point("before_epoch"), _point("after_epoch")
-    after_backward = _point("after_backward")  # a user's run_step calls it between the gradients and the update
+    after_backward = _point(
+        "after_backward"
+    )  # a user's run_step calls it between the gradients and the update
     before_eval, after_eval = _point("before_eval"), _point("after_eval")
     before_eval_step, after_eval_step = _point("before_eval_step"), _point("after_eval_step")
     after_load = _point("after_load")
@@ -131,7 +139,9 @@ class RunState:
 
         A subclass that knows its data overrides this. Raises ValueError if there are no epochs.
         """
-        raise ValueError(f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations")
+        raise ValueError(
+            f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations"
+        )
 
     @property
     def has_epochs(self) -> bool:
@@ -223,14 +233,21 @@ class RunState:
         self._hook_list.load_state_dict(state_dict.get("hooks", {}))
         if self.status == "running":  # a hook has restored the model; the run keeps its position
             return
-        iteration, saved = state_dict["iteration"], state_dict.get("position", {"stage": 1, "finished_early": None})
+        iteration, saved = (
+            state_dict["iteration"],
+            state_dict.get("position", {"stage": 1, "finished_early": None}),
+        )
         if not isinstance(iteration, int) or iteration < -1:
-            raise TypeError(f"the iteration of a saved run must be a whole number >= -1, got {iteration!r}")
+            raise TypeError(
+                f"the iteration of a saved run must be a whole number >= -1, got {iteration!r}"
+            )
         self._at, self._stage = iteration + (saved["stage"] == 1), saved["stage"]
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
         reason = saved["finished_early"]
         self._early = None if reason is None else (reason, saved["max_iter"])
-        self.max_iter = self.max_iter or saved.get("max_iter", 0)  # max_iter from a config comes first
+        self.max_iter = self.max_iter or saved.get(
+            "max_iter", 0
+        )  # max_iter from a config comes first
         self.storage = EventStorage()
         if state_dict.get("storage"):
             self.storage.load_state_dict(state_dict["storage"])

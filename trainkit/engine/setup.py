@@ -44,10 +44,14 @@ Examples:
 """
     formatter = argparse.RawDescriptionHelpFormatter
     # no abbreviations: --res is a misspelled option, not --resume
-    parser = argparse.ArgumentParser(epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False
+    )
     parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]  # options after KEY VALUE pairs too
     add, add_flag = parser.add_argument, partial(parser.add_argument, action="store_true")
-    add("--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults")
+    add(
+        "--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults"
+    )
     add_flag("--resume", help="resume from the last checkpoint in OUTPUT_DIR, if any")
     add_flag("--eval-only", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
     add_flag("--print-config", help="print the settings of the job as YAML, and stop")
@@ -56,10 +60,19 @@ Examples:
     add("--num-gpus", type=int, default=1, help=text)
     add("--num-machines", type=int, default=1)
     add("--machine-rank", type=int, default=0, help="number of this machine, from 0")
-    add("--dist-url", default="auto", help="where rank 0 listens; auto is a free port of this machine")
+    add(
+        "--dist-url",
+        default="auto",
+        help="where rank 0 listens; auto is a free port of this machine",
+    )
     for module in dict.fromkeys(module for _, module in installed(OPTIONS)):
         module.add_options(parser)
-    add("opts", nargs="*", metavar="KEY VALUE", help="changes to the config, such as SOLVER.BASE_LR 0.1")
+    add(
+        "opts",
+        nargs="*",
+        metavar="KEY VALUE",
+        help="changes to the config, such as SOLVER.BASE_LR 0.1",
+    )
     return parser
 
 
@@ -70,7 +83,9 @@ def user_errors_exit() -> Iterator[None]:
         yield
     except (ConfigError, CheckpointError) as error:
         if not comm.is_main_process():
-            time.sleep(5)  # usually rank 0 has the same error, and with its end this process ends too
+            time.sleep(
+                5
+            )  # usually rank 0 has the same error, and with its end this process ends too
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -94,7 +109,10 @@ def default_setup(cfg: Any, args: Any) -> None:
         if type_name(cfg) not in CONFIG_TYPES:
             check_values(cfg)  # refuses it
         cfg, text = load_plugin(CONFIG_TYPES[type_name(cfg)]).to_cfg(cfg, args)
-    resume, eval_only = getattr(args, "resume", False) or is_restarted(), getattr(args, "eval_only", False)
+    resume, eval_only = (
+        getattr(args, "resume", False) or is_restarted(),
+        getattr(args, "eval_only", False),
+    )
     when_ready = apply_options(given, args)
     if getattr(args, "num_gpus", None) == 0:
         cfg.MODEL["DEVICE"] = "cpu"  # by item, since the config may be frozen
@@ -112,17 +130,23 @@ def default_setup(cfg: Any, args: Any) -> None:
 
     level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
     has_log = not eval_only or can_log(cfg.OUTPUT_DIR)
-    setup_logger(cfg.OUTPUT_DIR if has_log else None, distributed_rank=comm.get_rank(), stdout_level=level)
+    setup_logger(
+        cfg.OUTPUT_DIR if has_log else None, distributed_rank=comm.get_rank(), stdout_level=level
+    )
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
     logger.debug("Environment:\n%s", collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
     if is_restarted() and not eval_only:
         logger.info("The run was restarted; it resumes from its last checkpoint, if there is one")
     changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
-    logger.info("Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere")
+    logger.info(
+        "Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere"
+    )
     for note in notes:
         logger.info(note)
-    seed_all_rng(None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32)  # NumPy takes 32 bits
+    seed_all_rng(
+        None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32
+    )  # NumPy takes 32 bits
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
@@ -133,8 +157,13 @@ def default_setup(cfg: Any, args: Any) -> None:
 
 def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
     """Apply the options of projects that are in ``args``; see `OPTIONS`. Call the results when OUTPUT_DIR is ready."""
-    given = [option for option in OPTIONS if getattr(args, option.lstrip("-").replace("-", "_"), None)]
-    results = [load_plugin(module).apply(cfg, args) for module in dict.fromkeys(OPTIONS[option] for option in given)]
+    given = [
+        option for option in OPTIONS if getattr(args, option.lstrip("-").replace("-", "_"), None)
+    ]
+    results = [
+        load_plugin(module).apply(cfg, args)
+        for module in dict.fromkeys(OPTIONS[option] for option in given)
+    ]
     return [*filter(None, results)]
 
 
@@ -152,8 +181,12 @@ def default_writers(
     Names: "console" (at most one line per second), "json" (``metrics.json``), "tensorboard" (left out if the package is
     missing), and those of ``WRITER_REGISTRY``, such as "csv" and "progress_bar"; ``cfg`` is for those that take it.
     """
-    if "tensorboard" in names and not all(map(importlib.util.find_spec, ("tensorboard", "trainkit.projects.loggers"))):
-        logger.info("Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'")
+    if "tensorboard" in names and not all(
+        map(importlib.util.find_spec, ("tensorboard", "trainkit.projects.loggers"))
+    ):
+        logger.info(
+            "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'"
+        )
         names = [name for name in names if name != "tensorboard"]
 
     def make(name: str) -> events.EventWriter:

@@ -20,18 +20,29 @@ from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.utils.device import device_of
 from trainkit.utils.errors import ConfigError
 from trainkit.utils.logger import format_table
-from trainkit.utils.losses import Losses, describe_failure, mean_losses, non_finite_names, parse_losses
+from trainkit.utils.losses import (
+    Losses,
+    describe_failure,
+    mean_losses,
+    non_finite_names,
+    parse_losses,
+)
 from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
 
-_KERNELS = {"foreach", "fused"}  # of an optimizer; which ones can be used depends on the run, not on its checkpoint
+_KERNELS = {
+    "foreach",
+    "fused",
+}  # of an optimizer; which ones can be used depends on the run, not on its checkpoint
 
 
 def forwarded(path: str, doc: str = "") -> Any:
     """A property that reads and sets an attribute of a part: ``forwarded("feed.loader")``."""
     owner, _, name = path.rpartition(".")
-    return property(attrgetter(path), lambda self, value: setattr(attrgetter(owner)(self), name, value), doc=doc)
+    return property(
+        attrgetter(path), lambda self, value: setattr(attrgetter(owner)(self), name, value), doc=doc
+    )
 
 
 def _of_step(name: str, path: str, doc: str) -> Any:
@@ -67,15 +78,25 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data")
 
-    batch = _of_step("batch", "_batch", "The batch of this iteration; if accumulated, the present micro-batch.")
+    batch = _of_step(
+        "batch", "_batch", "The batch of this iteration; if accumulated, the present micro-batch."
+    )
     losses = _of_step("losses", "_losses.detached", "Name -> scalar on the device.")
-    trained_losses = _of_step("trained_losses", "_losses.trained", "Names of the losses that are minimized.")
-    outputs = _of_step("outputs", "_losses.outputs", "The entry ``outputs`` that the model returned.")
-    data_loader = forwarded("feed.loader", "Can be replaced at any time; the next iteration uses the new one.")
+    trained_losses = _of_step(
+        "trained_losses", "_losses.trained", "Names of the losses that are minimized."
+    )
+    outputs = _of_step(
+        "outputs", "_losses.outputs", "The entry ``outputs`` that the model returned."
+    )
+    data_loader = forwarded(
+        "feed.loader", "Can be replaced at any time; the next iteration uses the new one."
+    )
     reset_data_loader = forwarded("feed.reset")
     gather_metric_period = forwarded("metrics.gather_period")
     _data_loader_iter = forwarded("feed.iterator")
-    _data_loader_iter_obj = forwarded("feed._iterator", "None: the next iteration iterates over the loader again.")
+    _data_loader_iter_obj = forwarded(
+        "feed._iterator", "None: the next iteration iterates over the loader again."
+    )
 
     def __init__(
         self,
@@ -121,11 +142,15 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
             )
         model.train()
         self.model, self.optimizer, self.feed = model, optimizer, Feed(data_loader)
-        self.metrics = MetricPath(weakref.proxy(self), gather_metric_period, exchange_period, async_write_metrics)
+        self.metrics = MetricPath(
+            weakref.proxy(self), gather_metric_period, exchange_period, async_write_metrics
+        )
         self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
-        self.concurrent_executor = LaterCalls() if async_write_metrics else None  # detectron2's name
+        self.concurrent_executor = (
+            LaterCalls() if async_write_metrics else None
+        )  # detectron2's name
         self.non_finite, self.clip_gradients = non_finite, clip_gradients
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
@@ -133,14 +158,18 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self._data_sec = 0.0
         self._is_first_step = True
         self._look_at_model()
-        if accumulation_steps > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if accumulation_steps > 1 and any(
+            isinstance(module, _BatchNorm) for module in model.modules()
+        ):
             text = "Batch norm treats each micro-batch separately: %d do not equal one large batch. Group norm would"
             logger.warning(text, accumulation_steps)
 
     def run_step(self) -> None:
         """Fetch, zero_grad, forward, backward, unscale, after_backward, clip, metrics, update."""
         if not self.model.training:
-            raise RuntimeError("the model is in eval mode; code that calls model.eval() must call model.train() again")
+            raise RuntimeError(
+                "the model is in eval mode; code that calls model.eval() must call model.train() again"
+            )
         self._batch = self._losses = None  # release them before the next batch is made
         self._data_sec, self.feed.drawn = 0.0, 0
         self._losses = losses = self.compute_gradients()
@@ -176,7 +205,9 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         for batch, is_last in self.micro_batches():
             # ranks average gradients once, in the backward pass of the last micro-batch
             with nullcontext() if is_last else without_gradient_sync(self.model):
-                found.append(self._add_gradients(batch, is_first=not found).detach())  # frees the graph
+                found.append(
+                    self._add_gradients(batch, is_first=not found).detach()
+                )  # frees the graph
             del batch  # the next one may be drawn
         return mean_losses(found)
 
@@ -187,7 +218,9 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         losses = self.compute_losses(batch)
         if is_first and not self.zero_grad_before_forward:
             self.optimizer.zero_grad()
-        self.backward(losses.total if self.accumulation_steps == 1 else losses.total / self.accumulation_steps)
+        self.backward(
+            losses.total if self.accumulation_steps == 1 else losses.total / self.accumulation_steps
+        )
         return losses
 
     def compute_losses(self, batch: Any) -> Losses:
@@ -201,11 +234,17 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self._is_first_step = False
         stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if self.clip_gradients else set())
         if taken := sorted(losses.values.keys() & stored):
-            raise ValueError(f"the trainer stores {taken} itself; give the model's entry another name")
+            raise ValueError(
+                f"the trainer stores {taken} itself; give the model's entry another name"
+            )
         if any(value.is_complex() for value in losses.values.values()):
             raise TypeError(f"one of {[*losses.values]} is complex; give its abs() or real part")
         logged = [name for name in losses.values if name not in losses.trained]
-        logger.info("Minimizing %s%s", " + ".join(losses.trained), f"; only logging {logged}" if logged else "")
+        logger.info(
+            "Minimizing %s%s",
+            " + ".join(losses.trained),
+            f"; only logging {logged}" if logged else "",
+        )
 
     def call_model(self, batch: Any) -> Any:
         return self.model(batch)
@@ -259,7 +298,9 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
     def _look_at_model(self) -> None:
         self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")
         # parts such as masks of -inf, which are never finite
-        self._never_finite = {*non_finite_names(self.model)} if self.non_finite != "ignore" else set()
+        self._never_finite = (
+            {*non_finite_names(self.model)} if self.non_finite != "ignore" else set()
+        )
 
     def start_run(self) -> None:
         if self.model is not self._seen_model or device_of(self.model) not in (self._device, None):
@@ -289,9 +330,13 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         inexact = [*super().describe_inexact(), *filter(None, [self.feed.obstacle])]
         device = self._device.type
         if device != "cpu" and not torch.are_deterministic_algorithms_enabled():
-            inexact.append(f"kernels on {device} may add in any order (DETERMINISTIC in a config changes that)")
+            inexact.append(
+                f"kernels on {device} may add in any order (DETERMINISTIC in a config changes that)"
+            )
         if torch.backends.cudnn.benchmark and device == "cuda":
-            inexact.append("cuDNN chooses kernels again by their speed (CUDNN_BENCHMARK in a config)")
+            inexact.append(
+                "cuDNN chooses kernels again by their speed (CUDNN_BENCHMARK in a config)"
+            )
         return inexact
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,19 +353,32 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its hyper-parameters replace those of this run. Raises as `compare_with_saved`."""
-        changes = compare_with_saved(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
+        changes = compare_with_saved(
+            self.optimizer.param_groups, state_dict["optimizer"]["param_groups"]
+        )
         state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
-        kernels = [{name: group[name] for name in _KERNELS & group.keys()} for group in self.optimizer.param_groups]
+        kernels = [
+            {name: group[name] for name in _KERNELS & group.keys()}
+            for group in self.optimizer.param_groups
+        ]
         self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
         for group, own in zip(self.optimizer.param_groups, kernels, strict=True):
             group.update(own)
         for parameter in parameters_of(self.optimizer, self.model):
             values = getattr(self.optimizer, "state", {}).get(parameter, {})
-            for name, value in values.items():  # fused optimizers need the memory format of the parameter
-                if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
+            for (
+                name,
+                value,
+            ) in values.items():  # fused optimizers need the memory format of the parameter
+                if (
+                    getattr(value, "shape", None) == parameter.shape
+                    and value.stride() != parameter.stride()
+                ):
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if changes:
-            logger.warning("The optimizer uses the values of the checkpoint, not of this run:\n%s", changes)
+            logger.warning(
+                "The optimizer uses the values of the checkpoint, not of this run:\n%s", changes
+            )
 
 
 def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
@@ -331,7 +389,9 @@ def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str:
+def compare_with_saved(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> str:
     """A table of the values that differ in saved groups of an optimizer, at the start of their schedules; "" if none.
 
     Raises:
@@ -339,12 +399,24 @@ def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
     """
     old_sizes, sizes = ([len(group["params"]) for group in each] for each in (saved, groups))
     if old_sizes != sizes:
-        raise ConfigError(f"the sizes of the checkpoint's parameter groups are {old_sizes}, those of this run {sizes}")
+        raise ConfigError(
+            f"the sizes of the checkpoint's parameter groups are {old_sizes}, those of this run {sizes}"
+        )
     rows = []
-    for number, (new, old) in enumerate(zip(map(_values_at_start, groups), map(_values_at_start, saved), strict=True)):
-        if (only_old := old.keys() - new) and (only_new := new.keys() - old):  # one alone: another version of torch
-            raise ConfigError(f"the optimizer in the checkpoint has {sorted(only_old)}, this one {sorted(only_new)}")
-        rows += [(number, name, new[name], old[name]) for name in new if new[name] != old.get(name, new[name])]
+    for number, (new, old) in enumerate(
+        zip(map(_values_at_start, groups), map(_values_at_start, saved), strict=True)
+    ):
+        if (only_old := old.keys() - new) and (
+            only_new := new.keys() - old
+        ):  # one alone: another version of torch
+            raise ConfigError(
+                f"the optimizer in the checkpoint has {sorted(only_old)}, this one {sorted(only_new)}"
+            )
+        rows += [
+            (number, name, new[name], old[name])
+            for name in new
+            if new[name] != old.get(name, new[name])
+        ]
     headers = ("group", "setting", "of this run", "in the checkpoint")
     return format_table(rows, headers, max_rows=20) if rows else ""
 
@@ -352,5 +424,8 @@ def compare_with_saved(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
 def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in group.items() if name not in {"params", *_KERNELS}}
     first = {name: group.get(f"initial_{name}", value) for name, value in own.items()}
-    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in first.items()}
+    plain = {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in first.items()
+    }
     return {name: value for name, value in plain.items() if not name.startswith("initial_")}

@@ -58,7 +58,9 @@ class StopRequests:
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Request a stop, from any thread or a signal handler. Of several requests a signal wins, else the first."""
-        self._requests.append(Stop(reason, signum))  # one operation, so a signal cannot interrupt it
+        self._requests.append(
+            Stop(reason, signum)
+        )  # one operation, so a signal cannot interrupt it
 
     @property
     def pending(self) -> bool:
@@ -84,7 +86,11 @@ class StopRequests:
         if self.stop is None:
             mine = min(self._requests, key=lambda stop: stop.signum is None, default=None)
             by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
-            asked = [(stop.signum is None, rank, stop) for rank, stop in enumerate(by_rank) if stop is not None]
+            asked = [
+                (stop.signum is None, rank, stop)
+                for rank, stop in enumerate(by_rank)
+                if stop is not None
+            ]
             if asked:
                 _, rank, self.stop = min(asked)
                 self._is_agreed.set()
@@ -110,8 +116,12 @@ class StopRequests:
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for each in stop_signals():
-                handler = signal.getsignal(each)  # None: the handler was not set by Python, which cannot restore it
-                if handler not in (None, signal.SIG_IGN) and (each.name != "SIGUSR1" or handler == signal.SIG_DFL):
+                handler = signal.getsignal(
+                    each
+                )  # None: the handler was not set by Python, which cannot restore it
+                if handler not in (None, signal.SIG_IGN) and (
+                    each.name != "SIGUSR1" or handler == signal.SIG_DFL
+                ):
                     former[each] = handler
         first: list[float] = []
 
@@ -145,11 +155,17 @@ class StopRequests:
             num_looks = self._num_looks
             if self._is_agreed.wait(_PATIENCE_SEC):
                 return
-        _end(signum, f"no step has ended for {_PATIENCE_SEC:.0f} s: its data, an evaluator or a writer may hang")
+        _end(
+            signum,
+            f"no step has ended for {_PATIENCE_SEC:.0f} s: its data, an evaluator or a writer may hang",
+        )
 
     def _start_exchange(self) -> None:
         flag = torch.tensor([self.pending], dtype=torch.int32, device="cpu")
-        self._exchange = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag
+        self._exchange = (
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True),
+            flag,
+        )
 
     def _read_exchange(self) -> bool:
         """Whether any rank had a request when the current exchange started; waits for the exchange."""

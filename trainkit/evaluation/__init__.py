@@ -17,8 +17,20 @@ if TYPE_CHECKING:
 
 _OF_PROJECTS = ("ClassificationEvaluator", "LossEvaluator", "SemSegEvaluator")
 
-__all__ = ["DatasetEvaluator", "DatasetEvaluators", "EVALUATOR_REGISTRY", "build_evaluator", "inference_on_dataset"]
-__all__ += ["inference_context", "observe_inference", "print_csv_format", "flatten_results_dict", "verify_results"]
+__all__ = [
+    "DatasetEvaluator",
+    "DatasetEvaluators",
+    "EVALUATOR_REGISTRY",
+    "build_evaluator",
+    "inference_on_dataset",
+]
+__all__ += [
+    "inference_context",
+    "observe_inference",
+    "print_csv_format",
+    "flatten_results_dict",
+    "verify_results",
+]
 __all__ += _OF_PROJECTS
 
 __getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

@@ -17,6 +17,10 @@ def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
     """
     names = cfg.TEST.EVALUATORS
     if not names:
-        raise not_accepted("TEST.EVALUATORS", names, f"names such as LossEvaluator, to evaluate {dataset_name!r}")
-    evaluators = [look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS")(cfg, dataset_name) for name in names]
+        raise not_accepted(
+            "TEST.EVALUATORS", names, f"names such as LossEvaluator, to evaluate {dataset_name!r}"
+        )
+    evaluators = [
+        look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS")(cfg, dataset_name) for name in names
+    ]
     return evaluators[0] if len(evaluators) == 1 else DatasetEvaluators(evaluators)

@@ -51,7 +51,9 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def bind(self, model: Any) -> None:
         for evaluator in self.evaluators:
-            getattr(evaluator, "bind", lambda model: None)(model)  # detectron2's have no such method
+            getattr(evaluator, "bind", lambda model: None)(
+                model
+            )  # detectron2's have no such method
 
     def reset(self) -> None:
         for evaluator in self.evaluators:
@@ -67,7 +69,9 @@ class DatasetEvaluators(DatasetEvaluator):
         for evaluator in self.evaluators:
             results = evaluator.evaluate() or {}
             if twice := merged.keys() & results.keys():
-                raise ValueError(f"{type(evaluator).__name__} and an evaluator before it both report {sorted(twice)}")
+                raise ValueError(
+                    f"{type(evaluator).__name__} and an evaluator before it both report {sorted(twice)}"
+                )
             merged.update(results)
         return merged
 
@@ -100,7 +104,9 @@ def inference_on_dataset(
         ValueError: the loader gave no batch on any rank.
         EvaluationAbandoned: on every rank, if the observer of some rank is stopping.
     """
-    evaluator = DatasetEvaluators(evaluator if isinstance(evaluator, Sequence) else [evaluator] if evaluator else [])
+    evaluator = DatasetEvaluators(
+        evaluator if isinstance(evaluator, Sequence) else [evaluator] if evaluator else []
+    )
     callbacks = callbacks or {}
     observer, phase = observers[-1]
     device, num_batches, is_stopping, start = None, 0, False, time.perf_counter()
@@ -115,7 +121,9 @@ def inference_on_dataset(
         callbacks.get("before_inference", _nothing)()
         observer.before_eval(phase, name)
         together = getattr(model, "batches_of_all_ranks", None)
-        batches = together(data_loader, evaluator, observer.is_stopping) if together else data_loader
+        batches = (
+            together(data_loader, evaluator, observer.is_stopping) if together else data_loader
+        )
         for inputs in _with_progress(batches, data_loader, name):
             if not together and (is_stopping := observer.is_stopping()):
                 break
@@ -127,16 +135,22 @@ def inference_on_dataset(
             num_batches += 1
         by_rank = comm.all_gather((num_batches, is_stopping))
         if any(stopping for _, stopping in by_rank):
-            raise EvaluationAbandoned(f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop")
+            raise EvaluationAbandoned(
+                f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop"
+            )
         callbacks.get("after_inference", _nothing)()
         if not any(num for num, _ in by_rank):  # the part of one rank may be empty
-            raise ValueError(f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate")
+            raise ValueError(
+                f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate"
+            )
         results = evaluator.evaluate()
         observer.after_eval(phase, name, results)
         callbacks.get("on_end", _nothing)()
     total_sec = time.perf_counter() - start
     text = "Total inference time: %s (%.6f s / batch on this rank)"
-    logger.log(for_details(), text, timedelta(seconds=round(total_sec)), total_sec / max(num_batches, 1))
+    logger.log(
+        for_details(), text, timedelta(seconds=round(total_sec)), total_sec / max(num_batches, 1)
+    )
     return results
 
 
@@ -146,7 +160,11 @@ def _nothing() -> None: ...
 @contextmanager
 def inference_context(model: Any) -> Iterator[None]:
     """Context that puts a model into eval mode; at the end it restores the mode of every submodule."""
-    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
+    modes = (
+        [(module, module.training) for module in model.modules()]
+        if isinstance(model, nn.Module)
+        else []
+    )
     try:
         if modes:
             model.eval()
@@ -170,5 +188,9 @@ def _with_progress(batches: Iterable[Any], data_loader: Any, name: str) -> Itera
         now = time.perf_counter()
         if now - last_line >= _LOG_PERIOD_SEC:
             last_line, per_batch = now, (now - start) / num_done
-            eta = "" if total is None else f", ETA {timedelta(seconds=round(per_batch * max(total - num_done, 0)))}"
+            eta = (
+                ""
+                if total is None
+                else f", ETA {timedelta(seconds=round(per_batch * max(total - num_done, 0)))}"
+            )
             logger.info("Inference done: %d%s, %.4f s / batch%s", num_done, num, per_batch, eta)

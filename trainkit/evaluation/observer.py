@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
-Phase: TypeAlias = Literal["val", "test"]  # the periodic evaluation, and the evaluation of the test data
+Phase: TypeAlias = Literal[
+    "val", "test"
+]  # the periodic evaluation, and the evaluation of the test data
 
 
 class EvaluationAbandoned(BaseException):
@@ -29,7 +31,9 @@ class InferenceObserver:
     def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None: ...
 
 
-observers: list[tuple[InferenceObserver, Phase]] = [(InferenceObserver(), "test")]  # the last one counts
+observers: list[tuple[InferenceObserver, Phase]] = [
+    (InferenceObserver(), "test")
+]  # the last one counts
 
 
 @contextmanager

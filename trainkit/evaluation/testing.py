@@ -24,7 +24,11 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
         ("/".join(task), metric, f"{value:.4f}" if isinstance(value, float) else value)
         for (*task, metric), value in _leaves(results)
     ]
-    options: dict[str, Any] = {"tablefmt": "pipe", "colalign": ("left", "left", "right"), "disable_numparse": True}
+    options: dict[str, Any] = {
+        "tablefmt": "pipe",
+        "colalign": ("left", "left", "right"),
+        "disable_numparse": True,
+    }
     table = format_table(rows, ("task", "metric", "value"), **options) if rows else "none"
     logger.log(for_details(), "Evaluation results:\n%s", table)
 
@@ -38,7 +42,9 @@ def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
     flat, differ = flatten_results_dict(results), []
     for task, metric, expected, tolerance in cfg.TEST.EXPECTED_RESULTS:
         actual = float(flat.get(f"{task}/{metric}", math.nan))
-        if not abs(actual - expected) <= tolerance or math.isinf(actual):  # "not": a NaN must not pass
+        if not abs(actual - expected) <= tolerance or math.isinf(
+            actual
+        ):  # "not": a NaN must not pass
             differ.append(f"{task}/{metric}: expected {expected} +- {tolerance}, got {actual}")
     if differ:
         logger.error("Results differ from TEST.EXPECTED_RESULTS:\n%s", "\n".join(differ))

@@ -8,5 +8,7 @@ from pathlib import Path
 
 _TOP = Path(__file__).resolve().parents[2]
 # beside an installed package is site-packages, which may hold another folder of this name
-_IS_CHECKOUT = (_TOP / "setup.py").is_file() and 'name="trainkit"' in (_TOP / "setup.py").read_text()
+_IS_CHECKOUT = (_TOP / "setup.py").is_file() and 'name="trainkit"' in (
+    _TOP / "setup.py"
+).read_text()
 __path__ = [*__path__, *([str(_TOP / "projects")] if _IS_CHECKOUT else [])]

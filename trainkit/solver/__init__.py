@@ -21,16 +21,60 @@ if TYPE_CHECKING:
         build_gradient_clipper,
         maybe_add_gradient_clipping,
     )
-    from trainkit.solver.lr_scheduler import LRFunction, LRMultiplier, ScheduledLR, WarmupParamScheduler
-    from trainkit.solver.param_groups import get_default_optimizer_params, reduce_param_groups, start_momentum
+    from trainkit.solver.lr_scheduler import (
+        LRFunction,
+        LRMultiplier,
+        ScheduledLR,
+        WarmupParamScheduler,
+    )
+    from trainkit.solver.param_groups import (
+        get_default_optimizer_params,
+        reduce_param_groups,
+        start_momentum,
+    )
 
-_OF_PROJECTS = ["LARS", "LAYER_DEPTH_REGISTRY", "SCHEDULE_REGISTRY", "CombinedOptimizer", "ParamRules", "KeepLastValue"]
-_OF_PROJECTS += ["WarmupCosineLR", "WarmupMultiStepLR", "build_layer_decay", "build_param_groups", "build_schedule"]
+_OF_PROJECTS = [
+    "LARS",
+    "LAYER_DEPTH_REGISTRY",
+    "SCHEDULE_REGISTRY",
+    "CombinedOptimizer",
+    "ParamRules",
+    "KeepLastValue",
+]
+_OF_PROJECTS += [
+    "WarmupCosineLR",
+    "WarmupMultiStepLR",
+    "build_layer_decay",
+    "build_param_groups",
+    "build_schedule",
+]
 _OF_PROJECTS += ["describe_param_groups", "schedules"]
 
-__all__ = ["build_optimizer", "OPTIMIZER_REGISTRY", "OPTIMIZER_BUILDER_REGISTRY", "PARAM_GROUP_REGISTRY"]
-__all__ += ["get_default_optimizer_params", "reduce_param_groups", "build_gradient_clipper", "GradientClipper"]
-__all__ += ["GradientClipType", "maybe_add_gradient_clipping", "build_lr_scheduler", "LR_SCHEDULER_BUILDER_REGISTRY"]
-__all__ += ["ScheduledLR", "LRFunction", "LRMultiplier", "WarmupParamScheduler", "start_momentum", *_OF_PROJECTS]
+__all__ = [
+    "build_optimizer",
+    "OPTIMIZER_REGISTRY",
+    "OPTIMIZER_BUILDER_REGISTRY",
+    "PARAM_GROUP_REGISTRY",
+]
+__all__ += [
+    "get_default_optimizer_params",
+    "reduce_param_groups",
+    "build_gradient_clipper",
+    "GradientClipper",
+]
+__all__ += [
+    "GradientClipType",
+    "maybe_add_gradient_clipping",
+    "build_lr_scheduler",
+    "LR_SCHEDULER_BUILDER_REGISTRY",
+]
+__all__ += [
+    "ScheduledLR",
+    "LRFunction",
+    "LRMultiplier",
+    "WarmupParamScheduler",
+    "start_momentum",
+    *_OF_PROJECTS,
+]
 
 __getattr__ = names_on_demand(__name__, *_OF_PROJECTS)

@@ -15,7 +15,9 @@ from trainkit.config.checks import warmup_length
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
 from trainkit.config.projects import prepare_projects
-from trainkit.solver.clipping import GradientClipType as GradientClipType  # detectron2's users find these here
+from trainkit.solver.clipping import (
+    GradientClipType as GradientClipType,
+)  # detectron2's users find these here
 from trainkit.solver.clipping import maybe_add_gradient_clipping
 from trainkit.solver.lr_scheduler import LRMultiplier, WarmupParamScheduler
 from trainkit.solver.param_groups import _expand_param_groups as _expand_param_groups
@@ -53,10 +55,14 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
             is set, but the optimizer does not take it; the model has no trainable parameter.
     """
     cfg = prepare_projects(cfg)
-    if isinstance(cfg.SOLVER.OPTIMIZER, str):  # many configs written for detectron2 have a name here
+    if isinstance(
+        cfg.SOLVER.OPTIMIZER, str
+    ):  # many configs written for detectron2 have a name here
         cfg = with_optimizer(cfg, {"NAME": cfg.SOLVER.OPTIMIZER})
     name = cfg.SOLVER.OPTIMIZER_BUILDER
-    build = look_up(OPTIMIZER_BUILDER_REGISTRY, name, "SOLVER.OPTIMIZER_BUILDER") if name else build_one
+    build = (
+        look_up(OPTIMIZER_BUILDER_REGISTRY, name, "SOLVER.OPTIMIZER_BUILDER") if name else build_one
+    )
     return maybe_add_gradient_clipping(cfg, build(cfg, model))
 
 
@@ -67,14 +73,25 @@ def with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
 
 def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
     """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or only those in ``only``."""
-    name, factory, arguments = cfg.SOLVER.OPTIMIZER.NAME, _find_optimizer(cfg), collect_arguments(cfg)
-    groups = [{**group, "params": [*group["params"]]} for group in _build_groups(cfg, model, arguments)]
+    name, factory, arguments = (
+        cfg.SOLVER.OPTIMIZER.NAME,
+        _find_optimizer(cfg),
+        collect_arguments(cfg),
+    )
+    groups = [
+        {**group, "params": [*group["params"]]} for group in _build_groups(cfg, model, arguments)
+    ]
     if only is not None:
-        groups = [{**group, "params": [param for param in group["params"] if param in only]} for group in groups]
+        groups = [
+            {**group, "params": [param for param in group["params"] if param in only]}
+            for group in groups
+        ]
     groups = [group for group in groups if group["params"]]
     params = [param for group in groups for param in group["params"]]
     if not params:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameters; set requires_grad=True")
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameters; set requires_grad=True"
+        )
     if _can_be_fused(factory, arguments, params, model):
         arguments["fused"] = True
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
@@ -82,27 +99,45 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
         optimizer = factory(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         accepted = ", ".join(inspect.signature(factory).parameters)
-        raise ConfigError(f"SOLVER.OPTIMIZER: {name} refuses {given}: {error}. It takes {accepted}") from error
+        raise ConfigError(
+            f"SOLVER.OPTIMIZER: {name} refuses {given}: {error}. It takes {accepted}"
+        ) from error
     start_momentum(optimizer)
-    optimizer.register_load_state_dict_post_hook(start_momentum)  # states of earlier versions have no zeros
+    optimizer.register_load_state_dict_post_hook(
+        start_momentum
+    )  # states of earlier versions have no zeros
     _logger.info("%s of %d parameters in %d groups: %s", name, len(params), len(groups), given)
     return optimizer
 
 
-def _build_groups(cfg: CfgNode, model: nn.Module, arguments: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+def _build_groups(
+    cfg: CfgNode, model: nn.Module, arguments: Mapping[str, Any]
+) -> Iterable[Mapping[str, Any]]:
     solver, decay = cfg.SOLVER, arguments.get("weight_decay")
     if solver.PARAM_GROUP_BUILDER:
-        return look_up(PARAM_GROUP_REGISTRY, solver.PARAM_GROUP_BUILDER, "SOLVER.PARAM_GROUP_BUILDER")(cfg, model)
-    norm, bias = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) if decay is not None else (None, None)
-    return get_default_optimizer_params(model, arguments["lr"], decay, norm, solver.BIAS_LR_FACTOR, bias)
+        return look_up(
+            PARAM_GROUP_REGISTRY, solver.PARAM_GROUP_BUILDER, "SOLVER.PARAM_GROUP_BUILDER"
+        )(cfg, model)
+    norm, bias = (
+        (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) if decay is not None else (None, None)
+    )
+    return get_default_optimizer_params(
+        model, arguments["lr"], decay, norm, solver.BIAS_LR_FACTOR, bias
+    )
 
 
 def _find_optimizer(cfg: CfgNode) -> Callable[..., Optimizer]:
     # the trainers pass no closure, which LBFGS needs
-    known = {key: value for key, value in vars(torch.optim).items() if isinstance(value, type) and key != "LBFGS"}
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and key != "LBFGS"
+    }
     name = cfg.SOLVER.OPTIMIZER.NAME
     if name not in OPTIMIZER_REGISTRY and name not in known:
-        raise unknown_name("SOLVER.OPTIMIZER.NAME", name, "accepted", {*known, *dict(OPTIMIZER_REGISTRY)})
+        raise unknown_name(
+            "SOLVER.OPTIMIZER.NAME", name, "accepted", {*known, *dict(OPTIMIZER_REGISTRY)}
+        )
     return OPTIMIZER_REGISTRY.get(name) if name in OPTIMIZER_REGISTRY else known[name]
 
 
@@ -110,23 +145,38 @@ def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
     """The arguments of the constructor of SOLVER.OPTIMIZER but the parameters; always includes ``lr``."""
     solver, node, defaults = cfg.SOLVER, cfg.SOLVER.OPTIMIZER, get_cfg().SOLVER
     parameters = inspect.signature(_find_optimizer(cfg)).parameters.values()
-    known, takes_any = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    known, takes_any = (
+        {p.name for p in parameters},
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
     arguments = {"lr": solver.BASE_LR}
     for key in ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY"):
         is_set = bool(solver[key]) and solver[key] != defaults[key]
         if key.lower() in known or (takes_any and (is_set or key == "WEIGHT_DECAY")):
             arguments[key.lower()] = solver[key]
         elif is_set:
-            raise not_accepted(f"SOLVER.{key}", solver[key], f"{defaults[key]!r}; {node.NAME} does not take it")
-    given = {key.lower(): value for key, value in node.items() if key != "NAME" and value is not None}
-    arguments |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+            raise not_accepted(
+                f"SOLVER.{key}", solver[key], f"{defaults[key]!r}; {node.NAME} does not take it"
+            )
+    given = {
+        key.lower(): value for key, value in node.items() if key != "NAME" and value is not None
+    }
+    arguments |= {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
     return arguments
 
 
-def _can_be_fused(factory: Any, arguments: Mapping[str, Any], params: list[Tensor], model: nn.Module) -> bool:
+def _can_be_fused(
+    factory: Any, arguments: Mapping[str, Any], params: list[Tensor], model: nn.Module
+) -> bool:
     """Whether torch 2.13 has a fused implementation for all this; on a CPU, that of SGD is for float32 and float64."""
-    of_sgd = factory is torch.optim.SGD and not any(  # with float16 it leaves out most values (pytorch#191763)
-        hasattr(param, "device_mesh") or (param.is_cpu and param.itemsize < 4) for param in params
+    of_sgd = (
+        factory is torch.optim.SGD
+        and not any(  # with float16 it leaves out most values (pytorch#191763)
+            hasattr(param, "device_mesh") or (param.is_cpu and param.itemsize < 4)
+            for param in params
+        )
     )
     return (
         (of_sgd or factory in (torch.optim.Adam, torch.optim.AdamW))
@@ -138,7 +188,9 @@ def _can_be_fused(factory: Any, arguments: Mapping[str, Any], params: list[Tenso
 
 def base_lr(solver: CfgNode) -> tuple[str, Any]:
     """The key and the value of the learning rate: SOLVER.OPTIMIZER.LR wins over SOLVER.BASE_LR."""
-    lr = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")  # a text is its name
+    lr = (
+        None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")
+    )  # a text is its name
     return ("SOLVER.BASE_LR", solver.BASE_LR) if lr is None else ("SOLVER.OPTIMIZER.LR", lr)
 
 
@@ -151,42 +203,77 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """
     solver = prepare_projects(cfg).SOLVER
     if solver.LR_SCHEDULER_BUILDER:
-        build = look_up(LR_SCHEDULER_BUILDER_REGISTRY, solver.LR_SCHEDULER_BUILDER, "SOLVER.LR_SCHEDULER_BUILDER")
+        build = look_up(
+            LR_SCHEDULER_BUILDER_REGISTRY,
+            solver.LR_SCHEDULER_BUILDER,
+            "SOLVER.LR_SCHEDULER_BUILDER",
+        )
         return build(cfg, optimizer)
     name, max_iter, warmup = solver.LR_SCHEDULER_NAME, solver.MAX_ITER, solver.WARMUP_ITERS
     if name not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", name, "accepted", _SCHEDULES)
-    if not is_whole(max_iter, 1) or not all(is_whole(length, 0) for length in (warmup, *solver.STEPS)):
-        raise not_accepted("SOLVER.MAX_ITER, WARMUP_ITERS and STEPS", (max_iter, warmup, solver.STEPS), "iterations")
+    if not is_whole(max_iter, 1) or not all(
+        is_whole(length, 0) for length in (warmup, *solver.STEPS)
+    ):
+        raise not_accepted(
+            "SOLVER.MAX_ITER, WARMUP_ITERS and STEPS",
+            (max_iter, warmup, solver.STEPS),
+            "iterations",
+        )
     warmup = warmup_length(solver)
-    options = (solver.WARMUP_FACTOR, warmup / max_iter, solver.WARMUP_METHOD, solver.RESCALE_INTERVAL)
+    options = (
+        solver.WARMUP_FACTOR,
+        warmup / max_iter,
+        solver.WARMUP_METHOD,
+        solver.RESCALE_INTERVAL,
+    )
     try:
-        scheduler = LRMultiplier(optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter)
+        scheduler = LRMultiplier(
+            optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter
+        )
     except ValueError as error:
-        raise ConfigError(f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup}: {error}") from error
+        raise ConfigError(
+            f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup}: {error}"
+        ) from error
     base = scheduler.base_lrs[0]
     rates = scheduler.schedule(0, base), scheduler.schedule(min(warmup, max_iter - 1), base)
-    _logger.info("The learning rate is %g at the start, and %g after %d iterations of warm-up", *rates, warmup)
+    _logger.info(
+        "The learning rate is %g at the start, and %g after %d iterations of warm-up",
+        *rates,
+        warmup,
+    )
     return scheduler
 
 
 def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
     steps = [step for step in solver.STEPS if step < solver.MAX_ITER]
     if len(steps) < len(solver.STEPS) and (*solver.STEPS,) != get_cfg().SOLVER.STEPS:
-        _logger.warning("SOLVER.STEPS are %s, but the training ends at %d", solver.STEPS, solver.MAX_ITER)
+        _logger.warning(
+            "SOLVER.STEPS are %s, but the training ends at %d", solver.STEPS, solver.MAX_ITER
+        )
     values = [solver.GAMMA**decays for decays in range(len(steps) + 1)]
-    return param_scheduler.MultiStepParamScheduler(values, milestones=steps, num_updates=solver.MAX_ITER)
+    return param_scheduler.MultiStepParamScheduler(
+        values, milestones=steps, num_updates=solver.MAX_ITER
+    )
 
 
 def _cosine(solver: CfgNode) -> param_scheduler.ParamScheduler:
     key, lr = base_lr(solver)
     if not 0.0 <= solver.BASE_LR_END <= lr or lr == 0:
-        raise not_accepted("SOLVER.BASE_LR_END", solver.BASE_LR_END, f"from 0 to {key}, {lr}, which must not be 0")
+        raise not_accepted(
+            "SOLVER.BASE_LR_END", solver.BASE_LR_END, f"from 0 to {key}, {lr}, which must not be 0"
+        )
     return param_scheduler.CosineParamScheduler(1.0, solver.BASE_LR_END / lr)
 
 
 def _fixed_gamma(solver: CfgNode) -> param_scheduler.ParamScheduler:
-    return param_scheduler.StepWithFixedGammaParamScheduler(1.0, solver.NUM_DECAYS, solver.GAMMA, solver.MAX_ITER)
+    return param_scheduler.StepWithFixedGammaParamScheduler(
+        1.0, solver.NUM_DECAYS, solver.GAMMA, solver.MAX_ITER
+    )
 
 
-_SCHEDULES = {"WarmupMultiStepLR": _multi_step, "WarmupCosineLR": _cosine, "WarmupStepWithFixedGammaLR": _fixed_gamma}
+_SCHEDULES = {
+    "WarmupMultiStepLR": _multi_step,
+    "WarmupCosineLR": _cosine,
+    "WarmupStepWithFixedGammaLR": _fixed_gamma,
+}

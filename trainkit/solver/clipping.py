@@ -43,7 +43,9 @@ class GradientClipper:
     def __post_init__(self) -> None:
         self.clip_type = GradientClipType(self.clip_type)
         if not (self.clip_value > 0 and self.norm_type > 0):
-            raise ValueError(f"clip_value and norm_type must be > 0, got {self.clip_value} and {self.norm_type}")
+            raise ValueError(
+                f"clip_value and norm_type must be > 0, got {self.clip_value} and {self.norm_type}"
+            )
 
     @torch.no_grad()
     def __call__(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -54,15 +56,21 @@ class GradientClipper:
         """
         self.has_clipped = True
         groups = _by_mesh([parameter for parameter in parameters if parameter.grad is not None])
-        norms = [_whole(get_total_norm([p.grad for p in group], self.norm_type)) for group in groups]  # type: ignore
-        total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+        norms = [_whole(get_total_norm(_gradients(group), self.norm_type)) for group in groups]
+        total_norm = (
+            norms[0]
+            if len(norms) == 1
+            else torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+        )
         for group in groups if groups[0] else ():
             if self.clip_type is GradientClipType.FULL_MODEL:
                 clip_grads_with_norm_(group, self.clip_value, total_norm)
             elif self.clip_type is GradientClipType.NORM:
                 grads: list[Any] = [parameter.grad for parameter in group]
                 # one all-reduce if ranks hold parts of the gradients
-                norms_of_group = _whole(torch.stack([torch.linalg.vector_norm(grad, self.norm_type) for grad in grads]))
+                norms_of_group = _whole(
+                    torch.stack([torch.linalg.vector_norm(grad, self.norm_type) for grad in grads])
+                )
                 for grad, norm in zip(grads, norms_of_group, strict=True):
                     own = grad.to_local() if hasattr(grad, "to_local") else grad
                     own.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
@@ -90,7 +98,9 @@ def _whole(norm: Any) -> Tensor:
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
     """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
-    return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
+    return (
+        GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
+    )
 
 
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
@@ -121,10 +131,18 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
 def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not clipper.has_clipped:
-            if getattr(optimizer, "grad_scale", None) is not None:  # GradScaler.step sets it for a fused kernel
-                raise RuntimeError("gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()")
+            if (
+                getattr(optimizer, "grad_scale", None) is not None
+            ):  # GradScaler.step sets it for a fused kernel
+                raise RuntimeError(
+                    "gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()"
+                )
             clipper(parameter for group in optimizer.param_groups for parameter in group["params"])
         clipper.has_clipped = False
 
     optimizer.register_step_pre_hook(clip)
     optimizer.gradient_clipper = clipper  # type: ignore[attr-defined]
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

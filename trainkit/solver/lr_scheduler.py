@@ -11,7 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.utils.loading import names_on_demand
 
-__getattr__ = names_on_demand(__name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter")
+__getattr__ = names_on_demand(
+    __name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter"
+)
 
 Schedule: TypeAlias = Callable[[int, float], float]
 """``schedule(iter, base)`` is the value in an iteration of a parameter group whose first value is ``base``."""
@@ -39,24 +41,32 @@ class WarmupParamScheduler(ParamScheduler):
         if warmup_method not in ("linear", "constant"):
             raise ValueError(f"warmup_method must be linear or constant, got {warmup_method!r}")
         if not 0.0 <= warmup_length <= 1.0 or (rescale_interval and warmup_length == 1.0):
-            raise ValueError(f"warmup_length must be in [0, 1], below 1 with rescale_interval, got {warmup_length}")
+            raise ValueError(
+                f"warmup_length must be in [0, 1], below 1 with rescale_interval, got {warmup_length}"
+            )
         self._scheduler, self._length, self._rescale = scheduler, warmup_length, rescale_interval
         self._start = self._end = warmup_factor * scheduler(0.0)
         if warmup_method == "linear":
-            self._end = scheduler(0.0 if rescale_interval else min(warmup_length, _last_where(scheduler)))
+            self._end = scheduler(
+                0.0 if rescale_interval else min(warmup_length, _last_where(scheduler))
+            )
 
     def __call__(self, where: float) -> float:
         if where < self._length:
             done = where / self._length
             return self._start * (1.0 - done) + self._end * done
-        return self._scheduler((where - self._length) / (1.0 - self._length) if self._rescale else where)
+        return self._scheduler(
+            (where - self._length) / (1.0 - self._length) if self._rescale else where
+        )
 
 
 def _last_where(scheduler: ParamScheduler) -> float:
     """Where a schedule has its last value: at 1, or just before it."""
     try:
         scheduler(1.0)
-    except Exception:  # fvcore's step-like schedules raise an error there; others may raise anything
+    except (
+        Exception
+    ):  # fvcore's step-like schedules raise an error there; others may raise anything
         return 1.0 - 2 * ParamScheduler.WHERE_EPSILON
     return 1.0
 
@@ -76,7 +86,9 @@ class ScheduledLR(LRScheduler):
         for group in optimizer.param_groups:
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
-        self.base_lrs: list[float] = [float(group["initial_lr"]) for group in optimizer.param_groups]  # type: ignore
+        self.base_lrs: list[float] = [
+            float(group["initial_lr"]) for group in optimizer.param_groups
+        ]  # type: ignore
         self.seek(last_iter + 1)
 
     def step(self, epoch: int | None = None) -> None:
@@ -113,6 +125,10 @@ LRFunction = ScheduledLR
 class LRMultiplier(ScheduledLR):
     """The base rate times ``multiplier(iter / max_iter)``; after the end the multiplier's last value stays."""
 
-    def __init__(self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1
+    ) -> None:
         last = _last_where(multiplier)
-        super().__init__(optimizer, lambda iter, base: base * multiplier(min(iter / max_iter, last)), last_iter)
+        super().__init__(
+            optimizer, lambda iter, base: base * multiplier(min(iter / max_iter, last)), last_iter
+        )

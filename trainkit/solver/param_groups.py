@@ -52,7 +52,9 @@ def get_default_optimizer_params(
             lr = base_lr * (bias_lr_factor if leaf == "bias" else 1.0)
             own["lr"] = lr if lr_factor_func is None else lr * lr_factor_func(name)
         own = {key: value for key, value in own.items() if value is not None}
-        groups.append({"params": [param], **own, **overrides.get(leaf, {}), **overrides.get(name, {})})
+        groups.append(
+            {"params": [param], **own, **overrides.get(leaf, {}), **overrides.get(name, {})}
+        )
     return reduce_param_groups(groups)
 
 
@@ -65,7 +67,12 @@ def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, A
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in _expand_param_groups(params):
         [param] = group.pop("params")
-        key = tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in group.items()))
+        key = tuple(
+            sorted(
+                (name, tuple(value) if isinstance(value, list) else value)
+                for name, value in group.items()
+            )
+        )
         merged.setdefault(key, {"params": [], **group})["params"].append(param)
     return list(merged.values())
 

@@ -11,7 +11,9 @@ from trainkit.utils.loading import names_on_demand
 
 _T = TypeVar("_T")
 # default group -> its side groups and data ranks, by name; it can be destroyed and made anew
-_by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = weakref.WeakKeyDictionary()
+_by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = (
+    weakref.WeakKeyDictionary()
+)
 _alone: dict[str, Any] = {}  # the entries of a process without a group
 
 
@@ -20,7 +22,11 @@ def _is_initialized() -> bool:
 
 
 def _entries() -> dict[str, Any]:
-    return _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {}) if _is_initialized() else _alone
+    return (
+        _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
+        if _is_initialized()
+        else _alone
+    )
 
 
 def get_world_size() -> int:
@@ -121,7 +127,9 @@ def broadcast(data: _T, src: int = 0) -> _T:
 
 def shared_random_seed() -> int:
     """A random number from 0 to 2**31 - 1, the same on all ranks, drawn from NumPy's global state."""
-    return broadcast(int(np.random.randint(2**31)))  # every rank draws, so that equal random states stay equal
+    return broadcast(
+        int(np.random.randint(2**31))
+    )  # every rank draws, so that equal random states stay equal
 
 
 def tree_sum(parts: Any) -> Any:
@@ -132,5 +140,10 @@ def tree_sum(parts: Any) -> Any:
     return parts.sum(0)
 
 
-_OF_LOCAL_GROUP = ("create_local_process_group", "get_local_process_group", "get_local_rank", "get_local_size")
+_OF_LOCAL_GROUP = (
+    "create_local_process_group",
+    "get_local_process_group",
+    "get_local_rank",
+    "get_local_size",
+)
 __getattr__ = names_on_demand(__name__, *_OF_LOCAL_GROUP, "reduce_dict")

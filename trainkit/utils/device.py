@@ -22,8 +22,12 @@ def resolve_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"no device is called {name!r}; accepted: auto, cpu, cuda, cuda:N, mps") from error
-    count = torch.accelerator.device_count() if accelerator and accelerator.type == device.type else 0
+        raise ValueError(
+            f"no device is called {name!r}; accepted: auto, cpu, cuda, cuda:N, mps"
+        ) from error
+    count = (
+        torch.accelerator.device_count() if accelerator and accelerator.type == device.type else 0
+    )
     if device.type not in ("cpu", "meta") and (device.index or 0) >= count:
         raise ValueError(f"there is no device {name!r}: torch sees {count} of type {device.type}")
     return device

@@ -67,14 +67,22 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _cuda_devices() -> list[int]:
     """All CUDA devices, the current one first, since its number may differ in a resumed run."""
-    return sorted(range(torch.cuda.device_count()), key=lambda device: device != torch.cuda.current_device())
+    return sorted(
+        range(torch.cuda.device_count()), key=lambda device: device != torch.cuda.current_device()
+    )
 
 
-def rng_state_for_rank(state: dict[str, Any] | None, saved: int, present: int, iteration: int) -> dict[str, Any] | None:
+def rng_state_for_rank(
+    state: dict[str, Any] | None, saved: int, present: int, iteration: int
+) -> dict[str, Any] | None:
     """``state``; if there were ``saved`` ranks, not ``present``: one made from it, the rank and the iteration."""
     if state is None or saved == present:
         return state
-    _logger.info("The checkpoint is of %s ranks, now there are %d: each takes a new random state", saved, present)
+    _logger.info(
+        "The checkpoint is of %s ranks, now there are %d: each takes a new random state",
+        saved,
+        present,
+    )
     entropy, key = zlib.crc32(repr(state["python"]).encode()), (comm.get_data_rank(), iteration)
     return {"seed": int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1)[0])}
 

@@ -22,7 +22,9 @@ def not_accepted(key: str, value: object, accepted: str) -> ConfigError:
 
 def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]) -> ConfigError:
     names = sorted(accepted)
-    return ConfigError(f"{where}: unknown {name!r}; {did_you_mean(name, names)}{accepts}: {', '.join(names)}")
+    return ConfigError(
+        f"{where}: unknown {name!r}; {did_you_mean(name, names)}{accepts}: {', '.join(names)}"
+    )
 
 
 def look_up(registry: Registry, name: str, key: str) -> Any:

@@ -28,7 +28,9 @@ def load_plugin(module: str) -> ModuleType:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         project = ".".join(module.split(".")[:3])
-        raise MissingProjectError(f"this needs the project {project}, which is not installed") from error
+        raise MissingProjectError(
+            f"this needs the project {project}, which is not installed"
+        ) from error
 
 
 def installed(table: Mapping[str, str]) -> Iterator[tuple[str, ModuleType]]:
@@ -43,16 +45,28 @@ def names_on_demand(package: str, *names: str) -> Callable[[str], Any]:
 
     The names are those of the package's ``if TYPE_CHECKING:``, read from its source, and further ``names`` of `NAMES`.
     """
-    blocks = [node for node in ast.parse(inspect.getsource(sys.modules[package])).body if isinstance(node, ast.If)]
+    blocks = [
+        node
+        for node in ast.parse(inspect.getsource(sys.modules[package])).body
+        if isinstance(node, ast.If)
+    ]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     modules = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
         module = module_names()[name] if name in names else modules.get(name)
-        if module is None and "*" in modules and name in importlib.import_module(modules["*"]).__all__:
+        if (
+            module is None
+            and "*" in modules
+            and name in importlib.import_module(modules["*"]).__all__
+        ):
             module = modules["*"]
         if module is None or name == "*":
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return importlib.import_module(f"{package}.{name}") if module == package else getattr(load_plugin(module), name)
+        return (
+            importlib.import_module(f"{package}.{name}")
+            if module == package
+            else getattr(load_plugin(module), name)
+        )
 
     return get

@@ -35,7 +35,11 @@ def setup_logger(
     """
     handlers: list[logging.Handler] = []
     if output is not None:
-        path = os.fspath(output) if os.fspath(output).endswith((".txt", ".log")) else os.path.join(output, "log.txt")
+        path = (
+            os.fspath(output)
+            if os.fspath(output).endswith((".txt", ".log"))
+            else os.path.join(output, "log.txt")
+        )
         path += f".rank{distributed_rank}" if distributed_rank else ""
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         handlers.append(logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"))
@@ -55,7 +59,9 @@ def setup_logger(
 def close_logger(name: str = "trainkit") -> None:
     """Undo ``setup_logger`` for a logger, and close its file."""
     logger = logging.getLogger(name)
-    for handler in [handler for handler in logger.handlers if isinstance(handler.formatter, _Formatter)]:
+    for handler in [
+        handler for handler in logger.handlers if isinstance(handler.formatter, _Formatter)
+    ]:
         logger.removeHandler(handler)
         handler.close()
     logger.setLevel(logging.NOTSET)
@@ -83,24 +89,43 @@ class _Formatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         name = record.name
         if self._name and f"{name}.".startswith(f"{self._name}."):
-            name = name.rpartition(".")[2] if self._short is None else self._short + name[len(self._name) :]
+            name = (
+                name.rpartition(".")[2]
+                if self._short is None
+                else self._short + name[len(self._name) :]
+            )
         head = f"[{self.formatTime(record, self.datefmt)} {name}]"
         level = f" {record.levelname}" if record.levelno >= logging.WARNING else ""
         if self._color and sys.stdout.isatty():
             head = f"{_GREEN}{head}{_RESET}"
-            level = level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
+            level = (
+                level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
+            )
         return f"{head}{level}: {record.message}"
 
 
 def format_table(
-    rows: Iterable[Sequence[Any]], headers: Sequence[str] = (), *, max_rows: int | None = None, **options: Any
+    rows: Iterable[Sequence[Any]],
+    headers: Sequence[str] = (),
+    *,
+    max_rows: int | None = None,
+    **options: Any,
 ) -> str:
     """``tabulate.tabulate(rows, headers, **options)`` of the first rows; imports tabulate when called."""
     rows = list(rows)
     text: str = importlib.import_module("tabulate").tabulate(rows[:max_rows], headers, **options)
-    return text if max_rows is None or len(rows) <= max_rows else f"{text}\n... and {len(rows) - max_rows} more"
+    return (
+        text
+        if max_rows is None or len(rows) <= max_rows
+        else f"{text}\n... and {len(rows) - max_rows} more"
+    )
 
 
 __getattr__ = names_on_demand(
-    __name__, "_log_api_usage", "create_small_table", "log_every_n", "log_every_n_seconds", "log_first_n"
+    __name__,
+    "_log_api_usage",
+    "create_small_table",
+    "log_every_n",
+    "log_every_n_seconds",
+    "log_first_n",
 )

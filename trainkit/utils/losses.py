@@ -18,7 +18,12 @@ class Losses:
     __slots__ = ("outputs", "total", "trained", "values")
 
     def __init__(
-        self, values: dict[str, Tensor], trained: Sequence[str], outputs: Any = None, *, total: Tensor | None = None
+        self,
+        values: dict[str, Tensor],
+        trained: Sequence[str],
+        outputs: Any = None,
+        *,
+        total: Tensor | None = None,
     ) -> None:
         if total is None:
             total = values[trained[0]]
@@ -64,24 +69,34 @@ def parse_losses(returned: object) -> Losses:
     if isinstance(returned, Tensor):
         values = {"total_loss": returned}
     elif not isinstance(returned, dict | Mapping):
-        raise TypeError(f"the model returned {type(returned).__name__}; accepted: a loss, or a dict of losses by name")
+        raise TypeError(
+            f"the model returned {type(returned).__name__}; accepted: a loss, or a dict of losses by name"
+        )
     elif "total_loss" in (values := dict(returned)):
-        raise ValueError("the model returned an entry total_loss, which is the name of the sum; give it another name")
+        raise ValueError(
+            "the model returned an entry total_loss, which is the name of the sum; give it another name"
+        )
     outputs, trained = values.pop("outputs", None), []
     for name, value in values.items():
         if not isinstance(value, Tensor) or type(name) is not str:
-            raise TypeError(f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar tensors")
+            raise TypeError(
+                f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar tensors"
+            )
         if value.ndim > 0:
             if value.numel() != 1:
                 shape = list(value.shape)
                 raise ValueError(
                     f"the model's loss {name!r} has the shape {shape}; accepted: a scalar, see losses_from"
                 )
-            values[name] = value.reshape(())  # only if needed, since it adds a step to the backward pass
+            values[name] = value.reshape(
+                ()
+            )  # only if needed, since it adds a step to the backward pass
         if value.requires_grad:
             trained.append(name)
     if not trained:
-        raise ValueError(f"none of the losses {sorted(values)} that the model returned requires grad")
+        raise ValueError(
+            f"none of the losses {sorted(values)} that the model returned requires grad"
+        )
     return Losses(values, trained, outputs)
 
 
@@ -107,14 +122,20 @@ def non_finite_names(model: nn.Module) -> list[str]:
     """Names of parameters and buffers with a value that is not finite on this rank; waits for the device."""
     finite: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor) or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        if (
+            is_lazy(tensor)
+            or tensor.is_meta
+            or not (tensor.is_floating_point() or tensor.is_complex())
+        ):
             continue
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         finite.setdefault(local.device, {})[name] = local.isfinite().all()
     return [
         name
         for by_name in finite.values()
-        for name, good in zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True)  # reads each device once
+        for name, good in zip(
+            by_name, torch.stack([*by_name.values()]).tolist(), strict=True
+        )  # reads each device once
         if not good
     ]
 
@@ -135,4 +156,6 @@ def raise_failure(by_rank: Sequence[str | None]) -> None:
     """
     for rank, failure in enumerate(by_rank):
         if failure is not None:
-            raise FloatingPointError(failure if len(by_rank) == 1 else f"{failure} (on rank {rank})")
+            raise FloatingPointError(
+                failure if len(by_rank) == 1 else f"{failure} (on rank {rank})"
+            )

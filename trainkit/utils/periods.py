@@ -40,7 +40,9 @@ def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) 
     if type(period) is int and type(offset) is int:
         return (done - offset) // period
     period, offset = exact(period), exact(offset)
-    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset; ints are fast
+    half = (
+        2 * done + 1
+    ) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset; ints are fast
     n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
     n -= rest == 0 and done % 2  # round() goes from done + 1/2 to the even neighbour
     return n if done > 0 else min(n, 0)  # a period has at least one iteration
@@ -66,7 +68,9 @@ def next_due(trainer: Any, done: int, period: int, *, offset: int = 0) -> int:
         return end
     if type(period) is int and type(offset) is int:
         return min(max(done + period - (done - offset) % period, offset or period), end)
-    return next((candidate for candidate in range(done + 1, end) if is_nth(candidate, period, offset)), end)
+    return next(
+        (candidate for candidate in range(done + 1, end) if is_nth(candidate, period, offset)), end
+    )
 
 
 def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:

@@ -13,7 +13,9 @@ def _by_name(projects: Mapping[str, str]) -> dict[str, str]:
     for project, text in projects.items():
         for part in text.split("; "):
             module, _, names = part.rpartition(": ")
-            found |= dict.fromkeys(names.split(), f"trainkit.projects.{project}.{module or 'config'}")
+            found |= dict.fromkeys(
+                names.split(), f"trainkit.projects.{project}.{module or 'config'}"
+            )
     return found
 
 

@@ -24,7 +24,9 @@ class Registry:
             return self.register
         if (taken := self._objects.setdefault(obj.__name__, obj)) is not obj:
             module = f"{taken.__module__}.{taken.__qualname__}"
-            raise ValueError(f"{obj.__name__!r} is already registered in the {self._name} registry, by {module}")
+            raise ValueError(
+                f"{obj.__name__!r} is already registered in the {self._name} registry, by {module}"
+            )
         return obj
 
     def get(self, name: str) -> Any:

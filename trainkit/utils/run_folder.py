@@ -22,7 +22,9 @@ def own_folder(folder: str | os.PathLike[str]) -> None:
     deadline = time.monotonic() + _PATIENCE_SEC
     while not is_owned(folder) and not _lock(folder):
         if time.monotonic() > deadline:
-            raise OSError(f"the folder {os.fspath(folder)!r} belongs to another run; wait for it or stop it")
+            raise OSError(
+                f"the folder {os.fspath(folder)!r} belongs to another run; wait for it or stop it"
+            )
         time.sleep(0.05)
 
 

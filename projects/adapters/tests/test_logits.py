@@ -33,7 +33,11 @@ Points, Output = namedtuple("Points", "x y"), namedtuple("Output", "loss logits"
 
 def test_a_model_that_returns_logits_takes_batches_of_all_usual_kinds():
     several = ((X, Y), [X, Y], Points(X, Y), (X, torch.ones(()), Y))
-    named = ({"image": X, "label": Y}, UserDict({"anything": X, "labels": Y}), {"scale": 1.0, "label": Y, "x": X})
+    named = (
+        {"image": X, "label": Y},
+        UserDict({"anything": X, "labels": Y}),
+        {"scale": 1.0, "label": Y, "x": X},
+    )
     for batch in (*several, *named):
         model = losses_from(Takes(), F.cross_entropy)
         logits = model.linear(X)
@@ -43,7 +47,9 @@ def test_a_model_that_returns_logits_takes_batches_of_all_usual_kinds():
         assert torch.equal(model.eval()(batch), logits)
         assert torch.equal(model.losses(batch), loss)
     assert torch.equal(model({"x": X}), logits)
-    with pytest.raises(ValueError, match=r"no 'label' or 'labels' in the batch with \['x'\]; give .* split"):
+    with pytest.raises(
+        ValueError, match=r"no 'label' or 'labels' in the batch with \['x'\]; give .* split"
+    ):
         model.train()({"x": X})
 
 
@@ -65,7 +71,10 @@ def test_a_loss_that_is_a_module_is_part_of_the_model_and_may_give_several_losse
             self.scale = nn.Parameter(torch.tensor(3.0))
 
         def forward(self, logits, target):
-            return {"loss_cls": self.scale * F.cross_entropy(logits, target), "size": logits.detach().norm()}
+            return {
+                "loss_cls": self.scale * F.cross_entropy(logits, target),
+                "size": logits.detach().norm(),
+            }
 
     model = losses_from(Takes(), Scaled())
     assert [*model.state_dict()] == ["linear.weight", "linear.bias", "trainkit_loss.scale"]

@@ -53,9 +53,19 @@ class TwoOfOne(Counter):
     def state_dict(self):
         whole = self.whole
         return {
-            "shared": [whole, whole, whole.view(60, 100), whole.view(60, 100).t(), torch.ones(1).expand(4)],
+            "shared": [
+                whole,
+                whole,
+                whole.view(60, 100),
+                whole.view(60, 100).t(),
+                torch.ones(1).expand(4),
+            ],
             "parts": (whole[:10], whole[5:15]),
-            "others": {"empty": self.empty, "sparse": torch.eye(3).to_sparse(), "complex": torch.ones(2) * 1j},
+            "others": {
+                "empty": self.empty,
+                "sparse": torch.eye(3).to_sparse(),
+                "complex": torch.ones(2) * 1j,
+            },
             "int8": torch.tensor([1, -1], dtype=torch.int8),
             "bfloat16": nn.Parameter(torch.tensor([[1.5]], dtype=torch.bfloat16)),
             "plain": [1, "a", None, 2.5, {3: True}],
@@ -67,7 +77,9 @@ def test_the_file_is_the_same_byte_for_byte(tmp_path):
     for format in ("", "staged", "async_save", "other"):
         if format == "other":  # the comparison can fail
             model.weight.data[0] += 1
-        checkpointer = Checkpointer(model, tmp_path / format, format=format.replace("other", ""), state=TwoOfOne())
+        checkpointer = Checkpointer(
+            model, tmp_path / format, format=format.replace("other", ""), state=TwoOfOne()
+        )
         checkpointer.save("model", iteration=3)
         checkpointer.wait()
         found[format] = (tmp_path / format / "model.pth").read_bytes()
@@ -106,7 +118,9 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path, disk):
             return {}
 
     checkpointer.add_checkpointable("late", Late())
-    second = threading.Thread(target=lambda: checkpointer.save("second", on_commit=lambda: order.append("second")))
+    second = threading.Thread(
+        target=lambda: checkpointer.save("second", on_commit=lambda: order.append("second"))
+    )
     second.start()
     assert order == []
     disk.go.set()
@@ -143,7 +157,9 @@ def test_an_asynchronous_save_that_fails_is_logged_at_once_and_the_run_goes_on(t
     (tmp_path / "model_0000001.pth").mkdir()
     checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format="async_save")
     errors = []
-    count = AfterStep(lambda trainer: errors.append(sum("is not saved" in text for text in caplog.messages)))
+    count = AfterStep(
+        lambda trainer: errors.append(sum("is not saved" in text for text in caplog.messages))
+    )
     trainer = Steps([settled(checkpointer), PeriodicCheckpointer(checkpointer, 2)])
     trainer.register_hooks([settled(checkpointer), count], priority="LOW")
     trainer.train(0, 6)
@@ -152,7 +168,12 @@ def test_an_asynchronous_save_that_fails_is_logged_at_once_and_the_run_goes_on(t
     assert errors == [0, 1, 1, 1, 1, 1]
     (error,) = [text for text in caplog.messages if "is not saved" in text]
     assert "model_0000001.pth" in error
-    assert names(tmp_path) == ["last_checkpoint", "model_0000001.pth", "model_0000003.pth", "model_final.pth"]
+    assert names(tmp_path) == [
+        "last_checkpoint",
+        "model_0000001.pth",
+        "model_0000003.pth",
+        "model_final.pth",
+    ]
 
 
 def fail_asynchronously(rank, folder):

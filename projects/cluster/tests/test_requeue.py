@@ -29,7 +29,9 @@ def asked(tmp_path, monkeypatch):
     (folder / "asked").touch()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    monkeypatch.setattr(atexit, "register", lambda call, *args: AT_EXIT.append(partial(call, *args)))
+    monkeypatch.setattr(
+        atexit, "register", lambda call, *args: AT_EXIT.append(partial(call, *args))
+    )
     AT_EXIT.clear()
     return folder / "asked"
 
@@ -44,7 +46,9 @@ def start(folder, *options, signum=None, resume=False):
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=resume)
     if signum is not None:
-        trainer.register_hooks([AfterStep(lambda trainer: trainer.iter == 3 and os.kill(os.getpid(), signum))])
+        trainer.register_hooks(
+            [AfterStep(lambda trainer: trainer.iter == 3 and os.kill(os.getpid(), signum))]
+        )
     try:
         trainer.train()
     except SystemExit as exit:
@@ -57,7 +61,9 @@ def start(folder, *options, signum=None, resume=False):
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 138), ("SIGTERM", 143)])
-def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_whole_run(tmp_path, asked, name, code):
+def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_whole_run(
+    tmp_path, asked, name, code
+):
     assert start(tmp_path / "whole") == 0
     options = ("REQUEUE_SIGNAL", name)
     assert start(tmp_path / "run", *options, signum=signal.Signals[name]) == code
@@ -66,11 +72,16 @@ def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_who
     assert asked.read_text() == "requeue 42\n"
     log = (tmp_path / "run/log.txt").read_text()
     assert "The SLURM job 42 is requeued" in log
-    (files, lines), (expected_files, expected_lines) = content(tmp_path / "run"), content(tmp_path / "whole")
+    (files, lines), (expected_files, expected_lines) = (
+        content(tmp_path / "run"),
+        content(tmp_path / "whole"),
+    )
     assert (files["model_final.pth"], lines) == (expected_files["model_final.pth"], expected_lines)
 
 
-def test_a_job_that_slurm_does_not_requeue_says_why_and_without_the_key_nobody_asks(tmp_path, asked):
+def test_a_job_that_slurm_does_not_requeue_says_why_and_without_the_key_nobody_asks(
+    tmp_path, asked
+):
     assert start(tmp_path / "one", signum=signal.SIGUSR1) == 138
     assert asked.read_text() == ""
     (asked.parent / "refuse").touch()

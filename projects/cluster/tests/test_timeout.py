@@ -12,7 +12,9 @@ from tests.two_ranks import on_two_ranks
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
 
-FILES = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", os.path.expanduser("~/.cache/torch/comm_lib_trace_rank_"))
+FILES = os.environ.get(
+    "TORCH_FR_DUMP_TEMP_FILE", os.path.expanduser("~/.cache/torch/comm_lib_trace_rank_")
+)
 
 
 def hang(rank, folder, naps, *options):
@@ -45,10 +47,14 @@ def in_the_first_step(rank, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("check", "expected"), [(in_the_third_step, (2, 1800)), (in_the_first_step, (0, 1))])
+@pytest.mark.parametrize(
+    ("check", "expected"), [(in_the_third_step, (2, 1800)), (in_the_first_step, (0, 1))]
+)
 def test_the_first_step_and_the_others_have_timeouts_of_their_own(check, expected, tmp_path):
     (iter, sec, line), _ = on_two_ranks([check], tmp_path)[check.__name__]
     assert 0.9 < sec < 3.5
-    assert line.startswith(f"Ranks wait {expected[1]} s for each other in the first step, then 1 s;")
+    assert line.startswith(
+        f"Ranks wait {expected[1]} s for each other in the first step, then 1 s;"
+    )
     assert line.endswith(f"write their exchanges to {FILES}*")
     assert iter == expected[0]

@@ -24,14 +24,25 @@ def test_every_nth_is_logged_and_a_line_again_only_after_n_seconds(caplog, monke
     for i in range(5):
         log_every_n(logging.WARNING, f"nth {i}", 3)
         log_every_n_seconds(logging.WARNING, f"after seconds {i}", 5)
-    assert caplog.messages == ["nth 0", "after seconds 0", "after seconds 2", "nth 3", "after seconds 4"]
+    assert caplog.messages == [
+        "nth 0",
+        "after seconds 0",
+        "after seconds 2",
+        "nth 3",
+        "after seconds 4",
+    ]
 
 
 def test_such_lines_come_from_the_caller_or_a_named_logger(caplog):
     log_first_n(logging.WARNING, "a")
     log_every_n(logging.WARNING, "b", name="other")
-    assert [(r.name, r.filename) for r in caplog.records] == [(__name__, "test_log.py"), ("other", "test_log.py")]
+    assert [(r.name, r.filename) for r in caplog.records] == [
+        (__name__, "test_log.py"),
+        ("other", "test_log.py"),
+    ]
 
 
 def test_a_small_table_has_one_row():
-    assert create_small_table({"top1": 0.98765, "n": 3}) == ("|  top1  |  n  |\n|:------:|:---:|\n| 0.988  |  3  |")
+    assert create_small_table({"top1": 0.98765, "n": 3}) == (
+        "|  top1  |  n  |\n|:------:|:---:|\n| 0.988  |  3  |"
+    )

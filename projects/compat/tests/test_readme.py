@@ -18,4 +18,8 @@ def test_the_last_value_of_a_schedule_stays():
         (schedules.StepWithFixedGammaParamScheduler(1.0, 1, 0.25, 10), 0.25),
         (schedules.LinearParamScheduler(1.0, 0.125), 0.125),
     ]:
-        assert [KeepLastValue(schedule)(where) for where in (0.0, 1.0, 1.5)] == [1.0, expected, expected]
+        assert [KeepLastValue(schedule)(where) for where in (0.0, 1.0, 1.5)] == [
+            1.0,
+            expected,
+            expected,
+        ]

@@ -20,7 +20,10 @@ model = L(DigitsCNN)(width=16)
 
 dataloader = dict(
     train=L(train_loader)(
-        split="train", transform=L(DigitsTrainTransform)(), total_batch_size=64, seed="${train.seed}"
+        split="train",
+        transform=L(DigitsTrainTransform)(),
+        total_batch_size=64,
+        seed="${train.seed}",
     ),
     val=L(eval_loader)(split="val", transform=L(DigitsTransform)(), batch_size=200),
     test=L(eval_loader)(split="test", transform=L(DigitsTransform)(), batch_size=200),
@@ -41,5 +44,7 @@ optimizer = L(SGD)(
 
 # a factor on the learning rate over the whole run, whatever its length
 lr_multiplier = L(WarmupParamScheduler)(
-    scheduler=L(CosineParamScheduler)(start_value=1.0, end_value=0.0), warmup_factor=1 / 1000, warmup_length=50 / 800
+    scheduler=L(CosineParamScheduler)(start_value=1.0, end_value=0.0),
+    warmup_factor=1 / 1000,
+    warmup_length=50 / 800,
 )

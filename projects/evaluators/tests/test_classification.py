@@ -47,7 +47,11 @@ def test_batches_of_all_usual_kinds_are_read():
         {"label": LABELS, "labels": LABELS * 0},
     ):
         assert evaluate(inputs) == expected
-    assert evaluate((torch.ones(5, 2), LABELS)) == evaluate({"label": LABELS}, {"logits": SCORES}) == expected
+    assert (
+        evaluate((torch.ones(5, 2), LABELS))
+        == evaluate({"label": LABELS}, {"logits": SCORES})
+        == expected
+    )
 
 
 def test_counting_a_batch_does_not_wait_for_the_device():
@@ -67,10 +71,25 @@ def test_a_batch_of_the_wrong_form_is_an_error_that_says_what_is_accepted():
         (LABELS, SCORES, TypeError, "batch must be a mapping with the key 'label'.*got tensor"),
         ({"label": LABELS[:2]}, SCORES, ValueError, r"shape \[5\].*\[2\]"),
         ({"label": LABELS.float()}, SCORES, ValueError, "labels must be integers.*torch.float32"),
-        ({"label": LABELS}, SCORES[:, 0], TypeError, r"must give scores \[N, C\].*got torch.Size\(\[5\]\)"),
+        (
+            {"label": LABELS},
+            SCORES[:, 0],
+            TypeError,
+            r"must give scores \[N, C\].*got torch.Size\(\[5\]\)",
+        ),
         ({"label": LABELS}, {"boxes": SCORES}, TypeError, "'logits' or 'scores'.*boxes"),
-        ({"label": torch.tensor([0, -1])}, SCORES[:2], ValueError, "1 labels are not below 3 classes"),
-        ({"label": torch.tensor([3, 4])}, SCORES[:2], ValueError, "2 labels are not below 3 classes"),
+        (
+            {"label": torch.tensor([0, -1])},
+            SCORES[:2],
+            ValueError,
+            "1 labels are not below 3 classes",
+        ),
+        (
+            {"label": torch.tensor([3, 4])},
+            SCORES[:2],
+            ValueError,
+            "2 labels are not below 3 classes",
+        ),
     ]:
         with pytest.raises(error, match=said):
             evaluate(inputs, outputs)
@@ -80,23 +99,48 @@ def test_the_confusion_matrix_is_logged_and_written_with_what_it_belongs_to(tmp_
     file, names = tmp_path / "confusion.json", ["cat", "dog", "1"]
     caplog.set_level(logging.INFO, logger="trainkit.projects")
     with EventStorage(7):
-        evaluate({"label": LABELS}, SCORES, ConfusionMatrixEvaluator, class_names=names, confusion_file=str(file))
-    assert "| cat     |         3 |      33.33 |\n| dog     |         2 |      50.00 |\n" in caplog.text
-    assert "| label   |   cat |   dog |   1 |\n|:--------|------:|------:|----:|\n| cat     |     1 |" in caplog.text
+        evaluate(
+            {"label": LABELS},
+            SCORES,
+            ConfusionMatrixEvaluator,
+            class_names=names,
+            confusion_file=str(file),
+        )
+    assert (
+        "| cat     |         3 |      33.33 |\n| dog     |         2 |      50.00 |\n"
+        in caplog.text
+    )
+    assert (
+        "| label   |   cat |   dog |   1 |\n|:--------|------:|------:|----:|\n| cat     |     1 |"
+        in caplog.text
+    )
     expected = {"task": "classification", "iteration": 7, "class_names": names}
-    assert json.loads(file.read_text()) == expected | {"confusion": [[1, 1, 1], [1, 1, 0], [0, 0, 0]]}
+    assert json.loads(file.read_text()) == expected | {
+        "confusion": [[1, 1, 1], [1, 1, 0], [0, 0, 0]]
+    }
 
 
-def test_a_large_confusion_matrix_is_not_shown_and_one_that_cannot_be_written_is_logged(tmp_path, caplog):
+def test_a_large_confusion_matrix_is_not_shown_and_one_that_cannot_be_written_is_logged(
+    tmp_path, caplog
+):
     large, absent = str(tmp_path / "large.json"), str(tmp_path / "absent/a.json")
-    evaluate({"label": torch.tensor([200])}, torch.eye(201)[200:], ConfusionMatrixEvaluator, confusion_file=large)
+    evaluate(
+        {"label": torch.tensor([200])},
+        torch.eye(201)[200:],
+        ConfusionMatrixEvaluator,
+        confusion_file=large,
+    )
     assert not any("by their prediction" in text for text in caplog.messages)
     assert not list(tmp_path.iterdir())
-    assert evaluate({"label": LABELS}, SCORES, ConfusionMatrixEvaluator, confusion_file=absent)["classification"]
+    assert evaluate({"label": LABELS}, SCORES, ConfusionMatrixEvaluator, confusion_file=absent)[
+        "classification"
+    ]
     assert "The confusion matrix is not written: " in caplog.text
 
 
-@pytest.mark.parametrize(("is_run", "max_batches", "exists"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+@pytest.mark.parametrize(
+    ("is_run", "max_batches", "exists"), [(True, 0, True), (True, 1, False), (False, 0, False)]
+)
 def test_a_run_writes_the_confusion_matrix_of_all_data(tmp_path, is_run, max_batches, exists):
     cfg = get_cfg()
     cfg.merge_from_list(["OUTPUT_DIR", str(tmp_path), "TEST.MAX_BATCHES", max_batches])

@@ -46,7 +46,10 @@ class Constant(nn.Module):
 
 def batch_of(n):
     generator = torch.Generator().manual_seed(0)
-    return {"x": torch.randn(n, 2, generator=generator), "y": torch.randn(n, 2, generator=generator)}
+    return {
+        "x": torch.randn(n, 2, generator=generator),
+        "y": torch.randn(n, 2, generator=generator),
+    }
 
 
 def test_the_mean_does_not_depend_on_the_order_of_the_batches():
@@ -63,7 +66,9 @@ def test_validation_loss_comes_from_a_method_called_losses_where_there_is_one():
     assert model.weight.grad is None
     with torch.no_grad():
         (other := Constant()).weight.mul_(3)
-    assert inference_on_dataset(other, batches, evaluator)["loss"]["total_loss"] == 36  # the model of this evaluation
+    assert (
+        inference_on_dataset(other, batches, evaluator)["loss"]["total_loss"] == 36
+    )  # the model of this evaluation
 
 
 def test_validation_loss_works_for_a_model_that_gives_losses_in_train_mode_only():
@@ -75,7 +80,9 @@ def test_validation_loss_works_for_a_model_that_gives_losses_in_train_mode_only(
     assert results["loss_square"] == results["total_loss"] == pytest.approx(expected)
     assert results["accuracy"] == pytest.approx(batch["y"].mean().item())
     model.train()
-    assert model(batch)["loss_square"].item() != pytest.approx(expected)  # unfrozen it is another number
+    assert model(batch)["loss_square"].item() != pytest.approx(
+        expected
+    )  # unfrozen it is another number
 
 
 def test_modes_buffers_gradients_and_random_state_are_left_as_they_were():
@@ -86,7 +93,11 @@ def test_modes_buffers_gradients_and_random_state_are_left_as_they_were():
 
     def state():
         values = {name: value.tolist() for name, value in model.state_dict().items()}
-        return values, [module.training for module in model.modules()], torch.get_rng_state().tolist()
+        return (
+            values,
+            [module.training for module in model.modules()],
+            torch.get_rng_state().tolist(),
+        )
 
     before = state()
     inference_on_dataset(model, [batch, batch_of(3)], LossEvaluator())

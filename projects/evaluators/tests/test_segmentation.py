@@ -19,11 +19,16 @@ def results(iou, all_accuracy, mean_accuracy):
     seen = [value for value in iou if not math.isnan(value)]
     means = {"mIoU": sum(seen) / len(seen), "aAcc": all_accuracy, "mAcc": mean_accuracy}
     by_class = {f"IoU-{label}": value for label, value in enumerate(iou)}
-    return {name: pytest.approx(value, rel=1e-14, nan_ok=True) for name, value in {**means, **by_class}.items()}
+    return {
+        name: pytest.approx(value, rel=1e-14, nan_ok=True)
+        for name, value in {**means, **by_class}.items()
+    }
 
 
 # IoU is right / (labelled + predicted - right); the mean accuracy is that of the three classes that are labelled
-RESULTS = results([100 * 2 / 5, 100 * 3 / 7, 0.0, 0.0, math.nan], 50.0, (100 * 2 / 3 + 100 * 3 / 5 + 0.0) / 3)
+RESULTS = results(
+    [100 * 2 / 5, 100 * 3 / 7, 0.0, 0.0, math.nan], 50.0, (100 * 2 / 3 + 100 * 3 / 5 + 0.0) / 3
+)
 
 
 def evaluate(*batches, **kwargs):
@@ -51,7 +56,9 @@ def test_pixels_with_the_ignore_label_do_not_count(ignore_label):
 
 
 def test_the_metadata_of_a_data_set_name_the_classes_and_what_is_ignored(caplog):
-    MetadataCatalog.get("evaluated_canvases").set(class_names=["paper", "a", "b", "c", "d"], ignore_label=2)
+    MetadataCatalog.get("evaluated_canvases").set(
+        class_names=["paper", "a", "b", "c", "d"], ignore_label=2
+    )
     cfg = get_cfg()
     cfg.TEST.EVALUATORS = ["SemSegEvaluator"]
     evaluator = build_evaluator(cfg, "evaluated_canvases")
@@ -60,13 +67,18 @@ def test_the_metadata_of_a_data_set_name_the_classes_and_what_is_ignored(caplog)
         found = evaluator.evaluate()["sem_seg"]
     assert [*found] == ["mIoU", "aAcc", "mAcc", "IoU-paper", "IoU-a", "IoU-b", "IoU-c", "IoU-d"]
     assert found["aAcc"] == 100 * 5 / 8
-    assert "| a       |        5 | 50.00 |      60.00 |\n| b       |        0 |     - |          - |" in caplog.text
+    assert (
+        "| a       |        5 | 50.00 |      60.00 |\n| b       |        0 |     - |          - |"
+        in caplog.text
+    )
 
 
 def test_metadata_is_set_once_and_a_conflict_changes_nothing():
     metadata = Metadata("set_once").set(classes=["a", "b"], ignore=255)
     metadata.classes = ["a", "b"]  # equal: allowed
-    with pytest.raises(ValueError, match=r"'classes' of 'set_once' is \['a', 'b'\] and cannot become \['c'\]"):
+    with pytest.raises(
+        ValueError, match=r"'classes' of 'set_once' is \['a', 'b'\] and cannot become \['c'\]"
+    ):
         metadata.classes = ["c"]
     assert metadata.as_dict() == {"name": "set_once", "classes": ["a", "b"], "ignore": 255}
     assert (metadata.get("ignore"), metadata.get("colors", default=())) == (255, ())

@@ -19,7 +19,10 @@ def results(part=slice(None)):
     need("torchmetrics")
     classification = importlib.import_module("torchmetrics.classification")
     evaluator = TorchMetrics(
-        {"top1": classification.MulticlassAccuracy(3, average="micro"), "f1": classification.MulticlassF1Score(3)},
+        {
+            "top1": classification.MulticlassAccuracy(3, average="micro"),
+            "f1": classification.MulticlassF1Score(3),
+        },
         task="labels",
     )
     batches = zip(SCORES[part].split(3), LABELS[part].split(3), strict=True)

@@ -4,7 +4,13 @@ import pytest
 
 from tests.docs.pages import contents
 from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup, fast_dev_config, run
+from trainkit.engine import (
+    DefaultTrainer,
+    default_argument_parser,
+    default_setup,
+    fast_dev_config,
+    run,
+)
 from trainkit.utils.logger import close_logger
 
 ARGS = default_argument_parser().parse_args(["--fast-dev-run"])
@@ -17,11 +23,17 @@ def closed_logger():
 
 
 def test_the_copy_has_its_own_folder_and_the_config_stays():
-    cfg = tiny_cfg("out", "SOLVER.MAX_ITER", "3ep", "HOOKS", [{"NAME": "RuntimeInfo", "PERIOD": 50}, "EMAHook"])
+    cfg = tiny_cfg(
+        "out", "SOLVER.MAX_ITER", "3ep", "HOOKS", [{"NAME": "RuntimeInfo", "PERIOD": 50}, "EMAHook"]
+    )
     cfg.freeze()
     trial = fast_dev_config(cfg)
     assert (cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER) == ("out", "3ep")
-    assert (trial.OUTPUT_DIR, trial.SOLVER.MAX_ITER, trial.TEST.EVAL_PERIOD) == ("out/fast_dev_run", 6, 3)
+    assert (trial.OUTPUT_DIR, trial.SOLVER.MAX_ITER, trial.TEST.EVAL_PERIOD) == (
+        "out/fast_dev_run",
+        6,
+        3,
+    )
     assert trial.HOOKS == [{"NAME": "RuntimeInfo", "PERIOD": 1}, "EMAHook", {"NAME": "LoadsAgain"}]
     assert trial.is_frozen()
 

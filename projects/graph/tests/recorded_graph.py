@@ -11,7 +11,15 @@ from torch.utils._pytree import tree_leaves
 from trainkit.projects.graph import GraphAMPTrainer, GraphTrainer
 
 # they wait for the device, and CUDA refuses them during a capture
-_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "lift_fresh"}
+_READS = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "lift_fresh",
+}
 _GARBAGE = 0x7F  # of every byte: a number in no type that a test would take for a result
 
 
@@ -76,7 +84,11 @@ class Operations(TorchDispatchMode):
             if key not in self._own and key not in self._former:
                 self._former[key] = (storage, storage.clone())
         results = func(*args, **kwargs)
-        made = [result for result in _tensors(results) if result.untyped_storage().data_ptr() not in given]
+        made = [
+            result
+            for result in _tensors(results)
+            if result.untyped_storage().data_ptr() not in given
+        ]
         self._own.update(self._storages(made))
         self._calls.append((func, args, kwargs, results, made))
         return results

@@ -9,14 +9,25 @@ import threading
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.graph.tests.recorded_graph import CpuRecorder, RecordedAMPTrainer, RecordedTrainer
+from trainkit.projects.graph.tests.recorded_graph import (
+    CpuRecorder,
+    RecordedAMPTrainer,
+    RecordedTrainer,
+)
 from trainkit.projects.non_finite.trainers import SkipNonFinite
 
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, batches, scalars
 from trainkit.config import ConfigError
-from trainkit.engine import AMPTrainer, DefaultTrainer, GraphAMPTrainer, GraphTrainer, HookBase, SimpleTrainer
+from trainkit.engine import (
+    AMPTrainer,
+    DefaultTrainer,
+    GraphAMPTrainer,
+    GraphTrainer,
+    HookBase,
+    SimpleTrainer,
+)
 from trainkit.engine.amp import fixed_scaler
 from trainkit.engine.hooks import CallbackHook, EMAHook, LRScheduler
 from trainkit.solver import LARS, GradientClipper
@@ -28,7 +39,9 @@ class SkipAMP(SkipNonFinite, AMPTrainer):
 
 
 RECORDED = {SimpleTrainer: RecordedTrainer, AMPTrainer: RecordedAMPTrainer}
-RECORDED |= {kind: type("Recorded", (RecordedTrainer, kind), {}) for kind in (SkipNonFinite, SkipAMP)}
+RECORDED |= {
+    kind: type("Recorded", (RecordedTrainer, kind), {}) for kind in (SkipNonFinite, SkipAMP)
+}
 
 
 class Net(nn.Module):
@@ -43,11 +56,17 @@ class Net(nn.Module):
     def forward(self, batch):
         x, y = batch
         error = self.last(self.drop(self.norm(self.first(x)).relu())) - y
-        return {"loss_a": error.square().mean(), "loss_b": 0.1 * error.abs().mean(), "bias": error.detach().mean()}
+        return {
+            "loss_a": error.square().mean(),
+            "loss_b": 0.1 * error.abs().mean(),
+            "bias": error.detach().mean(),
+        }
 
 
 def fused_sgd(model, **kwargs):
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, "fused": True, **kwargs})
+    return torch.optim.SGD(
+        model.parameters(), **{"lr": 0.1, "momentum": 0.9, "fused": True, **kwargs}
+    )
 
 
 def fused_adamw(model):
@@ -63,7 +82,14 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 1.0 - iter / 128)
 
 
-def make(trainer_type, make_optimizer=fused_sgd, data=None, hooks=lambda trainer: [], make_model=Net, **kwargs):
+def make(
+    trainer_type,
+    make_optimizer=fused_sgd,
+    data=None,
+    hooks=lambda trainer: [],
+    make_model=Net,
+    **kwargs,
+):
     model = make_model()
     torch.manual_seed(1)
     optimizer = make_optimizer(model)
@@ -75,7 +101,12 @@ def make(trainer_type, make_optimizer=fused_sgd, data=None, hooks=lambda trainer
 def result(trainer):
     """Everything that a run leaves behind."""
     model = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    return model, copy.deepcopy(trainer.optimizer.state_dict()), scalars(trainer), torch.get_rng_state()
+    return (
+        model,
+        copy.deepcopy(trainer.optimizer.state_dict()),
+        scalars(trainer),
+        torch.get_rng_state(),
+    )
 
 
 def same(one, other):
@@ -110,7 +141,10 @@ SETTINGS = {
     "asynchronous metrics, AdamW": {"async_write_metrics": True, "make_optimizer": fused_adamw},
     "bfloat16": {"trainer_type": AMPTrainer, "precision": torch.bfloat16},
     "float16": {"trainer_type": AMPTrainer, "log_grad_scaler": True},
-    "float16 of a fixed scale": {"trainer_type": AMPTrainer, "grad_scaler": fixed_scaler("cpu", 128.0)},
+    "float16 of a fixed scale": {
+        "trainer_type": AMPTrainer,
+        "grad_scaler": fixed_scaler("cpu", 128.0),
+    },
     "ignore": {"non_finite": "ignore", "zero_grad_before_forward": True},
     "all together": {
         "trainer_type": SkipAMP,
@@ -131,9 +165,14 @@ def test_100_steps_equal_those_of_the_ordinary_trainer_bit_for_bit(name):
     assert recorded.recorder.num_replays >= 90
 
 
-@pytest.mark.parametrize(("trainer_type", "skipped"), [(SkipNonFinite, 8), (SkipAMP, 8 + 3)])  # 3: overflows
+@pytest.mark.parametrize(
+    ("trainer_type", "skipped"), [(SkipNonFinite, 8), (SkipAMP, 8 + 3)]
+)  # 3: overflows
 def test_skipped_updates_are_the_same(trainer_type, skipped):
-    data = [(x * math.nan, y) if place in (1, 20, 21, 39) else (x, y) for place, (x, y) in enumerate(batches(40))]
+    data = [
+        (x * math.nan, y) if place in (1, 20, 21, 39) else (x, y)
+        for place, (x, y) in enumerate(batches(40))
+    ]
     _, recorded, are_equal = both(trainer_type, steps=80, data=data)
     assert are_equal
     assert scalars(recorded)["skipped_updates"][-1] == (skipped, 79)
@@ -144,7 +183,9 @@ def test_a_gradient_that_a_hook_removes_is_an_error_that_says_what_to_do():
         if trainer.iter == 5:
             trainer.model.last.bias.grad = None
 
-    with pytest.raises(RuntimeError, match=r"exchanged a gradient.*in place.*SOLVER.GRAPH.ENABLED False"):
+    with pytest.raises(
+        RuntimeError, match=r"exchanged a gradient.*in place.*SOLVER.GRAPH.ENABLED False"
+    ):
         make(RecordedTrainer, hooks=lambda _: [CallbackHook(after_backward=remove)]).train(0, 10)
 
 
@@ -155,7 +196,9 @@ def test_each_shape_is_recorded_once_and_gives_the_same_numbers():
     assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (3, 100 - 3 * 3)
 
 
-@pytest.mark.parametrize("more", [str, lambda i: torch.eye(2).to_sparse(), lambda i: torch.empty(1, device="meta")])
+@pytest.mark.parametrize(
+    "more", [str, lambda i: torch.eye(2).to_sparse(), lambda i: torch.empty(1, device="meta")]
+)
 def test_batches_that_cannot_be_recorded_run_as_ordinary_steps(more, caplog):
     class Named(Net):
         def forward(self, batch):
@@ -172,8 +215,12 @@ CHANGES = [
     lambda trainer: trainer.optimizer.param_groups[0].update(weight_decay=0.1),
     lambda trainer: trainer.model.first.requires_grad_(False),
     lambda trainer: trainer.model.norm.eval(),
-    lambda trainer: setattr(trainer.model.last.weight, "data", trainer.model.last.weight.data.clone()),
-    lambda trainer: trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict())),
+    lambda trainer: setattr(
+        trainer.model.last.weight, "data", trainer.model.last.weight.data.clone()
+    ),
+    lambda trainer: trainer.optimizer.load_state_dict(
+        copy.deepcopy(trainer.optimizer.state_dict())
+    ),
 ]
 
 
@@ -183,7 +230,9 @@ def test_what_changes_in_the_middle_is_followed(change):
         if trainer.iter == 20:
             change(trainer)
 
-    _, recorded, are_equal = both(steps=40, hooks=lambda trainer: [AfterStep(at_20)], async_write_metrics=True)
+    _, recorded, are_equal = both(
+        steps=40, hooks=lambda trainer: [AfterStep(at_20)], async_write_metrics=True
+    )
     assert are_equal
     assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (2, 40 - 2 * 3)
 
@@ -197,7 +246,9 @@ def test_a_step_that_has_failed_is_followed_by_ordinary_ones():
     found = []
     for trainer_type in (AMPTrainer, RecordedAMPTrainer):
         failed = []
-        trainer = make(trainer_type, hooks=lambda _: [CallbackHook(after_backward=fail)], log_grad_scaler=True)
+        trainer = make(
+            trainer_type, hooks=lambda _: [CallbackHook(after_backward=fail)], log_grad_scaler=True
+        )
         torch.manual_seed(2)
         with pytest.raises(KeyError):
             trainer.train(0, 20)
@@ -234,14 +285,20 @@ def test_a_checkpoint_of_either_trainer_is_resumed_by_the_other_bit_for_bit(to_g
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, LARS])
 def test_an_optimizer_that_would_keep_its_rate_is_refused(optimizer_type):
-    with pytest.raises(ConfigError, match=f"{optimizer_type.__name__} cannot be recorded.*FUSED True.*capturable"):
-        make(RecordedTrainer, make_optimizer=lambda model: optimizer_type(model.parameters(), lr=0.1))
+    with pytest.raises(
+        ConfigError, match=f"{optimizer_type.__name__} cannot be recorded.*FUSED True.*capturable"
+    ):
+        make(
+            RecordedTrainer, make_optimizer=lambda model: optimizer_type(model.parameters(), lr=0.1)
+        )
 
 
 class Reading(Net):
     def forward(self, batch):
         losses = super().forward(batch)
-        losses["loss_a"].register_hook(lambda gradient: gradient * (1.0 if gradient.item() else 2.0))
+        losses["loss_a"].register_hook(
+            lambda gradient: gradient * (1.0 if gradient.item() else 2.0)
+        )
         return losses
 
 
@@ -261,18 +318,24 @@ class Replacing(Net):
         return super().forward(batch)
 
 
-@pytest.mark.parametrize(("kind", "message"), [(Putting, r"scalars \['depth'\]"), (Replacing, r"buffers \['mean'\]")])
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Putting, r"scalars \['depth'\]"), (Replacing, r"buffers \['mean'\]")]
+)
 def test_a_model_that_does_what_a_replay_does_not_repeat_is_an_error_that_says_so(kind, message):
     with pytest.raises(RuntimeError, match=f"{message}.*SOLVER.GRAPH.ENABLED False"):
         make(RecordedTrainer, make_model=kind).train(0, 10)
 
 
-def test_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones_and_the_log_names_the_line(caplog):
+def test_the_steps_of_a_model_that_reads_a_value_stay_ordinary_ones_and_the_log_names_the_line(
+    caplog,
+):
     _, recorded, are_equal = both(steps=10, make_model=Reading)
     assert are_equal
     assert recorded.recorder.num_recorded == 0
     (message,) = [message for message in caplog.messages if "cannot be recorded" in message]
-    assert message.startswith("Steps that wait for the device, as at _local_scalar_dense, cannot be recorded and stay")
+    assert message.startswith(
+        "Steps that wait for the device, as at _local_scalar_dense, cannot be recorded and stay"
+    )
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "float16"])
@@ -290,19 +353,36 @@ def test_a_config_with_a_graph_gives_the_same_run(tmp_path, monkeypatch, amp):
 
 
 def on_cuda(trainer_type, data=(), make_model=Net, **kwargs):
-    data = [tuple(part.pin_memory() for part in pair) for pair in data or [*batches(4), *batches(1, size=2)]]
-    return make(trainer_type, data=data, make_model=lambda: make_model().cuda(), async_write_metrics=True, **kwargs)
+    data = [
+        tuple(part.pin_memory() for part in pair)
+        for pair in data or [*batches(4), *batches(1, size=2)]
+    ]
+    return make(
+        trainer_type,
+        data=data,
+        make_model=lambda: make_model().cuda(),
+        async_write_metrics=True,
+        **kwargs,
+    )
 
 
 @needs_cuda
 @pytest.mark.parametrize(
     ("types", "settings"),
     [
-        ((SimpleTrainer, GraphTrainer), {"make_optimizer": adam, "clip_gradients": GradientClipper("norm", 0.1)}),
-        ((AMPTrainer, GraphAMPTrainer), {"accumulation_steps": 2, "hooks": lambda trainer: [Doubling(), EMAHook()]}),
+        (
+            (SimpleTrainer, GraphTrainer),
+            {"make_optimizer": adam, "clip_gradients": GradientClipper("norm", 0.1)},
+        ),
+        (
+            (AMPTrainer, GraphAMPTrainer),
+            {"accumulation_steps": 2, "hooks": lambda trainer: [Doubling(), EMAHook()]},
+        ),
     ],
 )
-def test_on_cuda_40_steps_equal_those_of_the_ordinary_trainer_and_a_changed_setting_is_recorded_again(types, settings):
+def test_on_cuda_40_steps_equal_those_of_the_ordinary_trainer_and_a_changed_setting_is_recorded_again(
+    types, settings
+):
     steps, found = [], []
 
     class Counted(Net):
@@ -323,12 +403,25 @@ def test_on_cuda_40_steps_equal_those_of_the_ordinary_trainer_and_a_changed_sett
         found.append([value for value, _ in scalars(trainer)["total_loss"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert len({*found[0]}) == 40  # no step repeats an earlier one
-    assert sorted({*steps}) == [0, 1, 2, 3, 21, 22, 23, 24]  # three ordinary ones, and the recording
+    assert sorted({*steps}) == [
+        0,
+        1,
+        2,
+        3,
+        21,
+        22,
+        23,
+        24,
+    ]  # three ordinary ones, and the recording
 
 
 @needs_cuda
 def test_on_cuda_a_replayed_step_never_waits_for_the_device():
-    trainer = on_cuda(GraphAMPTrainer, make_optimizer=fused_adamw, clip_gradients=GradientClipper("full_model", 0.1))
+    trainer = on_cuda(
+        GraphAMPTrainer,
+        make_optimizer=fused_adamw,
+        clip_gradients=GradientClipper("full_model", 0.1),
+    )
 
     def watch(trainer):
         if trainer.iter == 39:  # both shapes are recorded
@@ -370,7 +463,9 @@ def test_on_cuda_the_steps_of_an_optimizer_that_skips_on_the_host_stay_ordinary_
     trainer = on_cuda(GraphAMPTrainer, make_optimizer=adam, grad_scaler=fixed_scaler("cuda", 128.0))
     with cProfile.Profile():  # which keeps its place
         trainer.train(0, 10)
-    assert [message for message in caplog.messages if "cannot be recorded and stay ordinary" in message]
+    assert [
+        message for message in caplog.messages if "cannot be recorded and stay ordinary" in message
+    ]
 
 
 @needs_cuda

@@ -17,7 +17,13 @@ from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.engine import DefaultPredictor, DefaultTrainer
-from trainkit.engine.hooks import BestCheckpointer, BestCheckpoints, EvalHook, PeriodicCheckpointer, PublishWeights
+from trainkit.engine.hooks import (
+    BestCheckpointer,
+    BestCheckpoints,
+    EvalHook,
+    PeriodicCheckpointer,
+    PublishWeights,
+)
 
 
 def run_of_best(folder, values, save_format="", mode="max"):
@@ -25,7 +31,9 @@ def run_of_best(folder, values, save_format="", mode="max"):
     trainer, results = Steps(), iter(values)
     checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=save_format, trainer=trainer)
     best = BestCheckpoints(1, checkpointer, "top1", mode, num_to_keep=2)
-    trainer.register_hooks([EvalHook(1, lambda: {"top1": next(results)}), best, PeriodicCheckpointer(checkpointer, 3)])
+    trainer.register_hooks(
+        [EvalHook(1, lambda: {"top1": next(results)}), best, PeriodicCheckpointer(checkpointer, 3)]
+    )
     return trainer, checkpointer
 
 
@@ -43,11 +51,15 @@ def files_of_best(folder):
         ([math.nan, 50.0, math.inf, 40.0, math.nan, 30.0], "max", [1, 3], 1, ""),
     ],
 )
-def test_the_best_k_files_are_kept_and_others_removed(tmp_path, values, mode, kept, best, save_format):
+def test_the_best_k_files_are_kept_and_others_removed(
+    tmp_path, values, mode, kept, best, save_format
+):
     trainer, checkpointer = run_of_best(tmp_path, values, save_format, mode)
     trainer.train(0, len(values))
     checkpointer.wait()
-    assert files_of_best(tmp_path) == {"": best} | {f"_{iteration:07d}": iteration for iteration in kept}
+    assert files_of_best(tmp_path) == {"": best} | {
+        f"_{iteration:07d}": iteration for iteration in kept
+    }
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
@@ -78,13 +90,19 @@ def _a_file_fails_on_rank_0(rank, folder):
 
 def test_all_ranks_know_that_a_file_of_rank_0_is_not_there(tmp_path):
     kept = [["model_best_0000005", 2.0], ["model_best_0000001", 1.0]]
-    assert on_two_ranks([_a_file_fails_on_rank_0], tmp_path) == {"_a_file_fails_on_rank_0": [kept, []]}
+    assert on_two_ranks([_a_file_fails_on_rank_0], tmp_path) == {
+        "_a_file_fails_on_rank_0": [kept, []]
+    }
 
 
 def test_a_config_makes_one_hook_for_each_metric(tmp_path):
     best = ("CHECKPOINT.BEST_METRIC", ["classification/top1", "classification/mean_class_accuracy"])
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *best, "CHECKPOINT.BEST_TO_KEEP", 2))
-    hooks = [(type(hook), hook.file_prefix) for hook in trainer.hooks if isinstance(hook, BestCheckpointer)]
+    hooks = [
+        (type(hook), hook.file_prefix)
+        for hook in trainer.hooks
+        if isinstance(hook, BestCheckpointer)
+    ]
     names = ["model_best_classification_top1", "model_best_classification_mean_class_accuracy"]
     assert hooks == [(BestCheckpoints, name) for name in names]
 
@@ -107,14 +125,19 @@ def test_the_weights_alone_are_published_under_their_digest(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", path.name, os.path.basename(first)]
 
 
-def test_averaged_weights_are_published_over_those_of_the_model_and_are_an_error_where_there_are_none(tmp_path):
+def test_averaged_weights_are_published_over_those_of_the_model_and_are_an_error_where_there_are_none(
+    tmp_path,
+):
     path, average = tmp_path / "model_final.pth", {"weight": torch.full((2, 2), 7.0)}
     for hooks in ({}, {"EMAHook": {"steps": 3}}):
         write_file({"model": linear(1).state_dict(), "trainer": {"hooks": hooks}}, path)
         with pytest.raises(CheckpointError, match=r"no weights 'ema' to publish"):
             publish_weights(path, "ema")
         assert os.listdir(tmp_path) == [path.name]
-    write_file({"model": linear(1).state_dict(), "trainer": {"hooks": {"EMAHook": {"model": average}}}}, path)
+    write_file(
+        {"model": linear(1).state_dict(), "trainer": {"hooks": {"EMAHook": {"model": average}}}},
+        path,
+    )
     assert values_of(publish_weights(path, "ema")) == {"weight": [7.0], "bias": [1.0]}
 
 
@@ -129,7 +152,9 @@ def run_of(folder, *hooks):
 
 def test_the_final_and_every_best_file_are_published_after_a_run(tmp_path):
     run_of(tmp_path).train(0, 4)
-    found = sorted(path.stem.partition("_published-")[0] for path in tmp_path.glob("*_published-????????.pth"))
+    found = sorted(
+        path.stem.partition("_published-")[0] for path in tmp_path.glob("*_published-????????.pth")
+    )
     assert found == ["best_top5", "model_best", "model_final"]
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
@@ -148,7 +173,15 @@ def test_weights_that_cannot_be_published_fail_the_run_and_leave_its_checkpoints
 def test_published_weights_predict_as_the_final_checkpoint_does(tmp_path, format):
     if format != "pth":
         pytest.importorskip(format)
-    cfg = tiny_cfg(tmp_path, "TEST.EVAL_PERIOD", 0, "CHECKPOINT.PUBLISH", "model", "CHECKPOINT.PUBLISH_FORMAT", format)
+    cfg = tiny_cfg(
+        tmp_path,
+        "TEST.EVAL_PERIOD",
+        0,
+        "CHECKPOINT.PUBLISH",
+        "model",
+        "CHECKPOINT.PUBLISH_FORMAT",
+        format,
+    )
     DefaultTrainer(cfg).train()
     (path,) = tmp_path.glob(f"model_final_published-*.{format}")
 

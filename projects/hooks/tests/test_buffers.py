@@ -22,7 +22,9 @@ from trainkit.utils.events import EventStorage, get_event_storage
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5))
+        self.first = nn.Sequential(
+            nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5)
+        )
         self.second = nn.BatchNorm1d(3, momentum=None)  # a cumulative average
 
     def forward(self, batch):
@@ -57,7 +59,9 @@ def test_nothing_but_the_running_statistics_is_touched():
         assert storage.latest() == {}
     after = model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {f"{layer}.running_{kind}" for layer in ("first.1", "second") for kind in ("mean", "var")}
+    assert changed == {
+        f"{layer}.running_{kind}" for layer in ("first.1", "second") for kind in ("mean", "var")
+    }
     assert all(torch.equal(p.grad, torch.full_like(p, 0.5)) for p in model.parameters())
     assert (model.first[1].momentum, model.second.momentum) == (0.1, None)
     assert all(module.training for module in model.modules())
@@ -67,7 +71,16 @@ def test_nothing_but_the_running_statistics_is_touched():
 
 @pytest.mark.parametrize(("start", "expected"), [(0, [1, 3, 4]), (1, [0, 2, 4]), ("0.6ep", [2, 4])])
 def test_it_runs_in_the_iterations_of_the_evaluations(tmp_path, start, expected):
-    test = ("TEST.PRECISE_BN.NUM_ITER", 1, "TEST.EVAL_START", start, "TEST.EVAL_PERIOD", 2, "TEST.IMS_PER_BATCH", 10)
+    test = (
+        "TEST.PRECISE_BN.NUM_ITER",
+        1,
+        "TEST.EVAL_START",
+        start,
+        "TEST.EVAL_PERIOD",
+        2,
+        "TEST.IMS_PER_BATCH",
+        10,
+    )
     options = ("TEST.PRECISE_BN.ENABLED", True, "SOLVER.MAX_ITER", 5, "SOLVER.STEPS", ())
     trainer, seen = DefaultTrainer(tiny_cfg(tmp_path, *test, *options)), []
 
@@ -115,13 +128,21 @@ def run(iters, data, *hooks, averaging=None, eval_period=0):
     trainer = SimpleTrainer(model, data, torch.optim.SGD(model.parameters(), lr=0.0))
 
     def evaluate():
-        with averaging.evaluated_models(model)[""] if averaging else nullcontext(model) as evaluated:
-            inference_on_dataset(str, [torch.ones(())] * (2 - 2 * comm.get_rank()), None)  # rank 1 has no batch
+        with (
+            averaging.evaluated_models(model)[""] if averaging else nullcontext(model) as evaluated
+        ):
+            inference_on_dataset(
+                str, [torch.ones(())] * (2 - 2 * comm.get_rank()), None
+            )  # rank 1 has no batch
             seen.append(evaluated.mean[0].item())
 
-    evaluation = [EvalHook(eval_period, evaluate, eval_after_train=averaging is None)] if eval_period else []
+    evaluation = (
+        [EvalHook(eval_period, evaluate, eval_after_train=averaging is None)] if eval_period else []
+    )
     trainer.register_hooks([averaging, *hooks, *evaluation])
-    trainer.register_hooks([CallbackHook(after_step=lambda _: found.append(model.mean[0].item()))], priority="LOW")
+    trainer.register_hooks(
+        [CallbackHook(after_step=lambda _: found.append(model.mean[0].item()))], priority="LOW"
+    )
     trainer.train(0, iters)
     assert torch.equal(model.mean, model.mean[:1].expand(2, 1))
     assert model.wide.item() == model.mean[0].item()

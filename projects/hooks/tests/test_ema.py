@@ -37,26 +37,42 @@ def test_the_weight_of_an_update_is_that_of_its_rule():
     for arguments, expected in [
         ({"decay": 0.9}, {0: 1, 1: 0.1, 9: 0.1}),
         ({"decay": 0.9, "interval": 2}, {0: 1, 1: 0, 2: 0.1}),
-        ({"kind": "annealing", "decay": 0.9998}, {1: 0.990099, 3: 0.970874, 499_900: 0.0002, 10_000_000: 0.0002}),
+        (
+            {"kind": "annealing", "decay": 0.9998},
+            {1: 0.990099, 3: 0.970874, 499_900: 0.0002, 10_000_000: 0.0002},
+        ),
         ({"kind": "annealing", "gamma": 1}, {3: 0.25}),
         ({"kind": "warmup", "decay": 0.9998}, {1: 0.9990007, 2000: 0.3678220, 10000: 0.0069332}),
         ({"kind": "warmup", "decay": 0.9998, "gamma": 1000}, {999: 0.3680059}),
         ({"kind": "mean"}, {1: 1 / 2, 2: 1 / 3}),
-        ({"kind": "mmcv", "decay": 0.5, "gamma": 10}, {1: 2 / 11, 2: 3 / 12, 3: 4 / 13, 8: 0.5, 9: 0.5}),
-        ({"kind": "mmcv", "decay": 0.5, "gamma": 10, "interval": 2}, {1: 0, 2: 0.25, 3: 0, 8: 0.25}),
+        (
+            {"kind": "mmcv", "decay": 0.5, "gamma": 10},
+            {1: 2 / 11, 2: 3 / 12, 3: 4 / 13, 8: 0.5, 9: 0.5},
+        ),
+        (
+            {"kind": "mmcv", "decay": 0.5, "gamma": 10, "interval": 2},
+            {1: 0, 2: 0.25, 3: 0, 8: 0.25},
+        ),
         ({"kind": "mmcv", "decay": 0.9998}, {1: 0.0002, 100: 0.0002}),
     ]:
         rule = averaging_rule(**arguments)
-        assert {steps: rule(steps) for steps in expected} == pytest.approx(expected, abs=1e-6), arguments
+        assert {steps: rule(steps) for steps in expected} == pytest.approx(expected, abs=1e-6), (
+            arguments
+        )
 
 
 @pytest.mark.parametrize(
     ("rule", "multi_avg_fn"),
-    [(averaging_rule(decay=0.3), get_ema_multi_avg_fn(0.3)), (averaging_rule("mean"), get_swa_multi_avg_fn())],
+    [
+        (averaging_rule(decay=0.3), get_ema_multi_avg_fn(0.3)),
+        (averaging_rule("mean"), get_swa_multi_avg_fn()),
+    ],
     ids=["decay", "mean"],
 )
 @pytest.mark.parametrize("average_buffers", [False, True])
-def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(rule, multi_avg_fn, average_buffers):
+def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(
+    rule, multi_avg_fn, average_buffers
+):
     model = EveryTensor()
     ours = ModelAverage(model, rule, average_buffers=average_buffers)
     theirs = AveragedModel(model, multi_avg_fn=multi_avg_fn, use_buffers=average_buffers)
@@ -79,7 +95,9 @@ def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(rule, multi_
 @pytest.mark.parametrize("average_buffers", [False, True])
 def test_buffers_are_averaged_or_copied_and_a_replaced_one_is_followed(average_buffers):
     model = nn.BatchNorm1d(2)
-    average = ModelAverage(model, averaging_rule(decay=0.5, interval=2), average_buffers=average_buffers)
+    average = ModelAverage(
+        model, averaging_rule(decay=0.5, interval=2), average_buffers=average_buffers
+    )
     found = []
     for count in range(1, 5):
         model.running_mean = torch.full((2,), 2.0**count)
@@ -87,7 +105,9 @@ def test_buffers_are_averaged_or_copied_and_a_replaced_one_is_followed(average_b
         average.update()
         state = average.state_dict()
         found.append((state["running_mean"][0].item(), state["num_batches_tracked"].item()))
-    assert found == ([(2, 1), (2, 2), (5, 3), (5, 4)] if average_buffers else [(2, 1), (4, 2), (8, 3), (16, 4)])
+    assert found == (
+        [(2, 1), (2, 2), (5, 3), (5, 4)] if average_buffers else [(2, 1), (4, 2), (8, 3), (16, 4)]
+    )
 
 
 @needs_cuda
@@ -113,7 +133,11 @@ def test_the_average_follows_the_updates():
     ]:
         model, hook, found = Weight(), EMAHook(**arguments), []
         trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=1.0))
-        note = AfterStep(lambda _, hook=hook, model=model, found=found: found.append(average_of(hook, model).weight))
+        note = AfterStep(
+            lambda _, hook=hook, model=model, found=found: found.append(
+                average_of(hook, model).weight
+            )
+        )
         trainer.register_hooks([hook, note])
         trainer.train(0, 5)
         assert [weight.item() for weight in found] == pytest.approx(expected, abs=1e-6)
@@ -145,7 +169,9 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize(("begin", "warned"), [(3, True), (4, False)])
-def test_a_checkpoint_without_an_average_begins_one_with_one_warning(begin, warned, tmp_path, caplog):
+def test_a_checkpoint_without_an_average_begins_one_with_one_warning(
+    begin, warned, tmp_path, caplog
+):
     Job(tmp_path).train(0, 3).checkpointer.save("model")
     job = Job(tmp_path, EMAHook(0.5, begin=begin)).train(3, 8)
     assert caplog.text.count("EMAHook has no average of the first 3 iterations") == warned
@@ -158,11 +184,15 @@ def test_an_average_that_would_begin_after_the_end_is_an_error_before_training(t
         Job(tmp_path, EMAHook(begin=3)).train(0, 2)
 
 
-def test_a_checkpoint_has_the_trained_weights_and_the_average_which_is_evaluated_without_training(tmp_path):
+def test_a_checkpoint_has_the_trained_weights_and_the_average_which_is_evaluated_without_training(
+    tmp_path,
+):
     job = Job(tmp_path, EMAHook(0.5)).train(0, 5)
     job.checkpointer.save("model")
     state = file.read_file(tmp_path / "model.pth")
-    assert all(torch.equal(value, state["model"][name]) for name, value in job.model.state_dict().items())
+    assert all(
+        torch.equal(value, state["model"][name]) for name, value in job.model.state_dict().items()
+    )
     found = averaging.averaged_weights(state)
     assert all(torch.equal(value, found[name]) for name, value in job.average.state_dict().items())
     assert not torch.equal(found["layers.1.weight"], state["model"]["layers.1.weight"])
@@ -172,7 +202,9 @@ def test_a_checkpoint_has_the_trained_weights_and_the_average_which_is_evaluated
     assert equal(average_of(loaded.hook, loaded.model, "raw"), job.model)
 
 
-def test_without_training_and_without_an_average_the_models_own_weights_are_evaluated(tmp_path, caplog):
+def test_without_training_and_without_an_average_the_models_own_weights_are_evaluated(
+    tmp_path, caplog
+):
     job = Job(tmp_path, EMAHook(evaluate="both"))
     assert equal(job.average, job.model)
     assert "EMAHook has no averaged weights" in caplog.text
@@ -187,7 +219,9 @@ def test_copied_buffers_are_those_that_later_hooks_have_left(buffers, is_copied,
     assert torch.equal(saved, torch.full((3,), 2.0)) == is_copied
 
 
-def test_the_model_has_its_own_weights_again_after_an_evaluation_and_is_not_saved_during_it(tmp_path):
+def test_the_model_has_its_own_weights_again_after_an_evaluation_and_is_not_saved_during_it(
+    tmp_path,
+):
     job = Job(tmp_path, EMAHook(0.5)).train(0, 3)
     before = copy.deepcopy(job.model)
     with job.hook.evaluated_models(job.model)[""] as evaluated:
@@ -199,7 +233,9 @@ def test_the_model_has_its_own_weights_again_after_an_evaluation_and_is_not_save
 
 def test_a_best_file_by_a_metric_of_the_models_own_weights_holds_those(tmp_path):
     both = ["HOOKS", [{"NAME": "EMAHook", "EVALUATE": "both"}]]
-    DefaultTrainer(tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "raw/classification/top1", *both)).train()
+    DefaultTrainer(
+        tiny_cfg(tmp_path, "CHECKPOINT.BEST_METRIC", "raw/classification/top1", *both)
+    ).train()
     assert file.read_file(tmp_path / "model_best.pth")["evaluated"] == "model"
 
 
@@ -215,5 +251,9 @@ def _average(rank, folder):
 def test_every_rank_has_the_same_averaged_parameters_and_buffers_of_its_own(tmp_path):
     first, second = on_two_ranks([_average], tmp_path)["_average"]
     assert first["steps"] == second["steps"] == 3
-    different = {name for name, value in first["model"].items() if not torch.equal(value, second["model"][name])}
+    different = {
+        name
+        for name, value in first["model"].items()
+        if not torch.equal(value, second["model"][name])
+    }
     assert different == {"layers.0.running_mean", "layers.0.running_var"}

@@ -23,7 +23,9 @@ from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import JSONWriter
 
 CLASSES = {name: value for name in hooks.__all__ if inspect.isclass(value := getattr(hooks, name))}
-PUBLIC = sorted(name for name, value in CLASSES.items() if issubclass(value, HookBase) and value is not HookBase)
+PUBLIC = sorted(
+    name for name, value in CLASSES.items() if issubclass(value, HookBase) and value is not HookBase
+)
 
 MAKE = {  # the others need no arguments
     "AccumulationSchedule": lambda job: hooks.AccumulationSchedule([[2, 2]]),
@@ -43,16 +45,24 @@ MAKE = {  # the others need no arguments
     "LRScheduler": lambda job: hooks.LRScheduler(job.optimizer, CosineParamScheduler(1.0, 0.5)),
     "ParamScheduler": lambda job: hooks.ParamScheduler("momentum", [{"NAME": "Cosine"}]),
     "PeriodicCheckpointer": lambda job: hooks.PeriodicCheckpointer(job.checkpointer, 2),
-    "PeriodicWriter": lambda job: hooks.PeriodicWriter([JSONWriter(job.folder / "metrics.json")], 2),
+    "PeriodicWriter": lambda job: hooks.PeriodicWriter(
+        [JSONWriter(job.folder / "metrics.json")], 2
+    ),
     "PreciseBN": lambda job: hooks.PreciseBN(2, job.model, job.data, 2),
-    "PublishWeights": lambda job: job.beside(hooks.PeriodicCheckpointer(job.checkpointer, 0), hooks.PublishWeights()),
-    "ReduceOnPlateau": lambda job: job.beside(hooks.LRScheduler(), hooks.ReduceOnPlateau(2, "top1", patience=0)),
+    "PublishWeights": lambda job: job.beside(
+        hooks.PeriodicCheckpointer(job.checkpointer, 0), hooks.PublishWeights()
+    ),
+    "ReduceOnPlateau": lambda job: job.beside(
+        hooks.LRScheduler(), hooks.ReduceOnPlateau(2, "top1", patience=0)
+    ),
     "Throughput": lambda job: hooks.Throughput(2),
     "TimeLimit": lambda job: hooks.TimeLimit("1h"),
     "TorchMemoryStats": lambda job: hooks.TorchMemoryStats(2),
     "TorchProfiler": lambda job: hooks.TorchProfiler(lambda trainer: trainer.iter == 3, job.folder),
     "UnusedParameters": lambda job: hooks.UnusedParameters(2),
-    "VisualizationHook": lambda job: hooks.VisualizationHook(lambda inputs, outputs: [], 1, job.folder),
+    "VisualizationHook": lambda job: hooks.VisualizationHook(
+        lambda inputs, outputs: [], 1, job.folder
+    ),
 }
 
 
@@ -113,10 +123,26 @@ def test_a_hook_runs_twice_and_stands_a_step_that_fails(name, tmp_path):
 PAGE = (Path(__file__).parents[3] / "docs" / "exact_resume.md").read_text()
 NOT_KEPT = {tuple(row) for row in re.findall(r"^\| `(\w+)` \| `(\w+)` \|", PAGE, re.MULTILINE)}
 # what a hook only points to has a state of its own
-OTHERS = {"trainer", "checkpointer", "_model", "_layers", "_writers", "_data_loader", "_optimizer", "_given_optimizer"}
+OTHERS = {
+    "trainer",
+    "checkpointer",
+    "_model",
+    "_layers",
+    "_writers",
+    "_data_loader",
+    "_optimizer",
+    "_given_optimizer",
+}
 OTHERS |= {"_targets"}
 # their states are for after_train, files, other ranks, a seed that was drawn, other schedules
-SAME_WITHOUT = {"EvalHook", "FinalEvalHook", "PeriodicCheckpointer", "PeriodicWriter", "PreciseBN", "SyncBuffers"}
+SAME_WITHOUT = {
+    "EvalHook",
+    "FinalEvalHook",
+    "PeriodicCheckpointer",
+    "PeriodicWriter",
+    "PreciseBN",
+    "SyncBuffers",
+}
 
 
 def fingerprint(value):
@@ -176,10 +202,17 @@ def snapshots(name, folder, resume_from=None, without_hook=False):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_training_changes_is_resumed_from_a_file_or_in_the_table_and_a_missing_state_is_noticed(name, tmp_path):
+def test_what_training_changes_is_resumed_from_a_file_or_in_the_table_and_a_missing_state_is_noticed(
+    name, tmp_path
+):
     whole = snapshots(name, tmp_path)
     resumed = snapshots(name, tmp_path, whole)
-    changed = {key for taken in whole.taken.values() for key in taken if taken[key] != whole.begin.get(key, "absent")}
+    changed = {
+        key
+        for taken in whole.taken.values()
+        for key in taken
+        if taken[key] != whole.begin.get(key, "absent")
+    }
     not_kept = {attribute for hook, attribute in NOT_KEPT if hook == name}
     assert not_kept <= changed
     for iter in (5, 6, 7, 8):
@@ -192,8 +225,16 @@ def test_what_training_changes_is_resumed_from_a_file_or_in_the_table_and_a_miss
 
 def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
     for name, arguments, message in [
-        ("AccumulationSchedule", {"factors": [[10]]}, r"list of \[iteration, factor\], .* got \[\[10\]\]"),
-        ("AccumulationSchedule", {"factors": [10, 2]}, r"list of \[iteration, factor\], .* got \[10, 2\]"),
+        (
+            "AccumulationSchedule",
+            {"factors": [[10]]},
+            r"list of \[iteration, factor\], .* got \[\[10\]\]",
+        ),
+        (
+            "AccumulationSchedule",
+            {"factors": [10, 2]},
+            r"list of \[iteration, factor\], .* got \[10, 2\]",
+        ),
         ("AutogradProfiler", {"enable_predicate": 5}, r"or \[begin, end\] in iterations, got 5"),
         ("TorchProfiler", {"enable_predicate": [5]}, r"or \[begin, end\] in iterations, got \[5\]"),
         ("EMAHook", {"decay": 1}, "decay .* got .* 1,"),
@@ -201,8 +242,16 @@ def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
         ("Freeze", {"names": "a", "begin": 2, "end": 2}, "end must be .* got 2"),
         ("ParamScheduler", {"param": "lr", "schedules": [{"NAME": "Cosin"}]}, "Cosin"),
         ("PublishWeights", {"weights": "best"}, "got best"),
-        ("ReduceOnPlateau", {"eval_period": 1, "val_metric": "loss", "factor": 1.0}, "factor .* got .*1.0"),
-        ("ReduceOnPlateau", {"eval_period": 0, "val_metric": "loss"}, "eval_period must be .* >= 1, got 0$"),
+        (
+            "ReduceOnPlateau",
+            {"eval_period": 1, "val_metric": "loss", "factor": 1.0},
+            "factor .* got .*1.0",
+        ),
+        (
+            "ReduceOnPlateau",
+            {"eval_period": 0, "val_metric": "loss"},
+            "eval_period must be .* >= 1, got 0$",
+        ),
         ("SyncBuffers", {"period": -1}, "period must be .* got -1"),
         ("Throughput", {"peak_tflops": 0}, "peak_tflops must be .* got 0"),
         ("VisualizationHook", {"draw": "nothing"}, "no 'nothing' in the VISUALIZER registry"),

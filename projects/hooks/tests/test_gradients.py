@@ -20,7 +20,10 @@ from trainkit.engine.step import SimpleTrainer
 @pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize(("interval", "iter"), [(3, 5), (4, 3)])
 def test_every_interval_th_iteration_stops_before_its_update(interval, iter):
-    model, weights = Weight(lambda weight, batch: {"loss": weight * batch, "logged": batch * math.nan}), []
+    model, weights = (
+        Weight(lambda weight, batch: {"loss": weight * batch, "logged": batch * math.nan}),
+        [],
+    )
     data = [torch.tensor(value) for value in [1.0, 1.0, 1.0, math.nan, 1.0, math.nan]]
     trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), async_write_metrics=True)
     note = CallbackHook(before_step=lambda _: weights.append(model.weight.item()))
@@ -44,7 +47,9 @@ def test_the_norm_of_all_gradients_is_stored_every_period_and_in_the_last_iterat
     del trained[1:]  # the gradient of a parameter in no optimizer grows
     trainer.register_hooks([GradNorm(2), CallbackHook(after_backward=note)])
     trainer.train(0, 5)
-    assert trainer.storage.history("grad_norm").values() == [(pytest.approx(norms[i]), i) for i in (1, 3, 4)]
+    assert trainer.storage.history("grad_norm").values() == [
+        (pytest.approx(norms[i]), i) for i in (1, 3, 4)
+    ]
 
 
 def test_with_clipping_the_norm_is_an_error_before_training(tmp_path):
@@ -65,7 +70,9 @@ class Switch(nn.Module):
 
 
 @pytest.mark.parametrize("trainer_class", [SimpleTrainer, AMPTrainer])
-def test_parameters_without_a_gradient_are_named_at_first_and_every_period_if_they_have_changed(trainer_class, caplog):
+def test_parameters_without_a_gradient_are_named_at_first_and_every_period_if_they_have_changed(
+    trainer_class, caplog
+):
     def found(data, iters=1, period=1, **kwargs):
         """[(iteration, names), ...] of the log lines."""
         caplog.clear()
@@ -75,7 +82,11 @@ def test_parameters_without_a_gradient_are_named_at_first_and_every_period_if_th
         return [record.args for record in caplog.records if record.levelname == "ERROR"]
 
     assert found("aaabbc", iters=6, period=0) == [(0, "heads.b, heads.c")]
-    assert found("aaabbc", iters=6) == [(0, "heads.b, heads.c"), (3, "heads.a, heads.c"), (5, "heads.a, heads.b")]
+    assert found("aaabbc", iters=6) == [
+        (0, "heads.b, heads.c"),
+        (3, "heads.a, heads.c"),
+        (5, "heads.a, heads.b"),
+    ]
     # one micro-batch is enough
     assert found("abc", accumulation_steps=3) == []
     assert found("abb", accumulation_steps=3) == [(0, "heads.c")]
@@ -102,15 +113,21 @@ def run(wrap=lambda model: model, names="body.*"):
 
     def note(trainer):
         weights.append(copy.deepcopy(model.state_dict()))
-        with_gradient.append({name for name, parameter in model.named_parameters() if parameter.grad is not None})
+        with_gradient.append(
+            {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
 
-    trainer = SimpleTrainer(wrap(model), batches(1), sgd(model, lr=0.05, momentum=0.9, weight_decay=0.1))
+    trainer = SimpleTrainer(
+        wrap(model), batches(1), sgd(model, lr=0.05, momentum=0.9, weight_decay=0.1)
+    )
     trainer.register_hooks([Freeze(names, begin=2, end=5), AfterStep(note)])
     trainer.train(0, 7)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
     def differing(before, after):
-        return {name for name in ALL if not torch.equal(weights[before][name], weights[after][name])}
+        return {
+            name for name in ALL if not torch.equal(weights[before][name], weights[after][name])
+        }
 
     return with_gradient, [differing(*pair) for pair in ((0, 1), (1, 4), (4, 5), (5, 6))]
 

@@ -13,7 +13,13 @@ from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, Steps, batches, fail_at, sgd
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.hooks import CallbackHook, EmptyCache, EvalHook, GarbageCollection, TorchMemoryStats
+from trainkit.engine.hooks import (
+    CallbackHook,
+    EmptyCache,
+    EvalHook,
+    GarbageCollection,
+    TorchMemoryStats,
+)
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 
@@ -21,10 +27,18 @@ from trainkit.evaluation import inference_on_dataset
 @pytest.mark.parametrize(("max_iter", "expected"), [(20, [2, 5]), (4, [2, 3])])
 def test_it_reports_every_period_and_exactly_so_often(monkeypatch, caplog, max_iter, expected):
     for i, name in enumerate(["allocated", "reserved"]):
-        monkeypatch.setattr(torch.accelerator.memory, f"memory_{name}", lambda i=i: (2 * i + 1) * 2**20)
-        monkeypatch.setattr(torch.accelerator.memory, f"max_memory_{name}", lambda i=i: (2 * i + 2) * 2**20)
-    monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", lambda: pytest.fail("others read it"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+        monkeypatch.setattr(
+            torch.accelerator.memory, f"memory_{name}", lambda i=i: (2 * i + 1) * 2**20
+        )
+        monkeypatch.setattr(
+            torch.accelerator.memory, f"max_memory_{name}", lambda i=i: (2 * i + 2) * 2**20
+        )
+    monkeypatch.setattr(
+        torch.accelerator.memory, "reset_peak_memory_stats", lambda: pytest.fail("others read it")
+    )
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "summary")
     caplog.set_level("INFO", logger="trainkit.projects.hooks.profiler")
@@ -40,11 +54,17 @@ ALL_BUT_ENDS = {"after_epoch": False, "after_step": True, "before_epoch": True}
     ("arguments", "expected"),
     [({}, "0 1 - 2 3 - e0 e1 -"), (ALL_BUT_ENDS, "- 0 - 1 - - 2 - 3 - - e0 - e1 -")],
 )
-def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluation(monkeypatch, arguments, expected):
+def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluation(
+    monkeypatch, arguments, expected
+):
     calls, model = [], Regression()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)  # the evaluation asks as well
-    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(empty_cache=lambda: calls.append("-")))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda **_: None
+    )  # the evaluation asks as well
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda: SimpleNamespace(empty_cache=lambda: calls.append("-"))
+    )
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     monitor = CallbackHook(
         before_step=lambda trainer: calls.append(str(trainer.iter)),
@@ -64,7 +84,9 @@ class Knot:
 def test_garbage_is_collected_every_period_and_not_between_and_by_python_after_a_failure():
     made, found, was_enabled = [], [], gc.isenabled()
     gc.enable()
-    note = CallbackHook(after_step=lambda trainer: found.append([i for i, knot in enumerate(made) if knot()]))
+    note = CallbackHook(
+        after_step=lambda trainer: found.append([i for i, knot in enumerate(made) if knot()])
+    )
     trainer = Steps([GarbageCollection(3)], step=lambda iter: made.append(weakref.ref(Knot())))
     trainer.register_hooks([note], priority="LOW")
     trainer.train(0, 7)

@@ -10,7 +10,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Steps, Weight, sgd
-from trainkit.engine.hooks import CallbackHook, EvalHook, LRScheduler, ParamScheduler, ReduceOnPlateau
+from trainkit.engine.hooks import (
+    CallbackHook,
+    EvalHook,
+    LRScheduler,
+    ParamScheduler,
+    ReduceOnPlateau,
+)
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRMultiplier
 
@@ -31,7 +37,9 @@ def test_the_first_update_uses_the_first_value_and_each_value_is_stored_with_its
     trainer, used = make(ParamScheduler("weight_decay", LINEAR))
     trainer.train(0, 4)
     assert used == [0.125, 0.25, 0.375, 0.5]
-    assert trainer.storage.history("weight_decay").values() == list(zip(used, range(4), strict=True))
+    assert trainer.storage.history("weight_decay").values() == list(
+        zip(used, range(4), strict=True)
+    )
     assert trainer.storage.smoothing_hints()["weight_decay"] is False
 
 
@@ -46,16 +54,24 @@ def test_any_number_of_the_groups_can_be_scheduled():
         ("betas.1", adam(), "betas", [(0.5, 0.75), (0.5, 0.375), (0.5, 0.1875)]),
         ("lr", adam(), "lr", [0.5, 0.25, 0.125]),
     ]:
-        trainer, used = make(ParamScheduler(param, HALVE), optimizer, lambda group, key=key: group[key])
+        trainer, used = make(
+            ParamScheduler(param, HALVE), optimizer, lambda group, key=key: group[key]
+        )
         trainer.train(0, 3)
         assert used == expected, param
 
 
 def test_groups_start_from_their_own_values_and_the_largest_is_stored():
-    groups = [{"params": [nn.Parameter(torch.ones(1)) for _ in range(n)], "weight_decay": n / 8} for n in (1, 2)]
+    groups = [
+        {"params": [nn.Parameter(torch.ones(1)) for _ in range(n)], "weight_decay": n / 8}
+        for n in (1, 2)
+    ]
     trainer, _ = make(ParamScheduler("weight_decay", HALVE), torch.optim.SGD(groups, lr=0.1))
     trainer.train(0, 2)
-    values = [(group["weight_decay"], group["initial_weight_decay"]) for group in trainer.optimizer.param_groups]
+    values = [
+        (group["weight_decay"], group["initial_weight_decay"])
+        for group in trainer.optimizer.param_groups
+    ]
     assert values == [(1 / 16, 1 / 8), (2 / 16, 2 / 8)]
     assert trainer.storage.history("weight_decay").values() == [(2 / 8, 0), (2 / 16, 1)]
 
@@ -74,7 +90,9 @@ def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
 def test_a_field_that_no_group_has_is_an_error_before_the_first_step():
     for param in ("weight_decy", "nesterov", "betas.0"):
         trainer, used = make(ParamScheduler(param, HALVE))
-        with pytest.raises(ValueError, match=rf"no parameter group has '{param}'; accepted: .*'weight_decay'"):
+        with pytest.raises(
+            ValueError, match=rf"no parameter group has '{param}'; accepted: .*'weight_decay'"
+        ):
             trainer.train(0, 1)
         assert used == []
 
@@ -101,7 +119,9 @@ def on_plateau(values, schedule=CONSTANT, lr=0.7, period=1, **kwargs):
 
 def torchs(values, lr=0.7, **kwargs):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **{"mode": "min", "patience": 0, "eps": 0.0, **kwargs})
+    scheduler = lr_scheduler.ReduceLROnPlateau(
+        optimizer, **{"mode": "min", "patience": 0, "eps": 0.0, **kwargs}
+    )
     lrs = [lr]
     for value in values:
         scheduler.step(value)
@@ -123,17 +143,23 @@ OPTIONS = [
 
 def test_the_rates_are_those_of_torchs_scheduler_bit_by_bit():
     draw = random.Random(3)
-    values = [math.nan if draw.random() < 0.1 else draw.uniform(0.1, 1.0) * 0.97**i for i in range(60)]
+    values = [
+        math.nan if draw.random() < 0.1 else draw.uniform(0.1, 1.0) * 0.97**i for i in range(60)
+    ]
     for options in OPTIONS:
         trainer, used = on_plateau(values, **options)
         trainer.train(0, 60)
         assert used == torchs(values, **options)[:60], options
         assert len(set(used)) > 3
-        assert used != torchs(values, **{**options, "patience": options.get("patience", 0) + 1})[:60]
+        assert (
+            used != torchs(values, **{**options, "patience": options.get("patience", 0) + 1})[:60]
+        )
 
 
 def test_the_factor_multiplies_the_schedule_which_goes_on():
-    trainer, used = on_plateau([3.0, 3.0, 2.0, 2.0], LinearParamScheduler(1.0, 0.0), lr=1.0, period=2, factor=0.5)
+    trainer, used = on_plateau(
+        [3.0, 3.0, 2.0, 2.0], LinearParamScheduler(1.0, 0.0), lr=1.0, period=2, factor=0.5
+    )
     trainer.train(0, 8)
     factors = [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]  # the last evaluation is that of the end
     assert used == [factor * (1 - iter / 8) for iter, factor in enumerate(factors)]

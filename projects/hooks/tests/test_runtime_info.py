@@ -16,10 +16,14 @@ from trainkit.engine.hooks import LRScheduler, RuntimeInfo, Throughput
 from trainkit.engine.step import SimpleTrainer
 
 
-def test_the_log_says_how_long_the_run_is_and_names_are_those_of_the_table_at_the_start(caplog, tmp_path):
+def test_the_log_says_how_long_the_run_is_and_names_are_those_of_the_table_at_the_start(
+    caplog, tmp_path
+):
     caplog.set_level("INFO")
     options = ("HOOKS", [{"NAME": "RuntimeInfo"}], "SOLVER.ACCUMULATION_STEPS", 2)
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR", 2.0))
+    trainer = DefaultTrainer(
+        tiny_cfg(tmp_path, *options, "SOLVER.PARAM_GROUPS.BIAS_LR_FACTOR", 2.0)
+    )
     trainer.train(0, 1)
     assert (
         "This run: 1 iterations = 0.4 epochs of 2.5; world size 1; lr is that of the parameter group "
@@ -28,20 +32,27 @@ def test_the_log_says_how_long_the_run_is_and_names_are_those_of_the_table_at_th
     [table] = [message for message in caplog.messages if message.startswith("Parameter groups:")]
     named = {line.split("|")[1].strip() for line in table.splitlines()[3:]}
     assert len(named) > 1
-    assert {name.removeprefix("lr/") for name in trainer.storage.latest() if name.startswith("lr/")} == named
+    assert {
+        name.removeprefix("lr/") for name in trainer.storage.latest() if name.startswith("lr/")
+    } == named
 
 
 def test_the_rate_that_each_parameter_group_used_is_stored_by_its_name_and_the_momentum_once():
     weights = [torch.nn.Parameter(torch.ones(())) for _ in range(2)]
     model = Weight()
     model.others = torch.nn.ParameterList(weights)
-    groups = [{"params": [model.weight], "lr": 0.5}, {"params": weights[:1], "lr": 0.25, "name": "backbone"}]
+    groups = [
+        {"params": [model.weight], "lr": 0.5},
+        {"params": weights[:1], "lr": 0.25, "name": "backbone"},
+    ]
     optimizer = torch.optim.SGD([*groups, {"params": weights[1:]}], lr=0.125, momentum=0.75)
     trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
     halve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iter: 0.5**iter)
     trainer.register_hooks([RuntimeInfo(), LRScheduler(scheduler=halve)])
     trainer.train(0, 2)
-    assert {name: values for name, values in scalars(trainer).items() if name[:3] in ("lr/", "mom")} == {
+    assert {
+        name: values for name, values in scalars(trainer).items() if name[:3] in ("lr/", "mom")
+    } == {
         "lr/weight": [(0.5, 0), (0.25, 1)],
         "lr/backbone": [(0.25, 0), (0.125, 1)],
         "lr/others weight": [(0.125, 0), (0.0625, 1)],
@@ -69,7 +80,9 @@ class Slow(nn.Module):
 def run(seconds, sizes, hook, iters, wrap=lambda model: model, **kwargs):
     """Whatever happens between the steps takes 100 s."""
     model = Slow(seconds)
-    trainer = SimpleTrainer(wrap(model), [torch.ones(size, 3) for size in sizes], sgd(model), **kwargs)
+    trainer = SimpleTrainer(
+        wrap(model), [torch.ones(size, 3) for size in sizes], sgd(model), **kwargs
+    )
 
     def pause(trainer):
         model.now += 100
@@ -95,19 +108,36 @@ def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(asyn
 
 def test_samples_are_counted_in_batches_of_every_kind():
     x = torch.ones(4, 3)
-    for batch in (x, (x, torch.ones(5)), [x, torch.ones(4)], {"scale": 2, "weight": torch.ones(()), "x": [x]}):
+    for batch in (
+        x,
+        (x, torch.ones(5)),
+        [x, torch.ones(4)],
+        {"scale": 2, "weight": torch.ones(()), "x": [x]},
+    ):
         assert num_samples(batch) == 4
     assert num_samples([{"x": x}] * 3) == num_samples([(x, 1)] * 3) == 3
 
 
 def test_the_utilization_and_the_rate_of_tokens_are_stored_if_the_model_has_what_they_need():
     trainer = run(2.0, (4,), Throughput(1, peak_tflops=8), 1, wrap=nn.DataParallel)
-    found = {name: rates(trainer, name) for name in ("samples_per_sec", "mfu_pct", "tokens_per_sec")}
-    assert found == {"samples_per_sec": [(2.0, 0)], "mfu_pct": [(25.0, 0)], "tokens_per_sec": [(200.0, 0)]}
+    found = {
+        name: rates(trainer, name) for name in ("samples_per_sec", "mfu_pct", "tokens_per_sec")
+    }
+    assert found == {
+        "samples_per_sec": [(2.0, 0)],
+        "mfu_pct": [(25.0, 0)],
+        "tokens_per_sec": [(200.0, 0)],
+    }
 
 
 def test_the_peak_of_a_device_is_found_by_its_name():
-    names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA A10", "Tesla K80"]
+    names = [
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H100 PCIe",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A10",
+        "Tesla K80",
+    ]
     assert [peak_tflops_of(name) for name in names] == [989, 756, 312, 125, None]
 
 
@@ -116,8 +146,12 @@ def _rates(rank, folder):
     found = []
     with metrics_by_worker():
         for later in (False, True):
-            trainer = run(8.0 - 4 * rank, (4 + 4 * rank,), Throughput(2, 3), 4, async_write_metrics=later)
-            found.append([rates(trainer, name) for name in ("samples_per_sec", "mfu_pct", "tokens_per_sec")])
+            trainer = run(
+                8.0 - 4 * rank, (4 + 4 * rank,), Throughput(2, 3), 4, async_write_metrics=later
+            )
+            found.append(
+                [rates(trainer, name) for name in ("samples_per_sec", "mfu_pct", "tokens_per_sec")]
+            )
     return found
 
 

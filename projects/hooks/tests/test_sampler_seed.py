@@ -38,7 +38,9 @@ def epoch_order(epoch):
 
 def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts():
     for steps in (2, 4, 5, 7):
-        trainer = SimpleTrainer(model := sum_model(), shuffled(), sgd(model), accumulation_steps=steps)
+        trainer = SimpleTrainer(
+            model := sum_model(), shuffled(), sgd(model), accumulation_steps=steps
+        )
         found = noting(trainer)
         trainer.register_hooks([SamplerSeed()])
         trainer.train(0, 6)
@@ -68,7 +70,9 @@ def test_a_run_that_is_resumed_inside_a_pass_goes_on_with_its_order_also_if_the_
     def run(start_iter, max_iter, state=None):
         sampler = Resumable(range(8), num_replicas=1, rank=0, seed=3)
         loader = ResumableLoader(torch.arange(8.0), batch_size=1, sampler=sampler)
-        trainer = SimpleTrainer(model := sum_model(), loader, sgd(model, lr=0.0), accumulation_steps=3)
+        trainer = SimpleTrainer(
+            model := sum_model(), loader, sgd(model, lr=0.0), accumulation_steps=3
+        )
         found = noting(trainer)
         trainer.register_hooks([SamplerSeed()])
         if state is not None:
@@ -93,7 +97,9 @@ class WithPlainLoader(DefaultTrainer):
         return sum_model()
 
 
-def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epoch_by_default(tmp_path):
+def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epoch_by_default(
+    tmp_path,
+):
     options = ("SOLVER.MAX_ITER", 6, "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), "SOLVER.STEPS", ())
     trainer = WithPlainLoader(tiny_cfg(tmp_path, *options))
     found = noting(trainer)
@@ -105,7 +111,10 @@ def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epo
 
 def test_a_period_in_epochs_is_due_by_the_number_of_the_epoch():
     def due(max_iter, *arguments, **options):
-        ends = [SimpleNamespace(iter=iter, max_iter=max_iter, iters_per_epoch=3) for iter in range(2, 30, 3)]
+        ends = [
+            SimpleNamespace(iter=iter, max_iter=max_iter, iters_per_epoch=3)
+            for iter in range(2, 30, 3)
+        ]
         for trainer in ends:
             trainer.epoch = periods_done(trainer.iter, 3)
         return [trainer.epoch for trainer in ends if is_due_epoch(trainer, *arguments, **options)]

@@ -77,28 +77,47 @@ def test_random_numbers_of_the_drawing_change_no_output(tmp_path):
     def outputs_beside(hook):
         torch.manual_seed(1)
         seen = []
-        spy = CallbackHook(after_eval_step=lambda trainer, phase, index, inputs, outputs: seen.append(outputs))
+        spy = CallbackHook(
+            after_eval_step=lambda trainer, phase, index, inputs, outputs: seen.append(outputs)
+        )
         evaluate([hook, spy], model=lambda inputs: torch.rand(1).item())
         return seen
 
-    careless = CallbackHook(after_eval_step=lambda trainer, phase, index, inputs, outputs: draw_noise(None, None))
+    careless = CallbackHook(
+        after_eval_step=lambda trainer, phase, index, inputs, outputs: draw_noise(None, None)
+    )
     undisturbed = outputs_beside(CallbackHook())
-    assert outputs_beside(VisualizationHook(draw_noise, 1, tmp_path)) == undisturbed != outputs_beside(careless)
+    assert (
+        outputs_beside(VisualizationHook(draw_noise, 1, tmp_path))
+        == undisturbed
+        != outputs_beside(careless)
+    )
 
 
 def test_a_config_switches_it_on_for_validation_and_test(tmp_path):
     entry = {"NAME": "VisualizationHook", "DRAW": "draw_logits", "PERIOD": 3}
     DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry], "DATASETS.VAL", ("tiny_val",))).train()
     val = [f"val/tiny_val_iter{iteration}_batch0002.png" for iteration in ("0000004", "0000010")]
-    assert [*values(tmp_path / "visualization")] == ["test/tiny_test_iter0000010_batch0002.png", *val]
+    assert [*values(tmp_path / "visualization")] == [
+        "test/tiny_test_iter0000010_batch0002.png",
+        *val,
+    ]
 
 
 def test_each_image_is_called_as_its_sample(tmp_path):
-    hook = VisualizationHook(lambda inputs, outputs: [gray(0), gray(1)], 1, tmp_path, names="file_name")
+    hook = VisualizationHook(
+        lambda inputs, outputs: [gray(0), gray(1)], 1, tmp_path, names="file_name"
+    )
     names = ["frankfurt/000.png", "a b", 7]
-    evaluate([hook], [{"file_name": names}, [{"file_name": name} for name in names]], model=lambda inputs: inputs)
+    evaluate(
+        [hook],
+        [{"file_name": names}, [{"file_name": name} for name in names]],
+        model=lambda inputs: inputs,
+    )
     batches = [f"val/cats_iter0000007_batch000{batch}" for batch in (0, 1)]
-    assert [*values(tmp_path)] == [f"{batch}_{name}.png" for batch in batches for name in ("000", "a_b")]
+    assert [*values(tmp_path)] == [
+        f"{batch}_{name}.png" for batch in batches for name in ("000", "a_b")
+    ]
 
 
 def draw_on_a_rank(rank, folder):

@@ -72,7 +72,11 @@ def test_files_import_from_each_other_relatively_and_each_has_its_own_copy(write
         base="train = dict(steps=10)",
         parts__data="import math\nloader = dict(size=math.floor(2.5))",
     )
-    assert LazyConfig.load(path) == {"train": {"steps": 20}, "model": {"steps": 11}, "data": {"size": 2}}
+    assert LazyConfig.load(path) == {
+        "train": {"steps": 20},
+        "model": {"steps": 11},
+        "data": {"size": 2},
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,12 @@ def test_instantiate_makes_the_inner_calls_first_and_passes_plain_values():
     inner = LazyCall(Point)(x=1, y=2)
     node = LazyCall(dict)(point=inner, many=[inner, {"deep": inner}], at=(1, [2]), number=3)
     made = instantiate(node)
-    assert made == {"point": Point(1, 2), "many": [Point(1, 2), {"deep": Point(1, 2)}], "at": [1, [2]], "number": 3}
+    assert made == {
+        "point": Point(1, 2),
+        "many": [Point(1, 2), {"deep": Point(1, 2)}],
+        "at": [1, [2]],
+        "number": 3,
+    }
     assert [type(made["many"]), type(made["many"][1]), type(made["at"][1])] == [list, dict, list]
     assert node.point == inner  # it stays a description
 
@@ -117,7 +126,9 @@ def test_what_describes_no_call_is_given_back():
 
 def test_dataclasses_in_nodes_come_out_as_they_were_also_after_a_save(tmp_path):
     cfg = OmegaConf.create({"width": 1}, flags={"allow_objects": True})
-    cfg.model = LazyCall(Thing)(shapes={"res3": Point(512), "res4": Point(1024, 4)}, many=[Point(7)])
+    cfg.model = LazyCall(Thing)(
+        shapes={"res3": Point(512), "res4": Point(1024, 4)}, many=[Point(7)]
+    )
     cfg.late = Point(3, 2)
     for each in (cfg, reloaded(cfg, tmp_path)):
         made = instantiate(each)
@@ -128,10 +139,19 @@ def test_dataclasses_in_nodes_come_out_as_they_were_also_after_a_save(tmp_path):
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"_target_": "test_lazy_config.Piont", "x": 1}, r"Piont\(x\) failed: .* has no attribute 'Piont'"),
+        (
+            {"_target_": "test_lazy_config.Piont", "x": 1},
+            r"Piont\(x\) failed: .* has no attribute 'Piont'",
+        ),
         ({"_target_": "math.pi", "x": 1}, r"math.pi\(x\) failed: .* not callable"),
-        ({"_target_": Point, "x": 1, "z": 2}, r"test_lazy_config.Point\(x, z\) failed: TypeError: .*'z'"),
-        ({"_target_": fail, "error": ValueError}, r"test_lazy_config.fail\(error\) failed: ValueError: no"),
+        (
+            {"_target_": Point, "x": 1, "z": 2},
+            r"test_lazy_config.Point\(x, z\) failed: TypeError: .*'z'",
+        ),
+        (
+            {"_target_": fail, "error": ValueError},
+            r"test_lazy_config.fail\(error\) failed: ValueError: no",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_call_is_said_with_its_target_and_arguments(node, message):
@@ -139,9 +159,13 @@ def test_what_is_wrong_with_a_call_is_said_with_its_target_and_arguments(node, m
         instantiate({"outer": [node]})
 
 
-def test_a_dotted_path_leads_to_an_attribute_and_one_to_nowhere_says_where_it_ends(write, monkeypatch):
+def test_a_dotted_path_leads_to_an_attribute_and_one_to_nowhere_says_where_it_ends(
+    write, monkeypatch
+):
     assert locate("torch.nn.Module.forward") is torch.nn.Module.forward
-    monkeypatch.syspath_prepend(write(located_broken="1 / 0", located_needy="import gone_module").parent)
+    monkeypatch.syspath_prepend(
+        write(located_broken="1 / 0", located_needy="import gone_module").parent
+    )
     for name, message in {
         "torch.nn.Module.gone.x": "'Module' has no attribute 'gone'",
         "": "cannot locate",
@@ -164,21 +188,40 @@ class Sized:
 
 def test_a_configurable_takes_a_lazy_config_as_its_config():
     cfg = OmegaConf.create({"size": 3})
-    assert (Sized(cfg).sizes, Sized(cfg=cfg, scale=2, depth=1).sizes, Sized(4).sizes) == ((3, 2), (6, 1), (4, 2))
+    assert (Sized(cfg).sizes, Sized(cfg=cfg, scale=2, depth=1).sizes, Sized(4).sizes) == (
+        (3, 2),
+        (6, 1),
+        (4, 2),
+    )
 
 
 def overridden(*overrides):
-    cfg = OmegaConf.create({"model": {"width": 3, "act": None}, "hooks": [{"period": 1}], "name": "a"})
+    cfg = OmegaConf.create(
+        {"model": {"width": 3, "act": None}, "hooks": [{"period": 1}], "name": "a"}
+    )
     assert LazyConfig.apply_overrides(cfg, overrides) is cfg
     return cfg
 
 
 def test_overrides_are_values_reach_into_lists_merge_nodes_and_come_in_their_order():
-    values = {"1e-3": 0.001, "true": True, "null": None, "text": "text", "'5'": "5", "[1, a]": [1, "a"]}
+    values = {
+        "1e-3": 0.001,
+        "true": True,
+        "null": None,
+        "text": "text",
+        "'5'": "5",
+        "[1, a]": [1, "a"],
+    }
     values |= {"(1, 2)": [1, 2], "{a: 1}": {"a": 1}, "a=b": "a=b", "": "", "${name}": "a"}
     for text, value in values.items():
         assert overridden(f"model.width={text}").model.width == value
-    cfg = overridden("hooks.0.period=5", "model={width: 4}", "+model.depth=2", "++model.new.deep=1", "model.depth=3")
+    cfg = overridden(
+        "hooks.0.period=5",
+        "model={width: 4}",
+        "+model.depth=2",
+        "++model.new.deep=1",
+        "model.depth=3",
+    )
     assert cfg == {
         "model": {"width": 4, "act": None, "depth": 3, "new": {"deep": 1}},
         "hooks": [{"period": 5}],
@@ -188,7 +231,9 @@ def test_overrides_are_values_reach_into_lists_merge_nodes_and_come_in_their_ord
 
 def test_a_key_that_is_like_no_other_is_made_with_a_warning(caplog):
     assert overridden("model.ema.decay=0.9").model.ema.decay == 0.9
-    assert caplog.messages == ["model.ema.decay is used as a new key; write +model.ema.decay if this is what you mean"]
+    assert caplog.messages == [
+        "model.ema.decay is used as a new key; write +model.ema.decay if this is what you mean"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +243,10 @@ def test_a_key_that_is_like_no_other_is_made_with_a_warning(caplog):
         ("~model.width=5", "there is no '~model'"),
         ("name.first=5", "name.first: 'a' is neither a node"),
         ("hooks.1.period=5", "hooks.1: .* long enough list"),
-        ("model.width", "overrides are written key=value, such as model.width=32, got 'model.width'"),
+        (
+            "model.width",
+            "overrides are written key=value, such as model.width=32, got 'model.width'",
+        ),
         ("model..width=5", "overrides are written key=value"),
     ],
 )
@@ -220,7 +268,16 @@ def test_what_is_saved_loads_again_to_an_equal_config(write, tmp_path):
     assert OmegaConf.to_container(loaded) == OmegaConf.to_container(cfg)
     assert OmegaConf.to_container(loaded, resolve=True) == OmegaConf.to_container(cfg, resolve=True)
     assert loaded.points.late["_target_"] == "test_lazy_config.Point"
-    assert [type(value) for value in loaded.train.values()] == [int, float, float, str, type(None), bool, str, str]
+    assert [type(value) for value in loaded.train.values()] == [
+        int,
+        float,
+        float,
+        str,
+        type(None),
+        bool,
+        str,
+        str,
+    ]
     assert list(loaded) == list(cfg) == ["train", "points"]
 
 
@@ -230,12 +287,16 @@ def test_loading_a_saved_config_runs_and_imports_nothing(tmp_path, monkeypatch):
     (tmp_path / "cfg.yaml").write_text("model: {_target_: lazy_test_bomb.Model, width: 1}")
     cfg = LazyConfig.apply_overrides(LazyConfig.load(tmp_path / "cfg.yaml"), ["model.width=2"])
     assert cfg.model["_target_"] == "lazy_test_bomb.Model"
-    with pytest.raises(SystemExit, match="it went off"):  # it is there, and this is what resolves it
+    with pytest.raises(
+        SystemExit, match="it went off"
+    ):  # it is there, and this is what resolves it
         instantiate(cfg.model)
 
 
 def test_of_what_yaml_cannot_hold_only_the_name_is_saved_with_a_warning(tmp_path, caplog):
-    cfg = {"call": LazyCall(dict)(floor=math.floor, act=lambda x: x, number=Fraction(1, 2), width=3)}
+    cfg = {
+        "call": LazyCall(dict)(floor=math.floor, act=lambda x: x, number=Fraction(1, 2), width=3)
+    }
     saved = reloaded(cfg, tmp_path).call
     assert "these values: math.floor, test_lazy_config" in caplog.text
     assert (saved["_target_"], saved.floor, saved.width) == ("builtins.dict", "math.floor", 3)

@@ -17,8 +17,17 @@ from trainkit.engine import default_argument_parser, default_setup
 from trainkit.utils.logger import close_logger
 
 # epochs of 12 iterations; periods without a common divisor
-SHORT = ["train.max_iter=14", "train.eval_period=5", "train.checkpointer.period=3", "train.log_period=1"]
-SHORT += ["model.width=2", "dataloader.train.total_batch_size=100", "lr_multiplier.warmup_length=0.5"]
+SHORT = [
+    "train.max_iter=14",
+    "train.eval_period=5",
+    "train.checkpointer.period=3",
+    "train.log_period=1",
+]
+SHORT += [
+    "model.width=2",
+    "dataloader.train.total_batch_size=100",
+    "lr_multiplier.warmup_length=0.5",
+]
 
 
 class BreaksOff(DigitsCNN):
@@ -74,10 +83,30 @@ def test_a_run_that_is_broken_off_twice_and_resumed_ends_as_the_whole_one(whole,
 
 
 def test_the_job_is_that_of_train_net_bit_for_bit(whole, tmp_path):
-    options = ["SOLVER.MAX_ITER", "14", "TEST.EVAL_PERIOD", "5", "LOG.PERIOD", "1", "MODEL.WIDTH", "2"]
-    options += ["SOLVER.IMS_PER_BATCH", "100", "SOLVER.WARMUP_ITERS", "7", "OUTPUT_DIR", str(tmp_path)]
+    options = [
+        "SOLVER.MAX_ITER",
+        "14",
+        "TEST.EVAL_PERIOD",
+        "5",
+        "LOG.PERIOD",
+        "1",
+        "MODEL.WIDTH",
+        "2",
+    ]
+    options += [
+        "SOLVER.IMS_PER_BATCH",
+        "100",
+        "SOLVER.WARMUP_ITERS",
+        "7",
+        "OUTPUT_DIR",
+        str(tmp_path),
+    ]
     train_net.main(default_argument_parser().parse_args(options))
-    results = [f"{prefix}{name}" for prefix in ("", "test/") for name in ("classification/top1", "loss/total_loss")]
+    results = [
+        f"{prefix}{name}"
+        for prefix in ("", "test/")
+        for name in ("classification/top1", "loss/total_loss")
+    ]
     names = ("total_loss", "lr", *results)
     assert metrics(tmp_path, *names) == metrics(whole, *names)
     assert len(metrics(whole, *names)) == 14 + 14 + 3 * 2 + 2
@@ -94,7 +123,13 @@ def test_the_settings_are_those_of_projects_digits():
     found = (cfg.train.max_iter, cfg.train.eval_period, cfg.model.width, warmup, cfg.optimizer.lr)
     solver = digits.SOLVER
     period = digits.TEST.EVAL_PERIOD
-    assert found == (solver.MAX_ITER, period, digits.MODEL.WIDTH, solver.WARMUP_ITERS, solver.BASE_LR)
+    assert found == (
+        solver.MAX_ITER,
+        period,
+        digits.MODEL.WIDTH,
+        solver.WARMUP_ITERS,
+        solver.BASE_LR,
+    )
 
 
 def test_the_saved_config_gives_the_same_run(whole, tmp_path):
@@ -140,7 +175,9 @@ def test_default_setup_seeds_makes_the_folder_and_moves_an_earlier_run_aside(tmp
         return torch.rand(())
 
     train = {"output_dir": str(tmp_path / "out"), "seed": 7, "device": "cuda"}
-    cfg = OmegaConf.create({"train": train, "model": LazyCall(nn.Linear)(in_features=1, out_features=1)})
+    cfg = OmegaConf.create(
+        {"train": train, "model": LazyCall(nn.Linear)(in_features=1, out_features=1)}
+    )
     first = setup(cfg)
     assert LazyConfig.load(tmp_path / "out" / "config.yaml") == cfg
     assert (tmp_path / "out" / "log.txt").is_file()
@@ -149,5 +186,7 @@ def test_default_setup_seeds_makes_the_folder_and_moves_an_earlier_run_aside(tmp
     cfg.train.seed = 8
     assert setup(cfg, num_gpus=0) != first
     assert cfg.train.device == "cpu"
-    with pytest.raises(ConfigError, match="train.output_dir is missing in the config, which has model; set it"):
+    with pytest.raises(
+        ConfigError, match="train.output_dir is missing in the config, which has model; set it"
+    ):
         setup(OmegaConf.create({"model": {}}))

@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.slow,  # importing mlflow takes seconds
     pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow"),
     # of mlflow's own modules
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+    ),
 ]
 
 
@@ -32,12 +34,16 @@ def read(monkeypatch, tmp_path):
         from mlflow import MlflowClient
 
         client = MlflowClient((tmp_path / "mlruns").as_uri())
-        return client, client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+        return client, client.search_runs(
+            [experiment.experiment_id for experiment in client.search_experiments()]
+        )
 
     return read
 
 
-def test_scalars_settings_config_and_images_arrive_and_nothing_that_comes_late_is_lost(tmp_path, read):
+def test_scalars_settings_config_and_images_arrive_and_nothing_that_comes_late_is_lost(
+    tmp_path, read
+):
     from PIL import Image
 
     settings = {f"KEY_{i}": i for i in range(150)} | {"SOLVER.BASE_LR": 0.1, "LONG": "x" * 7000}
@@ -62,7 +68,9 @@ def test_scalars_settings_config_and_images_arrive_and_nothing_that_comes_late_i
 
     client, [run] = read()
     points = {
-        name: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+        name: [
+            (point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)
+        ]
         for name in ("loss", "late", "bad", "high", "lr of _a_ _1_")
     }
     assert points == {
@@ -74,7 +82,9 @@ def test_scalars_settings_config_and_images_arrive_and_nothing_that_comes_late_i
     }
     assert (run.info.status, run.info.run_name) == ("FINISHED", tmp_path.name)
     assert run.data.params == {name: str(value)[:6000] for name, value in settings.items()}
-    assert Path(client.download_artifacts(run.info.run_id, "config.yaml")).read_text() == "SEED: 3\n"
+    assert (
+        Path(client.download_artifacts(run.info.run_id, "config.yaml")).read_text() == "SEED: 3\n"
+    )
     folder = Path(client.download_artifacts(run.info.run_id, "images"))
     assert np.array_equal(Image.open(folder / "rgb/0000009.png"), rgb.permute(1, 2, 0).numpy())
     assert np.array_equal(Image.open(folder / "val/gray/0000009.png"), [[0, 127, 255]])
@@ -95,7 +105,9 @@ def test_a_resumed_run_continues_its_run_and_another_one_starts_its_own(tmp_path
     second.close()
 
     client, [run] = read()
-    found = {(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")}
+    found = {
+        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")
+    }
     assert found == {(3, 1.0), (7, 3.0), (9, 4.0)}
     write(MLflowWriter(tmp_path), 3, loss=1.0)
     assert len(read()[1]) == 2

@@ -54,7 +54,9 @@ def test_each_run_has_a_bar_of_its_own_with_loss_and_rate_from_where_it_starts(s
     assert terminal.getvalue().rpartition("\r")[2].startswith("Training:  20%")
 
 
-def test_log_lines_stand_above_the_bar_and_the_line_of_the_console_is_in_the_file(tmp_path, stand_in):
+def test_log_lines_stand_above_the_bar_and_the_line_of_the_console_is_in_the_file(
+    tmp_path, stand_in
+):
     terminal = stand_in(Terminal())
     with EventStorage() as storage:
         setup_logger(tmp_path, color=False, stdout_level="INFO")
@@ -85,9 +87,17 @@ def test_a_notebook_shows_a_bar(stand_in):
 
 @pytest.mark.parametrize(
     ("stdout", "term", "name"),
-    [(Terminal(), "xterm", "progress_bar"), (Terminal(), "dumb", "console"), (io.StringIO(), "xterm", "console")],
+    [
+        (Terminal(), "xterm", "progress_bar"),
+        (Terminal(), "dumb", "console"),
+        (io.StringIO(), "xterm", "console"),
+    ],
 )
-def test_the_key_puts_the_bar_in_the_place_of_the_console_in_a_terminal(tmp_path, stand_in, stdout, term, name):
+def test_the_key_puts_the_bar_in_the_place_of_the_console_in_a_terminal(
+    tmp_path, stand_in, stdout, term, name
+):
     stand_in(stdout, term)
-    cfg = prepare_projects(tiny_cfg(tmp_path, "LOG.PROGRESS", True, "LOG.WRITERS", ["console", "json"]))
+    cfg = prepare_projects(
+        tiny_cfg(tmp_path, "LOG.PROGRESS", True, "LOG.WRITERS", ["console", "json"])
+    )
     assert {**cfg.LOG}["WRITERS"] == [name, "json"]

@@ -15,7 +15,9 @@ def shown(folder):
 
 def points(folder):
     events = shown(folder)
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def train(storage, writer, iters):

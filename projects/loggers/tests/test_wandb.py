@@ -20,7 +20,9 @@ from trainkit.utils.events import CSVWriter, EventStorage, WandbWriter
 
 def needs_wandb(test):
     """wandb starts a process for each run."""
-    return pytest.mark.slow(pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")(test))
+    return pytest.mark.slow(
+        pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")(test)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,10 @@ def test_each_new_scalar_image_and_histogram_arrives_once_with_its_iteration(tmp
     ]
     assert (pictures["_step"], pictures["iteration"]) == (10, 9)
     assert (pictures["few/values"], pictures["few/bins"]) == ([3, 3], [0, 2.5, 5])
-    assert (pictures["many/values"], pictures["many/bins"]) == ([2] * 499 + [3], [*range(0, 1001, 2)])
+    assert (pictures["many/values"], pictures["many/bins"]) == (
+        [2] * 499 + [3],
+        [*range(0, 1001, 2)],
+    )
     [folder] = (tmp_path / "wandb").glob("offline-run-*/files")
     assert np.array_equal(Image.open(folder / pictures["rgb/path"]), rgb.permute(1, 2, 0).numpy())
     assert np.array_equal(Image.open(folder / pictures["gray/path"]), [[0, 127, 255]])
@@ -103,13 +108,17 @@ def test_a_resumed_run_repeats_the_steps_after_the_checkpoint_in_the_same_run(tm
     assert killed["rows"][1:] == resumed["rows"]
 
 
-def test_an_error_of_wandb_is_logged_and_nothing_more_is_written_in_this_training(tmp_path, monkeypatch, caplog):
+def test_an_error_of_wandb_is_logged_and_nothing_more_is_written_in_this_training(
+    tmp_path, monkeypatch, caplog
+):
     wandb, real = Mock(), importlib.import_module
     run = wandb.init.return_value
     run.disabled = False
     run.log.side_effect = run.finish.side_effect = RuntimeError("no answer")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    monkeypatch.setattr("importlib.import_module", lambda name: wandb if name == "wandb" else real(name))
+    monkeypatch.setattr(
+        "importlib.import_module", lambda name: wandb if name == "wandb" else real(name)
+    )
     writer = WandbWriter(tmp_path)
     for iter in range(3):
         write(writer, iter, loss=1.0)
@@ -117,7 +126,10 @@ def test_an_error_of_wandb_is_logged_and_nothing_more_is_written_in_this_trainin
 
     run.log.assert_called_once()
     run.finish.assert_called_once()
-    assert caplog.messages == ["Nothing more is written for Weights & Biases, training continues: no answer"] * 2
+    assert (
+        caplog.messages
+        == ["Nothing more is written for Weights & Biases, training continues: no answer"] * 2
+    )
     run.log.side_effect = None
     write(writer, 4, loss=1.0)
     assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 4]
@@ -128,5 +140,7 @@ def test_the_writers_are_there_by_name_and_a_missing_package_is_an_error(tmp_pat
     writers = default_writers(tmp_path, names=["csv", "wandb"], cfg=tiny_cfg(tmp_path))
     assert [type(writer) for writer in writers] == [CSVWriter, WandbWriter]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"WandbWriter needs the package wandb: pip install 'trainkit\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"WandbWriter needs the package wandb: pip install 'trainkit\[wandb\]'"
+    ):
         default_writers(tmp_path, names=["wandb"])

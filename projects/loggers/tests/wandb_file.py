@@ -30,20 +30,29 @@ def read_records(path):
 
 def read_runs(folder):
     """For each start, in the order of time, the file's id, config, rows of history and metrics by name."""
-    sys.modules["wandb"].teardown()  # waits for wandb's process, which writes some time after the one that trains
+    sys.modules[
+        "wandb"
+    ].teardown()  # waits for wandb's process, which writes some time after the one that trains
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         run = {"file": path.stem, "config": {}, "rows": [], "axes": {}, "exit": None}
         for record in read_records(path):
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                run["config"] = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                run["config"] = {
+                    item.key: json.loads(item.value_json) for item in record.run.config.update
+                }
             elif kind == "history":
                 row = {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
                 }
-                run["rows"].append({key: row[key] for key in row.keys() - {"_timestamp", "_runtime"}})
+                run["rows"].append(
+                    {key: row[key] for key in row.keys() - {"_timestamp", "_runtime"}}
+                )
             elif kind == "metric":
-                run["axes"][record.metric.name or record.metric.glob_name] = record.metric.step_metric
+                run["axes"][record.metric.name or record.metric.glob_name] = (
+                    record.metric.step_metric
+                )
             elif kind == "exit":
                 run["exit"] = record.exit.exit_code
         yield run

@@ -25,7 +25,9 @@ def as_rank(as_rank):
 
 def train_loader(steps=1, mapper=None):
     dataset = MapDataset([*range(10)], mapper) if mapper else [*range(10)]
-    loader = build_train_loader(dataset, total_batch_size=8, seed=3, collate_fn=trivial_batch_collator)
+    loader = build_train_loader(
+        dataset, total_batch_size=8, seed=3, collate_fn=trivial_batch_collator
+    )
     return divide(loader, 4, steps)
 
 
@@ -44,10 +46,16 @@ def test_batches_and_what_is_drawn_for_them_do_not_depend_on_the_number_of_proce
     options = {"mapper": lambda sample: (sample, torch.rand(()).item())}
     alone = batches_by_rank(as_rank, 1, 4, 1, **options)
     assert [len(batch) for batch in alone[0]] == [2] * 4
-    assert alone == batches_by_rank(as_rank, 2, 4, 1, **options) == batches_by_rank(as_rank, 4, 2, 2, **options)
+    assert (
+        alone
+        == batches_by_rank(as_rank, 2, 4, 1, **options)
+        == batches_by_rank(as_rank, 4, 2, 2, **options)
+    )
 
 
-def test_the_place_in_the_data_and_the_length_of_an_epoch_do_not_depend_on_the_number_of_processes(as_rank):
+def test_the_place_in_the_data_and_the_length_of_an_epoch_do_not_depend_on_the_number_of_processes(
+    as_rank,
+):
     states = []
     for world_size in (1, 2, 4):
         as_rank(0, world_size)
@@ -69,7 +77,9 @@ def test_batches_to_evaluate_do_not_depend_on_the_number_of_processes(as_rank):
         batches = []
         for rank in range(world_size):
             as_rank(rank, world_size)
-            loader = divide(build_test_loader([*range(11)], batch_size=2, collate_fn=trivial_batch_collator), 4)
+            loader = divide(
+                build_test_loader([*range(11)], batch_size=2, collate_fn=trivial_batch_collator), 4
+            )
             loader = loader.first_batches(most) if most else loader
             batches += [*loader]
             assert len(loader) == len([*loader])
@@ -78,7 +88,12 @@ def test_batches_to_evaluate_do_not_depend_on_the_number_of_processes(as_rank):
     state = torch.get_rng_state()
     whole = [[0, 1], [2], [3, 4], [5], [6, 7], [8], [9, 10]]
     assert found(1) == found(2) == found(4) == whole
-    assert found(1, most=1) == found(2, most=1) == found(4, most=1) == [[0, 1], [3, 4], [6, 7], [9, 10]]
+    assert (
+        found(1, most=1)
+        == found(2, most=1)
+        == found(4, most=1)
+        == [[0, 1], [3, 4], [6, 7], [9, 10]]
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -86,7 +101,9 @@ def test_what_cannot_be_divided_is_refused(as_rank):
     as_rank(0, 1)
     with pytest.raises(ConfigError, match="positive multiple of the world size 4, got 6"):
         build_train_loader([0], total_batch_size=6, seed=0)
-    with pytest.raises(ConfigError, match="SOLVER.LOGICAL_RANKS: got .* accepted: a map-style dataset"):
+    with pytest.raises(
+        ConfigError, match="SOLVER.LOGICAL_RANKS: got .* accepted: a map-style dataset"
+    ):
         divide(build_train_loader(ChainDataset([]), total_batch_size=8, seed=0), 4)
 
 
@@ -109,7 +126,9 @@ def trainer(model, data=None, **options):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_gradients_and_losses_are_added_in_a_tree_over_logical_ranks_after_the_micro_batches_of_each(steps):
+def test_gradients_and_losses_are_added_in_a_tree_over_logical_ranks_after_the_micro_batches_of_each(
+    steps,
+):
     model, data, each = Regression(), parts(steps), []
     made = trainer(model, data, accumulation_steps=steps)
     made.optimizer.param_groups[0]["lr"] = 0.0
@@ -119,7 +138,9 @@ def test_gradients_and_losses_are_added_in_a_tree_over_logical_ranks_after_the_m
         of_one = Regression()
         loss = of_one(batch)
         (loss / len(data)).backward()
-        each.append([loss.double().detach() / steps, *(parameter.grad for parameter in of_one.parameters())])
+        each.append(
+            [loss.double().detach() / steps, *(parameter.grad for parameter in of_one.parameters())]
+        )
     for place, name in enumerate(["total_loss", *model.parameters()]):
         values = [sum(each[steps * i + step][place] for step in range(steps)) for i in range(4)]
         by_rank = dict(zip(ORDER, values, strict=True))
@@ -169,7 +190,9 @@ def test_a_model_that_writes_other_buffers_or_cannot_be_added_in_a_tree_is_refus
     with pytest.raises(ValueError, match="only the statistics of normalization layers"):
         trainer(Queue()).train(0, 1)
     for module in (nn.SyncBatchNorm(3), nn.Embedding(3, 3, sparse=True)):
-        with pytest.raises(ConfigError, match="excludes SyncBatchNorm and sparse gradients, as in 1"):
+        with pytest.raises(
+            ConfigError, match="excludes SyncBatchNorm and sparse gradients, as in 1"
+        ):
             trainer(nn.Sequential(nn.Linear(3, 3), module))
 
 
@@ -179,11 +202,19 @@ KEYS = "SOLVER.GRAPH.ENABLED MODEL.DDP.BROADCAST_BUFFERS TEST.PRECISE_BN.ENABLED
 @pytest.mark.parametrize("key", KEYS.split())
 def test_settings_whose_sums_depend_on_the_number_of_processes_are_refused(key, tmp_path):
     with pytest.raises(ConfigError, match=f"SOLVER.LOGICAL_RANKS and {key}.* exclude each other"):
-        check_values(tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", 4, key, [[2, 3]] if "FACTORS" in key else True))
+        check_values(
+            tiny_cfg(
+                tmp_path, "SOLVER.LOGICAL_RANKS", 4, key, [[2, 3]] if "FACTORS" in key else True
+            )
+        )
 
 
 @pytest.mark.parametrize(("number", "world_size"), [(6, 1), (4, 8)])
-def test_a_number_that_no_tree_has_or_that_processes_cannot_share_is_refused(number, world_size, tmp_path, monkeypatch):
+def test_a_number_that_no_tree_has_or_that_processes_cannot_share_is_refused(
+    number, world_size, tmp_path, monkeypatch
+):
     monkeypatch.setattr("trainkit.utils.comm.get_world_size", lambda: world_size)
-    with pytest.raises(ConfigError, match=f"LOGICAL_RANKS: got {number} .* a multiple of {world_size}"):
+    with pytest.raises(
+        ConfigError, match=f"LOGICAL_RANKS: got {number} .* a multiple of {world_size}"
+    ):
         check_values(tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", number))

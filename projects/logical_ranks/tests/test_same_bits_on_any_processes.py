@@ -63,20 +63,71 @@ HOOKS = [
     {"NAME": "Draw"},
 ]
 # periods without a common divisor; 40 samples in epochs of 1 2/3 iterations of 3 times 8; 12 samples to evaluate
-EVERYTHING = ("SOLVER.LOGICAL_RANKS", 4, "SOLVER.MAX_ITER", 14, "SOLVER.ACCUMULATION_STEPS", 3, "HOOKS", HOOKS)
-EVERYTHING += ("SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 4, "LOG.PERIOD", 2, "LOG.WINDOW", 5)
+EVERYTHING = (
+    "SOLVER.LOGICAL_RANKS",
+    4,
+    "SOLVER.MAX_ITER",
+    14,
+    "SOLVER.ACCUMULATION_STEPS",
+    3,
+    "HOOKS",
+    HOOKS,
+)
+EVERYTHING += (
+    "SOLVER.CHECKPOINT_PERIOD",
+    2,
+    "TEST.EVAL_PERIOD",
+    4,
+    "LOG.PERIOD",
+    2,
+    "LOG.WINDOW",
+    5,
+)
 EVERYTHING += ("MODEL.NAME", "Transposed", "MODEL.DDP.STATIC_GRAPH", True)
-EVERYTHING += ("SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "CHECKPOINT.ASYNC", True)
-EVERYTHING += ("SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model")
-EVERYTHING += ("SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.BASE_LR", 0.02, "DATALOADER.NUM_WORKERS", 1)
-EVERYTHING += ("DATASETS.VAL", ("tiny_val",), "CHECKPOINT.BEST_METRIC", "loss/total_loss", "TEST.IMS_PER_BATCH", 2)
+EVERYTHING += (
+    "SOLVER.AMP.ENABLED",
+    True,
+    "SOLVER.AMP.PRECISION",
+    "bfloat16",
+    "CHECKPOINT.ASYNC",
+    True,
+)
+EVERYTHING += (
+    "SOLVER.CLIP_GRADIENTS.ENABLED",
+    True,
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
+    "full_model",
+)
+EVERYTHING += (
+    "SOLVER.OPTIMIZER.NAME",
+    "AdamW",
+    "SOLVER.BASE_LR",
+    0.02,
+    "DATALOADER.NUM_WORKERS",
+    1,
+)
+EVERYTHING += (
+    "DATASETS.VAL",
+    ("tiny_val",),
+    "CHECKPOINT.BEST_METRIC",
+    "loss/total_loss",
+    "TEST.IMS_PER_BATCH",
+    2,
+)
 EVERYTHING += ("EARLY_STOPPING.METRIC", "loss/total_loss", "EARLY_STOPPING.PATIENCE", 1)
 EVERYTHING += ("EARLY_STOPPING.MIN_DELTA", 1.0)  # the second evaluation is the last
-EVERYTHING += ("TEST.EVALUATORS", ["ClassificationEvaluator", "LossEvaluator"], "INPUT.TRAIN_TRANSFORM", "Jitter")
+EVERYTHING += (
+    "TEST.EVALUATORS",
+    ["ClassificationEvaluator", "LossEvaluator"],
+    "INPUT.TRAIN_TRANSFORM",
+    "Jitter",
+)
 
 
 def train(rank, num_ranks, port, folder, resume, kill_at):
-    multiprocessing.set_start_method("fork", force=True)  # of the workers of loaders: others import torch anew
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # of the workers of loaders: others import torch anew
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     torch.set_num_threads(1)
@@ -95,7 +146,9 @@ def train_on(num_ranks, folder, resume=False, kill_at=-1):
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
     arguments = (num_ranks, store.port, folder, resume, kill_at)
     try:
-        multiprocessing.start_processes(train, arguments, nprocs=num_ranks, start_method="forkserver")
+        multiprocessing.start_processes(
+            train, arguments, nprocs=num_ranks, start_method="forkserver"
+        )
     except multiprocessing.ProcessExitedException as error:
         if error.exit_code != -signal.SIGKILL:
             raise
@@ -111,7 +164,9 @@ def of_four(tmp_path_factory):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_job_with_everything_ends_with_the_same_bytes_on_any_number_of_processes(of_four, tmp_path, num_ranks):
+def test_a_job_with_everything_ends_with_the_same_bytes_on_any_number_of_processes(
+    of_four, tmp_path, num_ranks
+):
     assert train_on(num_ranks, tmp_path)
     assert content(tmp_path) == content(of_four)
     state = read_file(of_four / "model_final.pth")
@@ -119,10 +174,14 @@ def test_a_job_with_everything_ends_with_the_same_bytes_on_any_number_of_process
     assert {"model_best.pth", "model_0000005.pth"} <= content(of_four)[0].keys()
     assert "ranks" not in state
     text = (of_four / "metrics.json").read_text()
-    assert all(name in text for name in ("grad_norm", "loss/total_loss", "classification/top1", "drawn"))
+    assert all(
+        name in text for name in ("grad_norm", "loss/total_loss", "classification/top1", "drawn")
+    )
 
 
-def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same_bytes(of_four, tmp_path):
+def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same_bytes(
+    of_four, tmp_path
+):
     for num_ranks, kill_at in ((4, 2), (2, 4), (1, 6)):
         assert not train_on(num_ranks, tmp_path, resume=True, kill_at=kill_at)
     assert train_on(4, tmp_path, resume=True)
@@ -131,8 +190,13 @@ def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same
 
 def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):
     found = replay(of_four, 5, Job(of_four, *EVERYTHING), prove=True)
-    assert found.proof == "every byte equals model_0000005.pth: model, optimizer, random state, data, hooks, storage"
+    assert (
+        found.proof
+        == "every byte equals model_0000005.pth: model, optimizer, random state, data, hooks, storage"
+    )
     assert found.verdict.startswith("reproducible")
     labels = [sample["label"] for sample in DatasetCatalog.get("tiny_train")]
-    named = [labels[int(name.split()[1])] for name in found.samples]  # each pass has the samples that the report names
+    named = [
+        labels[int(name.split()[1])] for name in found.samples
+    ]  # each pass has the samples that the report names
     assert named == torch.cat([batch["label"] for batch in found.batch]).tolist()

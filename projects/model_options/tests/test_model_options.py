@@ -28,7 +28,9 @@ class Counting(nn.Module):
 class Normed(nn.Module):
     def __init__(self, momentum=0.1):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(inplace=True))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(inplace=True)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -48,7 +50,10 @@ class OfBlocks(nn.Module):
         if not self.training:
             return logits
         compiled = torch.full((), float(torch.compiler.is_compiling()))
-        return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"]), "compiled": compiled}
+        return {
+            "loss_cls": nn.functional.cross_entropy(logits, batch["label"]),
+            "compiled": compiled,
+        }
 
 
 @MODEL_REGISTRY.register()
@@ -66,14 +71,18 @@ def train(folder, *options, resume=False, stop_at=None):
     hooks = ["HOOKS", [{"NAME": "EMAHook"}]]
     trainer = DefaultTrainer(tiny_cfg(folder, "MODEL.NAME", "OfBlocks", *hooks, *options))
     trainer.resume_or_load(resume=resume)
-    stop = CallbackHook(after_step=lambda trainer: trainer.request_stop("test") if trainer.iter == stop_at else None)
+    stop = CallbackHook(
+        after_step=lambda trainer: trainer.request_stop("test") if trainer.iter == stop_at else None
+    )
     trainer.register_hooks([stop])
     trainer.train()
     return trainer
 
 
 def assert_same_run(found, expected):
-    torch.testing.assert_close(found.model.state_dict(), expected.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        found.model.state_dict(), expected.model.state_dict(), rtol=0, atol=0
+    )
     assert scalars(found)["total_loss"] == scalars(expected)["total_loss"]
 
 
@@ -86,7 +95,10 @@ def test_blocks_are_computed_again_in_the_backward_pass_with_the_same_random_num
     assert_same_run(again, plain)
     assert_same_run(resumed, plain)
     calls = [[block.num_calls for block in trainer.model.blocks] for trainer in (again, plain)]
-    assert [more - less for more, less in zip(*calls, strict=True)] == [10, 10]  # in each iteration, in no evaluation
+    assert [more - less for more, less in zip(*calls, strict=True)] == [
+        10,
+        10,
+    ]  # in each iteration, in no evaluation
     with pytest.raises(ConfigError, match="COMPILE.MODE: got 'fast'"):
         train(tmp_path, *COMPILED, "MODEL.COMPILE.MODE", "fast")
     with pytest.raises(ConfigError, match=r"BLOCKS: got \['Count'\].*accepted: .*Counting"):
@@ -112,7 +124,9 @@ def test_weights_of_convolutions_have_their_channels_last_after_a_resume_too(tmp
     assert strides == [(4, 1, 2, 1), (4, 1, 2, 1), (4, 4, 2, 1)]
     (tmp_path / "plain/last_checkpoint").write_text("model_0000004.pth")
     changed = train(tmp_path / "plain", "MODEL.CHANNELS_LAST", True, resume=True)
-    torch.testing.assert_close(changed.model.state_dict(), plain.model.state_dict())  # up to rounding
+    torch.testing.assert_close(
+        changed.model.state_dict(), plain.model.state_dict()
+    )  # up to rounding
 
 
 def test_a_model_is_compiled_in_place_and_its_run_is_resumed_without_compilation(tmp_path):

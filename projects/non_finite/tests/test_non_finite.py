@@ -11,7 +11,17 @@ from trainkit.projects.non_finite.trainers import CheckGradients, SkipNonFinite
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import AfterStep, Regression, Weight, batches, poison_at, poisoned, scalars, sgd, state_of
+from tests.engine.tiny import (
+    AfterStep,
+    Regression,
+    Weight,
+    batches,
+    poison_at,
+    poisoned,
+    scalars,
+    sgd,
+    state_of,
+)
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter
@@ -32,7 +42,9 @@ OPTIMIZERS = {
 def is_found(*gradients):
     """Whether a run ends that has these gradients in its first step."""
     model = nn.Module()
-    model.own = nn.ParameterList([torch.ones(()), *(torch.zeros_like(gradient.to_dense()) for gradient in gradients)])
+    model.own = nn.ParameterList(
+        [torch.ones(()), *(torch.zeros_like(gradient.to_dense()) for gradient in gradients)]
+    )
     model.forward = lambda batch: model.own[0] * batch
 
     def replace(trainer):
@@ -74,10 +86,25 @@ def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(make, asynch
     data = batches(10)
     expected = SimpleTrainer(model := Regression(), [*data[1:3], *data[5:]], make(model))
     expected.train(0, 7)
-    trainer = poisoned([0, 3, 4], make, trainer_class=SkipNonFinite, async_write_metrics=asynchronous)
+    trainer = poisoned(
+        [0, 3, 4], make, trainer_class=SkipNonFinite, async_write_metrics=asynchronous
+    )
     trainer.train(0, 10)
-    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True))
-    assert [value for value, _ in scalars(trainer)["skipped_updates"]] == [1, 1, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert all(
+        torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True)
+    )
+    assert [value for value, _ in scalars(trainer)["skipped_updates"]] == [
+        1,
+        1,
+        1,
+        2,
+        3,
+        3,
+        3,
+        3,
+        3,
+        3,
+    ]
     assert len(scalars(trainer)["total_loss"]) == 10  # the losses were finite
 
 
@@ -122,8 +149,14 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_averages(asynchronous):
     }
 
 
-def test_so_many_skipped_updates_in_a_row_end_the_run_and_the_counts_are_part_of_the_state(asynchronous):
-    kwargs = {"trainer_class": SkipNonFinite, "max_non_finite_in_row": 3, "async_write_metrics": asynchronous}
+def test_so_many_skipped_updates_in_a_row_end_the_run_and_the_counts_are_part_of_the_state(
+    asynchronous,
+):
+    kwargs = {
+        "trainer_class": SkipNonFinite,
+        "max_non_finite_in_row": 3,
+        "async_write_metrics": asynchronous,
+    }
     first, states = poisoned([1, 2, 4, 5, 7, 8], **kwargs), []
     first.register_hooks([AfterStep(lambda trainer: states.append(trainer.step_state_dict()))])
     first.train(0, 10)
@@ -131,7 +164,9 @@ def test_so_many_skipped_updates_in_a_row_end_the_run_and_the_counts_are_part_of
 
     trainer = poisoned([1, 2, 4, 5, 6, 7], **kwargs)
     trainer.register_hooks([PeriodicWriter([], period=3)])
-    with pytest.raises(FloatingPointError, match="gradients are not finite in iteration 6: .* is update 3 in a row"):
+    with pytest.raises(
+        FloatingPointError, match="gradients are not finite in iteration 6: .* is update 3 in a row"
+    ):
         trainer.train(0, 10)
     assert not any(value.isnan().any() for value in state_of(trainer))
 
@@ -151,31 +186,46 @@ def new_memory_is_nan():
 
 
 def test_fused_sgd_has_clean_momentum_if_its_first_update_is_skipped(new_memory_is_nan):
-    trainers = [poisoned([0], OPTIMIZERS[name], trainer_class=SkipNonFinite) for name in ("SGD", "fused SGD")]
+    trainers = [
+        poisoned([0], OPTIMIZERS[name], trainer_class=SkipNonFinite)
+        for name in ("SGD", "fused SGD")
+    ]
     for trainer in trainers:
         trainer.train(0, 3)
     assert torch.equal(*(trainer.model.linear.weight for trainer in trainers))
     with pytest.raises(ConfigError, match="set fused=False"):
-        poisoned([], lambda model: sgd(model, momentum=0.5, dampening=0.1, fused=True), trainer_class=SkipNonFinite)
+        poisoned(
+            [],
+            lambda model: sgd(model, momentum=0.5, dampening=0.1, fused=True),
+            trainer_class=SkipNonFinite,
+        )
 
 
 @pytest.mark.parametrize(("policy", "iter"), [("gradients", 1), ("skip", 3)])
 def test_the_config_gives_the_policy_and_how_many_in_a_row(policy, iter, tmp_path):
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.NON_FINITE.MAX_IN_ROW", 3, "SOLVER.NON_FINITE.POLICY", policy))
+    trainer = DefaultTrainer(
+        tiny_cfg(tmp_path, "SOLVER.NON_FINITE.MAX_IN_ROW", 3, "SOLVER.NON_FINITE.POLICY", policy)
+    )
     trainer.register_hooks([poison_at(1, 2, 3)])
-    with pytest.raises(FloatingPointError, match=f"the gradients are not finite in iteration {iter}"):
+    with pytest.raises(
+        FloatingPointError, match=f"the gradients are not finite in iteration {iter}"
+    ):
         trainer.train()
     assert not any(parameter.isnan().any() for parameter in trainer.model.parameters())
 
 
 @needs_cuda
-@pytest.mark.parametrize("make", [OPTIMIZERS["fused SGD"], OPTIMIZERS["fused AdamW"]], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    "make", [OPTIMIZERS["fused SGD"], OPTIMIZERS["fused AdamW"]], ids=["SGD", "AdamW"]
+)
 @pytest.mark.parametrize("trainer_class", [SkipNonFinite, SkipAMP, CheckGradients])
 def test_on_cuda_a_step_waits_for_nothing(trainer_class, make):
     model = Regression().cuda()
     data = [tuple(tensor.cuda() for tensor in batch) for batch in batches(4)]
     trainer = trainer_class(model, data, make(model), async_write_metrics=True)
-    watch = CallbackHook(before_step=lambda t: forbid_waiting() if 3 <= t.iter < 8 else allow_waiting())
+    watch = CallbackHook(
+        before_step=lambda t: forbid_waiting() if 3 <= t.iter < 8 else allow_waiting()
+    )
     trainer.register_hooks([watch])
     try:
         trainer.train(0, 10)

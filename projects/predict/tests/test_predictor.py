@@ -32,7 +32,9 @@ def test_the_example_predicts(trained, tmp_path, monkeypatch):
     (tmp_path / "output").symlink_to(trained.parent)
     shutil.copy(trained, trained.with_name("model_best.pth"))
     monkeypatch.chdir(tmp_path)
-    found = run(EXAMPLE, "README.md", cfg=tiny_cfg(tmp_path), sample=DatasetCatalog.get("tiny_test")[0])
+    found = run(
+        EXAMPLE, "README.md", cfg=tiny_cfg(tmp_path), sample=DatasetCatalog.get("tiny_test")[0]
+    )
     assert found["outputs"].shape == (2,)
 
 
@@ -71,13 +73,21 @@ def test_a_predictor_without_weights_is_an_error(tmp_path):
     ],
     ids=str,
 )
-def test_the_weights_are_those_that_the_config_evaluates(trained, tmp_path, hooks, averaged, caplog):
+def test_the_weights_are_those_that_the_config_evaluates(
+    trained, tmp_path, hooks, averaged, caplog
+):
     state, model = read_file(trained), TinyClassifier(None).eval()
-    model.load_state_dict(state["trainer"]["hooks"]["EMAHook"]["model"] if averaged else state["model"])
+    model.load_state_dict(
+        state["trainer"]["hooks"]["EMAHook"]["model"] if averaged else state["model"]
+    )
     samples = DatasetCatalog.get("tiny_test")
-    found = DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(trained), "HOOKS", hooks))(samples)
+    found = DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(trained), "HOOKS", hooks))(
+        samples
+    )
     with torch.no_grad():
-        assert torch.equal(torch.stack(found), model({"x": torch.stack([sample["x"] / 2 for sample in samples])}))
+        assert torch.equal(
+            torch.stack(found), model({"x": torch.stack([sample["x"] / 2 for sample in samples])})
+        )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -114,9 +124,34 @@ AVERAGE, RAW = -0.5, -1.0  # after two updates: the mean of 0 and -1, and -1
 
 def falling_cfg(folder, hooks, *options):
     """The best value is the one after two of four updates."""
-    optimization = ("SOLVER.BASE_LR", 1.0, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", (), "SOLVER.MOMENTUM", 0.0)
-    best = ("CHECKPOINT.BEST_METRIC", "weight/value", "CHECKPOINT.BEST_MODE", "max", "TEST.EVAL_PERIOD", 2)
-    job = ("MODEL.NAME", "Falling", "SOLVER.MAX_ITER", 4, "TEST.EVALUATORS", ["MeanOutput"], "HOOKS", hooks)
+    optimization = (
+        "SOLVER.BASE_LR",
+        1.0,
+        "SOLVER.WARMUP_ITERS",
+        0,
+        "SOLVER.STEPS",
+        (),
+        "SOLVER.MOMENTUM",
+        0.0,
+    )
+    best = (
+        "CHECKPOINT.BEST_METRIC",
+        "weight/value",
+        "CHECKPOINT.BEST_MODE",
+        "max",
+        "TEST.EVAL_PERIOD",
+        2,
+    )
+    job = (
+        "MODEL.NAME",
+        "Falling",
+        "SOLVER.MAX_ITER",
+        4,
+        "TEST.EVALUATORS",
+        ["MeanOutput"],
+        "HOOKS",
+        hooks,
+    )
     return tiny_cfg(folder, *optimization, *best, *job, "SOLVER.WEIGHT_DECAY", 0.0, *options)
 
 
@@ -137,14 +172,18 @@ def test_a_best_checkpoint_holds_the_weights_that_were_scored_and_says_which(bes
 
 
 @pytest.mark.parametrize("hooks", [[MEAN], [], [{**MEAN, "EVALUATE": "raw"}]], ids=str)
-def test_a_predictor_and_eval_only_use_the_weights_that_the_file_was_chosen_by(best, tmp_path, hooks):
+def test_a_predictor_and_eval_only_use_the_weights_that_the_file_was_chosen_by(
+    best, tmp_path, hooks
+):
     cfg = falling_cfg(tmp_path, hooks, "MODEL.WEIGHTS", str(best))
     assert DefaultPredictor(cfg)({"x": torch.zeros(4)}).item() == AVERAGE
     assert EvaluationRun(cfg, DefaultTrainer).run() == {"weight": {"value": AVERAGE}}
 
 
 @pytest.mark.parametrize("hooks", [[MEAN], []], ids=["with the hook", "without it"])
-def test_a_run_that_is_resumed_from_a_best_checkpoint_goes_on_with_the_weights_that_were_trained(best, tmp_path, hooks):
+def test_a_run_that_is_resumed_from_a_best_checkpoint_goes_on_with_the_weights_that_were_trained(
+    best, tmp_path, hooks
+):
     shutil.copy(best, tmp_path)
     (tmp_path / "last_checkpoint").write_text("model_best.pth")
     trainer = DefaultTrainer(falling_cfg(tmp_path, hooks))
@@ -154,5 +193,8 @@ def test_a_run_that_is_resumed_from_a_best_checkpoint_goes_on_with_the_weights_t
     whole, parts = (read_file(folder / "model_final.pth") for folder in (best.parent, tmp_path))
     assert parts["model"]["weight"] == whole["model"]["weight"] == -3
     if hooks:
-        average = [state["trainer"]["hooks"]["EMAHook"]["model"]["weight"].item() for state in (whole, parts)]
+        average = [
+            state["trainer"]["hooks"]["EMAHook"]["model"]["weight"].item()
+            for state in (whole, parts)
+        ]
         assert average == [-1.5, -1.5]

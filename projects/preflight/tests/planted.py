@@ -53,7 +53,10 @@ class Planted(nn.Module):
         super().__init__()
         self.plant = cfg.MODEL.PLANT
         self.body = nn.Linear(16, cfg.MODEL.get("HIDDEN", 32))
-        self.norm, self.head = nn.BatchNorm1d(self.body.out_features), nn.Linear(self.body.out_features, CLASSES)
+        self.norm, self.head = (
+            nn.BatchNorm1d(self.body.out_features),
+            nn.Linear(self.body.out_features, CLASSES),
+        )
         self.body.requires_grad_(self.plant != "frozen")
         if "unused part" in self.plant:
             self.other = nn.Linear(4, 4)
@@ -68,7 +71,9 @@ class Planted(nn.Module):
             return logits
         if self.plant == "no labels":
             return {"loss": F.mse_loss(logits, batch["image"].flatten(1)[:, :CLASSES])}
-        loss = F.cross_entropy(logits, batch["label"], reduction="sum" if self.plant == "sum" else "mean")
+        loss = F.cross_entropy(
+            logits, batch["label"], reduction="sum" if self.plant == "sum" else "mean"
+        )
         return {"loss": loss.detach() if self.plant == "detached" else loss}
 
 
@@ -122,12 +127,19 @@ def main(args):
     DatasetCatalog.register("planted_train", lambda: make_samples(1, plant))
     DatasetCatalog.register(
         "planted_test",
-        lambda: make_samples(1 if plant == "overlap" else 2, plant) + make_samples(1)[: 100 * (plant == "no labels")],
+        lambda: (
+            make_samples(1 if plant == "overlap" else 2, plant)
+            + make_samples(1)[: 100 * (plant == "no labels")]
+        ),
     )
     cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.NAME", "Planted", "MODEL.PLANT", "", "MODEL.DEVICE", "cpu", "SEED", 0])
+    cfg.merge_from_list(
+        ["MODEL.NAME", "Planted", "MODEL.PLANT", "", "MODEL.DEVICE", "cpu", "SEED", 0]
+    )
     cfg.merge_from_list(["DATASETS.TRAIN", ["planted_train"], "DATASETS.TEST", ["planted_test"]])
-    cfg.merge_from_list(["TEST.EVALUATORS", ["ClassificationEvaluator"], "DATALOADER.NUM_WORKERS", 0])
+    cfg.merge_from_list(
+        ["TEST.EVALUATORS", ["ClassificationEvaluator"], "DATALOADER.NUM_WORKERS", 0]
+    )
     cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", 32, "SOLVER.MAX_ITER", 100, "SOLVER.BASE_LR", 0.1])
     run(args, OwnStep if plant == "own step" else Trainer, cfg)
 

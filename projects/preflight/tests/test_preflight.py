@@ -23,8 +23,19 @@ from trainkit.engine import DefaultTrainer, SimpleTrainer
 PAGE = "docs/preflight.md"
 (OWN,) = blocks(PAGE, "python")
 JOB = Path(__file__).with_name("planted.py")
-CLIP = ["SOLVER.CLIP_GRADIENTS", {"ENABLED": True, "CLIP_TYPE": "full_model"}, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE"]
-ADAMW = ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.OPTIMIZER.BETAS", "[0.9, 0.98]", "SOLVER.BASE_LR", 0.01]
+CLIP = [
+    "SOLVER.CLIP_GRADIENTS",
+    {"ENABLED": True, "CLIP_TYPE": "full_model"},
+    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE",
+]
+ADAMW = [
+    "SOLVER.OPTIMIZER.NAME",
+    "AdamW",
+    "SOLVER.OPTIMIZER.BETAS",
+    "[0.9, 0.98]",
+    "SOLVER.BASE_LR",
+    0.01,
+]
 LONG = ["SOLVER", {"MAX_ITER": 10**10, "WARMUP_ITERS": 9 * 10**9, "CHECKPOINT_PERIOD": 1}]
 LONG += ["CHECKPOINT.MAX_TO_KEEP", 10**9]
 
@@ -41,7 +52,12 @@ def preflight(folder, *options):
     found = json.loads((folder / "found.json").read_text())
     assert not (folder / "out").exists()
     verdicts = {finding["name"]: finding["verdict"] for finding in found}
-    return done.returncode, {n for n, v in verdicts.items() if v not in ("sound", "not asked")}, verdicts, done.stdout
+    return (
+        done.returncode,
+        {n for n, v in verdicts.items() if v not in ("sound", "not asked")},
+        verdicts,
+        done.stdout,
+    )
 
 
 @pytest.mark.slow
@@ -52,7 +68,9 @@ def test_a_sound_job_is_sound_and_nothing_is_written(tmp_path):
     assert [*verdicts] == re.findall(r"`(\w+)`", " ".join(cells))
     assert re.search(r"picture +sound +([·░▒▓█]{16} *){4}\n", text)
     assert re.search(r"time +sound +about \d+\.\d min; an evaluation takes \d+\.\d s\n", text)
-    assert re.search(r"memory +sound +[\d,]+ of [\d,]+ MiB; a batch can have at least \d+ samples\n", text)
+    assert re.search(
+        r"memory +sound +[\d,]+ of [\d,]+ MiB; a batch can have at least \d+ samples\n", text
+    )
 
 
 @pytest.mark.slow
@@ -77,14 +95,22 @@ def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
         ("frozen", "frozen", []),
         ("item", "host_reads", []),
         ("typo", "settings", ["MODEL.HIDEN", 64]),
-        ("large outputs, dead channels, unused part", "first_loss dead gradients clipping", [*CLIP, 1e-6]),
+        (
+            "large outputs, dead channels, unused part",
+            "first_loss dead gradients clipping",
+            [*CLIP, 1e-6],
+        ),
         ("no class 3, repeated batches, idle augmentation", "classes repeats augmentation", []),
         ("unseeded augmentation", "augmentation", []),
         ("", "disk schedule decay clipping", [*LONG, "SOLVER.WEIGHT_DECAY_NORM", 0.1, *CLIP, 1e6]),
         pytest.param("random hook", "reproducible", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("loader without state", "resumes", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("never resumed", "resumes", ["--preflight"], marks=pytest.mark.slow),
-        ("no labels", "", ADAMW),  # no mistake: a test set with the inputs of a training set without labels
+        (
+            "no labels",
+            "",
+            ADAMW,
+        ),  # no mistake: a test set with the inputs of a training set without labels
         ("own step", "", []),
     ],
 )
@@ -100,7 +126,9 @@ def test_a_finding_is_allowed_by_its_name_also_that_of_ones_own_check(tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_check.py").write_text(OWN)
     options = ["--preflight-quick", "--preflight-allow", "frozen", "--preflight-allow", "epochs"]
-    code, problems, _, text = preflight(tmp_path, *options, "IMPORTS", "[own_check]", "MODEL.PLANT", "frozen")
+    code, problems, _, text = preflight(
+        tmp_path, *options, "IMPORTS", "[own_check]", "MODEL.PLANT", "frozen"
+    )
     assert (code, problems) == (0, {"frozen", "epochs"}), text
     assert text.count("look at this (allowed)") == 2
     done = start(tmp_path, "--preflight-quick", "--preflight-allow", "frzen")
@@ -112,7 +140,9 @@ def test_a_finding_is_allowed_by_its_name_also_that_of_ones_own_check(tmp_path, 
 @pytest.mark.slow
 def test_several_processes_are_compared_with_one(tmp_path):
     """Their loss is smaller, and batch norm has other statistics in each process."""
-    code, problems, _, text = preflight(tmp_path, "--preflight", "--num-gpus", "2", "MODEL.PLANT", "sum")
+    code, problems, _, text = preflight(
+        tmp_path, "--preflight", "--num-gpus", "2", "MODEL.PLANT", "sum"
+    )
     assert (code, problems) == (3, {"first_loss", "processes"}), text
     assert "different among them: buffers" in text
 

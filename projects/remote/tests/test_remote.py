@@ -84,8 +84,16 @@ def test_a_run_leaves_its_files_at_the_address(on, whole):
     on("a")
     folder = local(start())
     assert content(folder) == whole
-    assert there() == {path.name for path in folder.iterdir() if path.name[0] != "."} | {"last_upload.json"}
-    assert {"model_0000007.pth", "model_best.pth", "model_final.pth", "metrics.json", "log.txt"} <= there()
+    assert there() == {path.name for path in folder.iterdir() if path.name[0] != "."} | {
+        "last_upload.json"
+    }
+    assert {
+        "model_0000007.pth",
+        "model_best.pth",
+        "model_final.pth",
+        "metrics.json",
+        "log.txt",
+    } <= there()
     assert "model_0000005.pth" not in there()
     assert MemoryFileSystem.store[f"{ROOT}last_checkpoint"].getvalue() == b"model_final.pth"
     assert f"OUTPUT_DIR: {ADDRESS}" in (folder / "config.yaml").read_text()
@@ -113,7 +121,9 @@ def states(monkeypatch):
 
 
 @pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.slow), 13])
-def test_a_run_killed_after_a_change_at_the_address_ends_elsewhere_with_the_same_bits(on, states, whole, every):
+def test_a_run_killed_after_a_change_at_the_address_ends_elsewhere_with_the_same_bits(
+    on, states, whole, every
+):
     on("a")
     start()
     starts = set()
@@ -135,7 +145,9 @@ def fail(*arguments, **kwargs):
 def test_what_could_not_be_uploaded_is_uploaded_by_the_next_save(on, monkeypatch, whole):
     def break_off(trainer):
         if trainer.iter in (0, 6):
-            monkeypatch.setattr(MemoryFileSystem, "put_file", fail if trainer.iter == 0 else put_file)
+            monkeypatch.setattr(
+                MemoryFileSystem, "put_file", fail if trainer.iter == 0 else put_file
+            )
 
     put_file = MemoryFileSystem.put_file
     on("a")
@@ -145,7 +157,9 @@ def test_what_could_not_be_uploaded_is_uploaded_by_the_next_save(on, monkeypatch
     assert same(start(resume=True), whole)
 
 
-def test_a_run_whose_last_upload_fails_says_so_and_goes_on_from_the_upload_before(on, monkeypatch, whole):
+def test_a_run_whose_last_upload_fails_says_so_and_goes_on_from_the_upload_before(
+    on, monkeypatch, whole
+):
     def break_off(trainer):
         if trainer.iter == 4:
             monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
@@ -163,7 +177,9 @@ def test_a_run_whose_last_upload_fails_says_so_and_goes_on_from_the_upload_befor
 def test_a_run_that_another_one_has_replaced_uploads_nothing_more(on):
     def replace(trainer):
         if trainer.iter == 0:
-            MemoryFileSystem().pipe_file(f"{ROOT}last_upload.json", json.dumps({**manifest(), "upload": "9"}).encode())
+            MemoryFileSystem().pipe_file(
+                f"{ROOT}last_upload.json", json.dumps({**manifest(), "upload": "9"}).encode()
+            )
 
     on("a")
     with pytest.raises(CheckpointError, match=r"another run writes there \(9\)"):
@@ -197,10 +213,19 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
     remote = mirrors[str(here)]
     remote.take()
     assert remote.release() == ""
-    new = {f"{folder}/.metadata" for folder in shards.values()} | {"model_0000004.pth", "model_0000009.pth"}
+    new = {f"{folder}/.metadata" for folder in shards.values()} | {
+        "model_0000004.pth",
+        "model_0000009.pth",
+    }
     assert there() == new | {"last_checkpoint", "last_upload.json"}
 
-    outside = ["../evil.pth", "/evil.pth", "../a.shards-11111111/evil", "x/../evil.pth", "a/b.shards-11111111/evil"]
+    outside = [
+        "../evil.pth",
+        "/evil.pth",
+        "../a.shards-11111111/evil",
+        "x/../evil.pth",
+        "a/b.shards-11111111/evil",
+    ]
     changed = {**manifest(), "files": manifest()["files"] + outside}
     MemoryFileSystem().pipe_file(f"{ROOT}last_upload.json", json.dumps(changed).encode())
     on("b")
@@ -216,14 +241,22 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
     make_format("shards").remove(str(here / "model_0000004.pth"))
     remote.take()
     assert remote.release() == ""
-    assert there() == {f"{shards[9]}/.metadata", "model_0000009.pth", "last_checkpoint", "last_upload.json"}
+    assert there() == {
+        f"{shards[9]}/.metadata",
+        "model_0000009.pth",
+        "last_checkpoint",
+        "last_upload.json",
+    }
 
 
 def test_weights_at_an_address_are_loaded_and_downloaded_again_when_they_have_changed(on, tmp_path):
     on("a")
     weights = DefaultTrainer(tiny_cfg(tmp_path)).model.state_dict()
     for value in (1.0, 2.0):
-        torch.save({name: torch.full_like(weight, value) for name, weight in weights.items()}, tmp_path / "weights.pth")
+        torch.save(
+            {name: torch.full_like(weight, value) for name, weight in weights.items()},
+            tmp_path / "weights.pth",
+        )
         PathManager.copy_from_local(str(tmp_path / "weights.pth"), "memory://bucket/weights.pth")
         cfg = tiny_cfg(tmp_path, "MODEL.WEIGHTS", "memory://bucket/weights.pth")
         trainer = DefaultTrainer(cfg)
@@ -234,10 +267,16 @@ def test_weights_at_an_address_are_loaded_and_downloaded_again_when_they_have_ch
 
 def test_a_pickle_is_converted_from_an_address_to_another_one(on):
     on("a")
-    MemoryFileSystem().pipe_file("/bucket/x.pkl", pickle.dumps({"weight": numpy.ones(3, numpy.float32)}))
+    MemoryFileSystem().pipe_file(
+        "/bucket/x.pkl", pickle.dumps({"weight": numpy.ones(3, numpy.float32)})
+    )
     assert convert("memory://bucket/x.pkl", "memory://bucket/x.pth") == []
-    assert torch.equal(torch.load(PathManager.get_local_path("memory://bucket/x.pth"))["weight"], torch.ones(3))
-    with pytest.raises(CheckpointError, match="'s3://bucket/x.pth' cannot be written: Install s3fs"):
+    assert torch.equal(
+        torch.load(PathManager.get_local_path("memory://bucket/x.pth"))["weight"], torch.ones(3)
+    )
+    with pytest.raises(
+        CheckpointError, match="'s3://bucket/x.pth' cannot be written: Install s3fs"
+    ):
         convert("memory://bucket/x.pkl", "s3://bucket/x.pth")
 
 

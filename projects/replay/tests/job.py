@@ -33,7 +33,9 @@ class Job:
         self.folder, self.options, self.make_hooks, self.base = folder, options, make_hooks, base
 
     def __call__(self, *words):
-        return train(self.folder, *words, options=self.options, hooks=self.make_hooks(), base=self.base)
+        return train(
+            self.folder, *words, options=self.options, hooks=self.make_hooks(), base=self.base
+        )
 
 
 class Killed(Exception):
@@ -76,7 +78,9 @@ class Keep(HookBase):
     def after_backward(self):
         iter = self.trainer.iter
         self.xs[iter], self.losses[iter] = self.trainer.batch["x"], {**self.trainer.losses}
-        self.gradients[iter] = {name: p.grad.clone() for name, p in self.trainer.model.named_parameters()}
+        self.gradients[iter] = {
+            name: p.grad.clone() for name, p in self.trainer.model.named_parameters()
+        }
 
 
 @MODEL_REGISTRY.register()

@@ -23,7 +23,11 @@ def failed(job, kind=FloatingPointError):
     with pytest.raises(kind):
         job()
     lines = (job.folder / "log.txt").read_text().splitlines()
-    return job, job.folder / "capsule.rank0.pt", next((line for line in lines[::-1] if "To repeat" in line), "")
+    return (
+        job,
+        job.folder / "capsule.rank0.pt",
+        next((line for line in lines[::-1] if "To repeat" in line), ""),
+    )
 
 
 def failing(folder, iter, error, point="after_backward"):
@@ -51,7 +55,10 @@ def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_pa
     assert found.iteration == at == read_file(file)["capsule"]["iteration"]
     assert found.inspection.bad_samples == from_the_start.inspection.bad_samples == ["scan_017.png"]
     assert torch.equal(found.batch["x"].nan_to_num(), from_the_start.batch["x"].nan_to_num())
-    assert found.samples_at_fault == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
+    assert (
+        found.samples_at_fault
+        == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
+    )
     assert found.verdict.startswith("reproducible: ")
     assert found.is_equal
 
@@ -60,7 +67,10 @@ def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp
     job, file, _ = failed(Job(tmp_path, *SCANS, "MODEL.NAME", "RaisingClassifier"), KeyError)
     found = replay(file, start=job, bisect=True)
     assert found.failure == "it has come back"
-    assert found.samples_at_fault == "the forward pass ends in KeyError with scan_017.png (1 of 8 samples, each alone)"
+    assert (
+        found.samples_at_fault
+        == "the forward pass ends in KeyError with scan_017.png (1 of 8 samples, each alone)"
+    )
 
 
 def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path, monkeypatch):
@@ -73,10 +83,14 @@ def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path,
         line = failed(failing(tmp_path / "run", 7, KeyError()), KeyError)[2]
 
         capsule = f"{start}/capsule.rank0.pt -- {command}"
-        assert line.endswith(f"To repeat the step: {capsule}, or from the checkpoint: {start} --iter 7 -- {command}")
+        assert line.endswith(
+            f"To repeat the step: {capsule}, or from the checkpoint: {start} --iter 7 -- {command}"
+        )
 
 
-def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a_small_file(tmp_path):
+def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a_small_file(
+    tmp_path,
+):
     def add_part(trainer):
         trainer.batch["part"] = torch.zeros(1_000_000)[:1]
 
@@ -92,15 +106,23 @@ def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a
     assert file.stat().st_size < 1_000_000
 
 
-def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_at_the_checkpoint(tmp_path):
+def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_at_the_checkpoint(
+    tmp_path,
+):
     failed(failing(tmp_path, 7, KeyError("once")), KeyError)
     found = replay(tmp_path / "capsule.rank0.pt", start=Job(tmp_path), bisect=True)
-    assert found.failure.startswith("DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal")
+    assert found.failure.startswith(
+        "DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal"
+    )
     assert f"From the checkpoint: {record.REPLAY} {tmp_path} --iter 7 -- " in found.failure
     assert not found.is_equal
-    assert found.differences[0].startswith("random state and buffers are those after the forward pass")
+    assert found.differences[0].startswith(
+        "random state and buffers are those after the forward pass"
+    )
     assert "has the largest one alone" in found.samples_at_fault
-    assert found.samples_at_fault.endswith("statistics of each sample alone, so in the batch another one may be larger")
+    assert found.samples_at_fault.endswith(
+        "statistics of each sample alone, so in the batch another one may be larger"
+    )
 
 
 def assert_has_no_step(job, iter, kind=FloatingPointError):
@@ -108,18 +130,28 @@ def assert_has_no_step(job, iter, kind=FloatingPointError):
     job, file, line = failed(job, kind)
     state = read_file(file)
     assert (state["model"], state["capsule"]["batches"]) == ({}, [])
-    with pytest.raises(CheckpointError, match=f"holds no step: .* Give {record.REPLAY} .* --iter {iter} -- "):
+    with pytest.raises(
+        CheckpointError, match=f"holds no step: .* Give {record.REPLAY} .* --iter {iter} -- "
+    ):
         replay(file, start=job)
     assert f"To repeat the step: {record.REPLAY} {job.folder} --iter {iter} -- " in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("SOLVER.LOGICAL_RANKS", 2), LISTS])
-def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sample_is_named(tmp_path, options):
-    job = Job(tmp_path, *SCANS, *options, "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 20)  # all in a step
+def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sample_is_named(
+    tmp_path, options
+):
+    job = Job(
+        tmp_path, *SCANS, *options, "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 20
+    )  # all in a step
     assert_has_no_step(job, 0)
     found = replay(tmp_path, 0, job, bisect=True, verdict=False)
-    assert found.inspection.bad_samples == found.inspection.samples_of_first_bad_output == ["scan_017.png"]
+    assert (
+        found.inspection.bad_samples
+        == found.inspection.samples_of_first_bad_output
+        == ["scan_017.png"]
+    )
     assert found.samples_at_fault.count("not finite with scan_017.png (1 of ") == 1
 
 
@@ -151,7 +183,9 @@ class ArrayScans(Scans):
 DatasetCatalog.register("tiny_arrays", ArrayScans)
 
 
-def test_a_batch_that_a_file_cannot_hold_leaves_no_step_and_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch):
+def test_a_batch_that_a_file_cannot_hold_leaves_no_step_and_a_full_disk_does_not_hide_the_error(
+    tmp_path, monkeypatch
+):
     def write(state, path):
         raise CheckpointError(errno.ENOSPC, "no space left")
 

@@ -47,7 +47,12 @@ def of(path, text):
 @pytest.fixture
 def project(tmp_path):
     """A run of one epoch. The checkpoint after it has recorded the files of the last 64 of 70 batches."""
-    for name, text in {"__init__": "", "augment": AUGMENT, "factor": "VALUE = 1.0", "unused": ""}.items():
+    for name, text in {
+        "__init__": "",
+        "augment": AUGMENT,
+        "factor": "VALUE = 1.0",
+        "unused": "",
+    }.items():
         of(tmp_path / f"package/{name}.py", text)
     for i in range(560):
         of(tmp_path / f"scans/{i}.txt", f"{i / 560} 1 2 3")
@@ -69,7 +74,10 @@ def test_changed_modules_of_workers_and_changed_files_of_the_batch_are_named(pro
     assert "settings, code, versions and machine are as in the run" in before
     assert "files of the batch" not in before
     for name in ("augment", "factor", "unused"):
-        of(project / f"package/{name}.py", (project / f"package/{name}.py").read_text() + "\n# changed\n")
+        of(
+            project / f"package/{name}.py",
+            (project / f"package/{name}.py").read_text() + "\n# changed\n",
+        )
     of(project / size, "0.1234567 1 2 3.5")
     os.utime(project / time, (1e9, 1e9 + 1))
     os.utime(project / old, (1e9, 1e9 + 1))  # not recorded, and older than the run
@@ -77,7 +85,9 @@ def test_changed_modules_of_workers_and_changed_files_of_the_batch_are_named(pro
 
     for iter, changed in ((3, early), (40, f"{size}, {time}")):
         lines = replayed(project, iter)[0].splitlines()
-        assert [line for line in lines if line.startswith(("not as in", "settings,", "files of"))] == [
+        assert [
+            line for line in lines if line.startswith(("not as in", "settings,", "files of"))
+        ] == [
             "not as in the run: code: package/augment.py is another one now",
             "not as in the run: code: package/factor.py is another one now",
             f"files of the batch that have changed since the run: {changed}",

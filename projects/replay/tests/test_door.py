@@ -45,8 +45,15 @@ def plant(tmp_path, monkeypatch, failed_run):
         run.mkdir(parents=True)
         for file in ("model_0000004.pth", "capsule.rank0.pt"):
             state = read_file(failed_run / file)
-            text = state["trainer"]["origin"]["config"].replace("IMPORTS: []\n", config or "IMPORTS: []\n")
-            state["trainer"]["origin"] |= {"argv": ["train.py"], "module": "", **changes, "config": text}
+            text = state["trainer"]["origin"]["config"].replace(
+                "IMPORTS: []\n", config or "IMPORTS: []\n"
+            )
+            state["trainer"]["origin"] |= {
+                "argv": ["train.py"],
+                "module": "",
+                **changes,
+                "config": text,
+            }
             write_file(state, run / file)
         return run
 
@@ -77,7 +84,11 @@ def refused(capsys, *words):
     ],
 )
 def test_a_recorded_command_is_shown_and_never_run(plant, tmp_path, capsys, module, argv, shown):
-    argv = [word.replace("MARK", leaves_mark(tmp_path)) for word in argv] if isinstance(argv, list) else argv
+    argv = (
+        [word.replace("MARK", leaves_mark(tmp_path)) for word in argv]
+        if isinstance(argv, list)
+        else argv
+    )
     run = plant(module=module, argv=argv)
 
     for words in ([run, "--iter", 5], [run / "capsule.rank0.pt"]):
@@ -87,7 +98,15 @@ def test_a_recorded_command_is_shown_and_never_run(plant, tmp_path, capsys, modu
 
 def test_the_command_that_is_given_runs_in_this_process_whatever_the_file_says(plant, tmp_path):
     run = plant(module="timeit", argv=["timeit"])
-    several = ["--num-gpus", "2", "--num-machines=2", "--machine-rank", "1", "--dist-url", "tcp://stranger:1"]
+    several = [
+        "--num-gpus",
+        "2",
+        "--num-machines=2",
+        "--machine-rank",
+        "1",
+        "--dist-url",
+        "tcp://stranger:1",
+    ]
     one = ["--num-gpus", "1", "--num-machines", "1", "--machine-rank", "0"]
 
     for command in (["python", "train.py"], [sys.executable, "-m", "train"], ["train.py"]):
@@ -106,10 +125,19 @@ def test_each_question_has_its_options(plant, capsys, tmp_path):
     run = plant()
     (tmp_path / "project/mine.py").write_text(HOOK)
     for words, start in [
-        (["--iter", "5", "--once"], f"Iteration 5 of {run}, from model_0000004.pth and 0 iterations after it"),
-        (["--range", "5:7", "--hook", "mine.py:Ten"], "4 of 4 logged values equal those in capsule.rank0.pt"),
+        (
+            ["--iter", "5", "--once"],
+            f"Iteration 5 of {run}, from model_0000004.pth and 0 iterations after it",
+        ),
+        (
+            ["--range", "5:7", "--hook", "mine.py:Ten"],
+            "4 of 4 logged values equal those in capsule.rank0.pt",
+        ),
         (["--range", "5:7", "--worst", "1"], "iteration "),
-        (["--first-bad", "--quantity", "weight"], "weight stays within 10 times its running median"),
+        (
+            ["--first-bad", "--quantity", "weight"],
+            "weight stays within 10 times its running median",
+        ),
     ]:
         assert tool.main(tool.parse_args([str(run), *words, "--", "train.py"])) == 0
         assert start in capsys.readouterr().out.splitlines()[0]
@@ -123,13 +151,21 @@ def test_wrong_arguments_are_one_message(plant, capsys):
         (["--range", "3:4"], "--hook is ''; accepted with --range: FILE.py:CLASS"),
         (["--range", "4:4"], "argument --range: invalid iterations value: '4:4'"),
         (["--range", "3:4", "--hook", hook, "--out", run / "x"], "in the folder of the run, which"),
-        (["--range", "9:11", "--worst", 3, "--", "train.py"], "--range ends with 11; the run ends with 10;"),
-        *((["--iter", 5, "--", *words], "accepted: python FILE ..., python -m MODULE ...") for words in NO_COMMANDS),
+        (
+            ["--range", "9:11", "--worst", 3, "--", "train.py"],
+            "--range ends with 11; the run ends with 10;",
+        ),
+        *(
+            (["--iter", 5, "--", *words], "accepted: python FILE ..., python -m MODULE ...")
+            for words in NO_COMMANDS
+        ),
     ]:
         assert message in refused(capsys, run, *words)
 
 
-def test_modules_of_a_checkpoint_are_imported_only_if_the_users_own_command_names_them(plant, tmp_path):
+def test_modules_of_a_checkpoint_are_imported_only_if_the_users_own_command_names_them(
+    plant, tmp_path
+):
     run = plant(config="IMPORTS: [evil]\n")
     refusal = r"IMPORTS of the run is \['evil'\], .* add to your command: IMPORTS"
 
@@ -143,7 +179,9 @@ def test_modules_of_a_checkpoint_are_imported_only_if_the_users_own_command_name
     (tmp_path / "evil.py").write_text("")
     replay(run, 5, ["python", "train.py", "IMPORTS", "[evil]"], verdict=False)
     assert "evil" in sys.modules
-    assert train(tmp_path / "fork", "--fork", f"{run}@5", "IMPORTS", "[json]").cfg.IMPORTS == ["json"]
+    assert train(tmp_path / "fork", "--fork", f"{run}@5", "IMPORTS", "[json]").cfg.IMPORTS == [
+        "json"
+    ]
 
 
 def test_the_settings_of_a_checkpoint_do_not_inherit_from_files(plant, tmp_path):
@@ -161,6 +199,11 @@ def test_files_that_a_checkpoint_names_are_not_opened(tmp_path, monkeypatch):
     __import__("mine")
     origin = describe_origin("", None)
     names = ["/dev/zero", "link.py", "../evil.py"]
-    found = describe_other_origin({**origin, "files": {**dict.fromkeys(names, "1"), "mine.py": "1"}}, None)
+    found = describe_other_origin(
+        {**origin, "files": {**dict.fromkeys(names, "1"), "mine.py": "1"}}, None
+    )
     assert origin["files"].keys() == {"trainkit", "mine.py"}  # of the current folder only
-    assert found == [*(f"code: {name} is not imported now" for name in names), "code: mine.py is another one now"]
+    assert found == [
+        *(f"code: {name} is not imported now" for name in names),
+        "code: mine.py is another one now",
+    ]

@@ -44,7 +44,10 @@ def differences(one, other):
 def values(folder):
     """Those of metrics.json without readings of clocks."""
     lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-    rows = [{name: value for name, value in line.items() if name not in CLOCK_READINGS} for line in lines]
+    rows = [
+        {name: value for name, value in line.items() if name not in CLOCK_READINGS}
+        for line in lines
+    ]
     return [row for row in rows if row.keys() != {"iteration"}]
 
 
@@ -63,8 +66,16 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
 
     for kill_at in (7, 11):  # before its first checkpoint, and after it
         with pytest.raises(Killed):
-            fork(f"{parent}@5", tmp_path / "killed", *change, "--resume", hooks=[At(kill_at, Killed())])
-    trainer = fork(parent, tmp_path / "killed", *change, "--resume")  # without the iteration: it is known
+            fork(
+                f"{parent}@5",
+                tmp_path / "killed",
+                *change,
+                "--resume",
+                hooks=[At(kill_at, Killed())],
+            )
+    trainer = fork(
+        parent, tmp_path / "killed", *change, "--resume"
+    )  # without the iteration: it is known
     assert trainer.cfg.FORK.ITER == 4
     assert differences(tmp_path / "killed", parent) != []
     assert differences(tmp_path / "killed", tmp_path / "whole") == []
@@ -83,19 +94,35 @@ def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
     assert differences(tmp_path / "fork", tmp_path / "parent") == []
     assert differences(tmp_path / "other", tmp_path / "parent") != []
     parts = read_file(tmp_path / "parent/model_final.pth")["ranks"]
-    assert all("RunRecord" not in part["trainer"]["hooks"] for part in parts)  # the file holds the settings once
+    assert all(
+        "RunRecord" not in part["trainer"]["hooks"] for part in parts
+    )  # the file holds the settings once
 
 
-def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and_the_differences(tmp_path, parent):
-    trainer = fork(f"{parent}@5", tmp_path / "b", "SOLVER.BASE_LR", 0.05, "SOLVER.MOMENTUM", 0.5, "LOG.PERIOD", 1)
+def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and_the_differences(
+    tmp_path, parent
+):
+    trainer = fork(
+        f"{parent}@5",
+        tmp_path / "b",
+        "SOLVER.BASE_LR",
+        0.05,
+        "SOLVER.MOMENTUM",
+        0.5,
+        "LOG.PERIOD",
+        1,
+    )
     fork(tmp_path / "b", tmp_path / "c", "SOLVER.MAX_ITER", 14)
 
     (group, *_) = trainer.optimizer.param_groups
     assert (group["initial_lr"], group["momentum"]) == (0.05, 0.5)
     rates, of_parent = (
-        {line["iteration"]: line["lr"] for line in values(f) if "lr" in line} for f in (tmp_path / "b", parent)
+        {line["iteration"]: line["lr"] for line in values(f) if "lr" in line}
+        for f in (tmp_path / "b", parent)
     )
-    assert all(rates[iter] == pytest.approx(rate / 2) for iter, rate in of_parent.items() if iter > 4)
+    assert all(
+        rates[iter] == pytest.approx(rate / 2) for iter, rate in of_parent.items() if iter > 4
+    )
     cfg = get_cfg()
     cfg.merge_from_file(tmp_path / "b/config.yaml")
     changes = [["SOLVER.BASE_LR", 0.1, 0.05], ["SOLVER.MOMENTUM", 0.9, 0.5]]
@@ -103,7 +130,10 @@ def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and
     assert (cfg.LOG.PERIOD, cfg.SOLVER.MAX_ITER) == (1, 12)
     first = {"run": str(parent), "iteration": 4, "changes": changes}
     second = {"run": str(tmp_path / "b"), "iteration": 11, "changes": [["SOLVER.MAX_ITER", 12, 14]]}
-    found = [read_file(tmp_path / name / "model_final.pth")["trainer"]["origin"]["parents"] for name in ("b", "c")]
+    found = [
+        read_file(tmp_path / name / "model_final.pth")["trainer"]["origin"]["parents"]
+        for name in ("b", "c")
+    ]
     assert found == [[first], [first, second]]
 
 
@@ -113,7 +143,9 @@ def test_a_seed_of_the_command_gives_the_order_of_a_run_with_that_seed(tmp_path,
     fork(f"{parent}@5", tmp_path / "fork", "SEED", 2, hooks=[forked])
     assert sorted(forked.xs) == [5, 6, 7, 8, 9, 10, 11]
     assert all(torch.equal(forked.xs[iter], other.xs[iter]) for iter in forked.xs)
-    states = [read_file(folder / "model_final.pth")["trainer"] for folder in (parent, tmp_path / "fork")]
+    states = [
+        read_file(folder / "model_final.pth")["trainer"] for folder in (parent, tmp_path / "fork")
+    ]
     assert not torch.equal(*(state["rng"]["torch"] for state in states))  # of dropout
 
 
@@ -127,25 +159,55 @@ def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
 
     assert found.proof.startswith("every byte equals model_0000009.pth")
     assert found.differences == []
-    of_parent = replay(tmp_path, 3, start)  # the checkpoint of the parent, which the fork has copied, says how
+    of_parent = replay(
+        tmp_path, 3, start
+    )  # the checkpoint of the parent, which the fork has copied, says how
     assert of_parent.on_the_way.startswith("8 of 8 logged values equal those in model_0000004.pth")
     (tmp_path / "model_0000004.pth").unlink()
-    with pytest.raises(ConfigError, match=f"the run is a fork of {parent}, which has done iterations 0 to 4"):
+    with pytest.raises(
+        ConfigError, match=f"the run is a fork of {parent}, which has done iterations 0 to 4"
+    ):
         replay(tmp_path, 3, start)
 
 
 def test_what_cannot_be_forked_is_refused(tmp_path, parent, monkeypatch):
     for run, options, message in [
-        (f"{parent}@6", (), r"no checkpoint of a DefaultTrainer after 6 iterations; there are those after 5, 10, 12$"),
+        (
+            f"{parent}@6",
+            (),
+            r"no checkpoint of a DefaultTrainer after 6 iterations; there are those after 5, 10, 12$",
+        ),
         (parent, (), "MAX_ITER is 12, but the checkpoint to fork has done 12"),
-        (f"{parent}@5", ("SOLVER.WEIGHT_DECAY_BIAS", 0.5), "parent; SOLVER.WEIGHT_DECAY_BIAS would change them"),
-        (f"{parent}@5", ("SOLVER.OPTIMIZER.NAME", "AdamW"), "parent; SOLVER.OPTIMIZER.NAME would change them"),
-        (parent, ("OUTPUT_DIR", parent), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
-        (parent, ("CHECKPOINT.DIR", parent), "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork"),
-        (f"{parent}@5", ("--config-file", "a.yaml"), "--fork trains with the settings of RUN: without"),
+        (
+            f"{parent}@5",
+            ("SOLVER.WEIGHT_DECAY_BIAS", 0.5),
+            "parent; SOLVER.WEIGHT_DECAY_BIAS would change them",
+        ),
+        (
+            f"{parent}@5",
+            ("SOLVER.OPTIMIZER.NAME", "AdamW"),
+            "parent; SOLVER.OPTIMIZER.NAME would change them",
+        ),
+        (
+            parent,
+            ("OUTPUT_DIR", parent),
+            "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork",
+        ),
+        (
+            parent,
+            ("CHECKPOINT.DIR", parent),
+            "OUTPUT_DIR or CHECKPOINT.DIR is '.*', the folder of the run to fork",
+        ),
+        (
+            f"{parent}@5",
+            ("--config-file", "a.yaml"),
+            "--fork trains with the settings of RUN: without",
+        ),
     ]:
         with pytest.raises((ConfigError, CheckpointError), match=message):
             fork(run, tmp_path, *options)
     monkeypatch.setattr(DefaultTrainer, "resume_or_load", lambda self, resume: None)
-    with pytest.raises(ConfigError, match="--fork is given .*, but the script starts at iteration 0"):
+    with pytest.raises(
+        ConfigError, match="--fork is given .*, but the script starts at iteration 0"
+    ):
         fork(f"{parent}@5", tmp_path)

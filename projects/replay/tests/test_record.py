@@ -20,11 +20,22 @@ def resumed(cfg, caplog):
     """The rows of the table of other settings that a resumed run shows; the first has the names of the columns."""
     caplog.clear()
     DefaultTrainer(cfg).resume_or_load()
-    tables = [text for text in caplog.messages if text.startswith("The checkpoint was written with other settings")]
-    return [re.split(r" {2,}", line.strip()) for table in tables for line in table.splitlines()[1:] if line[0] != "-"]
+    tables = [
+        text
+        for text in caplog.messages
+        if text.startswith("The checkpoint was written with other settings")
+    ]
+    return [
+        re.split(r" {2,}", line.strip())
+        for table in tables
+        for line in table.splitlines()[1:]
+        if line[0] != "-"
+    ]
 
 
-def test_settings_and_threads_that_change_what_a_resumed_run_computes_are_shown(tmp_path, caplog, monkeypatch):
+def test_settings_and_threads_that_change_what_a_resumed_run_computes_are_shown(
+    tmp_path, caplog, monkeypatch
+):
     hooks = [{"NAME": "GarbageCollection", "PERIOD": 5, "ENABLED": True}]
     DefaultTrainer(cfg := tiny_cfg(tmp_path, "HOOKS", hooks)).train()
     others = {  # key: former value, value, what is used
@@ -41,7 +52,10 @@ def test_settings_and_threads_that_change_what_a_resumed_run_computes_are_shown(
     titles, *rows = resumed(tiny_cfg(tmp_path, "HOOKS", hooks, *no_matter, *options), caplog)
 
     assert titles == ["setting", "of this run", "in the checkpoint", "what is used"]
-    wanted = [[key, repr(new), "-" if old == "-" else repr(old), used] for key, (old, new, used) in others.items()]
+    wanted = [
+        [key, repr(new), "-" if old == "-" else repr(old), used]
+        for key, (old, new, used) in others.items()
+    ]
     assert sorted(rows) == sorted(wanted)
     (tmp_path / "config.yaml").write_text(cfg.dump())
     same = get_cfg()
@@ -50,10 +64,14 @@ def test_settings_and_threads_that_change_what_a_resumed_run_computes_are_shown(
     assert resumed(same, caplog) == []
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert resumed(same, caplog)[1:] == [["threads of torch", str(threads + 1), str(threads), "this run"]]
+    assert resumed(same, caplog)[1:] == [
+        ["threads of torch", str(threads + 1), str(threads), "this run"]
+    ]
 
 
-def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_repeated(tmp_path, caplog, monkeypatch):
+def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_repeated(
+    tmp_path, caplog, monkeypatch
+):
     caplog.set_level(logging.INFO)
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 3, "SOLVER.STEPS", ()))
     trainer.register_hooks([CallbackHook(before_step=lambda trainer: [][trainer.iter])])
@@ -75,7 +93,14 @@ DatasetCatalog.register("tiny_nameless", Nameless)
 
 
 def test_names_of_samples_that_cannot_be_had_do_not_end_a_run(tmp_path, caplog):
-    options = ("DATASETS.TRAIN", ("tiny_nameless",), "DATASETS.TEST", (), "SOLVER.NON_FINITE.POLICY", "ignore")
+    options = (
+        "DATASETS.TRAIN",
+        ("tiny_nameless",),
+        "DATASETS.TEST",
+        (),
+        "SOLVER.NON_FINITE.POLICY",
+        "ignore",
+    )
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.CHECKPOINT_PERIOD", 1))
     trainer.register_hooks([stop_at(0)])
     trainer.train()
@@ -85,7 +110,9 @@ def test_names_of_samples_that_cannot_be_had_do_not_end_a_run(tmp_path, caplog):
 
 def test_a_run_goes_with_torchs_newer_setting_of_the_precision(tmp_path):
     cfg = tiny_cfg(tmp_path)
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch refuses to read the older setting beside it
+    torch.backends.cuda.matmul.fp32_precision = (
+        "tf32"  # torch refuses to read the older setting beside it
+    )
     try:
         default_setup(cfg, argparse.Namespace())
         DefaultTrainer(cfg).train()

@@ -55,12 +55,17 @@ def draw_and_build(cfg):
     return DefaultTrainer(cfg)
 
 
-def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_which_is_not_changed(tmp_path):
+def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_which_is_not_changed(
+    tmp_path,
+):
     kept, options = Keep(), ("SEED", -1)
     Job(tmp_path, *options, make_hooks=lambda: [kept], base=draw_and_build)()
     folder = digest_of_folder(tmp_path)
 
-    for iter, start, after in ((0, "the beginning", "model_0000004.pth"), (9, "model_0000004.pth", "model_final.pth")):
+    for iter, start, after in (
+        (0, "the beginning", "model_0000004.pth"),
+        (9, "model_0000004.pth", "model_final.pth"),
+    ):
         found = replay(tmp_path, iter, Job(tmp_path, *options, base=draw_and_build), prove=True)
 
         batch, gradients = kept.xs[iter], kept.gradients[iter]
@@ -69,7 +74,9 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_w
         assert found.gradients.keys() == gradients.keys()
         assert all(torch.equal(found.gradients[name], gradients[name]) for name in gradients)
         assert (found.verdict, found.differences, found.start) == (REPRODUCIBLE, [], start)
-        assert found.error == found.first_bad_module == found.first_bad_gradient == found.failure == ""
+        assert (
+            found.error == found.first_bad_module == found.first_bad_gradient == found.failure == ""
+        )
         words = " ".join(str(found).split())
         assert f"layers.0.weight {gradients['layers.0.weight'].norm().item():.4g}" in words
         assert f"x [8, 4] torch.float32 {batch.min():.4g}" in words
@@ -78,13 +85,25 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_w
 
 
 def check_step_of_a_graph(tmp_path, device):
-    job = Job(tmp_path, "MODEL.DEVICE", device, "SOLVER.GRAPH.ENABLED", True, "SOLVER.OPTIMIZER.FUSED", True)
+    job = Job(
+        tmp_path,
+        "MODEL.DEVICE",
+        device,
+        "SOLVER.GRAPH.ENABLED",
+        True,
+        "SOLVER.OPTIMIZER.FUSED",
+        True,
+    )
     job()
 
     found = replay(tmp_path, 8, job, prove=True)
 
     assert (found.verdict, found.proof) == (REPRODUCIBLE, proof("model_final.pth"))
-    assert [name for name, _ in found.inspection.outputs] == [*(f"layers.{i}" for i in range(5)), "layers", "(model)"]
+    assert [name for name, _ in found.inspection.outputs] == [
+        *(f"layers.{i}" for i in range(5)),
+        "layers",
+        "(model)",
+    ]
     assert found.batch["x"].device.type == device
 
 
@@ -98,7 +117,9 @@ def test_a_step_on_a_gpu_is_repeated_and_proved_there(tmp_path):
     check_step_of_a_graph(tmp_path, "cuda")
 
 
-def test_a_nan_in_a_weight_is_found_with_its_name_and_module_also_before_the_first_checkpoint(tmp_path):
+def test_a_nan_in_a_weight_is_found_with_its_name_and_module_also_before_the_first_checkpoint(
+    tmp_path,
+):
     options = ("SOLVER.CHECKPOINT_PERIOD", 100, "DATASETS.TEST", ())
     job = Job(tmp_path, *options, make_hooks=lambda: [plant_nan("layers.4.bias", 7)])
     with pytest.raises(FloatingPointError):
@@ -106,17 +127,39 @@ def test_a_nan_in_a_weight_is_found_with_its_name_and_module_also_before_the_fir
 
     found = replay(tmp_path, 7, job)
 
-    assert (found.inspection.not_finite_before, found.first_bad_module) == (["layers.4.bias"], "layers.4")
+    assert (found.inspection.not_finite_before, found.first_bad_module) == (
+        ["layers.4.bias"],
+        "layers.4",
+    )
     assert found.error.startswith("FloatingPointError: the loss is not finite in iteration 7")
     assert (found.verdict, found.start) == (REPRODUCIBLE, "the beginning")
-    assert found.on_the_way == "14 of 14 logged values equal those in capsule.rank0.pt, iterations 0 to 6"
+    assert (
+        found.on_the_way
+        == "14 of 14 logged values equal those in capsule.rank0.pt, iterations 0 to 6"
+    )
     with pytest.raises(CheckpointError, match="has no checkpoint after iteration"):
         replay(tmp_path, 7, job, prove=True)
 
 
 def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_path):
-    lists = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list", "SOLVER.ACCUMULATION_STEPS", 2)
-    policy = ("SOLVER.NON_FINITE.POLICY", "skip", "SOLVER.MAX_ITER", 5, "SOLVER.STEPS", (), "DATASETS.TEST", ())
+    lists = (
+        "MODEL.NAME",
+        "ListClassifier",
+        "DATALOADER.COLLATE",
+        "list",
+        "SOLVER.ACCUMULATION_STEPS",
+        2,
+    )
+    policy = (
+        "SOLVER.NON_FINITE.POLICY",
+        "skip",
+        "SOLVER.MAX_ITER",
+        5,
+        "SOLVER.STEPS",
+        (),
+        "DATASETS.TEST",
+        (),
+    )
     job = Job(tmp_path, *lists, *policy, "DATASETS.TRAIN", ("tiny_scans",))
     job()
     steps = [replay(tmp_path, iter, job, verdict=False) for iter in range(5)]
@@ -133,7 +176,9 @@ def test_a_nan_in_a_sample_is_found_with_the_name_that_the_dataset_gives_it(tmp_
 def test_no_innocent_sample_is_named():
     seen, values = Inspection([["a", "b", "c"]]), torch.tensor([1.0, float("nan"), 1.0])
     seen.batches = [[values, torch.zeros(3)]]  # torch's default_collate makes this of tuples
-    step = SimpleNamespace(model=nn.Identity(), compute_losses=lambda batch: SimpleNamespace(total=values[1]))
+    step = SimpleNamespace(
+        model=nn.Identity(), compute_losses=lambda batch: SimpleNamespace(total=values[1])
+    )
     alone = [find_samples(step, torch.zeros(size), []) for size in (1, 3)]
     assert seen.bad_samples == ["b"]
     text = "the loss is not finite with each of the {} samples alone, so this names none of them"
@@ -143,12 +188,60 @@ def test_no_innocent_sample_is_named():
 @pytest.mark.parametrize(
     ("iter", "options"),
     [
-        (7, ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.OPTIMIZER.NAME", "AdamW", "SEED", -1]),
-        (2, ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16", "DATALOADER.NUM_WORKERS", 2]),
-        (7, ["HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"}], "SOLVER.CLIP_GRADIENTS.ENABLED", True]),
-        (7, ["HOOKS", [{"NAME": "ReduceOnPlateau", "VAL_METRIC": TOP1, "PATIENCE": 1}], "TEST.EVAL_PERIOD", 2]),
+        (
+            7,
+            [
+                "SOLVER.ACCUMULATION_STEPS",
+                2,
+                "SOLVER.IMS_PER_BATCH",
+                4,
+                "SOLVER.OPTIMIZER.NAME",
+                "AdamW",
+                "SEED",
+                -1,
+            ],
+        ),
+        (
+            2,
+            [
+                "SOLVER.AMP.ENABLED",
+                True,
+                "SOLVER.AMP.PRECISION",
+                "bfloat16",
+                "DATALOADER.NUM_WORKERS",
+                2,
+            ],
+        ),
+        (
+            7,
+            [
+                "HOOKS",
+                [{"NAME": "EMAHook", "DECAY": 0.9, "EVALUATE": "both"}],
+                "SOLVER.CLIP_GRADIENTS.ENABLED",
+                True,
+            ],
+        ),
+        (
+            7,
+            [
+                "HOOKS",
+                [{"NAME": "ReduceOnPlateau", "VAL_METRIC": TOP1, "PATIENCE": 1}],
+                "TEST.EVAL_PERIOD",
+                2,
+            ],
+        ),
         # stops after iteration 7
-        (7, ["EARLY_STOPPING.METRIC", TOP1, "EARLY_STOPPING.MIN_DELTA", 1000.0, "TEST.EVAL_PERIOD", 2]),
+        (
+            7,
+            [
+                "EARLY_STOPPING.METRIC",
+                TOP1,
+                "EARLY_STOPPING.MIN_DELTA",
+                1000.0,
+                "TEST.EVAL_PERIOD",
+                2,
+            ],
+        ),
     ],
 )
 def test_every_byte_of_the_next_checkpoint_is_equal(tmp_path, iter, options):
@@ -167,7 +260,9 @@ def test_the_settings_are_those_of_the_process_that_did_the_step(tmp_path):
     Job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.STEPS", (7,))("--resume")
     found = replay(tmp_path, 5, Job(tmp_path, "SOLVER.MAX_ITER", 20), prove=True)
     assert found.proof == proof("model_0000006.pth")
-    assert found.differences == ["setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"]
+    assert found.differences == [
+        "setting SOLVER.MAX_ITER: 10 in the run, which is used; 20 in the command now"
+    ]
 
 
 def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
@@ -177,7 +272,9 @@ def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
 
     found = replay(changed_copy(run, tmp_path, change), 6, Job(tmp_path), prove=True)
     assert found.on_the_way.startswith("DIFFERENT: total_loss of iteration 5 is ")
-    assert found.proof.startswith("DIFFERENT from model_final.pth in model/layers.4.bias: 1 of 2 values")
+    assert found.proof.startswith(
+        "DIFFERENT from model_final.pth in model/layers.4.bias: 1 of 2 values"
+    )
     assert found.verdict.startswith("different on this machine: ")
     assert not found.is_equal
 
@@ -186,7 +283,12 @@ def test_the_verdict_says_no_more_than_the_executions_show():
     first, same, other, third = ([("batch", "1"), ("module", output)] for output in "2234")
     for again, new, equals_run, start in [
         (same, same, True, f"reproducible: {SAME}; in a new process, every bit is equal"),
-        (same, same, None, "reproducible, but not compared with the run, which has stored no value of the data"),
+        (
+            same,
+            same,
+            None,
+            "reproducible, but not compared with the run, which has stored no value of the data",
+        ),
         (same, same, False, "different on this machine: the run has stored other values"),
         (other, same, True, "with a state that no checkpoint holds (a counter"),
         (same, other, True, "other in each process (the order of a set"),
@@ -241,14 +343,25 @@ def test_values_that_no_sample_changes_are_no_proof(tmp_path):
 def test_what_differs_from_the_run_is_said(run, tmp_path):
     def change(state):
         origin = state["trainer"]["origin"]
-        assert {"tests/engine/job.py", "projects/replay/tests/job.py", "trainkit"} <= origin["files"].keys()
+        assert {"tests/engine/job.py", "projects/replay/tests/job.py", "trainkit"} <= origin[
+            "files"
+        ].keys()
         assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
         origin["files"] |= {"tests/engine/job.py": "another", "gone.py": "1"}
         origin["facts"] |= {"version of torch": "2.12.0", "device": "NVIDIA H100"}
-        origin["facts"] |= {"threads of torch": 1, "instructions of the CPU": "SSE", "variable OMP_SCHEDULE": "x"}
+        origin["facts"] |= {
+            "threads of torch": 1,
+            "instructions of the CPU": "SSE",
+            "variable OMP_SCHEDULE": "x",
+        }
 
     threads = []
-    job = Job(tmp_path, "SOLVER.BASE_LR", 0.2, make_hooks=lambda: threads.append(torch.get_num_threads()) or [])
+    job = Job(
+        tmp_path,
+        "SOLVER.BASE_LR",
+        0.2,
+        make_hooks=lambda: threads.append(torch.get_num_threads()) or [],
+    )
     found = replay(changed_copy(run, tmp_path, change), 6, job, verdict=False)
 
     assert threads == [1]  # set for the replay, so it is no difference
@@ -266,9 +379,21 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
     for kind, arguments, message in [
-        (ConfigError, (tmp_path / "nowhere", 3, run), "got '.*/nowhere' .*; accepted: the folder of a run and --iter"),
-        (CheckpointError, (tmp_path, 3, run), "no checkpoint of a DefaultTrainer that says how its run was started"),
-        (ConfigError, (run.folder, -1, run), "--iter is -1; accepted: 0 to 9, the iterations of the run"),
+        (
+            ConfigError,
+            (tmp_path / "nowhere", 3, run),
+            "got '.*/nowhere' .*; accepted: the folder of a run and --iter",
+        ),
+        (
+            CheckpointError,
+            (tmp_path, 3, run),
+            "no checkpoint of a DefaultTrainer that says how its run was started",
+        ),
+        (
+            ConfigError,
+            (run.folder, -1, run),
+            "--iter is -1; accepted: 0 to 9, the iterations of the run",
+        ),
         (ConfigError, (run.folder, 3, lambda: None), "has ended before it trained"),
         (
             CheckpointError,
@@ -279,10 +404,18 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
     ]:
         with pytest.raises(kind, match=message):
             replay(*arguments)
-    with pytest.raises(CheckpointError, match="no checkpoint after iteration 10; leave out --prove"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint after iteration 10; leave out --prove"
+    ):
         replay(run.folder, 10, run, prove=True)
-    changed_copy(run, tmp_path, lambda state: state["trainer"]["origin"]["facts"].update({"number of processes": 4}))
-    with pytest.raises(CheckpointError, match="torchrun --nproc-per-node 4 -m trainkit.projects.replay"):
+    changed_copy(
+        run,
+        tmp_path,
+        lambda state: state["trainer"]["origin"]["facts"].update({"number of processes": 4}),
+    )
+    with pytest.raises(
+        CheckpointError, match="torchrun --nproc-per-node 4 -m trainkit.projects.replay"
+    ):
         replay(tmp_path, 6, run)
 
 
@@ -292,7 +425,10 @@ class Pair(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.generator, self.critic = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.generator, self.critic = (
+            nn.Linear(4, 4),
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
+        )
 
 
 class Adversaries(DefaultTrainer):
@@ -324,7 +460,9 @@ def game(folder, *hooks, own_iterator=False):
     return Job(folder, *own, make_hooks=lambda: hooks, base=Adversaries)
 
 
-def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_the_bad_module(tmp_path):
+def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_the_bad_module(
+    tmp_path,
+):
     play = game(tmp_path, plant_nan("critic.1.bias", 7))
     with pytest.raises(FloatingPointError):
         play()
@@ -332,7 +470,11 @@ def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_th
     good, bad = replay(tmp_path, 6, play), replay(tmp_path, 7, play, verdict=False, bisect=True)
 
     assert (good.batch["x"].shape, len(good.samples)) == ((8, 4), 8)
-    assert [name for name, _ in good.inspection.outputs][:3] == ["generator", "critic.0", "critic.1"]
+    assert [name for name, _ in good.inspection.outputs][:3] == [
+        "generator",
+        "critic.0",
+        "critic.1",
+    ]
     assert good.losses.keys() == {"loss_critic", "loss_generator", "lr"}
     assert len(good.gradients) == 6  # weights and biases of three layers
     assert good.on_the_way.startswith("6 of 6 logged values equal those in capsule.rank0.pt")
@@ -346,6 +488,10 @@ def test_an_iterator_of_the_trainer_is_no_fault_of_the_machine(tmp_path):
     play = game(tmp_path, own_iterator=True)
     play()
     found = replay(tmp_path, 3, play)
-    assert found.on_the_way.endswith("logged values equal those in model_0000004.pth, iterations 0 to 3")
-    assert found.verdict.startswith("transient, or with a state that no checkpoint holds: in this process it differs")
+    assert found.on_the_way.endswith(
+        "logged values equal those in model_0000004.pth, iterations 0 to 3"
+    )
+    assert found.verdict.startswith(
+        "transient, or with a state that no checkpoint holds: in this process it differs"
+    )
     assert "differs in the batch" in found.verdict

@@ -22,7 +22,15 @@ def AddNoise(cfg: CfgNode):
 def batches(folder, *words, options=(), hooks=()):
     """What the steps of a run get, by iteration."""
     seen = Keep()
-    own = ("INPUT.TRAIN_TRANSFORM", "AddNoise", "TEST.EVAL_PERIOD", 0, "DATASETS.TEST", (), *options)
+    own = (
+        "INPUT.TRAIN_TRANSFORM",
+        "AddNoise",
+        "TEST.EVAL_PERIOD",
+        0,
+        "DATASETS.TEST",
+        (),
+        *options,
+    )
     with contextlib.suppress(Killed):
         train(folder, *words, options=own, hooks=[seen, *hooks])
     return seen.xs
@@ -56,7 +64,10 @@ def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, pla
     found = batches(tmp_path, options=SKIP)
     assert same(found, plain, SHIFTED)
     assert not same(found, plain, {i: i for i in range(10)})
-    assert "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one" in log(tmp_path)
+    assert (
+        "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one"
+        in log(tmp_path)
+    )
     cfg = prepare_projects(tiny_cfg(tmp_path, *SKIP))
     assert len(prepare_projects(cfg).HOOKS) == len(cfg.HOOKS) == 1
     assert (left_out(tmp_path), left_out(tmp_path, "model_0000004")) == ([[3, 5], [6, 7]], [[3, 5]])
@@ -75,13 +86,17 @@ def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain):
     batches(tmp_path, hooks=[stop_at(6)])
     found = batches(tmp_path, "--resume", options=("DATALOADER.SKIP", [[2, 4], [8, 9]]))
     assert same(found, plain, {7: 7, 8: 9, 9: 10})
-    assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in log(tmp_path)
+    assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in log(
+        tmp_path
+    )
     assert "nothing of [8, 9]" not in log(tmp_path)
 
 
 def check_skip_of_a_rank(rank, folder):
     options = (*SKIP, "DATALOADER.NUM_WORKERS", 2)
-    return batches(folder, options=options, hooks=[At(4, Killed())]) | batches(folder, "--resume", options=options)
+    return batches(folder, options=options, hooks=[At(4, Killed())]) | batches(
+        folder, "--resume", options=options
+    )
 
 
 @pytest.mark.slow
@@ -94,5 +109,7 @@ def test_two_processes_with_workers_that_are_killed_and_resumed_leave_out_the_sa
 
 @pytest.mark.parametrize("ranges", [[3, 5], [[3, 3]], [[-1, 3]], [[3, 5], [4, 7]]])
 def test_bad_ranges_are_errors(tmp_path, ranges):
-    with pytest.raises(ConfigError, match=r"DATALOADER.SKIP: got .* accepted: a list of \[start, end\]"):
+    with pytest.raises(
+        ConfigError, match=r"DATALOADER.SKIP: got .* accepted: a list of \[start, end\]"
+    ):
         check_values(tiny_cfg(tmp_path, "DATALOADER.SKIP", ranges))

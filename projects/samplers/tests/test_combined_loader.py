@@ -42,7 +42,9 @@ def combined(mode, workers=0, names="abc", **options):
         "b": (Noisy(100, 7), TrainingSampler(7, seed=2), 3),
         "c": (Noisy(200, 4), RepeatFactorTrainingSampler([1.0, 2.0, 1.5, 1.0], seed=3), 1),
     }
-    loaders = {name: build_batch_data_loader(*parts[name], num_workers=workers, seed=5) for name in names}
+    loaders = {
+        name: build_batch_data_loader(*parts[name], num_workers=workers, seed=5) for name in names
+    }
     return CombinedLoader(loaders, mode, **options)
 
 
@@ -66,15 +68,25 @@ def test_a_state_continues_all_loaders_with_any_number_of_workers(mode):
 
 
 def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
-    lengths = {"max_cycle": {"each": 5, "round_robin": 15}, "min": {"each": 7 / 3, "round_robin": 7}}
+    lengths = {
+        "max_cycle": {"each": 5, "round_robin": 15},
+        "min": {"each": 7 / 3, "round_robin": 7},
+    }
     for epoch, by_mode in lengths.items():
-        found = {mode: float(exact(iters_per_epoch(combined(mode, epoch=epoch)))) for mode in by_mode}
+        found = {
+            mode: float(exact(iters_per_epoch(combined(mode, epoch=epoch)))) for mode in by_mode
+        }
         assert found == pytest.approx(by_mode)
 
 
 def test_a_loader_that_ends_starts_again_and_one_without_a_length_or_a_state_is_known():
     loader = CombinedLoader({"a": [1, 2, 3], "b": "xy"}, "each")
-    assert take(loader, 4) == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}, {"a": 3, "b": "x"}, {"a": 1, "b": "y"}]
+    assert take(loader, 4) == [
+        {"a": 1, "b": "x"},
+        {"a": 2, "b": "y"},
+        {"a": 3, "b": "x"},
+        {"a": 1, "b": "y"},
+    ]
     assert "the data loader (list) has no state_dict()" in resume_obstacle(loader)
     assert iters_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream([0]))})) is None
     assert resume_obstacle(combined("each")) == ""
@@ -95,11 +107,15 @@ class Two(DefaultTrainer):
     def build_train_loader(cls, cfg):
         small = cfg.clone()
         small.DATASETS.TRAIN, small.SOLVER.IMS_PER_BATCH = ("tiny_val",), 2
-        return CombinedLoader({"large": build_train_loader(cfg), "small": build_train_loader(small)}, "round_robin")
+        return CombinedLoader(
+            {"large": build_train_loader(cfg), "small": build_train_loader(small)}, "round_robin"
+        )
 
 
 def test_a_run_with_accumulation_has_its_length_in_epochs_and_saves_its_position(tmp_path):
-    cfg = tiny_cfg(tmp_path, "SOLVER.ACCUMULATION_STEPS", 3, "TEST.EVAL_PERIOD", 0, "SOLVER.MAX_ITER", "2ep")
+    cfg = tiny_cfg(
+        tmp_path, "SOLVER.ACCUMULATION_STEPS", 3, "TEST.EVAL_PERIOD", 0, "SOLVER.MAX_ITER", "2ep"
+    )
     trainer = Two(cfg)
     assert trainer.max_iter == 8  # tiny_val has 12 samples, so 6 batches of 2
     trainer.train(max_iter=3)
@@ -112,11 +128,29 @@ def inputs_in_order(indices):
 
 
 def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_path):
-    limit = ("SOLVER.MAX_BATCHES_PER_EPOCH", 2, "SOLVER.IMS_PER_BATCH", 4, "SOLVER.ACCUMULATION_STEPS", 2)
-    cfg = tiny_cfg(tmp_path, *limit, "SOLVER.MAX_ITER", "3ep", "SOLVER.WARMUP_ITERS", 0, "TEST.EVAL_PERIOD", "1ep")
+    limit = (
+        "SOLVER.MAX_BATCHES_PER_EPOCH",
+        2,
+        "SOLVER.IMS_PER_BATCH",
+        4,
+        "SOLVER.ACCUMULATION_STEPS",
+        2,
+    )
+    cfg = tiny_cfg(
+        tmp_path,
+        *limit,
+        "SOLVER.MAX_ITER",
+        "3ep",
+        "SOLVER.WARMUP_ITERS",
+        0,
+        "TEST.EVAL_PERIOD",
+        "1ep",
+    )
     trainer, starts = DefaultTrainer(cfg), []
     found = torch.cat([batch["x"] for batch in itertools.islice(trainer.data_loader, 12)])
-    trainer.register_hooks([CallbackHook(before_epoch=lambda trainer: starts.append((trainer.iter, trainer.epoch)))])
+    trainer.register_hooks(
+        [CallbackHook(before_epoch=lambda trainer: starts.append((trainer.iter, trainer.epoch)))]
+    )
     trainer.train()
     assert (trainer.max_iter, trainer.cfg.TEST.EVAL_PERIOD, trainer.iters_per_epoch) == (6, 2, 2)
     assert starts == [(0, 0), (2, 1), (4, 2)]
@@ -136,14 +170,23 @@ def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_pat
     assert trainer.iters_per_epoch == cfg.TEST.MAX_BATCHES == 3
 
 
-def test_a_limit_beyond_the_data_changes_nothing_and_another_number_of_workers_keeps_its_samples(tmp_path):
+def test_a_limit_beyond_the_data_changes_nothing_and_another_number_of_workers_keeps_its_samples(
+    tmp_path,
+):
     cfg = tiny_cfg(tmp_path, "SOLVER.MAX_BATCHES_PER_EPOCH", 6, "SOLVER.REFERENCE_WORLD_SIZE", 2)
     assert DefaultTrainer(cfg).data_loader.state_dict()["kind"] == "TrainingSampler"
-    assert [scale_workers(cfg, num).SOLVER.MAX_BATCHES_PER_EPOCH for num in (1, 4, 16, 64)] == [12, 3, 1, 1]
+    assert [scale_workers(cfg, num).SOLVER.MAX_BATCHES_PER_EPOCH for num in (1, 4, 16, 64)] == [
+        12,
+        3,
+        1,
+        1,
+    ]
 
 
 def test_limits_that_make_no_sense_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="DATALOADER.OVERFIT_BATCHES: got -1 "):
         check_values(tiny_cfg(tmp_path, "DATALOADER.OVERFIT_BATCHES", -1))
     with pytest.raises(ConfigError, match="exclude each other: both say how many"):
-        check_values(tiny_cfg(tmp_path, "DATALOADER.OVERFIT_BATCHES", 1, "SOLVER.MAX_BATCHES_PER_EPOCH", 1))
+        check_values(
+            tiny_cfg(tmp_path, "DATALOADER.OVERFIT_BATCHES", 1, "SOLVER.MAX_BATCHES_PER_EPOCH", 1)
+        )

@@ -22,20 +22,34 @@ from trainkit.data import (
     resume_obstacle,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few cores
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create"
+)  # a machine with few cores
 
 GROUPS = [0, 1, 2] * 3 + [0, 1]
 INFINITE = {
-    "subset": lambda seed: RandomSubsetTrainingSampler(20, 0.4, seed_shuffle=seed, seed_subset=seed),
-    "repeat_factor": lambda seed: RepeatFactorTrainingSampler([1.5, 0.25, 3.0, 1.0, 0.5, 2.0, 1.0], seed=seed),
+    "subset": lambda seed: RandomSubsetTrainingSampler(
+        20, 0.4, seed_shuffle=seed, seed_subset=seed
+    ),
+    "repeat_factor": lambda seed: RepeatFactorTrainingSampler(
+        [1.5, 0.25, 3.0, 1.0, 0.5, 2.0, 1.0], seed=seed
+    ),
     "repeated": lambda seed: LimitedSampler(TrainingSampler(30, seed=seed), 7, repeat_first=True),
-    "limited": lambda seed: LimitedSampler(RepeatFactorTrainingSampler([1.5, 1.0, 3.0, 2.5] * 3, seed=seed), 7),
+    "limited": lambda seed: LimitedSampler(
+        RepeatFactorTrainingSampler([1.5, 1.0, 3.0, 2.5] * 3, seed=seed), 7
+    ),
 }
 ORDERS = {
-    "subset": lambda seed: {"sampler": RandomSubsetTrainingSampler(SIZE, 0.5, seed_shuffle=seed, seed_subset=seed)},
+    "subset": lambda seed: {
+        "sampler": RandomSubsetTrainingSampler(SIZE, 0.5, seed_shuffle=seed, seed_subset=seed)
+    },
     "limited": lambda seed: {"sampler": LimitedSampler(TrainingSampler(SIZE, seed=seed), 7)},
-    "repeat": lambda seed: {"sampler": RepeatFactorTrainingSampler([0.5, 1.5] * 5 + [1.0], seed=seed)},
-    "grouped": lambda seed: {"batch_sampler": GroupedBatchSampler(TrainingSampler(SIZE, seed=seed), GROUPS, 4)},
+    "repeat": lambda seed: {
+        "sampler": RepeatFactorTrainingSampler([0.5, 1.5] * 5 + [1.0], seed=seed)
+    },
+    "grouped": lambda seed: {
+        "batch_sampler": GroupedBatchSampler(TrainingSampler(SIZE, seed=seed), GROUPS, 4)
+    },
 }
 
 
@@ -47,7 +61,9 @@ def known_to_the_tests_of_the_core(monkeypatch):
 
 @pytest.mark.parametrize("name", INFINITE)
 def test_a_stream_is_a_function_of_seed_and_epoch_that_can_be_entered_anywhere(name, as_rank):
-    test_samplers.test_an_epoch_is_a_function_of_seed_and_epoch_alone_and_the_stream_is_all_of_them(name)
+    test_samplers.test_an_epoch_is_a_function_of_seed_and_epoch_alone_and_the_stream_is_all_of_them(
+        name
+    )
     for position in (0, 1, 12, 37):
         as_rank(0, 1)
         test_samplers.test_from_any_position_the_ranks_together_draw_the_stream_of_a_single_rank(
@@ -94,7 +110,9 @@ def test_a_config_that_makes_no_sampler_says_why(cfg):  # noqa: F811
 
 def test_a_subset_is_the_same_in_all_epochs_and_depends_on_its_own_seed():
     def subset(seed_shuffle, seed_subset, shuffle=True):
-        return RandomSubsetTrainingSampler(100, 0.29, shuffle, seed_shuffle=seed_shuffle, seed_subset=seed_subset)
+        return RandomSubsetTrainingSampler(
+            100, 0.29, shuffle, seed_shuffle=seed_shuffle, seed_subset=seed_subset
+        )
 
     sampler = subset(0, 1)
     epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(2)]
@@ -107,7 +125,12 @@ def test_a_subset_is_the_same_in_all_epochs_and_depends_on_its_own_seed():
 def test_samples_are_repeated_as_often_as_their_factors_say():
     sampler = RepeatFactorTrainingSampler([1.0, 2.5, 0.0, 0.25], shuffle=False, seed=0)
     epochs = [sampler.epoch_indices(epoch).tolist() for epoch in range(500)]
-    assert {tuple(epoch) for epoch in epochs} == {(0, 1, 1), (0, 1, 1, 1), (0, 1, 1, 3), (0, 1, 1, 1, 3)}
+    assert {tuple(epoch) for epoch in epochs} == {
+        (0, 1, 1),
+        (0, 1, 1, 1),
+        (0, 1, 1, 3),
+        (0, 1, 1, 1, 3),
+    }
     assert sum(epoch.count(1) for epoch in epochs) / 500 == pytest.approx(2.5, abs=0.08)
     assert sum(epoch.count(3) for epoch in epochs) / 500 == pytest.approx(0.25, abs=0.08)
     assert take(RepeatFactorTrainingSampler([1.0] * 9, seed=0), 9) != [*range(9)]
@@ -134,9 +157,13 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
     groups = [0, 1, 0, 1, 1, 0, 0]
     batches = GroupedBatchSampler(SequentialSampler(groups), groups, batch_size=2)
     loader = ResumableLoader([*range(7)], batch_sampler=batches)
-    assert [batch.tolist() for batch in loader] == [*batches] == [[0, 2], [1, 3], [5, 6]]  # sample 4 has no partner
+    assert (
+        [batch.tolist() for batch in loader] == [*batches] == [[0, 2], [1, 3], [5, 6]]
+    )  # sample 4 has no partner
     assert "GroupedBatchSampler has no position in a SequentialSampler" in resume_obstacle(loader)
-    endless = GroupedBatchSampler(TrainingSampler(7, shuffle=False), torch.tensor(groups), batch_size=2)
+    endless = GroupedBatchSampler(
+        TrainingSampler(7, shuffle=False), torch.tensor(groups), batch_size=2
+    )
     assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]
 
 
@@ -158,11 +185,22 @@ def test_grouped_batches_are_resumed_at_another_world_size_with_a_warning(as_ran
 
 
 def test_rare_categories_are_repeated_whatever_holds_them(cfg):  # noqa: F811
-    cfg.merge_from_other_cfg({"DATALOADER": {"REPEAT_THRESHOLD": 0.75, "REPEAT_SQRT": False, "COLLATE": "list"}})
+    cfg.merge_from_other_cfg(
+        {"DATALOADER": {"REPEAT_THRESHOLD": 0.75, "REPEAT_SQRT": False, "COLLATE": "list"}}
+    )
     cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
     for key, values in [
         ("category", [["a"], ("b", "a"), {"a"}, "a"]),
         ("label", [0, torch.tensor([1, 0]), np.int64(0), [0]]),
     ]:
-        sampler = build_train_loader(cfg, [{"index": i, key: value} for i, value in enumerate(values)]).sampler
-        assert sorted(sampler.epoch_indices(0).tolist()) == [0, 1, 1, 1, 2, 3]  # the rare one's frequency is 1/4
+        sampler = build_train_loader(
+            cfg, [{"index": i, key: value} for i, value in enumerate(values)]
+        ).sampler
+        assert sorted(sampler.epoch_indices(0).tolist()) == [
+            0,
+            1,
+            1,
+            1,
+            2,
+            3,
+        ]  # the rare one's frequency is 1/4

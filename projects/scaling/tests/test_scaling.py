@@ -9,7 +9,9 @@ from trainkit.engine import DefaultTrainer
 
 def make_cfg(**solver):
     cfg = get_cfg()
-    cfg.merge_from_other_cfg({"SOLVER": {"BASE_LR": 0.5, "BASE_LR_END": 0.1, "IMS_PER_BATCH": 32, **solver}})
+    cfg.merge_from_other_cfg(
+        {"SOLVER": {"BASE_LR": 0.5, "BASE_LR_END": 0.1, "IMS_PER_BATCH": 32, **solver}}
+    )
     return cfg
 
 
@@ -45,22 +47,49 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
 
 
 def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alone(tmp_path):
-    options = ["SOLVER.REFERENCE_WORLD_SIZE", 8, "SOLVER.OPTIMIZER.LR", 0.2, "SOLVER.CHECKPOINT_PERIOD", "2ep"]
+    options = [
+        "SOLVER.REFERENCE_WORLD_SIZE",
+        8,
+        "SOLVER.OPTIMIZER.LR",
+        0.2,
+        "SOLVER.CHECKPOINT_PERIOD",
+        "2ep",
+    ]
     options += ["CHECKPOINT.START", 20]
-    cfg = tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 16, "SOLVER.MAX_ITER", 100, "SOLVER.STEPS", (60, 80), *options)
+    cfg = tiny_cfg(
+        tmp_path,
+        "SOLVER.IMS_PER_BATCH",
+        16,
+        "SOLVER.MAX_ITER",
+        100,
+        "SOLVER.STEPS",
+        (60, 80),
+        *options,
+    )
     cfg.freeze()
     scaled = DefaultTrainer.auto_scale_workers(cfg, 4)
     assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER) == (16, 0.1, 100)
     solver = scaled.SOLVER
-    assert (solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER, solver.STEPS) == (8, 0.05, 200, (120, 160))
+    assert (solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER, solver.STEPS) == (
+        8,
+        0.05,
+        200,
+        (120, 160),
+    )
     assert (solver.OPTIMIZER.LR, solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD) == (0.1, 4, "2ep")
     assert (scaled.TEST.EVAL_PERIOD, scaled.TEST.EVAL_START, scaled.CHECKPOINT.START) == (10, 0, 40)
     shorter = DefaultTrainer.auto_scale_workers(cfg, 80)
-    assert (shorter.TEST.EVAL_PERIOD, shorter.TEST.EVAL_START, shorter.CHECKPOINT.START) == (1, 0, 2)
+    assert (shorter.TEST.EVAL_PERIOD, shorter.TEST.EVAL_START, shorter.CHECKPOINT.START) == (
+        1,
+        0,
+        2,
+    )
     assert solver.REFERENCE_WORLD_SIZE == 4
     assert scaled.is_frozen()
     assert DefaultTrainer.auto_scale_workers(scaled, 4) is scaled
 
     cfg.SOLVER["REFERENCE_WORLD_SIZE"] = 3
-    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH: got 16 .*for 2 processes, a multiple of"):
+    with pytest.raises(
+        ConfigError, match="SOLVER.IMS_PER_BATCH: got 16 .*for 2 processes, a multiple of"
+    ):
         DefaultTrainer.auto_scale_workers(cfg, 2)

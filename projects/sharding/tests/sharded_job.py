@@ -40,7 +40,10 @@ class Blocks(nn.Module):
             x = block(x)
         if not self.training:
             return self.head(x)
-        return {"loss_cls": nn.functional.cross_entropy(self.head(x), batch["label"]), "drawn": torch.rand(())}
+        return {
+            "loss_cls": nn.functional.cross_entropy(self.head(x), batch["label"]),
+            "drawn": torch.rand(()),
+        }
 
 
 EMA = {"NAME": "EMAHook", "DECAY": 0.5, "EVALUATE": "both"}
@@ -48,10 +51,37 @@ EMA = {"NAME": "EMAHook", "DECAY": 0.5, "EVALUATE": "both"}
 
 def job(folder, *options):
     """Adam, clipping by the norm, an average; 10 iterations of 8 samples; 10 test samples one by one on each rank."""
-    options = ["SOLVER.OPTIMIZER.NAME", "AdamW", "SOLVER.CLIP_GRADIENTS.ENABLED", True, "HOOKS", [EMA], *options]
-    options += ["SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 0.05]
-    options += ["TEST.IMS_PER_BATCH", 1, "TEST.EVALUATORS", ["ClassificationEvaluator", "LossEvaluator"]]
-    return tiny_cfg(Path(folder), "MODEL.NAME", "Blocks", "SOLVER.BASE_LR", 0.01, "MODEL.PARALLEL", "fsdp", *options)
+    options = [
+        "SOLVER.OPTIMIZER.NAME",
+        "AdamW",
+        "SOLVER.CLIP_GRADIENTS.ENABLED",
+        True,
+        "HOOKS",
+        [EMA],
+        *options,
+    ]
+    options += [
+        "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
+        "full_model",
+        "SOLVER.CLIP_GRADIENTS.CLIP_VALUE",
+        0.05,
+    ]
+    options += [
+        "TEST.IMS_PER_BATCH",
+        1,
+        "TEST.EVALUATORS",
+        ["ClassificationEvaluator", "LossEvaluator"],
+    ]
+    return tiny_cfg(
+        Path(folder),
+        "MODEL.NAME",
+        "Blocks",
+        "SOLVER.BASE_LR",
+        0.01,
+        "MODEL.PARALLEL",
+        "fsdp",
+        *options,
+    )
 
 
 def train(cfg, resume=False, hooks=(), until=None, trainer_type=DefaultTrainer):
@@ -84,11 +114,15 @@ def outcome(trainer):
     states, losses = trainer.optimizer.state_dict()["state"], scalars(trainer)
     return {
         "weights": {name: whole(value) for name, value in trainer.model.state_dict().items()},
-        "optimizer": [{name: whole(value) for name, value in state.items()} for state in states.values()],
+        "optimizer": [
+            {name: whole(value) for name, value in state.items()} for state in states.values()
+        ],
         "average": {name: whole(value) for name, value in average.state_dict()["model"].items()},
         "losses": losses["total_loss"],
         "norms": losses["grad_norm"],
-        "results": {name: losses[name] for name in losses if name.endswith(("/top1", "/total_loss"))},
+        "results": {
+            name: losses[name] for name in losses if name.endswith(("/top1", "/total_loss"))
+        },
     }
 
 
@@ -96,7 +130,9 @@ def assert_close(found, expected):
     for key in ("weights", "optimizer", "average"):
         torch.testing.assert_close(found[key], expected[key], atol=1e-5, rtol=1e-5)
     steps = {iter: value for value, iter in expected["losses"]}
-    assert found["losses"] == [(pytest.approx(steps[iter], abs=1e-5), iter) for _, iter in found["losses"]]
+    assert found["losses"] == [
+        (pytest.approx(steps[iter], abs=1e-5), iter) for _, iter in found["losses"]
+    ]
 
 
 def assert_same_bits(found, expected):

@@ -56,7 +56,9 @@ def in_one_piece(rank, folder):
 
 def share_of(model):
     parameters = [*model.parameters()]
-    return sum(part.to_local().numel() for part in parameters) / sum(part.numel() for part in parameters)
+    return sum(part.to_local().numel() for part in parameters) / sum(
+        part.numel() for part in parameters
+    )
 
 
 def resumed(rank, folder):
@@ -73,7 +75,12 @@ def on_a_mesh(rank, folder):
     copied, shards = [], Shards()
     for name, parameter in trainer.model.named_parameters():
         shards.take(parameter, name, lambda part, path: copied.append(path) or part)
-    return {**outcome(trainer), "share": share_of(trainer.model), "resumed": outcome(resumed), "copied": copied}
+    return {
+        **outcome(trainer),
+        "share": share_of(trainer.model),
+        "resumed": outcome(resumed),
+        "copied": copied,
+    }
 
 
 def saved_asynchronously(rank, folder):
@@ -98,7 +105,9 @@ def from_the_meta_device(rank, folder):
 
 def with_amp(rank, folder):
     """float16 with a gradient scaler that starts far too high, so that the first updates are skipped."""
-    found = scalars(train(job(f"{folder}/amp", "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 2.0**20)))
+    found = scalars(
+        train(job(f"{folder}/amp", "SOLVER.AMP.ENABLED", True, "SOLVER.AMP.INIT_SCALE", 2.0**20))
+    )
     return [found[name] for name in ("skipped_updates", "[metric]grad_scaler", "total_loss")]
 
 
@@ -159,11 +168,20 @@ def unwritable(rank, folder, *options):
         patch.setattr(FileSystemWriter, "write_data", fail_once)
         train(job(f"{folder}/unwritable{len(options)}", *options))
     logging.getLogger("trainkit").removeHandler(handler)
-    return names(f"{folder}/unwritable{len(options)}"), [line for line in lines if "is not saved" in line]
+    return names(f"{folder}/unwritable{len(options)}"), [
+        line for line in lines if "is not saved" in line
+    ]
 
 
 def rotated(rank, folder):
-    options = ["SOLVER.CHECKPOINT_PERIOD", 2, "CHECKPOINT.MAX_TO_KEEP", 1, "CHECKPOINT.SAVE_LAST", False]
+    options = [
+        "SOLVER.CHECKPOINT_PERIOD",
+        2,
+        "CHECKPOINT.MAX_TO_KEEP",
+        1,
+        "CHECKPOINT.SAVE_LAST",
+        False,
+    ]
     train(job(f"{folder}/rotated", *options))
     comm.synchronize()
     return names(f"{folder}/rotated")
@@ -219,8 +237,22 @@ def four(folder):
 
 @pytest.fixture(scope="module", params=SLOW)
 def two(four, folder):
-    checks = [in_one_piece, resumed, saved_asynchronously, from_the_meta_device, with_amp, evaluated_alone]
-    checks += [stopped_on_one_rank, damaged, unwritable, unwritable_in_the_thread, rotated, optimizers]
+    checks = [
+        in_one_piece,
+        resumed,
+        saved_asynchronously,
+        from_the_meta_device,
+        with_amp,
+        evaluated_alone,
+    ]
+    checks += [
+        stopped_on_one_rank,
+        damaged,
+        unwritable,
+        unwritable_in_the_thread,
+        rotated,
+        optimizers,
+    ]
     return on_two_ranks([*checks, tied], folder)
 
 
@@ -262,7 +294,9 @@ def test_a_scaler_skips_the_same_updates_on_all_ranks(two):
     skipped = [int(number) for number, _ in found[0]]  # so far
     assert skipped[0] == 1
     assert skipped[-1] < 8
-    assert [scale for scale, _ in found[1]] == [2.0 ** (20 - before) for before in [0, *skipped[:-1]]]
+    assert [scale for scale, _ in found[1]] == [
+        2.0 ** (20 - before) for before in [0, *skipped[:-1]]
+    ]
     assert found == other
 
 
@@ -306,7 +340,9 @@ def test_what_modules_share_has_one_average(two):
 
 @pytest.mark.parametrize("weights", ["model", "ema"])
 def test_published_weights_are_one_plain_file(four, folder, weights):
-    path = publish_weights(shutil.copytree(folder / "whole4", folder / weights) / "model_final.pth", weights)
+    path = publish_weights(
+        shutil.copytree(folder / "whole4", folder / weights) / "model_final.pth", weights
+    )
     found = torch.load(path, weights_only=True)["model"]
     expected = four["in_one_piece"][0]["weights" if weights == "model" else "average"]
     assert list(found) == list(expected)

@@ -27,7 +27,10 @@ pytestmark = [  # of torch.distributed.checkpoint; the second one of torch 2.9
 
 def write_shards(folder, fill=5.0):
     """A checkpoint whose tensors are in ``folder``, as one of several processes has written them."""
-    values = {"model.weight": torch.full((4,), fill), "model.scale": torch.ones(2, 3, dtype=torch.bfloat16)}
+    values = {
+        "model.weight": torch.full((4,), fill),
+        "model.scale": torch.ones(2, 3, dtype=torch.bfloat16),
+    }
     dcp.save(values, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     path = folder.parent / f"{folder.name.partition('.')[0]}.pth"
     write_manifest(path, folder)
@@ -37,7 +40,13 @@ def write_shards(folder, fill=5.0):
 def write_manifest(path, folder, changes=()):
     empty = {"weight": torch.empty(4, device="meta")}
     empty["scale"] = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
-    write_file({"model": empty, "shards": {"folder": folder.name, "files": files_of(folder), **dict(changes)}}, path)
+    write_file(
+        {
+            "model": empty,
+            "shards": {"folder": folder.name, "files": files_of(folder), **dict(changes)},
+        },
+        path,
+    )
 
 
 @pytest.fixture
@@ -119,7 +128,9 @@ def test_the_payloads_of_the_test_would_run(sharded, tmp_path):
         assert (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("name", ["../{}", "{parent}/outside/{}", "link.shards-01234567", "below/{}", ".."])
+@pytest.mark.parametrize(
+    "name", ["../{}", "{parent}/outside/{}", "link.shards-01234567", "below/{}", ".."]
+)
 def test_shards_stand_beside_their_file(tmp_path, name):
     outside, run = tmp_path / "outside" / "model.shards-01234567", tmp_path / "run"
     outside.parent.mkdir()
@@ -130,7 +141,9 @@ def test_shards_stand_beside_their_file(tmp_path, name):
     (run / "below").symlink_to(outside.parent)
     write_manifest(run / "model.pth", there, {"folder": name.format(outside.name, parent=tmp_path)})
     for read in ("load", "weights", "publish", "compare"):
-        with pytest.raises(CheckpointError, match=r"is refused: its shards .* have to be a folder beside it"):
+        with pytest.raises(
+            CheckpointError, match=r"is refused: its shards .* have to be a folder beside it"
+        ):
             READERS[read](run / "model.pth")
 
 
@@ -153,7 +166,9 @@ def test_metadata_names_only_files_of_the_checkpoint(sharded, tmp_path):
         place.relative_path = "../other"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     write_manifest(path, folder)
-    with pytest.raises(CheckpointError, match=r"is refused: it names '\.\./other'; accepted are \['"):
+    with pytest.raises(
+        CheckpointError, match=r"is refused: it names '\.\./other'; accepted are \['"
+    ):
         READERS["load"](path)
 
 
@@ -162,7 +177,9 @@ def test_an_entry_shards_that_names_no_folder_is_an_error(tmp_path, shards):
     write_file({"model": {"weight": torch.zeros(4)}, "shards": shards}, tmp_path / "model.pth")
     (tmp_path / "last_checkpoint").write_text("model.pth")
     for read in READERS.values():
-        with pytest.raises(CheckpointError, match=r"model\.pth' is damaged: its entry 'shards' has to name"):
+        with pytest.raises(
+            CheckpointError, match=r"model\.pth' is damaged: its entry 'shards' has to name"
+        ):
             read(tmp_path / "model.pth")
 
 
@@ -174,7 +191,10 @@ def test_shards_belong_to_their_file(tmp_path, inspect):
     assert code == 0
     assert f"one.shards-01234567, {size / 1024:.4g} KiB\n" in out
     assert rows(out)["weight"] == ["weight", "[4]", "float32", "16", "B"]
-    assert inspect(one, other)[1] == "model/weight: 4 of 4 values, by at most 0.5\ndifferent in 1 places\n"
+    assert (
+        inspect(one, other)[1]
+        == "model/weight: 4 of 4 values, by at most 0.5\ndifferent in 1 places\n"
+    )
 
     damage(next(folder_of_other.glob("*.distcp")))
     assert inspect(other)[0] == 2

@@ -43,14 +43,18 @@ def train(folder, *options, resume=False, until=None):
     torch.manual_seed(100 + comm.get_rank())  # other weights on each rank
     trainer = Trainer(cfg_of(folder, *options))
     seen = []
-    trainer.register_hooks([AfterStep(lambda trainer: seen.append((trainer.batch, trainer.losses["drawn"])))])
+    trainer.register_hooks(
+        [AfterStep(lambda trainer: seen.append((trainer.batch, trainer.losses["drawn"])))]
+    )
     trainer.resume_or_load(resume=resume)
     trainer.train(max_iter=until)
     found = outcome(trainer)
     found["results"]["drawn"] = scalars(trainer)["drawn"]
     found["batches"], found["drawn"] = zip(*seen, strict=True)
     if comm.get_world_size() > 1:
-        found["shares"] = {part.to_local().numel() / part.numel() for part in trainer.model.parameters()}
+        found["shares"] = {
+            part.to_local().numel() / part.numel() for part in trainer.model.parameters()
+        }
     return found
 
 
@@ -71,7 +75,9 @@ def of_four(rank, folder):
 
 
 def undivided(rank, folder):
-    return train(from_middle_of(folder, "whole2", "undivided"), "MODEL.TENSOR_PARALLEL", 1, resume=True)
+    return train(
+        from_middle_of(folder, "whole2", "undivided"), "MODEL.TENSOR_PARALLEL", 1, resume=True
+    )
 
 
 def from_the_meta_device(rank, folder):
@@ -80,7 +86,10 @@ def from_the_meta_device(rank, folder):
 
 def refused(rank, folder):
     tied = "blocks.0.up.weight = blocks.1.up.weight: one parameter became several"
-    for trainer, message, *options in (DefaultTrainer, "no parameter"), (Trainer, tied, "MODEL.NAME", "Tied"):
+    for trainer, message, *options in (
+        (DefaultTrainer, "no parameter"),
+        (Trainer, tied, "MODEL.NAME", "Tied"),
+    ):
         with pytest.raises(ConfigError, match=message):
             trainer(cfg_of(f"{folder}/refused", *options))
 
@@ -113,19 +122,29 @@ def test_losses_weights_and_results_are_those_of_one_process(four, two, alone):
     for by_rank in (four, two):
         found = by_rank["whole"][0]
         for rank in by_rank["whole"]:
-            assert_same_bits({**rank, "norms": {}, "results": {}}, {**found, "norms": {}, "results": {}})
+            assert_same_bits(
+                {**rank, "norms": {}, "results": {}}, {**found, "norms": {}, "results": {}}
+            )
         assert_close(found, alone)
-        assert found["norms"] == [(pytest.approx(norm, abs=1e-5), iter) for norm, iter in alone["norms"]]
+        assert found["norms"] == [
+            (pytest.approx(norm, abs=1e-5), iter) for norm, iter in alone["norms"]
+        ]
         for name in ("classification/top1", "loss/total_loss"):
-            expected = [(pytest.approx(value, abs=1e-4), iter) for value, iter in alone["results"][name]]
+            expected = [
+                (pytest.approx(value, abs=1e-4), iter) for value, iter in alone["results"][name]
+            ]
             assert found["results"][name] == expected
 
 
-def test_a_group_has_one_batch_and_the_same_random_numbers_and_groups_have_different_ones(four, two):
+def test_a_group_has_one_batch_and_the_same_random_numbers_and_groups_have_different_ones(
+    four, two
+):
     zero, one = two["whole"]
     a, b, c, d = four["whole"]
     for key in ("batches", "drawn"):
-        torch.testing.assert_close([zero[key], a[key], c[key]], [one[key], b[key], d[key]], atol=0, rtol=0)
+        torch.testing.assert_close(
+            [zero[key], a[key], c[key]], [one[key], b[key], d[key]], atol=0, rtol=0
+        )
     for whole, *parts in zip(zero["batches"], a["batches"], c["batches"], strict=True):
         dealt = torch.stack([part["x"] for part in parts], 1).flatten(0, 1)
         torch.testing.assert_close(dealt, whole["x"], atol=0, rtol=0)

@@ -38,7 +38,10 @@ def values_by_name(model, groups, key):
     [
         ({"norm": 2.0}, {"norm.weight": 2.0, "norm.bias": 2.0}),
         ({"bias": 2.0}, {"dwconv.bias": 2.0, "conv.bias": 2.0}),
-        ({"flat": 2.0}, dict.fromkeys(["gain", "dwconv.bias", "conv.bias", "norm.weight", "norm.bias"], 2.0)),
+        (
+            {"flat": 2.0},
+            dict.fromkeys(["gain", "dwconv.bias", "conv.bias", "norm.weight", "norm.bias"], 2.0),
+        ),
         (
             {"flat": 0.0, "embedding": 5.0, "dwconv": 4.0, "bias": 3.0, "norm": 1.0},
             {"gain": 0.0, "embedding.weight": 5.0}
@@ -55,7 +58,10 @@ def test_a_kind_has_its_factors_and_the_first_one_given_counts(factors, changed)
     assert values_by_name(model, groups, "lr") == {**plain, **changed}
     assert {*values_by_name(model, groups, "weight_decay").values()} == {0.5}
     if "norm" not in factors and "bias" in factors:
-        changed = {**changed, "norm.bias": factors["bias"]}  # only for the learning rate is it no bias
+        changed = {
+            **changed,
+            "norm.bias": factors["bias"],
+        }  # only for the learning rate is it no bias
     groups = build_param_groups(model, 0.5, 1.0, ParamRules(decay_factors=factors))
     assert values_by_name(model, groups, "weight_decay") == {**plain, **changed}
     assert {*values_by_name(model, groups, "lr").values()} == {0.5}
@@ -70,17 +76,27 @@ def test_without_rules_the_groups_are_those_of_the_detectron2_function():
     expected = get_default_optimizer_params(model, 0.1, 1.0, 0.5, 2.0, 0.25)
     assert build_param_groups(model, 0.1, 1.0, rules) == expected
     assert build_param_groups(model, 0.1, 1.0, ParamRules()) != expected
-    assert build_param_groups(model, 0.1, None, rules) == get_default_optimizer_params(model, 0.1, bias_lr_factor=2.0)
+    assert build_param_groups(model, 0.1, None, rules) == get_default_optimizer_params(
+        model, 0.1, bias_lr_factor=2.0
+    )
 
 
 def test_factors_of_a_custom_key_multiply_the_other_ones_or_switch_them_off_and_its_options_reach_the_group():
     model = Net()
-    keys = {"norm": {"lr_factor": 0.25, "decay_factor": 0.5, "lars_exclude": True}, "head.w": {"taps": [1]}}
+    keys = {
+        "norm": {"lr_factor": 0.25, "decay_factor": 0.5, "lars_exclude": True},
+        "head.w": {"taps": [1]},
+    }
     rules = {"lr_factors": {"bias": 2.0}, "decay_factors": {"norm": 0.5}, "custom_keys": keys}
     assert named_groups(model, build_param_groups(model, 1.0, 1.0, ParamRules(**rules))) == [
         {"params": ["conv.weight"], "lr": 1.0, "weight_decay": 1.0},
         {"params": ["conv.bias", "head.bias"], "lr": 2.0, "weight_decay": 1.0},
-        {"params": ["norm.weight", "norm.bias"], "lr": 0.25, "weight_decay": 0.25, "lars_exclude": True},
+        {
+            "params": ["norm.weight", "norm.bias"],
+            "lr": 0.25,
+            "weight_decay": 0.25,
+            "lars_exclude": True,
+        },
         {"params": ["head.weight"], "lr": 1.0, "weight_decay": 1.0, "taps": [1]},
     ]
     rules |= {"weight_decay_norm": 0.0, "bias_lr_factor": 2.0, "lr_factor_func": lambda name: 0.125}
@@ -88,7 +104,12 @@ def test_factors_of_a_custom_key_multiply_the_other_ones_or_switch_them_off_and_
     assert named_groups(model, build_param_groups(model, 1.0, 1.0, as_in_openmmlab)) == [
         {"params": ["conv.weight"], "lr": 0.125, "weight_decay": 1.0},
         {"params": ["conv.bias", "head.bias"], "lr": 0.5, "weight_decay": 1.0},
-        {"params": ["norm.weight", "norm.bias"], "lr": 0.25, "weight_decay": 0.5, "lars_exclude": True},
+        {
+            "params": ["norm.weight", "norm.bias"],
+            "lr": 0.25,
+            "weight_decay": 0.5,
+            "lars_exclude": True,
+        },
         {"params": ["head.weight"], "lr": 1.0, "weight_decay": 1.0, "taps": [1]},
     ]
 
@@ -97,11 +118,16 @@ def test_factors_of_a_custom_key_multiply_the_other_ones_or_switch_them_off_and_
     ("key_match", "expected"),
     [
         ("longest", {"conv.weight": 0.1, "conv.bias": 0.3, "norm.weight": 0.4, "head.weight": 0.4}),
-        ("shortest", {"conv.weight": 0.4, "conv.bias": 0.2, "norm.weight": 0.4, "head.weight": 0.4}),
+        (
+            "shortest",
+            {"conv.weight": 0.4, "conv.bias": 0.2, "norm.weight": 0.4, "head.weight": 0.4},
+        ),
         ("exact", {"conv.bias": 0.3}),
     ],
 )
-def test_of_several_custom_keys_one_counts_and_the_alphabet_decides_among_equals(key_match, expected):
+def test_of_several_custom_keys_one_counts_and_the_alphabet_decides_among_equals(
+    key_match, expected
+):
     model = Net()
     factors = {"t": 0.4, "onv.": 0.2, "conv": 0.1, "conv.bias": 0.3}
     keys = {key: {"lr_factor": factor} for key, factor in factors.items()}
@@ -113,7 +139,12 @@ def test_of_several_custom_keys_one_counts_and_the_alphabet_decides_among_equals
 def test_custom_keys_that_count_for_nothing_draw_a_warning(caplog):
     model = Net()
     model.conv.requires_grad_(False)
-    keys = {"conv": {}, "hed": {"lr_factor": 2.0}, "hea": {"lr_factor": 2.0}, "head": {"lr_factor": 2.0}}
+    keys = {
+        "conv": {},
+        "hed": {"lr_factor": 2.0},
+        "hea": {"lr_factor": 2.0},
+        "head": {"lr_factor": 2.0},
+    }
     build_param_groups(model, 1.0, None, ParamRules(custom_keys=keys))
     assert caplog.messages == ["Custom keys that match no parameter and have no effect: hea, hed"]
 
@@ -136,11 +167,15 @@ def optimizer_of(model, groups=None, **solver):
 def rates(model, groups=None, **solver):
     """name -> (lr, weight decay)"""
     found = named_groups(model, optimizer_of(model, groups, **solver).param_groups)
-    return {name: (group["lr"], group["weight_decay"]) for group in found for name in group["params"]}
+    return {
+        name: (group["lr"], group["weight_decay"]) for group in found for name in group["params"]
+    }
 
 
 def test_each_key_reaches_the_rates_and_multiplies_the_keys_that_detectron2_has():
-    groups = {f"{kind}_DECAY_FACTOR": 0.5 for kind in ("NORM", "BIAS", "DWCONV", "EMBEDDING", "FLAT")}
+    groups = {
+        f"{kind}_DECAY_FACTOR": 0.5 for kind in ("NORM", "BIAS", "DWCONV", "EMBEDDING", "FLAT")
+    }
     groups |= {"NORM_LR_FACTOR": 2.0, "BIAS_LR_FACTOR": 3.0, "DWCONV_LR_FACTOR": 4.0}
     groups |= {"EMBEDDING_LR_FACTOR": 5.0, "FLAT_LR_FACTOR": 6.0}
     solver = {"BIAS_LR_FACTOR": 10.0, "WEIGHT_DECAY_NORM": 0.5, "WEIGHT_DECAY_BIAS": 2.0}
@@ -188,26 +223,44 @@ def test_custom_keys_give_the_options_of_lars():
 
 @PARAM_GROUP_REGISTRY.register()
 def solver_test_groups(cfg, model):
-    return [{"params": model.head.parameters(), "lr": cfg.SOLVER.BASE_LR * 10}, {"params": [model.conv.weight]}]
+    return [
+        {"params": model.head.parameters(), "lr": cfg.SOLVER.BASE_LR * 10},
+        {"params": [model.conv.weight]},
+    ]
 
 
 def test_a_users_function_makes_the_groups_as_it_likes():
     model = Net()
     groups = optimizer_of(model, {"BUILDER": "solver_test_groups"}).param_groups
-    assert [group["params"] for group in groups] == [list(model.head.parameters()), [model.conv.weight]]
+    assert [group["params"] for group in groups] == [
+        list(model.head.parameters()),
+        [model.conv.weight],
+    ]
     assert [group["lr"] for group in groups] == [10.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"BUILDER": "solver_test_group"}, r"SOLVER.PARAM_GROUP_BUILDER: no .* did you mean 'solver_test_groups'\?"),
+        (
+            {"BUILDER": "solver_test_group"},
+            r"SOLVER.PARAM_GROUP_BUILDER: no .* did you mean 'solver_test_groups'\?",
+        ),
         ({"LAYER_DECAY": {"RATE": 1.5}}, "LAYER_DECAY.RATE: got 1.5"),
-        ({"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "swin", "DEPTHS": [2], "PREFIX": "net."}}, "after the prefix 'net.'"),
+        (
+            {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "swin", "DEPTHS": [2], "PREFIX": "net."}},
+            "after the prefix 'net.'",
+        ),
         ({"FLAT_DECAY_FACTOR": -1}, "FLAT_DECAY_FACTOR: got -1"),
         ({"CUSTOM_KEYS": ["norm"]}, "CUSTOM_KEYS: got .*accepted: nodes with a KEY"),
-        ({"CUSTOM_KEYS": [{"KEY": "a", "LR_MULT": 2.0}]}, r"SOLVER.PARAM_GROUPS: 'a' in .*got .'lr_mult'"),
-        ({"CUSTOM_KEYS": [{"KEY": "a", "LR_FACTOR": "big"}]}, r"lr_factor in custom_keys\['a'\] must .*got 'big'"),
+        (
+            {"CUSTOM_KEYS": [{"KEY": "a", "LR_MULT": 2.0}]},
+            r"SOLVER.PARAM_GROUPS: 'a' in .*got .'lr_mult'",
+        ),
+        (
+            {"CUSTOM_KEYS": [{"KEY": "a", "LR_FACTOR": "big"}]},
+            r"lr_factor in custom_keys\['a'\] must .*got 'big'",
+        ),
         ({"KEY_MATCH": "best"}, "PARAM_GROUPS: key_match must be .*got 'best'"),
     ],
     ids=str,
@@ -220,13 +273,18 @@ def test_what_does_not_fit_is_an_error_that_names_its_key(groups, message):
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)) for _ in range(2)
+        )
         self.head = nn.Linear(2, 2)
 
 
 def test_a_group_is_called_by_what_and_where_its_parameters_are():
     model = Layers()
-    assert group_names(get_default_optimizer_params(model, 0.1, 0.1, 0.0), model) == ["weight+bias", "layers norm"]
+    assert group_names(get_default_optimizer_params(model, 0.1, 0.1, 0.0), model) == [
+        "weight+bias",
+        "layers norm",
+    ]
     by_layer = [{"params": [*layer.parameters()]} for layer in model.layers]
     alike = [{"params": [param]} for param in (model.head.weight, nn.Parameter(torch.zeros(1)))]
     own = [{"params": [model.head.bias], "name": "mine"}, {"params": [model.head.weight]}]
@@ -242,7 +300,9 @@ def test_the_table_of_groups_shows_what_tells_them_apart():
     groups = get_default_optimizer_params(model, 0.5, 0.0001, overrides=overrides)
     table = describe_param_groups(torch.optim.SGD(groups, lr=0.5, momentum=0.9), model)
     assert [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if ":" not in line
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if ":" not in line
     ] == [
         ["group", "lr", "decay", "parameters", "values"],
         ["weight+bias+norm", "0.5", "0.0001", "9", "24"],

@@ -12,10 +12,20 @@ from trainkit.engine import AMPTrainer, SimpleTrainer
 from trainkit.engine.amp import fixed_scaler
 from trainkit.solver import build_lr_scheduler, build_optimizer
 
-MUON = {"NAME": "Muon", "PARAMS": ["0.weight"], "LR": 0.02, "MOMENTUM": 0.95, "NESTEROV": True, "WEIGHT_DECAY": 0.1}
+MUON = {
+    "NAME": "Muon",
+    "PARAMS": ["0.weight"],
+    "LR": 0.02,
+    "MOMENTUM": 0.95,
+    "NESTEROV": True,
+    "WEIGHT_DECAY": 0.1,
+}
 CLIPPED = ["SOLVER.CLIP_GRADIENTS.ENABLED", True]
 MUON_AND_ADAMW = [MUON, {"NAME": "AdamW"}]
-SGD_AND_ADAMW = [{"NAME": "SGD", "PARAMS": ["0.*"], "LR": 0.1}, {"NAME": "AdamW"}]  # both are fused on a CPU
+SGD_AND_ADAMW = [
+    {"NAME": "SGD", "PARAMS": ["0.*"], "LR": 0.1},
+    {"NAME": "AdamW"},
+]  # both are fused on a CPU
 
 
 class Net(nn.Sequential):
@@ -46,14 +56,18 @@ def weights(model):
 
 def trained(entries, num=6, bad=(), trainer_class=SimpleTrainer, options=(), **arguments):
     model = Net()
-    trainer = trainer_class(model, batches(num, bad), build_optimizer(make_cfg(entries, *options), model), **arguments)
+    trainer = trainer_class(
+        model, batches(num, bad), build_optimizer(make_cfg(entries, *options), model), **arguments
+    )
     trainer.train(0, num)
     return trainer
 
 
 def test_each_optimizer_updates_its_parameters_as_it_does_alone():
     model = Net()
-    muon = torch.optim.Muon([model[0].weight], lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1)
+    muon = torch.optim.Muon(
+        [model[0].weight], lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1
+    )
     rest = [model[0].bias, *model[1].parameters(), *model[2].parameters()]
     groups = [{"params": rest[:1] + rest[3:]}, {"params": rest[1:3], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=0.001, weight_decay=1e-4, fused=True)
@@ -70,7 +84,9 @@ def test_a_loaded_or_copied_optimizer_goes_on_as_the_one_it_comes_from():
     first = trained(MUON_AND_ADAMW, options=CLIPPED)
     model = Net()
     model.load_state_dict(first.model.state_dict())
-    loaded = SimpleTrainer(model, batches(6), build_optimizer(make_cfg(MUON_AND_ADAMW, *CLIPPED), model))
+    loaded = SimpleTrainer(
+        model, batches(6), build_optimizer(make_cfg(MUON_AND_ADAMW, *CLIPPED), model)
+    )
     loaded.load_step_state_dict(copy.deepcopy(first.step_state_dict()))
     model, optimizer = copy.deepcopy((first.model, first.optimizer))
     copied = SimpleTrainer(model, batches(6), optimizer)
@@ -83,14 +99,22 @@ def test_a_loaded_or_copied_optimizer_goes_on_as_the_one_it_comes_from():
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("entries", [MUON_AND_ADAMW, SGD_AND_ADAMW], ids=["on the host", "by fused kernels"])
+@pytest.mark.parametrize(
+    "entries", [MUON_AND_ADAMW, SGD_AND_ADAMW], ids=["on the host", "by fused kernels"]
+)
 @pytest.mark.parametrize("kind", [SkipNonFinite, AMPTrainer])
 def test_all_optimizers_skip_an_update_that_is_not_finite(entries, kind):
     """A skipped first update is as if it had not been, for a scaler and for the policy."""
-    options = {"precision": torch.float16, "grad_scaler": fixed_scaler("cpu", 1.0)} if kind is AMPTrainer else {}
+    options = (
+        {"precision": torch.float16, "grad_scaler": fixed_scaler("cpu", 1.0)}
+        if kind is AMPTrainer
+        else {}
+    )
     found = trained(entries, 4, bad=[0], trainer_class=kind, **options)
     expected = Net()
-    trainer = kind(expected, batches(4)[1:], build_optimizer(make_cfg(entries), expected), **options)
+    trainer = kind(
+        expected, batches(4)[1:], build_optimizer(make_cfg(entries), expected), **options
+    )
     trainer.train(0, 3)
     assert found.skipped_updates == 1
     assert weights(found.model) == weights(expected)
@@ -113,7 +137,9 @@ def test_momentum_of_a_late_parameter_starts_at_zero_beside_another_optimizer(mo
 
 def test_schedules_and_scaling_reach_the_rate_of_each_optimizer():
     options = ["SOLVER.BASE_LR", 0.1, "SOLVER.REFERENCE_BATCH_SIZE", 8, "SOLVER.WARMUP_ITERS", 0]
-    cfg = scale_lr_to_batch(make_cfg([*MUON_AND_ADAMW], *options, "SOLVER.MAX_ITER", 10, "SOLVER.STEPS", (1,)))
+    cfg = scale_lr_to_batch(
+        make_cfg([*MUON_AND_ADAMW], *options, "SOLVER.MAX_ITER", 10, "SOLVER.STEPS", (1,))
+    )
     model = Net()
     optimizer = build_optimizer(cfg, model)
     scheduler = build_lr_scheduler(cfg, optimizer)
@@ -128,10 +154,22 @@ def test_schedules_and_scaling_reach_the_rate_of_each_optimizer():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([{"NAME": "Muon", "PARAMS": ["0.*"]}, {"NAME": "SGD"}], "entry of Muon: .*Muon refuses .* only supports 2D"),
-        ([{"NAME": "Muon", "PARAMS": ["0.weigth"]}, {"NAME": "SGD"}], "did you mean '0.weight'. '0.weigth' .*fits no"),
-        ([{"NAME": "SGD", "PARAMS": ["0.*", "1.*"]}], r"no PARAMS fit 2.weight, 2.bias \(2 in all\)"),
-        ([{"NAME": "SGD"}, {"NAME": "AdamW", "PARAMS": ["2.*"]}], "'2.*' .* fits no trainable parameter that is left"),
+        (
+            [{"NAME": "Muon", "PARAMS": ["0.*"]}, {"NAME": "SGD"}],
+            "entry of Muon: .*Muon refuses .* only supports 2D",
+        ),
+        (
+            [{"NAME": "Muon", "PARAMS": ["0.weigth"]}, {"NAME": "SGD"}],
+            "did you mean '0.weight'. '0.weigth' .*fits no",
+        ),
+        (
+            [{"NAME": "SGD", "PARAMS": ["0.*", "1.*"]}],
+            r"no PARAMS fit 2.weight, 2.bias \(2 in all\)",
+        ),
+        (
+            [{"NAME": "SGD"}, {"NAME": "AdamW", "PARAMS": ["2.*"]}],
+            "'2.*' .* fits no trainable parameter that is left",
+        ),
         ([{"NAME": "SGD", "PARAMS": "0.*"}], "got .*; accepted: .* PARAMS, a list"),
         ([{"PARAMS": ["*"]}], "got .*; accepted: nodes with NAME"),
     ],
@@ -146,5 +184,7 @@ def test_a_group_that_no_optimizer_would_update_and_a_rate_of_the_unused_node_ar
     assert [type(part).__name__ for part in optimizer.optimizers] == ["Muon", "AdamW"]
     with pytest.raises(TypeError, match="takes no further group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(ConfigError, match=r"OPTIMIZERS and SOLVER\.OPTIMIZER\.LR are both set; give each"):
+    with pytest.raises(
+        ConfigError, match=r"OPTIMIZERS and SOLVER\.OPTIMIZER\.LR are both set; give each"
+    ):
         check_values(make_cfg(SGD_AND_ADAMW, "SOLVER.OPTIMIZER.LR", 0.5))

@@ -6,7 +6,9 @@ from tests.cuda import host_never_waits, needs_cuda
 from trainkit.solver import LARS
 
 
-def scalar_lars(params, grads_per_step, lrs, momentum, weight_decay, dampening, eta, nesterov, eps, exclude=()):
+def scalar_lars(
+    params, grads_per_step, lrs, momentum, weight_decay, dampening, eta, nesterov, eps, exclude=()
+):
     """The rule, one parameter and one step at a time, as Python numbers; a parameter is a list of them."""
 
     def norm(values):
@@ -24,7 +26,10 @@ def scalar_lars(params, grads_per_step, lrs, momentum, weight_decay, dampening, 
             update = [(g + weight_decay * w) * local * lr for g, w in zip(grad, param, strict=True)]
             buffer = update
             if index in buffers:
-                buffer = [momentum * b + (1 - dampening) * u for b, u in zip(buffers[index], update, strict=True)]
+                buffer = [
+                    momentum * b + (1 - dampening) * u
+                    for b, u in zip(buffers[index], update, strict=True)
+                ]
             buffers[index] = buffer
             if nesterov:
                 buffer = [u + momentum * b for u, b in zip(update, buffer, strict=True)]
@@ -43,7 +48,10 @@ def random_job(num_steps=12):
     """Start values of four parameters (one zero), and gradients (some zero, some missing) for each step."""
     torch.manual_seed(0)
     params = [torch.randn(size, dtype=torch.float64).tolist() for size in (3, 5, 1)] + [[0.0, 0.0]]
-    grads = [[torch.randn(len(param), dtype=torch.float64).tolist() for param in params] for _ in range(num_steps)]
+    grads = [
+        [torch.randn(len(param), dtype=torch.float64).tolist() for param in params]
+        for _ in range(num_steps)
+    ]
     grads[3][0] = [0.0, 0.0, 0.0]
     grads[0][1] = grads[5][1] = None  # its buffer starts later than those of the others
     return params, grads
@@ -62,7 +70,14 @@ def test_the_printed_example_of_the_rule_and_a_rate_that_is_a_tensor():
         assert (5 - param.norm().item()) / 0.105 == pytest.approx(0.0047619047, abs=1e-9)
 
 
-DEFAULTS = {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "eta": 0.001, "nesterov": False, "eps": 1e-8}
+DEFAULTS = {
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "dampening": 0.0,
+    "eta": 0.001,
+    "nesterov": False,
+    "eps": 1e-8,
+}
 
 
 @pytest.mark.parametrize(
@@ -87,12 +102,23 @@ def test_many_steps_equal_the_rule_also_in_an_excluded_group_and_when_the_rate_c
         step(optimizer, grad)
 
     def difference(**changed):
-        expected = scalar_lars(values, grads, **{"lrs": lrs, "exclude": (2, 3), **DEFAULTS, **setting, **changed})
+        expected = scalar_lars(
+            values, grads, **{"lrs": lrs, "exclude": (2, 3), **DEFAULTS, **setting, **changed}
+        )
         pairs = zip(params, expected, strict=True)
-        return max(abs(a - b) for param, value in pairs for a, b in zip(param.tolist(), value, strict=True))
+        return max(
+            abs(a - b) for param, value in pairs for a, b in zip(param.tolist(), value, strict=True)
+        )
 
     assert difference() < 1e-12
-    others = {"lrs": [0.5] * 12, "exclude": (), "momentum": 0.8, "weight_decay": 0.2, "eta": 0.002, "eps": 0.1}
+    others = {
+        "lrs": [0.5] * 12,
+        "exclude": (),
+        "momentum": 0.8,
+        "weight_decay": 0.2,
+        "eta": 0.002,
+        "eps": 0.1,
+    }
     for name, value in others.items():
         assert difference(**{name: value}) > 1e-6
 
@@ -108,7 +134,10 @@ def test_on_cuda_a_step_never_waits_and_gives_the_same_values():
     values, grads = random_job()
     on_cpu = as_parameters(values, torch.float32)
     on_cuda = [nn.Parameter(param.detach().cuda()) for param in on_cpu]
-    optimizers = [LARS(params, lr=0.5, momentum=0.9, weight_decay=0.1, eta=0.01) for params in (on_cpu, on_cuda)]
+    optimizers = [
+        LARS(params, lr=0.5, momentum=0.9, weight_decay=0.1, eta=0.01)
+        for params in (on_cpu, on_cuda)
+    ]
     for grad in grads:
         step(optimizers[0], grad)
         for param, source in zip(on_cuda, on_cpu, strict=True):

@@ -42,7 +42,11 @@ def test_the_printed_factors_of_vit_and_of_the_stages_of_convnext():
         found = factors(names, 0.75, scheme, num_layers=12)
         assert found["cls_token"] == pytest.approx(0.023757, abs=1e-6)
         assert [found[name] for name in names[-3:]] == [0.5625, 0.75, 1.0]
-    stages = ["downsample_layers.3.0.weight", *(f"stages.{s}.1.gamma" for s in range(4)), "head.weight"]
+    stages = [
+        "downsample_layers.3.0.weight",
+        *(f"stages.{s}.1.gamma" for s in range(4)),
+        "head.weight",
+    ]
     for num_layers, expected in {
         12: [0.2542, 0.2824, 0.3138, 0.3487, 0.3874, 1.0],
         6: [0.4783, 0.5314, 0.5905, 0.6561, 0.729, 1.0],
@@ -53,9 +57,18 @@ def test_the_printed_factors_of_vit_and_of_the_stages_of_convnext():
 
 # (scheme, prefix of OpenMMLab, timm or Hugging Face) -> names at depth 0 | 1 | ...
 NAMES = {
-    ("vit", "backbone."): "cls_token pos_embed patch_embed.proj.b mask_token | layers.0.ln1.w | layers.1.ln1.w | ln1.w",
-    ("vit", ""): "cls_token pos_embed patch_embed.proj.w | blocks.0.attn.qkv.b | blocks.1.attn.qkv.b | norm.w",
-    ("vit", "vit."): "embeddings.cls_token embeddings.proj.w | encoder.layer.0.w | encoder.layer.1.w | layernorm.w",
+    (
+        "vit",
+        "backbone.",
+    ): "cls_token pos_embed patch_embed.proj.b mask_token | layers.0.ln1.w | layers.1.ln1.w | ln1.w",
+    (
+        "vit",
+        "",
+    ): "cls_token pos_embed patch_embed.proj.w | blocks.0.attn.qkv.b | blocks.1.attn.qkv.b | norm.w",
+    (
+        "vit",
+        "vit.",
+    ): "embeddings.cls_token embeddings.proj.w | encoder.layer.0.w | encoder.layer.1.w | layernorm.w",
     ("swin", "backbone."): "mask_token patch_embed.proj.w | stages.0.blocks.0.w"
     " | stages.0.blocks.1.w stages.0.downsample.norm.w | stages.1.blocks.0.w | norm3.w absolute_pos_embed",
     ("swin", ""): "patch_embed.proj.w | layers.0.blocks.0.w"
@@ -64,15 +77,24 @@ NAMES = {
     " | encoder.layers.0.blocks.1.w encoder.layers.0.downsample.norm.w | encoder.layers.1.blocks.0.w | layernorm.w",
     ("mixmim", ""): "patch_embed.proj.w absolute_pos_embed pos_embed | layers.0.blocks.0.w"
     " | layers.0.blocks.1.w layers.0.downsample.norm.w | layers.1.blocks.0.w norm.w",
-    ("convnext", "backbone."): "downsample_layers.0.1.w | stages.0.2.w | downsample_layers.1.0.w stages.1.0.w"
+    (
+        "convnext",
+        "backbone.",
+    ): "downsample_layers.0.1.w | stages.0.2.w | downsample_layers.1.0.w stages.1.0.w"
     " | downsample_layers.2.0.w stages.2.2.w | stages.2.3.w | stages.2.8.w"
     " | downsample_layers.3.0.w stages.3.2.w | norm3.w",
-    ("convnext", ""): "stem.0.w stem.1.b | stages.0.blocks.2.w | stages.1.downsample.0.w stages.1.blocks.0.w"
+    (
+        "convnext",
+        "",
+    ): "stem.0.w stem.1.b | stages.0.blocks.2.w | stages.1.downsample.0.w stages.1.blocks.0.w"
     " | stages.2.downsample.0.w stages.2.blocks.2.w | stages.2.blocks.3.w | stages.2.blocks.8.w"
     " | stages.3.downsample.0.w stages.3.blocks.2.w | head.norm.w",
     ("convnext_stage", "backbone."): "downsample_layers.0.1.w downsample_layers.2.0.w"
     " | stages.0.2.w | stages.1.0.w | stages.2.8.w | stages.3.2.w | norm3.w",
-    ("convnext_stage", "convnext."): "embeddings.layernorm.w encoder.stages.1.downsampling_layer.0.w"
+    (
+        "convnext_stage",
+        "convnext.",
+    ): "embeddings.layernorm.w encoder.stages.1.downsampling_layer.0.w"
     " | encoder.stages.0.layers.2.w | encoder.stages.1.layers.0.w | encoder.stages.2.layers.8.w"
     " | encoder.stages.3.layers.2.w | layernorm.w",
 }
@@ -98,7 +120,9 @@ def test_the_names_of_libraries_have_the_depths_of_their_scheme(scheme, prefix):
 
 def test_by_name_mixmim_has_mmselfsups_extra_factor():
     names = NAMES["mixmim", ""].replace("|", "").split()
-    plain, extra = (factors(names, 0.5, scheme, depths=(2, 1)) for scheme in ("mixmim", "mixmim_mmselfsup"))
+    plain, extra = (
+        factors(names, 0.5, scheme, depths=(2, 1)) for scheme in ("mixmim", "mixmim_mmselfsup")
+    )
     assert extra == {name: factor / 2 for name, factor in plain.items()}
 
 
@@ -130,31 +154,58 @@ def solver_test_bad_depth(name):
 
 def test_a_users_model_or_a_registered_function_says_the_depth_which_multiplies_the_other_rules():
     model = Pyramid()
-    for scheme, expected in {"model": [0.25, 0.5, 1.0], "solver_test_depth": [0.5, 1.0, 1.0]}.items():
+    for scheme, expected in {
+        "model": [0.25, 0.5, 1.0],
+        "solver_test_depth": [0.5, 1.0, 1.0],
+    }.items():
         factor_of = build_layer_decay(model, 0.5, scheme)
-        assert [factor_of(name) for name in ("first.weight", "second.bias", "third.weight")] == expected
+        assert [
+            factor_of(name) for name in ("first.weight", "second.bias", "third.weight")
+        ] == expected
     by_depth = build_layer_decay(model, 0.5, "model")
-    rules = ParamRules(lr_factors={"bias": 2.0}, custom_keys={"first": {"lr_factor": 0.5}}, lr_factor_func=by_depth)
+    rules = ParamRules(
+        lr_factors={"bias": 2.0}, custom_keys={"first": {"lr_factor": 0.5}}, lr_factor_func=by_depth
+    )
     groups = build_param_groups(model, 1.0, 0.1, rules)
     lrs = {param: group["lr"] for group in groups for param in group["params"]}
     assert [lrs[param] for param in model.parameters()] == [0.125, 0.25, 0.5, 1.0, 1.0, 2.0]
-    groups = get_default_optimizer_params(model, 1.0, lr_factor_func=by_depth)  # detectron2's argument
+    groups = get_default_optimizer_params(
+        model, 1.0, lr_factor_func=by_depth
+    )  # detectron2's argument
     assert [group["lr"] for group in groups] == [0.25, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scheme": "resnet"}, "unknown scheme 'resnet'; accepted: vit, beit, .*, model .*, solver_test_depth"),
+        (
+            {"scheme": "resnet"},
+            "unknown scheme 'resnet'; accepted: vit, beit, .*, model .*, solver_test_depth",
+        ),
         ({"scheme": "swin", "depths": ()}, r"'swin' needs depths \(DEPTHS\)"),
-        ({"scheme": "swin", "depths": (1, 1)}, r"depths=\[1, 1\] has no place for stages.0.blocks.1"),
-        ({"scheme": "solver_test_bad_depth"}, r"the depth of patch_embed.weight must be in \[0, 2\), got 2"),
-        ({"scheme": "vit", "num_layers": 1}, "last layer at 1, but the deepest one is blocks.1.weight at depth 2"),
+        (
+            {"scheme": "swin", "depths": (1, 1)},
+            r"depths=\[1, 1\] has no place for stages.0.blocks.1",
+        ),
+        (
+            {"scheme": "solver_test_bad_depth"},
+            r"the depth of patch_embed.weight must be in \[0, 2\), got 2",
+        ),
+        (
+            {"scheme": "vit", "num_layers": 1},
+            "last layer at 1, but the deepest one is blocks.1.weight at depth 2",
+        ),
         ({"scheme": "vit", "num_layers": 3}, "put the last layer at 3"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_the_model_is_an_error(arguments, message):
-    names = ["patch_embed.weight", "blocks.0.weight", "blocks.1.weight", "stages.0.blocks.1.w", "head.weight"]
+    names = [
+        "patch_embed.weight",
+        "blocks.0.weight",
+        "blocks.1.weight",
+        "stages.0.blocks.1.w",
+        "head.weight",
+    ]
     with pytest.raises(ValueError, match=message):
         build_layer_decay(Named(names), 0.5, **arguments)

@@ -54,7 +54,9 @@ def equal_restarts(optimizer, period):
 
 
 def one_cycle(optimizer, steps, **options):
-    return lr_scheduler.OneCycleLR(optimizer, optimizer.param_groups[0]["lr"], total_steps=steps, **options)
+    return lr_scheduler.OneCycleLR(
+        optimizer, optimizer.param_groups[0]["lr"], total_steps=steps, **options
+    )
 
 
 def three_phases(optimizer, steps):
@@ -68,18 +70,48 @@ def linear_phases(optimizer, steps):
 
 # name: ours, a number that gives torch's, and one that gives another of torch, a little different
 LIKE_TORCH = {
-    "constant": (Constant(7, 0.3), lambda o, n: lr_scheduler.ConstantLR(o, 0.3, total_iters=n), 6, 7),
-    "linear": (Linear(8, 0.3, 0.9), lambda o, n: lr_scheduler.LinearLR(o, 0.3, 0.9, total_iters=n), 7, 8),
+    "constant": (
+        Constant(7, 0.3),
+        lambda o, n: lr_scheduler.ConstantLR(o, 0.3, total_iters=n),
+        6,
+        7,
+    ),
+    "linear": (
+        Linear(8, 0.3, 0.9),
+        lambda o, n: lr_scheduler.LinearLR(o, 0.3, 0.9, total_iters=n),
+        7,
+        8,
+    ),
     "step": (Step(3, 0.7), lambda o, n: lr_scheduler.StepLR(o, n, 0.7), 3, 4),
-    "multi-step": (MultiStep([2, 5, 5, 9], 0.7), lambda o, n: lr_scheduler.MultiStepLR(o, [n, 2, 9, 5], 0.7), 5, 4),
+    "multi-step": (
+        MultiStep([2, 5, 5, 9], 0.7),
+        lambda o, n: lr_scheduler.MultiStepLR(o, [n, 2, 9, 5], 0.7),
+        5,
+        4,
+    ),
     "exponential": (Exponential(0.7), lr_scheduler.ExponentialLR, 0.7, 0.71),
-    "cosine": (Cosine(9, end_value=1e-5), lambda o, n: lr_scheduler.CosineAnnealingLR(o, n, 1e-5), 9, 8),
+    "cosine": (
+        Cosine(9, end_value=1e-5),
+        lambda o, n: lr_scheduler.CosineAnnealingLR(o, n, 1e-5),
+        9,
+        8,
+    ),
     "polynomial": (Polynomial(8, 0.9), lambda o, n: lr_scheduler.PolynomialLR(o, n, 0.9), 7, 8),
-    "restarts": (CosineRestarts([4, 8, 16]), lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, n, 2), 4, 5),
+    "restarts": (
+        CosineRestarts([4, 8, 16]),
+        lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, n, 2),
+        4,
+        5,
+    ),
     "equal restarts": (CosineRestarts([5, 5, 5], end_value=1e-5), equal_restarts, 5, 4),
     "one cycle": (OneCycle(15), one_cycle, 15, 16),
     "three phases": (OneCycle(19, pct_start=0.45, three_phase=True), three_phases, 19, 20),
-    "linear phases": (OneCycle(15, 0.25, "linear", 7.0, 30.0, three_phase=True), linear_phases, 15, 16),
+    "linear phases": (
+        OneCycle(15, 0.25, "linear", 7.0, 30.0, three_phase=True),
+        linear_phases,
+        15,
+        16,
+    ),
 }
 
 
@@ -103,26 +135,56 @@ def test_cosine_restarts_begin_at_their_weights_and_keep_the_last_value():
 
 
 def test_an_exponential_warmup_is_the_factor_to_the_share_that_is_left():
-    assert values_of(ExponentialWarmup(5, 0.0625), 1.0, 7) == [0.0625, 0.125, 0.25, 0.5, 1.0, 1.0, 1.0]
-    assert [make(9)(0, 3.0) for make in (Constant, Linear, ExponentialWarmup)] == pytest.approx([1.0] * 3)
+    assert values_of(ExponentialWarmup(5, 0.0625), 1.0, 7) == [
+        0.0625,
+        0.125,
+        0.25,
+        0.5,
+        1.0,
+        1.0,
+        1.0,
+    ]
+    assert [make(9)(0, 3.0) for make in (Constant, Linear, ExponentialWarmup)] == pytest.approx(
+        [1.0] * 3
+    )
 
 
 def test_an_inverse_square_root_continues_a_warmup_of_its_timescale():
-    schedule = Chain([Segment(Linear(101, 0.0), 0, 101), Segment(InverseSquareRoot(100), 100, 10_000)])
+    schedule = Chain(
+        [Segment(Linear(101, 0.0), 0, 101), Segment(InverseSquareRoot(100), 100, 10_000)]
+    )
     vaswani = [min(t**-0.5, t * 100**-1.5) for t in range(1, 900)]
     assert [schedule(t, 0.1) for t in range(1, 900)] == pytest.approx(vaswani, rel=1e-12)
 
 
 def test_segments_continue_each_other_and_keep_their_last_value():
     schedule = Chain([Segment(Linear(5, 0.0), 0, 5), Segment(Polynomial(5, end_ratio=0.5), 6, 11)])
-    assert values_of(schedule, 4.0, 13) == [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 3.5, 3.0, 2.5, 2.0, 2.0, 2.0]
+    assert values_of(schedule, 4.0, 13) == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        4.0,
+        4.0,
+        3.5,
+        3.0,
+        2.5,
+        2.0,
+        2.0,
+        2.0,
+    ]
     schedule = Chain([Segment(Linear(3, 0.5), 0, 3), Segment(Step(2, 0.5), 4, 7)])
     assert values_of(schedule, 8.0, 10) == [4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 4.0]
     assert values_of(Chain([]), 8.0, 2) == [8.0, 8.0]
 
 
 def test_before_its_begin_a_segment_does_nothing_and_in_its_last_iteration_it_is_at_its_end():
-    for schedule, value in ((Constant(1, 0.5), 4.0), (Linear(1, 0.5, 0.75), 3.0), (Polynomial(1, end_value=1.0), 1.0)):
+    for schedule, value in (
+        (Constant(1, 0.5), 4.0),
+        (Linear(1, 0.5, 0.75), 3.0),
+        (Polynomial(1, end_value=1.0), 1.0),
+    ):
         assert Chain([Segment(schedule, 2, 3)])(2, 4.0) == value
     assert Chain([Segment(Polynomial(6), 0, 6)])(100, 0.3) == 0.0
     assert values_of(Chain([Segment(Constant(9, 0.5), 2, 6)]), 8.0, 4) == [8.0, 8.0, 4.0, 4.0]
@@ -154,25 +216,54 @@ def lrs_of(cfg, count=12, lr=1.0):
 
 
 def test_entries_become_segments_that_end_with_the_run():
-    entries = [{"NAME": "Linear", "END": 4, "START_FACTOR": 0.5}, {"NAME": "Cosine", "BEGIN": 4, "END_RATIO": 0.25}]
-    expected = Chain([Segment(Linear(4, start_factor=0.5), 0, 4), Segment(Cosine(6, end_ratio=0.25), 4, 10)])
+    entries = [
+        {"NAME": "Linear", "END": 4, "START_FACTOR": 0.5},
+        {"NAME": "Cosine", "BEGIN": 4, "END_RATIO": 0.25},
+    ]
+    expected = Chain(
+        [Segment(Linear(4, start_factor=0.5), 0, 4), Segment(Cosine(6, end_ratio=0.25), 4, 10)]
+    )
     found = build_schedule(entries, 10, "here")
     assert [found(t, 0.3) for t in range(25)] == [expected(t, 0.3) for t in range(25)]
 
 
 def test_schedules_replace_the_schedule_with_a_name_and_the_log_says_so(caplog):
     caplog.set_level(logging.INFO)
-    cfg = make_cfg({"NAME": "Step", "STEP_SIZE": 4, "GAMMA": 0.5}, LR_SCHEDULER_NAME="nonsense", WARMUP_ITERS=99)
-    assert lrs_of(cfg) == [1.0] * 4 + [0.5] * 4 + [0.25] * 4  # the last value, that of iteration 9, stays
-    assert "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect" in caplog.messages
+    cfg = make_cfg(
+        {"NAME": "Step", "STEP_SIZE": 4, "GAMMA": 0.5},
+        LR_SCHEDULER_NAME="nonsense",
+        WARMUP_ITERS=99,
+    )
+    assert (
+        lrs_of(cfg) == [1.0] * 4 + [0.5] * 4 + [0.25] * 4
+    )  # the last value, that of iteration 9, stays
+    assert (
+        "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect"
+        in caplog.messages
+    )
     assert isinstance(build(make_cfg(WARMUP_ITERS=0)), LRMultiplier)
 
 
 def test_lengths_in_epochs_are_resolved_before():
     entry = {"NAME": "MultiStep", "MILESTONES": ["1ep", 8], "GAMMA": 0.5}
     cfg = make_cfg({"NAME": "Linear", "END": "0.5ep", "START_FACTOR": 0.5}, entry)
-    assert lrs_of(resolve_lengths(cfg, 6)) == [0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
-    with pytest.raises(ConfigError, match=r"SCHEDULES\[0\] \(Linear\): END: got '0.5ep' .*accepted: iterations"):
+    assert lrs_of(resolve_lengths(cfg, 6)) == [
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        0.5,
+        0.5,
+        0.25,
+        0.25,
+        0.25,
+        0.25,
+    ]
+    with pytest.raises(
+        ConfigError, match=r"SCHEDULES\[0\] \(Linear\): END: got '0.5ep' .*accepted: iterations"
+    ):
         build(cfg)
 
 
@@ -184,13 +275,18 @@ def test_a_schedule_of_the_users_is_found_and_gets_its_length():
     ("entry", "make"),
     [
         ({"NAME": "Cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, 6)),
-        ({"NAME": "MultiStep", "MILESTONES": ["2ep", "4ep"]}, lambda o: lr_scheduler.MultiStepLR(o, [2, 4])),
+        (
+            {"NAME": "MultiStep", "MILESTONES": ["2ep", "4ep"]},
+            lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+        ),
     ],
 )
 def test_a_value_may_be_held_for_an_epoch_as_by_openmmlabs_by_epoch(entry, make):
     rates = values_by_torch(make, 0.4, 6)
     for iters_per_epoch in (1, 4):
-        cfg = resolve_lengths(make_cfg({**entry, "STEP_SIZE": "1ep"}, MAX_ITER="6ep"), iters_per_epoch)
+        cfg = resolve_lengths(
+            make_cfg({**entry, "STEP_SIZE": "1ep"}, MAX_ITER="6ep"), iters_per_epoch
+        )
         expected = [rate for rate in rates for _ in range(iters_per_epoch)]
         assert lrs_of(cfg, len(expected), lr=0.4) == pytest.approx(expected)
     if entry["NAME"] != "MultiStep":
@@ -206,15 +302,33 @@ def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("Cosine", r"SCHEDULES\[1\] must be an entry such as \{NAME: Linear, END: 500\} .*; got 'Cosine'"),
-        ({"NAME": "CosineAnneal"}, r"SCHEDULES\[1\] \(CosineAnneal\): NAME: .*did you mean 'Cosine'"),
-        ({"NAME": "Step", "STEPSIZE": 3}, r"\[1\] \(Step\): unknown 'STEPSIZE'; did you mean 'STEP_SIZE'"),
+        (
+            "Cosine",
+            r"SCHEDULES\[1\] must be an entry such as \{NAME: Linear, END: 500\} .*; got 'Cosine'",
+        ),
+        (
+            {"NAME": "CosineAnneal"},
+            r"SCHEDULES\[1\] \(CosineAnneal\): NAME: .*did you mean 'Cosine'",
+        ),
+        (
+            {"NAME": "Step", "STEPSIZE": 3},
+            r"\[1\] \(Step\): unknown 'STEPSIZE'; did you mean 'STEP_SIZE'",
+        ),
         ({"NAME": "Step", "STEP_SIZE": 0}, r"\[1\] \(Step\) refuses STEP_SIZE=0: "),
         ({"NAME": "MultiStep", "MILESTONES": 5}, r"\[1\] \(MultiStep\) refuses MILESTONES=5: "),
-        ({"NAME": "CosineRestarts", "PERIODS": [2, 3], "WEIGHTS": [1]}, "weights must be one for each period"),
+        (
+            {"NAME": "CosineRestarts", "PERIODS": [2, 3], "WEIGHTS": [1]},
+            "weights must be one for each period",
+        ),
         ({"NAME": "OneCycle", "PCT_START": 0.1}, "pct_start 0.1 leaves no room"),
-        ({"NAME": "Cosine", "END_VALUE": 0.1, "END_RATIO": 0.2}, "end_value 0.1 and end_ratio 0.2 both"),
-        ({"NAME": "Cosine", "BEGIN": 5, "END": 5}, r"\[1\] \(Cosine\): END: got 5 .*accepted: iterations, an int >= 6"),
+        (
+            {"NAME": "Cosine", "END_VALUE": 0.1, "END_RATIO": 0.2},
+            "end_value 0.1 and end_ratio 0.2 both",
+        ),
+        (
+            {"NAME": "Cosine", "BEGIN": 5, "END": 5},
+            r"\[1\] \(Cosine\): END: got 5 .*accepted: iterations, an int >= 6",
+        ),
     ],
     ids=str,
 )

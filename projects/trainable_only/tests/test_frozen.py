@@ -28,23 +28,33 @@ def test_frozen_parameters_are_left_out_and_come_from_the_file_and_others_are_an
     torch.save(adapted(1).state_dict(), tmp_path / "base.pth")
     model = adapted(1)
     nn.init.constant_(model[2].weight, 5)
-    Checkpointer(model, tmp_path / "run", frozen=FrozenWeights(model=model), state=Counter(3)).save("model")
+    Checkpointer(model, tmp_path / "run", frozen=FrozenWeights(model=model), state=Counter(3)).save(
+        "model"
+    )
     held = read_file(tmp_path / "run/model.pth")
     assert {name.split(".")[0] for name in held["model"]} == {"1", "2"}
     assert held["model"]._metadata["1"] == {"version": 2}
     model, state = adapted(7), Counter()
-    with pytest.raises(CheckpointError, match=r"2 frozen parameters, such as '0\.(weight|bias)', differ"):
-        Checkpointer(model, tmp_path / "run", frozen=FrozenWeights(model=model), state=state).resume_or_load("")
+    with pytest.raises(
+        CheckpointError, match=r"2 frozen parameters, such as '0\.(weight|bias)', differ"
+    ):
+        Checkpointer(
+            model, tmp_path / "run", frozen=FrozenWeights(model=model), state=state
+        ).resume_or_load("")
     assert model[2].weight.unique().item() == 7
     frozen = FrozenWeights(str(tmp_path / "base.pth"), model)
-    assert Checkpointer(model, tmp_path / "run", frozen=frozen, state=state).resume_or_load("") == {}
+    assert (
+        Checkpointer(model, tmp_path / "run", frozen=frozen, state=state).resume_or_load("") == {}
+    )
     assert [model[i].weight.unique().item() for i in (0, 2)] == [1, 5]
     assert state.value == 3
     frozen.before_save(again := {"model": model.state_dict()})
     assert again["frozen_digests"] == held["frozen_digests"]
 
 
-def test_a_job_with_lora_resumes_exactly_and_publishes_and_predicts_with_all_weights(tmp_path, monkeypatch):
+def test_a_job_with_lora_resumes_exactly_and_publishes_and_predicts_with_all_weights(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", True)
 
     class Trainer(DefaultTrainer):
@@ -70,7 +80,9 @@ def test_a_job_with_lora_resumes_exactly_and_publishes_and_predicts_with_all_wei
     parts = train("parts", seed=4)  # the base model that it builds is another one
     final = tmp_path / "parts/model_final.pth"
     assert read_file(final)["model"].keys() < whole.keys()
-    with pytest.raises(CheckpointError, match="leaves out 6 frozen weights, such as 'layers.0.bias'; pass `frozen`"):
+    with pytest.raises(
+        CheckpointError, match="leaves out 6 frozen weights, such as 'layers.0.bias'; pass `frozen`"
+    ):
         publish_weights(final)
     (published,) = tmp_path.glob("whole/*published*")
     (tmp_path / "parts/config.yaml").write_text(tiny_cfg("elsewhere", *options).dump())
@@ -79,5 +91,8 @@ def test_a_job_with_lora_resumes_exactly_and_publishes_and_predicts_with_all_wei
     for found in (parts, read_file(published)["model"], predicting):
         assert found.keys() == whole.keys()
         assert all(torch.equal(whole[name], found[name]) for name in whole)
-    with pytest.raises(CheckpointError, match="4 frozen parameters, such as .* differ; .*or WEIGHTS of FrozenWeights"):
+    with pytest.raises(
+        CheckpointError,
+        match="4 frozen parameters, such as .* differ; .*or WEIGHTS of FrozenWeights",
+    ):
         DefaultPredictor(tiny_cfg("elsewhere", "MODEL.WEIGHTS", str(final)), Trainer.build_model)

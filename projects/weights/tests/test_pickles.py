@@ -25,14 +25,21 @@ def test_a_trusted_pickle_is_read_in_each_form(tmp_path):
         assert isinstance(loaded["args"], Settings)
         assert loaded["model"]["weight"].tolist() == [1, 1]
     torch.save(linear(1), tmp_path / "module.pkl")
-    with pytest.raises(CheckpointError, match=r"holds a Linear; save a dict, of a module its state_dict\(\)"):
+    with pytest.raises(
+        CheckpointError, match=r"holds a Linear; save a dict, of a module its state_dict\(\)"
+    ):
         load_trusted_pickle(tmp_path / "module.pkl")
 
 
 def test_the_tool_writes_a_checkpoint_that_anybody_can_load(tmp_path, capsys):
     source, target = tmp_path / "in.pkl", tmp_path / "out.pth"
     model = {"weight": np.full((2, 2), 3, ">f4")[::-1], "bias": np.full(2, 3, np.float32)}
-    state = {"model": model, "iteration": np.int64(9), "betas": (0.9, np.float64(0.5)), "args": Settings()}
+    state = {
+        "model": model,
+        "iteration": np.int64(9),
+        "betas": (0.9, np.float64(0.5)),
+        "args": Settings(),
+    }
     source.write_bytes(pickle.dumps(state))
     convert_checkpoint.main(convert_checkpoint.parse_args([str(source), str(target)]))
     assert "Left out: the state at 'args' is <" in capsys.readouterr().out

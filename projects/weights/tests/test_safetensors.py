@@ -10,7 +10,9 @@ pytest.importorskip("safetensors")
 
 
 def tied():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+    )
     model[1].weight = model[0].weight
     model[1].bias.data = torch.arange(4.0)[::2]  # not contiguous
     return model
@@ -19,7 +21,9 @@ def tied():
 @pytest.fixture
 def path(tmp_path):
     """A file with the weights of a model in which two layers share one."""
-    make_format("safetensors").write({"model": tied().state_dict()}, str(tmp_path / "model.safetensors"))
+    make_format("safetensors").write(
+        {"model": tied().state_dict()}, str(tmp_path / "model.safetensors")
+    )
     return tmp_path / "model.safetensors"
 
 
@@ -41,5 +45,8 @@ def test_a_damaged_file_is_an_error(path):
 
 
 def test_the_package_is_asked_for(path, without_safetensors):
-    with pytest.raises(CheckpointError, match=r"needs the package safetensors: pip install 'trainkit\[safetensors\]'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"needs the package safetensors: pip install 'trainkit\[safetensors\]'",
+    ):
         Checkpointer(tied()).load(path)

@@ -12,7 +12,9 @@ from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EvalHook, Peri
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.step import SimpleTrainer
 
-BOTH = pytest.mark.parametrize("checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer])
+BOTH = pytest.mark.parametrize(
+    "checkpointer_class", [Checkpointer, fvcore.common.checkpoint.Checkpointer]
+)
 
 
 def files(folder):
@@ -57,7 +59,11 @@ def test_the_files_of_a_run(tmp_path, checkpointer_class, arguments, expected):
     assert files(tmp_path) == ["last_checkpoint", *expected]
     assert (tmp_path / "last_checkpoint").read_text() == expected[-1]
     state = load(tmp_path / expected[-1])
-    assert (state["iteration"], state["trainer"]["iteration"], state["model"]["weight"].item()) == (9, 9, -4.0)
+    assert (state["iteration"], state["trainer"]["iteration"], state["model"]["weight"].item()) == (
+        9,
+        9,
+        -4.0,
+    )
 
 
 @pytest.mark.parametrize(("unit", "per_unit"), [("", 1), ("ep", 3)])
@@ -77,7 +83,9 @@ def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved
         cfg.merge_from_list([key, f"{value}{unit}" if unit and key in LENGTH_KEYS else value])
     trainer.cfg = resolve_lengths(cfg, per_unit)
     arguments = PeriodicCheckpointer.config_arguments(trainer)
-    trainer.register_hooks([PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), **arguments)])
+    trainer.register_hooks(
+        [PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), tmp_path), **arguments)]
+    )
     trainer.train(0, trainer.cfg.SOLVER.MAX_ITER)
     iterations = [done * per_unit - 1 for done in saved_after]
     names = [f"model_{iteration:07d}" for iteration in iterations]
@@ -93,22 +101,34 @@ def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved
         (True, False, 2, [("model_0000001", 1)]),
         (False, True, 2, [("model_0000001", 1), ("model_0000002", 2)]),
         (False, True, 0, [("model_0000000", 0)]),
-        (False, True, 1, 2 * [("model_0000001", 1)]),  # again, since stage 2 of the iteration is done
+        (
+            False,
+            True,
+            1,
+            2 * [("model_0000001", 1)],
+        ),  # again, since stage 2 of the iteration is done
     ],
 )
 def test_a_run_that_ends_early_is_saved_under_the_name_of_its_end(finished, save_last, at, saved):
     recorder = Recorder()
-    Steps([PeriodicCheckpointer(recorder, 2, save_last=save_last), stop_at(at, finished=finished)]).train(0, 9)
+    Steps(
+        [PeriodicCheckpointer(recorder, 2, save_last=save_last), stop_at(at, finished=finished)]
+    ).train(0, 9)
     assert recorder.saved == saved
 
 
-def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on_and_one_that_fails_is_not_saved(caplog):
+def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on_and_one_that_fails_is_not_saved(
+    caplog,
+):
     recorder = Recorder(full=[3])
     trainer = Steps([PeriodicCheckpointer(recorder, 2)])
     trainer.train(0, 7)
     assert trainer.status == "finished"
     assert recorder.saved == [("model_0000001", 1), ("model_0000005", 5), ("model_final", 6)]
-    assert "The checkpoint 'model_0000003' is not saved, training continues: no space left" in caplog.messages
+    assert (
+        "The checkpoint 'model_0000003' is not saved, training continues: no space left"
+        in caplog.messages
+    )
     recorder = Recorder()
     with pytest.raises(RuntimeError):
         Steps([PeriodicCheckpointer(recorder, 2)], step=fail_at(3)).train(0, 4)
@@ -116,9 +136,12 @@ def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on_and_one_that_f
 
 
 @pytest.mark.parametrize(
-    ("period", "kept"), [(0, ["model_0000004.pth"]), (2, ["model_0000003.pth", "model_0000004.pth"])]
+    ("period", "kept"),
+    [(0, ["model_0000004.pth"]), (2, ["model_0000003.pth", "model_0000004.pth"])],
 )
-def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation(tmp_path, save_format, period, kept):
+def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotation(
+    tmp_path, save_format, period, kept
+):
     def make(*hooks):
         trainer = Steps()
         checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format, trainer=trainer)
@@ -136,7 +159,9 @@ def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotati
     assert (trainer.status, trainer.start_iter) == ("finished", 5)
 
 
-@pytest.mark.parametrize(("failing", "save_last", "length"), [("model_final", True, 5), ("model_0000005", False, 6)])
+@pytest.mark.parametrize(
+    ("failing", "save_last", "length"), [("model_final", True, 5), ("model_0000005", False, 6)]
+)
 def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, save_last, length):
     (tmp_path / f"{failing}.pth").mkdir()  # nothing can be renamed to that
     checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path, format=save_format)
@@ -157,10 +182,14 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, 
         ([math.nan, math.inf, 50.0, -math.inf, math.nan, 60.0, 40.0], "max", [5, 11]),
     ],
 )
-def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values, mode, expected, caplog):
+def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(
+    values, mode, expected, caplog
+):
     caplog.set_level("INFO")
     recorder, results = Recorder(), iter(values)
-    trainer = Steps([EvalHook(2, lambda: {"top1": next(results)}), BestCheckpointer(2, recorder, "top1", mode)])
+    trainer = Steps(
+        [EvalHook(2, lambda: {"top1": next(results)}), BestCheckpointer(2, recorder, "top1", mode)]
+    )
     trainer.train(0, 2 * len(values))  # the last evaluation is after training
     assert recorder.saved == [("model_best", iteration) for iteration in expected]
     assert f"top1 is {values[expected[-1] // 2]:.5g}, the best so far" in caplog.messages
@@ -169,8 +198,12 @@ def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(values
 def test_a_best_value_counts_only_if_its_file_is_there():
     recorder, best = Recorder(full=[1]), []
     results = iter([50.0, 80.0, 70.0, 60.0])
-    trainer = Steps([EvalHook(1, lambda: {"top1": next(results)}), BestCheckpointer(1, recorder, "top1")])
-    note = CallbackHook(before_step=lambda t: best.append(t.state_dict()["hooks"]["BestCheckpointer"]["best"]))
+    trainer = Steps(
+        [EvalHook(1, lambda: {"top1": next(results)}), BestCheckpointer(1, recorder, "top1")]
+    )
+    note = CallbackHook(
+        before_step=lambda t: best.append(t.state_dict()["hooks"]["BestCheckpointer"]["best"])
+    )
     trainer.register_hooks([note])
     trainer.train(0, 4)
     assert trainer.status == "finished"
@@ -179,7 +212,9 @@ def test_a_best_value_counts_only_if_its_file_is_there():
 
 
 @BOTH
-def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tmp_path, checkpointer_class):
+def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(
+    tmp_path, checkpointer_class
+):
     def make(values, *more):
         trainer, results = Steps(), iter(values)
         checkpointer = checkpointer_class(nn.Linear(1, 1), str(tmp_path), trainer=trainer)
@@ -189,7 +224,10 @@ def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tm
         return trainer, checkpointer
 
     tags = []
-    first, _ = make([50.0, 80.0, 70.0], AfterStep(lambda trainer: tags.append((tmp_path / "last_checkpoint").exists())))
+    first, _ = make(
+        [50.0, 80.0, 70.0],
+        AfterStep(lambda trainer: tags.append((tmp_path / "last_checkpoint").exists())),
+    )
     first.train(0, 6)
     assert tags == [False] * 4 + [True] * 2  # a best save is no last one
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
@@ -200,7 +238,9 @@ def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tm
     checkpointer.resume_or_load("", resume=True)
     assert second.iter == 5
     best = []
-    second.register_hooks([AfterStep(lambda trainer: best.append(load(tmp_path / "model_best.pth")["iteration"]))])
+    second.register_hooks(
+        [AfterStep(lambda trainer: best.append(load(tmp_path / "model_best.pth")["iteration"]))]
+    )
     second.train(6, 12)
     assert best == [3] * 6
     assert load(tmp_path / "model_best.pth")["iteration"] == 11
@@ -208,26 +248,42 @@ def test_the_best_value_is_remembered_over_a_resume_and_last_checkpoint_stays(tm
 
 
 def test_a_missing_metric_is_an_error_with_the_nearest_name_and_two_hooks_for_one_file_are_one_too():
-    hooks = [EvalHook(1, lambda: {"cls": {"top1": 1, "loss": 2}}), BestCheckpointer(1, Recorder(), "cls/top_1")]
-    with pytest.raises(ValueError, match=r"'cls/top_1'; did you mean 'cls/top1'\? known are: cls/loss, cls/top1"):
+    hooks = [
+        EvalHook(1, lambda: {"cls": {"top1": 1, "loss": 2}}),
+        BestCheckpointer(1, Recorder(), "cls/top_1"),
+    ]
+    with pytest.raises(
+        ValueError, match=r"'cls/top_1'; did you mean 'cls/top1'\? known are: cls/loss, cls/top1"
+    ):
         Steps(hooks).train(0, 2)
     prefixes = best_file_prefixes(["a/b", "a_b"])
-    hooks = [BestCheckpointer(1, Recorder(), metric, "max", prefix) for metric, prefix in prefixes.items()]
+    hooks = [
+        BestCheckpointer(1, Recorder(), metric, "max", prefix)
+        for metric, prefix in prefixes.items()
+    ]
     with pytest.raises(ConfigError, match="two hooks have the file_prefix 'model_best_a_b'"):
         Steps(hooks).train(0, 1)
 
 
-def test_each_of_several_metrics_has_a_file_and_of_another_metric_or_mode_no_best_value_is_taken_over(caplog):
+def test_each_of_several_metrics_has_a_file_and_of_another_metric_or_mode_no_best_value_is_taken_over(
+    caplog,
+):
     prefixes = best_file_prefixes(["a/top1", "a/loss"])
     assert prefixes == {"a/top1": "model_best_a_top1", "a/loss": "model_best_a_loss"}
-    assert best_file_prefixes("a/top1") == best_file_prefixes(["a/top1"]) == {"a/top1": "model_best"}
+    assert (
+        best_file_prefixes("a/top1") == best_file_prefixes(["a/top1"]) == {"a/top1": "model_best"}
+    )
     assert best_file_prefixes(None) == best_file_prefixes("") == best_file_prefixes([]) == {}
 
     def make(results, modes=("auto", "auto"), metrics=("a/top1", "a/loss")):
         recorder = Recorder()
         pairs = zip(metrics, modes, prefixes.values(), strict=True)
-        best = [BestCheckpointer(1, recorder, metric, mode, prefix) for metric, mode, prefix in pairs]
-        evaluate = EvalHook(1, lambda: {"a": dict(zip(("top1", "loss"), results.pop(0), strict=True))})
+        best = [
+            BestCheckpointer(1, recorder, metric, mode, prefix) for metric, mode, prefix in pairs
+        ]
+        evaluate = EvalHook(
+            1, lambda: {"a": dict(zip(("top1", "loss"), results.pop(0), strict=True))}
+        )
         return Steps([evaluate, *best]), recorder
 
     first, recorder = make([(50, 3.0), (60, 4.0), (55, 2.0)])

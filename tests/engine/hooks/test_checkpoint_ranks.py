@@ -16,7 +16,9 @@ def fail_on_rank_0(rank, folder, save_format=""):
     mine = Path(folder, f"{rank}{save_format}")
     folder = mine / "full"
     (folder / "model_final.pth").mkdir(parents=True)
-    trainer = Steps([PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder, format=save_format), 2)])
+    trainer = Steps(
+        [PeriodicCheckpointer(Checkpointer(nn.Linear(1, 1), folder, format=save_format), 2)]
+    )
     with pytest.raises(CheckpointError, match=r"cannot write .*model_final\.pth"):
         trainer.train(0, 3)
     assert trainer.status == "failed"

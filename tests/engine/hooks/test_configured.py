@@ -10,7 +10,13 @@ from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, hooks
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.utils.plugins import RUN_HOOKS
 
-DEFAULT_ORDER = ["IterationTimer", "LRScheduler", "PeriodicCheckpointer", "EvalHook", "PeriodicWriter"]
+DEFAULT_ORDER = [
+    "IterationTimer",
+    "LRScheduler",
+    "PeriodicCheckpointer",
+    "EvalHook",
+    "PeriodicWriter",
+]
 
 
 @HOOK_REGISTRY.register()
@@ -40,9 +46,13 @@ def order(trainer):
     return [name for hook in trainer._hooks if (name := type(hook).__name__) not in RUN_HOOKS]
 
 
-def test_hooks_of_the_users_own_get_their_arguments_and_stand_in_their_order_before_the_checkpointer(tmp_path):
+def test_hooks_of_the_users_own_get_their_arguments_and_stand_in_their_order_before_the_checkpointer(
+    tmp_path,
+):
     own = {"NAME": "Recorder", "PERIOD": 3, "NAMES": ["x", "y"]}
-    job = trainer(tmp_path, own, {"NAME": "TorchMemoryStats"}, {"NAME": "NeedsThings", "SCALE": 2.5})
+    job = trainer(
+        tmp_path, own, {"NAME": "TorchMemoryStats"}, {"NAME": "NeedsThings", "SCALE": 2.5}
+    )
     expected = ["Recorder", "TorchMemoryStats", "NeedsThings"]
     assert order(job) == ["IterationTimer", "LRScheduler", *expected, *DEFAULT_ORDER[2:]]
     [recorder] = [hook for hook in job.hooks if isinstance(hook, Recorder)]
@@ -56,7 +66,11 @@ def test_hooks_of_the_users_own_get_their_arguments_and_stand_in_their_order_bef
 
 
 def test_a_default_hook_keeps_its_place_and_its_other_arguments_when_an_entry_changes_one(tmp_path):
-    job = trainer(tmp_path, {"NAME": "PeriodicCheckpointer", "PERIOD": 4}, {"NAME": "IterationTimer", "WARMUP_ITER": 0})
+    job = trainer(
+        tmp_path,
+        {"NAME": "PeriodicCheckpointer", "PERIOD": 4},
+        {"NAME": "IterationTimer", "WARMUP_ITER": 0},
+    )
     assert order(job) == DEFAULT_ORDER
     job.train()
     files = sorted(path.name for path in tmp_path.glob("*.pth"))
@@ -75,23 +89,34 @@ def test_every_default_hook_can_be_switched_off(tmp_path):
     prefixes = [hook.file_prefix for hook in job.hooks if isinstance(hook, hooks.BestCheckpointer)]
     of_config = ["model_best_classification_top1", "model_best_classification_mean_class_accuracy"]
     assert prefixes == ["mine", *of_config]
-    assert order(trainer(tmp_path, {"NAME": "BestCheckpointer", "ENABLED": False}, **best)) == DEFAULT_ORDER
+    assert (
+        order(trainer(tmp_path, {"NAME": "BestCheckpointer", "ENABLED": False}, **best))
+        == DEFAULT_ORDER
+    )
 
 
 def test_a_wrong_entry_is_named_before_training(tmp_path):
     for entry, message in (
         ({"PERIOD": 3}, r"HOOKS is a list of entries"),
-        ({"NAME": "Recoder"}, r"HOOKS: no 'Recoder' in the HOOK registry; did you mean 'Recorder'\? .*IMPORTS"),
+        (
+            {"NAME": "Recoder"},
+            r"HOOKS: no 'Recoder' in the HOOK registry; did you mean 'Recorder'\? .*IMPORTS",
+        ),
         ({"NAME": "Recorder", "PERIODS": 2}, r"HOOKS: Recorder: .*'periods'"),
         ({"NAME": "Recorder", "PERIOD": 0}, r"HOOKS: Recorder: period must be >= 1, got 0"),
         ({"NAME": "NeedsThings"}, r"HOOKS: NeedsThings: .*scale"),
-        ({"NAME": "Recorder", "PRIORITY": "FIRST"}, r"HOOKS: Recorder: priority must be .*got 'FIRST'"),
+        (
+            {"NAME": "Recorder", "PRIORITY": "FIRST"},
+            r"HOOKS: Recorder: priority must be .*got 'FIRST'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             trainer(tmp_path, entry)
 
 
-def test_a_trainer_that_builds_its_hooks_alone_is_told_which_entries_it_leaves_out(tmp_path, caplog):
+def test_a_trainer_that_builds_its_hooks_alone_is_told_which_entries_it_leaves_out(
+    tmp_path, caplog
+):
     class Own(DefaultTrainer):
         def build_hooks(self):
             return [hooks.IterationTimer()]
@@ -124,7 +149,9 @@ def test_without_training_hooks_that_need_a_part_of_it_are_left_out(tmp_path, ca
     with caplog.at_level(logging.INFO):
         run = EvaluationRun(tiny_cfg(tmp_path, "HOOKS", entries), DefaultTrainer)
     assert order(run) == ["OnTheObject", "EmptyCache"]
-    assert "HOOKS: WithOptimizer is left out, since it needs a part of the training" in caplog.messages
+    assert (
+        "HOOKS: WithOptimizer is left out, since it needs a part of the training" in caplog.messages
+    )
     off = {"NAME": "EmptyCache", "ENABLED": False}
     options = ("HOOKS", [off], "TEST.PRECISE_BN.ENABLED", True)
     assert order(EvaluationRun(tiny_cfg(tmp_path, *options), DefaultTrainer)) == []

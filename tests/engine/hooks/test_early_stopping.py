@@ -10,7 +10,9 @@ from trainkit.engine.hooks.monitor import infer_mode
 def run(values, max_iter=40, **kwargs):
     """Evaluate every 2nd iteration; returns the trainer and how often it was evaluated."""
     results = iter(values)
-    trainer = Steps([EvalHook(2, lambda: {"top1": next(results)}), EarlyStopping(2, "top1", **kwargs)])
+    trainer = Steps(
+        [EvalHook(2, lambda: {"top1": next(results)}), EarlyStopping(2, "top1", **kwargs)]
+    )
     trainer.train(0, max_iter)
     assert trainer.status == "finished"
     assert trainer.max_iter == trainer.iter
@@ -30,12 +32,16 @@ def run(values, max_iter=40, **kwargs):
         ([1, -math.inf, 1, 1], {"check_finite": True}, (4, 2)),
     ],
 )
-def test_it_stops_after_evaluations_without_a_better_value_or_past_a_threshold(values, kwargs, expected):
+def test_it_stops_after_evaluations_without_a_better_value_or_past_a_threshold(
+    values, kwargs, expected
+):
     assert run(values, **kwargs) == expected
 
 
 def test_an_evaluation_counts_once_however_often_it_is_looked_at_and_the_last_one_stops_nothing():
-    trainer = Steps([EvalHook(4, lambda: {"top1": 1}, eval_at_start=True), EarlyStopping(1, "top1", patience=2)])
+    trainer = Steps(
+        [EvalHook(4, lambda: {"top1": 1}, eval_at_start=True), EarlyStopping(1, "top1", patience=2)]
+    )
     trainer.train(0, 40)
     assert trainer.iter == 8
     assert run([2, 1], max_iter=4, patience=1) == (4, 2)
@@ -44,7 +50,9 @@ def test_an_evaluation_counts_once_however_often_it_is_looked_at_and_the_last_on
 def test_it_counts_on_in_the_same_process_and_in_a_resumed_run_and_a_new_run_starts_anew():
     def make(values):
         results = iter(values)
-        return Steps([EvalHook(2, lambda: {"top1": next(results)}), EarlyStopping(2, "top1", patience=3)])
+        return Steps(
+            [EvalHook(2, lambda: {"top1": next(results)}), EarlyStopping(2, "top1", patience=3)]
+        )
 
     first = make([5, 4, 4, 4, 4])
     first.train(0, 6)  # the third value is of the final evaluation
@@ -64,8 +72,23 @@ def test_it_counts_on_in_the_same_process_and_in_a_resumed_run_and_a_new_run_sta
 
 
 def test_the_mode_is_inferred_from_the_last_part_of_the_name_or_has_to_be_given():
-    more = ["acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "coco/bbox_mAP_50", "acc_loss"]
+    more = [
+        "acc",
+        "top",
+        "AR@",
+        "auc",
+        "precision",
+        "mAP",
+        "mDice",
+        "mIoU",
+        "coco/bbox_mAP_50",
+        "acc_loss",
+    ]
     less = ["loss", "tiny_val/loss/total_loss", "val/LOSS_cls", "heatmap/loss"]
-    assert [infer_mode(name) for name in [*more, *less]] == ["max"] * len(more) + ["min"] * len(less)
-    with pytest.raises(ValueError, match='does not tell whether more is better; accepted: "max", "min"'):
+    assert [infer_mode(name) for name in [*more, *less]] == ["max"] * len(more) + ["min"] * len(
+        less
+    )
+    with pytest.raises(
+        ValueError, match='does not tell whether more is better; accepted: "max", "min"'
+    ):
         EarlyStopping(1, "acc/error", "auto")

@@ -8,16 +8,25 @@ from trainkit.engine.hooks import EvalHook
 def make(period, step=lambda iter: None, **kwargs):
     """A trainer, and after how many iterations each evaluation took place; an evaluation draws a number."""
     found, trainer = [], Steps(step=step)
-    evaluate = EvalHook(period, lambda: found.append(trainer.last_done_iter + len(torch.rand(1))), **kwargs)
+    evaluate = EvalHook(
+        period, lambda: found.append(trainer.last_done_iter + len(torch.rand(1))), **kwargs
+    )
     trainer.register_hooks([evaluate])
     return trainer, found
 
 
 @pytest.mark.parametrize(
     ("max_iter", "period", "after_train", "expected"),
-    [(31, 15, True, [15, 30, 31]), (30, 15, True, [15, 30]), (20, 0, True, [20]), (11, 5, False, [5, 10])],
+    [
+        (31, 15, True, [15, 30, 31]),
+        (30, 15, True, [15, 30]),
+        (20, 0, True, [20]),
+        (11, 5, False, [5, 10]),
+    ],
 )
-def test_it_evaluates_every_period_and_at_the_end_and_never_twice(max_iter, period, after_train, expected):
+def test_it_evaluates_every_period_and_at_the_end_and_never_twice(
+    max_iter, period, after_train, expected
+):
     trainer, found = make(period, eval_after_train=after_train)
     trainer.train(0, max_iter)
     assert found == expected
@@ -50,7 +59,9 @@ def test_a_stopped_run_is_not_evaluated_and_one_that_finishes_early_once():
 
 
 def test_results_are_stored_flat_and_not_smoothed_and_must_be_numbers():
-    trainer = Steps([EvalHook(3, lambda: {"cls": {"top1": 50, "top5": torch.tensor(90.5)}, "loss": 0.25})])
+    trainer = Steps(
+        [EvalHook(3, lambda: {"cls": {"top1": 50, "top5": torch.tensor(90.5)}, "loss": 0.25})]
+    )
     trainer.train(0, 6)
     assert {name: history.values() for name, history in trainer.storage.histories().items()} == {
         "cls/top1": [(50.0, 2), (50.0, 6)],

@@ -24,9 +24,15 @@ def make(scheduler, trainer_class=SimpleTrainer, lr=0.5, **kwargs):
     model = Weight()
     optimizer = sgd(model, lr=lr)
     trainer = trainer_class(model, [torch.tensor(1.0)], optimizer, **kwargs)
-    trainer.scheduler = scheduler(optimizer) if callable(scheduler) and isinstance(scheduler, type(make)) else scheduler
+    trainer.scheduler = (
+        scheduler(optimizer)
+        if callable(scheduler) and isinstance(scheduler, type(make))
+        else scheduler
+    )
     used = []
-    note = CallbackHook(after_backward=lambda trainer: used.append((optimizer.param_groups[0]["lr"], trainer.iter)))
+    note = CallbackHook(
+        after_backward=lambda trainer: used.append((optimizer.param_groups[0]["lr"], trainer.iter))
+    )
     trainer.register_hooks([LRScheduler(), note])
     return trainer, used
 
@@ -53,7 +59,9 @@ def test_a_torch_scheduler_is_stepped_once_per_iteration():
     trainer.train(0, ITERS)
     assert used == [(0.5 - t / 16, t) for t in range(ITERS)]
     assert trainer.storage.history("lr").values() == used
-    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau"):
+    with pytest.raises(
+        TypeError, match="ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau"
+    ):
         make(lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer))[0].train(0, ITERS)
 
 
@@ -85,7 +93,10 @@ def test_a_first_update_that_the_scaler_skips_shifts_nothing():
 def test_the_lr_shown_is_that_of_the_largest_group_or_else_the_most_common_one(caplog):
     caplog.set_level("INFO")
     for groups in ([(0.1, 1), (0.2, 3)], [(0.1, 1), (0.2, 1), (0.4, 1), (0.2, 1)]):
-        parameters = [{"lr": lr, "params": [nn.Parameter(torch.zeros(1)) for _ in range(n)]} for lr, n in groups]
+        parameters = [
+            {"lr": lr, "params": [nn.Parameter(torch.zeros(1)) for _ in range(n)]}
+            for lr, n in groups
+        ]
         optimizer = torch.optim.SGD(parameters, lr=1.0)
         trainer = SimpleTrainer(Weight(), [torch.tensor(1.0)], optimizer)
         hook = LRScheduler(optimizer, given := ConstantParamScheduler(1.0))  # both can be given
@@ -98,6 +109,10 @@ def test_the_lr_shown_is_that_of_the_largest_group_or_else_the_most_common_one(c
 
 
 def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchronous):
-    trainer, _ = make(LinearParamScheduler(1.0, 0.0), lr=torch.tensor(0.5), async_write_metrics=asynchronous)
+    trainer, _ = make(
+        LinearParamScheduler(1.0, 0.0), lr=torch.tensor(0.5), async_write_metrics=asynchronous
+    )
     trainer.train(0, 8)
-    assert trainer.storage.history("lr").values() == [(0.5 * (1 - iter / 8), iter) for iter in range(8)]
+    assert trainer.storage.history("lr").values() == [
+        (0.5 * (1 - iter / 8), iter) for iter in range(8)
+    ]

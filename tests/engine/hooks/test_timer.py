@@ -17,9 +17,14 @@ def advance(monkeypatch):
 def timed(advance, *args, **kwargs):
     """Steps of 10, 11, 12, ... s; each hook takes 100 s, also one registered before the timer."""
     trainer = Steps(step=lambda iter: advance(10 + iter))
-    slow = [AfterStep(lambda trainer: advance(100)), CallbackHook(before_train=lambda trainer: advance(7))]
+    slow = [
+        AfterStep(lambda trainer: advance(100)),
+        CallbackHook(before_train=lambda trainer: advance(7)),
+    ]
     trainer.register_hooks(slow)
-    trainer.register_hooks([IterationTimer(*args, **kwargs), AfterStep(lambda trainer: advance(100))])
+    trainer.register_hooks(
+        [IterationTimer(*args, **kwargs), AfterStep(lambda trainer: advance(100))]
+    )
     return trainer
 
 
@@ -44,6 +49,8 @@ def test_the_summary_is_of_the_timed_steps_and_what_lies_between_them(advance):
     trainer.train(0, 6)
     in_hooks = "88 % of the run in hooks"
     assert timer.summary() == f"13.5 s per step; {in_hooks}"
-    for iter, data_sec in enumerate([100.0, 100.0, 3.0, 3.0, 3.5, 4.0]):  # the first two are warm-up
+    for iter, data_sec in enumerate(
+        [100.0, 100.0, 3.0, 3.0, 3.5, 4.0]
+    ):  # the first two are warm-up
         trainer.storage.put_scalar("data_time", data_sec, cur_iter=iter)
     assert timer.summary() == f"13.5 s per step, 25 % of it waiting for data; {in_hooks}"

@@ -5,7 +5,16 @@ import threading
 import pytest
 import torch
 
-from tests.engine.tiny import AfterStep, Regression, Steps, batches, fail_at, sgd, stop_at, through_a_file
+from tests.engine.tiny import (
+    AfterStep,
+    Regression,
+    Steps,
+    batches,
+    fail_at,
+    sgd,
+    stop_at,
+    through_a_file,
+)
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, get_event_storage
@@ -31,7 +40,11 @@ class Log(EventWriter):
 
 def steps(*hooks, asynchronous=False, **kwargs):
     """A loop, whose writers are called by a worker if it is asynchronous."""
-    start = CallbackHook(before_train=lambda trainer: trainer.storage.start_worker()) if asynchronous else None
+    start = (
+        CallbackHook(before_train=lambda trainer: trainer.storage.start_worker())
+        if asynchronous
+        else None
+    )
     return Steps([start, *hooks], **kwargs)
 
 
@@ -39,13 +52,17 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_metrics_json_has_the_iterations_of_the_period_the_last_one_and_the_final_evaluation(tmp_path, asynchronous):
+def test_metrics_json_has_the_iterations_of_the_period_the_last_one_and_the_final_evaluation(
+    tmp_path, asynchronous
+):
     path = tmp_path / "metrics.json"
 
     def make():
         model = Regression()
         trainer = SimpleTrainer(model, batches(5), sgd(model), async_write_metrics=asynchronous)
-        trainer.register_hooks([EvalHook(0, lambda: {"top1": 99}), PeriodicWriter([JSONWriter(path)])])
+        trainer.register_hooks(
+            [EvalHook(0, lambda: {"top1": 99}), PeriodicWriter([JSONWriter(path)])]
+        )
         return trainer
 
     trainer = make()
@@ -87,13 +104,18 @@ def put_some(trainer):
 
 def writing_run(path, *actions, **kwargs):
     """A trainer that puts something into the storage in each iteration and writes every third one."""
-    return steps(PeriodicWriter([JSONWriter(path)], period=3), AfterStep(put_some), *actions, **kwargs)
+    return steps(
+        PeriodicWriter([JSONWriter(path)], period=3), AfterStep(put_some), *actions, **kwargs
+    )
 
 
 @pytest.mark.parametrize(
-    ("stop", "in_process", "is_asynchronous"), [(1, True, True), (2, False, False), (6, True, False), (6, False, True)]
+    ("stop", "in_process", "is_asynchronous"),
+    [(1, True, True), (2, False, False), (6, True, False), (6, False, True)],
 )
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path, stop, in_process, is_asynchronous):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(
+    tmp_path, stop, in_process, is_asynchronous
+):
     writing_run(tmp_path / "whole.json").train(0, 13)
     path = tmp_path / "metrics.json"
     trainer = writing_run(path, stop_at(stop), asynchronous=is_asynchronous)
@@ -119,7 +141,9 @@ def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginni
     doubled = path.read_text()
     assert doubled == once + once.removeprefix(before)
     second.load_state_dict(state)
-    assert second.state_dict()["hooks"] == state["hooks"]  # a checkpoint before training has them too
+    assert (
+        second.state_dict()["hooks"] == state["hooks"]
+    )  # a checkpoint before training has them too
     second.train(0, 1)
     assert path.read_text().startswith(doubled)
 
@@ -149,7 +173,9 @@ def test_each_writer_gets_the_state_of_its_class_and_place():
     assert [writer.got for writer in new] == ["b", "a", "c", None]
 
 
-def test_a_writer_without_room_is_named_and_the_run_goes_on_but_at_the_end_it_has_failed(caplog, asynchronous):
+def test_a_writer_without_room_is_named_and_the_run_goes_on_but_at_the_end_it_has_failed(
+    caplog, asynchronous
+):
     full, log = Log({1, 2, 5}), Log()
     trainer = steps(PeriodicWriter([full, log], period=1), asynchronous=asynchronous)
     trainer.train(0, 8)
@@ -158,7 +184,10 @@ def test_a_writer_without_room_is_named_and_the_run_goes_on_but_at_the_end_it_ha
     assert errors == ["Log.write failed: no space left"] * 3
     assert full.calls == log.calls == ["write"] * 9 + ["close"]
     trainer = Steps([PeriodicWriter([Log({1}), Log({2})])])
-    with pytest.raises(OSError, match=r"not all of its values are on the disk: Log.write failed: no .*; Log.close fa"):
+    with pytest.raises(
+        OSError,
+        match=r"not all of its values are on the disk: Log.write failed: no .*; Log.close fa",
+    ):
         trainer.train(0, 3)
     assert trainer.status == "failed"
 
@@ -171,7 +200,9 @@ class Gallery(EventWriter):
 
     def write(self):
         storage = get_event_storage()
-        self.seen.append([image.iter for image in storage.images()] + [h.iter for h in storage.histograms()])
+        self.seen.append(
+            [image.iter for image in storage.images()] + [h.iter for h in storage.histograms()]
+        )
         storage.clear_images()
         storage.clear_histograms()
 
@@ -184,7 +215,9 @@ def put_picture(trainer):
 
 def test_every_writer_sees_the_images_and_then_they_are_let_go(asynchronous):
     galleries = [Gallery(), Gallery()]
-    steps(AfterStep(put_picture), PeriodicWriter(galleries, period=2), asynchronous=asynchronous).train(0, 4)
+    steps(
+        AfterStep(put_picture), PeriodicWriter(galleries, period=2), asynchronous=asynchronous
+    ).train(0, 4)
     assert galleries[0].seen == galleries[1].seen == [[0, 1], [2, 3, 2], []]
 
 
@@ -200,7 +233,13 @@ def test_results_of_any_evaluation_are_written_before_the_next_one(tmp_path):
     path, results = tmp_path / "metrics.json", iter(range(10))
     hook = EvalHook(2, lambda: {"result": next(results)}, eval_at_start=True)
     Steps([hook, PeriodicWriter([JSONWriter(path)], period=100)]).train(0, 7)
-    assert [(row["iteration"], row["result"]) for row in rows(path)] == [(0, 0), (1, 1), (3, 2), (5, 3), (7, 4)]
+    assert [(row["iteration"], row["result"]) for row in rows(path)] == [
+        (0, 0),
+        (1, 1),
+        (3, 2),
+        (5, 3),
+        (7, 4),
+    ]
 
 
 def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
@@ -221,7 +260,10 @@ def test_a_worker_that_is_at_most_one_period_behind_is_not_waited_for():
 
 def test_the_last_line_of_a_run_that_finishes_early_counts_the_iterations_that_were_done(caplog):
     caplog.set_level("INFO", "trainkit.utils.events")
-    hooks = [stop_at(4, finished=True), PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3)]
+    hooks = [
+        stop_at(4, finished=True),
+        PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3),
+    ]
     Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 8)
     lines = [message for message in caplog.messages if "iterations" in message]
     assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"

@@ -57,5 +57,6 @@ def overlapping(texts, tolerance=1.0):
         (a[0], b[0])
         for i, a in enumerate(texts)
         for b in texts[:i]
-        if min(a[3], b[3]) - max(a[1], b[1]) > tolerance and min(a[4], b[4]) - max(a[2], b[2]) > tolerance
+        if min(a[3], b[3]) - max(a[1], b[1]) > tolerance
+        and min(a[4], b[4]) - max(a[2], b[2]) > tolerance
     ]

@@ -49,8 +49,13 @@ def three_runs(write_run, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     return [
         _full_run(write_run, root / "seed 0 <b>", 0.1, "both"),
-        _full_run(write_run, root / "a_name_that_is_much_longer_than_the_others_and_goes_on", 0.02, "raw"),
-        write_run(root / "short", [{"iteration": 19, "total_loss": None, "lr": 1e-4}, {"iteration": 39, "lr": 2e-4}]),
+        _full_run(
+            write_run, root / "a_name_that_is_much_longer_than_the_others_and_goes_on", 0.02, "raw"
+        ),
+        write_run(
+            root / "short",
+            [{"iteration": 19, "total_loss": None, "lr": 1e-4}, {"iteration": 39, "lr": 2e-4}],
+        ),
     ]
 
 
@@ -58,16 +63,31 @@ def _full_run(write_run, folder, lr, evaluate):
     rows = []
     for iter in range(19, 12_000, 20):
         loss = 2.5 * 0.9995**iter + 0.01
-        row = {"iteration": iter, "total_loss": loss, "loss_box_regression": 0.4 * loss, "loss_mask": 0.6 * loss}
+        row = {
+            "iteration": iter,
+            "total_loss": loss,
+            "loss_box_regression": 0.4 * loss,
+            "loss_mask": 0.6 * loss,
+        }
         if 3_000 < iter < 3_500:
             row["total_loss"] = None
         rows.append(
-            {**row, "lr": lr * (1 - iter / 12_000), "time": 0.02, "data_time": 0.0001, "grad_norm": 3 + iter % 7}
+            {
+                **row,
+                "lr": lr * (1 - iter / 12_000),
+                "time": 0.02,
+                "data_time": 0.0001,
+                "grad_norm": 3 + iter % 7,
+            }
         )
         if iter % 2000 == 1999:
             rows.append({"iteration": iter, "epoch": iter // 100, **_results(iter, "")})
     rows.append({"iteration": 12_000, **_results(12_000, ""), **_results(11_000, "test/")})
-    run = write_run(folder, rows, f"SOLVER: {{BASE_LR: {lr}, MAX_ITER: 12000}}\nHOOKS: [{{EVALUATE: {evaluate}}}]\n")
+    run = write_run(
+        folder,
+        rows,
+        f"SOLVER: {{BASE_LR: {lr}, MAX_ITER: 12000}}\nHOOKS: [{{EVALUATE: {evaluate}}}]\n",
+    )
     for iter in (99, 11_999):
         picture = folder / "visualization" / "val" / f"digits_iter{iter:07d}_batch0003.png"
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +99,13 @@ def _results(iter, prefix):
     accuracy = 100 * iter / (iter + 1_000)
     metrics = {"mIoU": 0.8 * accuracy, "mAcc": 0.9 * accuracy, "seconds_per_batch": 0.02}
     metrics |= {f"IoU-class {i}": accuracy - i for i in range(5)}
-    values = {"sem_seg": metrics, "classification": {"top1": accuracy, "mean_class_accuracy": accuracy}}
+    values = {
+        "sem_seg": metrics,
+        "classification": {"top1": accuracy, "mean_class_accuracy": accuracy},
+    }
     values["raw/classification"] = {"top1": accuracy - 1}
-    return {f"{prefix}{task}/{name}": value for task, row in values.items() for name, value in row.items()}
+    return {
+        f"{prefix}{task}/{name}": value
+        for task, row in values.items()
+        for name, value in row.items()
+    }

@@ -21,8 +21,13 @@ def place(load, read):
 
 
 def evaluated(values, test=None, metric="top1"):
-    rows = [{"iteration": 10 * i - 1, "lr": 0.1, f"t/{metric}": value} for i, value in enumerate(values, 1)]
-    return rows + ([] if test is None else [{"iteration": 10 * len(values), f"test/t/{metric}": test}])
+    rows = [
+        {"iteration": 10 * i - 1, "lr": 0.1, f"t/{metric}": value}
+        for i, value in enumerate(values, 1)
+    ]
+    return rows + (
+        [] if test is None else [{"iteration": 10 * len(values), f"test/t/{metric}": test}]
+    )
 
 
 def test_no_mark_of_a_test_result_hides_another(place):
@@ -37,7 +42,13 @@ def test_no_mark_of_a_test_result_hides_another(place):
 
 def test_texts_of_several_metrics_do_not_overlap_and_a_metric_without_a_known_mode_has_none(place):
     rows = [
-        {"iteration": i, "t/top1": 90.0 + i % 3, "t/acc": 90.5 + i % 3, "t/map": 89.9 + i % 3, "t/speed": 70.0 + i}
+        {
+            "iteration": i,
+            "t/top1": 90.0 + i % 3,
+            "t/acc": 90.5 + i % 3,
+            "t/map": 89.9 + i % 3,
+            "t/speed": 70.0 + i,
+        }
         for i in range(20)
     ]
     _, _, labels = place(rows)

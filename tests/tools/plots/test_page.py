@@ -28,19 +28,26 @@ def page(make_page, three_runs):
 def cells(page):
     """The text of each row of the tables."""
     rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
-    return [[re.sub(r"<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)] for row in rows]
+    return [
+        [re.sub(r"<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)]
+        for row in rows
+    ]
 
 
 def test_the_page_names_nothing_outside_itself(page):
     sources = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]{,40})""", page)
     assert {source.partition(",")[0] for source in sources} == {"data:image/png;base64"}
-    assert set(re.findall(r"https?://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert set(re.findall(r"https?://[^\s\"'<]+", page)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not a place
     assert not re.search(r"url\(|@import|<link|<iframe|fetch\(", page)
     assert "seed 0 &lt;b&gt;" in page  # a name is text, not HTML
     assert "<b>" not in page
 
 
-def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked(make_page, write_run, tmp_path):
+def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked(
+    make_page, write_run, tmp_path
+):
     other = [{"iteration": 9, "t/top1": 88.0, "t/speed": 3.0}, {"iteration": 19, "t/top1": None}]
     page = make_page([write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", other)])
     assert cells(page) == [
@@ -53,8 +60,13 @@ def test_the_results_are_last_best_and_on_the_test_data_with_the_best_run_marked
 
 
 def test_the_settings_that_differ_are_shown_and_no_others(make_page, write_run, tmp_path):
-    configs = ["A: {LR: 0.1, SAME: 1}\nOUTPUT_DIR: a\n", "A: {LR: 0.2, SAME: 1, NEW: []}\nOUTPUT_DIR: b\n"]
-    places = [write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)]
+    configs = [
+        "A: {LR: 0.1, SAME: 1}\nOUTPUT_DIR: a\n",
+        "A: {LR: 0.2, SAME: 1, NEW: []}\nOUTPUT_DIR: b\n",
+    ]
+    places = [
+        write_run(tmp_path / name, ROWS, config) for name, config in zip("ab", configs, strict=True)
+    ]
     assert [row[:4] for row in cells(make_page(places))[1:]] == [
         ["run", "iterations", "A.LR", "A.NEW"],
         ["a", "20", "0.1", "-"],
@@ -62,11 +74,15 @@ def test_the_settings_that_differ_are_shown_and_no_others(make_page, write_run, 
     ]
 
 
-def test_a_confusion_matrix_is_shown_and_a_file_that_holds_none_is_left_out(make_page, write_run, tmp_path, caplog):
+def test_a_confusion_matrix_is_shown_and_a_file_that_holds_none_is_left_out(
+    make_page, write_run, tmp_path, caplog
+):
     place = write_run(tmp_path / "a", ROWS)
     files = {
         "end": '{"class_names": ["cat", "<dog>"], "iteration": 20, "confusion": [[3, 1], [0, 4]]}',
-        "large": json.dumps({"class_names": [*range(31)], "iteration": 9, "confusion": [[*range(31)]] * 31}),
+        "large": json.dumps(
+            {"class_names": [*range(31)], "iteration": 9, "confusion": [[*range(31)]] * 31}
+        ),
         "bad1": '{"class_names": ["cat"], "confusion": [[3, 1]]}',
         "bad2": '{"class_names": ["cat"], "confusion": [["<b>"]]}',
         "bad3": "[" * 100_000,
@@ -76,8 +92,15 @@ def test_a_confusion_matrix_is_shown_and_a_file_that_holds_none_is_left_out(make
 
     page = make_page([place])
 
-    assert re.findall(r"<h3>(.*?)</h3>", page)[-2:] == ["end, after 20 iterations", "large, after 10 iterations"]
-    assert cells(page)[-3:] == [["", "cat", "&lt;dog&gt;"], ["cat", "3", "1"], ["&lt;dog&gt;", "", "4"]]
+    assert re.findall(r"<h3>(.*?)</h3>", page)[-2:] == [
+        "end, after 20 iterations",
+        "large, after 10 iterations",
+    ]
+    assert cells(page)[-3:] == [
+        ["", "cat", "&lt;dog&gt;"],
+        ["cat", "3", "1"],
+        ["&lt;dog&gt;", "", "4"],
+    ]
     assert 'title="cat, predicted &lt;dog&gt;: 1"' in page
     assert "31 classes are too many to show." in page
     assert [f"confusion_bad{i}.json is left out" in caplog.text for i in (1, 2, 3)] == [True] * 3
@@ -89,9 +112,12 @@ def test_a_long_line_is_thinned_and_keeps_its_peaks_and_ends(load):
     points[65_432] = (65_432, -1e6)
     thinned = load("plots.svg").thin(points)
     assert len(thinned) <= 500
-    assert [thinned[0], thinned[-1], max(thinned, key=lambda p: p[1]), min(thinned, key=lambda p: p[1])] == [
-        points[i] for i in (0, -1, 54_321, 65_432)
-    ]
+    assert [
+        thinned[0],
+        thinned[-1],
+        max(thinned, key=lambda p: p[1]),
+        min(thinned, key=lambda p: p[1]),
+    ] == [points[i] for i in (0, -1, 54_321, 65_432)]
     assert thinned == sorted(set(thinned))
 
 
@@ -121,22 +147,32 @@ def test_no_texts_overlap_and_nothing_is_loaded_or_fails(page, look, width, dark
     texts, is_dark, inner_width, page_width, misplaced = seen["result"]
 
     assert (seen["loaded"], seen["problems"]) == ([], [])
-    assert {"training loss", "iterations", "grad_norm", "10k", "Settings that differ, and results"} <= {
-        text[0] for text in texts
-    }
+    assert {
+        "training loss",
+        "iterations",
+        "grad_norm",
+        "10k",
+        "Settings that differ, and results",
+    } <= {text[0] for text in texts}
     assert overlapping(texts) == []
     assert (is_dark, inner_width, page_width, misplaced) == (dark, width, width, [])
 
     if width == 1600:  # the control
-        worse = page.replace("</main>", '<img src="https://example.org/a.png"></main><script>absent()</script>')
-        seen = look(worse, script='document.querySelector("h2").style.marginTop = "-30px"; return texts();')
+        worse = page.replace(
+            "</main>", '<img src="https://example.org/a.png"></main><script>absent()</script>'
+        )
+        seen = look(
+            worse, script='document.querySelector("h2").style.marginTop = "-30px"; return texts();'
+        )
         assert "Uncaught ReferenceError: absent is not defined" in seen["problems"]
         assert "refused https://example.org/a.png" in seen["problems"]
         assert overlapping(seen["result"])
 
 
 @pytest.mark.slow
-def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, write_run, tmp_path, look):
+def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(
+    make_page, write_run, tmp_path, look
+):
     other = [{"iteration": 9, "t/top1": 70.0}, {"iteration": 100, "t/top1": 95.25}]
     page = make_page([write_run(tmp_path / "a", ROWS), write_run(tmp_path / "b", other)])
     script = """
@@ -155,7 +191,10 @@ def test_values_are_shown_under_the_pointer_and_a_run_can_be_hidden(make_page, w
     """
     assert look(page, script=script) == {
         "result": {
-            "shown": [["a · top1: 80", "b · top1: 70", "a · top1 · test data: 85 after 20"], ["b · top1: 95.25"]],
+            "shown": [
+                ["a · top1: 80", "b · top1: 70", "a · top1 · test data: 85 after 20"],
+                ["b · top1: 95.25"],
+            ],
             "hidden": [["b · top1: 70"], "none"],
             "left": [],
         },
@@ -169,7 +208,9 @@ def test_eight_runs_fit_and_their_rows_are_sorted_by_a_click(make_page, write_ru
     places = []
     for i in range(8):
         settings = "".join(f"  SETTING_NUMBER_{j}: {i * j}\n" for j in range(14))
-        rows = [{"iteration": n, **{f"t{k}/top1": 90.0 + i % 5 + n for k in range(5)}} for n in (9, 19)]
+        rows = [
+            {"iteration": n, **{f"t{k}/top1": 90.0 + i % 5 + n for k in range(5)}} for n in (9, 19)
+        ]
         rows[0] |= {"t4/top1": 50.0 + (i + 3) % 8}
         places.append(write_run(tmp_path / f"run_number_{i}", rows, f"SOLVER:\n{settings}"))
     script = """

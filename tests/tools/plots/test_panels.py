@@ -9,7 +9,14 @@ FINAL = {
     "test/classification/top1": 91.0,
     "loss/total_loss": 0.5,
 }
-TRAINING = {"total_loss": 1.0, "loss_a": 0.6, "lr": 0.1, "time": 0.2, "data_time": 0.1, "grad_norm": 3.0}
+TRAINING = {
+    "total_loss": 1.0,
+    "loss_a": 0.6,
+    "lr": 0.1,
+    "time": 0.2,
+    "data_time": 0.1,
+    "grad_norm": 3.0,
+}
 NOT_DRAWN = {"eta_seconds": 9.0, "rank_data_time": 0.1}
 
 
@@ -37,8 +44,12 @@ def test_panels_are_chosen_by_what_there_is(choose, load):
 
 
 def test_a_line_is_told_by_its_run_and_metric_and_the_test_data_by_a_mark(choose):
-    classification = choose(rows({"t/a": 1.0, "t/b": 2.0}), rows({"t/b": 3.0, "test/t/b": 4.0}, iter=19))[0]
-    assert [(curve.runs, curve.metric, curve.is_test, curve.points) for curve in classification.curves] == [
+    classification = choose(
+        rows({"t/a": 1.0, "t/b": 2.0}), rows({"t/b": 3.0, "test/t/b": 4.0}, iter=19)
+    )[0]
+    assert [
+        (curve.runs, curve.metric, curve.is_test, curve.points) for curve in classification.curves
+    ] == [
         ((0,), 0, False, [(10, 1.0)]),
         ((0,), 1, False, [(10, 2.0)]),
         ((1,), 1, False, [(20, 3.0)]),
@@ -58,7 +69,10 @@ def test_metrics_of_another_size_or_too_many_have_a_panel_of_their_own(choose):
     panels = choose(rows({"t/a": 90.0, "t/b": 0.9, "t/c": 10.0, "t/d": 0.5, "t/e": 0.0}))
     assert [panel.metrics for panel in panels] == [["a", "c", "e"], ["b", "d"]]
     panels = choose(rows({f"loss_{i}": i for i in range(6)}))
-    assert [panel.metrics for panel in panels] == [["loss_0", "loss_1", "loss_2", "loss_3"], ["loss_4", "loss_5"]]
+    assert [panel.metrics for panel in panels] == [
+        ["loss_0", "loss_1", "loss_2", "loss_3"],
+        ["loss_4", "loss_5"],
+    ]
 
 
 def test_a_line_breaks_where_values_are_not_finite_and_that_is_marked_once(choose):
@@ -69,8 +83,16 @@ def test_a_line_breaks_where_values_are_not_finite_and_that_is_marked_once(choos
 
 
 def test_the_axis_is_logarithmic_where_positive_values_span_much(choose):
-    cases = [("total_loss", [2.0, 0.2], True), ("total_loss", [2.0, 0.21], False), ("total_loss", [2.0, 0.0], False)]
-    cases += [("grad_norm", [1e3, 1.0], True), ("lr", [1.0, 1e-6], False), ("t/a", [1.0, 1e-6], False)]
+    cases = [
+        ("total_loss", [2.0, 0.2], True),
+        ("total_loss", [2.0, 0.21], False),
+        ("total_loss", [2.0, 0.0], False),
+    ]
+    cases += [
+        ("grad_norm", [1e3, 1.0], True),
+        ("lr", [1.0, 1e-6], False),
+        ("t/a", [1.0, 1e-6], False),
+    ]
     for key, values, log in cases:
         (panel,) = choose([{"iteration": i, key: value} for i, value in enumerate(values)])
         assert panel.axis.log == log, key
@@ -104,4 +126,6 @@ def test_ticks_are_round_and_have_the_digits_that_they_need(load):
         (0, 5e-5, False, "0 1e-05 2e-05 3e-05 4e-05 5e-05"),
         (0.009, 2.4, True, "0.01 0.03 0.1 0.3 1"),
     ):
-        assert [text for _, text in load("plots.axis").Axis(low, high, log).ticks(6)] == texts.split()
+        assert [
+            text for _, text in load("plots.axis").Axis(low, high, log).ticks(6)
+        ] == texts.split()

@@ -27,7 +27,9 @@ def test_the_picture_goes_into_the_folder_of_the_first_run(plot, load, write_run
 
 def test_a_page_needs_no_matplotlib(plot, write_run, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert plot(write_run(tmp_path / "a", ROWS), "--html", tmp_path / "x.html") == [tmp_path / "x.html"]
+    assert plot(write_run(tmp_path / "a", ROWS), "--html", tmp_path / "x.html") == [
+        tmp_path / "x.html"
+    ]
     assert not (tmp_path / "a/metrics.png").exists()
 
 

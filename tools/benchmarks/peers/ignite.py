@@ -36,7 +36,8 @@ def make(scratch: Path) -> Callable[[int], float]:
     trainer.add_event_handler(Events.ITERATION_COMPLETED, LRScheduler(schedule))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=job.LOG_PERIOD), log)
     trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=job.LOG_PERIOD), lambda: times.update(begin=time.perf_counter())
+        Events.ITERATION_COMPLETED(once=job.LOG_PERIOD),
+        lambda: times.update(begin=time.perf_counter()),
     )
     trainer.add_event_handler(Events.COMPLETED, lambda: times.update(end=time.perf_counter()))
 

@@ -26,7 +26,10 @@ class _Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = job.make_optimizer(self.model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class _Clock(pl.Callback):

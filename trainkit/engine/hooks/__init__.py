@@ -19,8 +19,24 @@ if TYPE_CHECKING:
 
 _MORE = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
 
-__all__ = ["HookBase", "Priority", "is_due", "is_nth", "is_last", "check_period", "CallbackHook", "IterationTimer"]
-__all__ += ["LRScheduler", "PeriodicCheckpointer", "EvalHook", "FinalEvalHook", "BestCheckpointer", "EarlyStopping"]
+__all__ = [
+    "HookBase",
+    "Priority",
+    "is_due",
+    "is_nth",
+    "is_last",
+    "check_period",
+    "CallbackHook",
+    "IterationTimer",
+]
+__all__ += [
+    "LRScheduler",
+    "PeriodicCheckpointer",
+    "EvalHook",
+    "FinalEvalHook",
+    "BestCheckpointer",
+    "EarlyStopping",
+]
 __all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks", *_MORE]
 
 __getattr__ = names_on_demand(__name__, *_MORE)

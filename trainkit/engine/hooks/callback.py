@@ -21,7 +21,12 @@ class CallbackHook(HookBase):
         **others: Callable[..., None] | None,
     ) -> None:
         named = {"before_train": before_train, "after_train": after_train}
-        for point, callback in {**named, "before_step": before_step, "after_step": after_step, **others}.items():
+        for point, callback in {
+            **named,
+            "before_step": before_step,
+            "after_step": after_step,
+            **others,
+        }.items():
             if point not in HOOK_POINTS:
                 raise TypeError(f"got {point!r}; accepted: {', '.join(HOOK_POINTS)}")
             if callback is not None:

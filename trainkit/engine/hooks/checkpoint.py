@@ -42,12 +42,17 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self.max_iter = self.trainer.max_iter
         # a larger number is from another run
         self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
-        if getattr(self.checkpointer, "resumed_from", "") not in ("", f"{self.file_prefix}_final.pth"):
+        if getattr(self.checkpointer, "resumed_from", "") not in (
+            "",
+            f"{self.file_prefix}_final.pth",
+        ):
             self._final_iter = -1  # the final file is damaged, or was given up
         self._saved: tuple[int, int] | None = None  # the position of the run at the last save
         self._writing, self._failure = None, ""
         if not hasattr(self.trainer, "cfg"):
-            logger.info("These checkpoints do not say how the run was started, so its steps cannot be repeated later")
+            logger.info(
+                "These checkpoints do not say how the run was started, so its steps cannot be repeated later"
+            )
 
     def after_step(self) -> None:
         if name := self.name_at(self.trainer.iter):
@@ -65,7 +70,9 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             self._request(f"{self.file_prefix}_final", iteration, is_final=True)
         elif status == "stopped" and iteration >= 0:
             # only the rank that writes knows of a failure
-            is_saved = self.trainer.gather(not self._settle() and self._saved == self.trainer.position)
+            is_saved = self.trainer.gather(
+                not self._settle() and self._saved == self.trainer.position
+            )
             if not all(is_saved):
                 self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
         if failures := [*filter(None, self.trainer.gather(self._settle()))]:
@@ -105,7 +112,12 @@ class BestCheckpointer(MetricHook):
     config_keys = (*MetricHook.config_keys, ("mode", "CHECKPOINT.BEST_MODE"))
 
     def __init__(
-        self, eval_period: int, checkpointer: Any, val_metric: str, mode: Mode = "max", file_prefix: str = "model_best"
+        self,
+        eval_period: int,
+        checkpointer: Any,
+        val_metric: str,
+        mode: Mode = "max",
+        file_prefix: str = "model_best",
     ) -> None:
         super().__init__(eval_period, val_metric, mode)
         self.checkpointer, self.file_prefix = checkpointer, file_prefix
@@ -113,8 +125,12 @@ class BestCheckpointer(MetricHook):
 
     def before_train(self) -> None:
         """Raises ConfigError if another hook writes the same file."""
-        if [getattr(hook, "file_prefix", "") for hook in self.trainer.hooks].count(self.file_prefix) > 1:
-            raise ConfigError(f"two hooks have the file_prefix {self.file_prefix!r}; give them different ones")
+        if [getattr(hook, "file_prefix", "") for hook in self.trainer.hooks].count(
+            self.file_prefix
+        ) > 1:
+            raise ConfigError(
+                f"two hooks have the file_prefix {self.file_prefix!r}; give them different ones"
+            )
         super().before_train()
 
     def after_train(self) -> None:
@@ -158,13 +174,19 @@ class BestCheckpointer(MetricHook):
         before = tag.read_text() if tag.exists() else None
         self.checkpointer.save(name, iteration=iteration)
         if self.checkpointer.save_to_disk:
-            tag.unlink(missing_ok=True) if before is None else self.checkpointer.tag_last_checkpoint(before)
+            tag.unlink(
+                missing_ok=True
+            ) if before is None else self.checkpointer.tag_last_checkpoint(before)
 
     def summary(self) -> str:
         if self.best is None or self.best_iter is None:
             return ""
-        done = min(self.best_iter + 1, self.trainer.max_iter)  # in the final evaluation best_iter is max_iter
-        return f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
+        done = min(
+            self.best_iter + 1, self.trainer.max_iter
+        )  # in the final evaluation best_iter is max_iter
+        return (
+            f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
+        )
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:

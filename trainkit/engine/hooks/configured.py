@@ -8,7 +8,6 @@ from typing import Any
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.engine.hook_list import sort_key
-from trainkit.engine.hooks import checkpoint, early_stopping, evaluation, lr_scheduler, timer, writer  # noqa: F401 - these register themselves
 from trainkit.utils.errors import look_up
 
 logger = logging.getLogger(__name__)
@@ -30,24 +29,38 @@ class ConfiguredHooks:
         self._entries, self._trainer = [*entries], trainer
         for entry in self._entries:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("NAME"), str):
-                raise ConfigError(f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}")
+                raise ConfigError(
+                    f"HOOKS is a list of entries such as {{NAME: EMAHook, DECAY: 0.999}}; got {entry!r}"
+                )
             look_up(HOOK_REGISTRY, entry["NAME"], "HOOKS")
         self._off = {entry["NAME"] for entry in self._entries if not entry.get("ENABLED", True)}
         self._taken: set[str] = set()
 
     def take(
-        self, hook_class: type[HookBase], *, default: bool = True, priority: int | None = None, **arguments: Any
+        self,
+        hook_class: type[HookBase],
+        *,
+        default: bool = True,
+        priority: int | None = None,
+        **arguments: Any,
     ) -> list[HookBase]:
         """The hooks of one class; ``arguments`` and ``priority`` count if the entries do not give them.
 
         With ``default`` it is one hook if no entry names the class, or its entries are taken already.
         """
         name = hook_class.__name__
-        entries = [] if name in self._taken else [entry for entry in self._entries if entry["NAME"] == name]
+        entries = (
+            []
+            if name in self._taken
+            else [entry for entry in self._entries if entry["NAME"] == name]
+        )
         self._taken.add(name)
         if name in self._off:
             return []
-        return [self._make(hook_class, entry, priority, **arguments) for entry in entries or [{"NAME": name}] * default]
+        return [
+            self._make(hook_class, entry, priority, **arguments)
+            for entry in entries or [{"NAME": name}] * default
+        ]
 
     def rest(self, *, without_training: bool = False) -> list[HookBase]:
         """The hooks of all other entries, in their order; ``without_training``: if they need no optimizer or loader."""
@@ -55,8 +68,13 @@ class ConfiguredHooks:
         self._taken |= names
         for entry in [entry for entry in self._entries if entry["NAME"] in names]:
             hook_class = HOOK_REGISTRY.get(entry["NAME"])
-            if without_training and _required(hook_class) - self._arguments(hook_class, entry).keys():
-                logger.info("HOOKS: %s is left out, since it needs a part of the training", entry["NAME"])
+            if (
+                without_training
+                and _required(hook_class) - self._arguments(hook_class, entry).keys()
+            ):
+                logger.info(
+                    "HOOKS: %s is left out, since it needs a part of the training", entry["NAME"]
+                )
             else:
                 hooks.append(self._make(hook_class, entry))
         return hooks
@@ -64,10 +82,17 @@ class ConfiguredHooks:
     def check_taken(self) -> None:
         """Warn about entries that ``build_hooks`` has not used."""
         if names := {entry["NAME"] for entry in self._entries} - self._taken - self._off:
-            logger.warning("HOOKS: build_hooks() has not used %s; call super().build_hooks()", ", ".join(sorted(names)))
+            logger.warning(
+                "HOOKS: build_hooks() has not used %s; call super().build_hooks()",
+                ", ".join(sorted(names)),
+            )
 
     def _make(
-        self, hook_class: Any, entry: Mapping[str, Any], priority: int | None = None, **arguments: Any
+        self,
+        hook_class: Any,
+        entry: Mapping[str, Any],
+        priority: int | None = None,
+        **arguments: Any,
     ) -> HookBase:
         try:
             hook: HookBase = hook_class(**self._arguments(hook_class, entry, **arguments))
@@ -77,17 +102,38 @@ class ConfiguredHooks:
             raise ConfigError(f"HOOKS: {entry['NAME']}: {error}") from error
         return hook
 
-    def _arguments(self, hook_class: Any, entry: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
+    def _arguments(
+        self, hook_class: Any, entry: Mapping[str, Any], **arguments: Any
+    ) -> dict[str, Any]:
         """By rising precedence: parts of the trainer, values of the config, ``arguments``, the entry."""
-        needed = [name for name in _FROM_TRAINER if name in _required(hook_class) and hasattr(self._trainer, name)]
-        of_keys: Mapping[str, Any] = getattr(hook_class, "config_arguments", lambda _: {})(self._trainer)
+        needed = [
+            name
+            for name in _FROM_TRAINER
+            if name in _required(hook_class) and hasattr(self._trainer, name)
+        ]
+        of_keys: Mapping[str, Any] = getattr(hook_class, "config_arguments", lambda _: {})(
+            self._trainer
+        )
         accepted = inspect.signature(hook_class).parameters
-        of_entry = {key.lower(): value for key, value in entry.items() if key not in ("NAME", "ENABLED", "PRIORITY")}
+        of_entry = {
+            key.lower(): value
+            for key, value in entry.items()
+            if key not in ("NAME", "ENABLED", "PRIORITY")
+        }
         of_trainer = {name: getattr(self._trainer, name) for name in needed}
-        return of_trainer | {name: value for name, value in of_keys.items() if name in accepted} | arguments | of_entry
+        return (
+            of_trainer
+            | {name: value for name, value in of_keys.items() if name in accepted}
+            | arguments
+            | of_entry
+        )
 
 
 def _required(hook_class: Any) -> set[str]:
     """The names of the constructor's arguments without a default."""
     parameters = inspect.signature(hook_class).parameters.values()
-    return {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return {
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }

@@ -38,7 +38,9 @@ class EarlyStopping(MetricHook):
     ) -> None:
         super().__init__(eval_period, val_metric, mode, min_delta)
         if eval_period < 1 or patience < 1:
-            raise ValueError(f"eval_period and patience must be >= 1, got {eval_period!r} and {patience!r}")
+            raise ValueError(
+                f"eval_period and patience must be >= 1, got {eval_period!r} and {patience!r}"
+            )
         self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
 
     def judge(self, value: float) -> str:
@@ -46,7 +48,11 @@ class EarlyStopping(MetricHook):
         metric = self.monitored_metric
         if self._check_finite and not math.isfinite(value):
             return f"{metric} is {value}"
-        if self._threshold is not None and math.isfinite(value) and self.is_better(value, self._threshold):
+        if (
+            self._threshold is not None
+            and math.isfinite(value)
+            and self.is_better(value, self._threshold)
+        ):
             return f"{metric} is {value}, which is better than the threshold {self._threshold}"
         if self.not_better < self._patience:
             return ""

@@ -42,12 +42,18 @@ class EvalHook(PeriodicHook):
         phase: Phase = "val",
     ) -> None:
         super().__init__(eval_period)
-        self._func, self.acts_in_last, self._at_start = eval_function, not eval_after_train, eval_at_start
+        self._func, self.acts_in_last, self._at_start = (
+            eval_function,
+            not eval_after_train,
+            eval_at_start,
+        )
         self.phase = phase
         self.evaluated_iters = -1  # number of iterations done at the last evaluation
 
     def before_train(self) -> None:
-        if self.trainer.start_iter == 0 or self.evaluated_iters > self.trainer.start_iter:  # from another run
+        if (
+            self.trainer.start_iter == 0 or self.evaluated_iters > self.trainer.start_iter
+        ):  # from another run
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
             self.act_now()
@@ -62,7 +68,10 @@ class EvalHook(PeriodicHook):
         if self.evaluated_iters == done:
             return
         self.trainer.check_finite()
-        with observe_inference(self.trainer, self.phase), preserve_rng_state():  # a resumed run may evaluate again
+        with (
+            observe_inference(self.trainer, self.phase),
+            preserve_rng_state(),
+        ):  # a resumed run may evaluate again
             self._do_eval()
         self.evaluated_iters = done
         comm.synchronize()  # ranks need different times, which must not count for the timeout of the next collective
@@ -74,11 +83,19 @@ class EvalHook(PeriodicHook):
             try:
                 results[name] = float(value)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"the evaluation result {name!r} must be a number, got {value!r}") from error
+                raise ValueError(
+                    f"the evaluation result {name!r} must be a number, got {value!r}"
+                ) from error
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
         if results and self.trainer.is_training():
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in [*results.items()][:6])  # the files have all
-            logger.info("Evaluated %s: %s", say_done(self.trainer.last_done_iter + 1, self.trainer.max_iter), shown)
+            shown = ", ".join(
+                f"{name} {value:.4g}" for name, value in [*results.items()][:6]
+            )  # the files have all
+            logger.info(
+                "Evaluated %s: %s",
+                say_done(self.trainer.last_done_iter + 1, self.trainer.max_iter),
+                shown,
+            )
 
 
 @HOOK_REGISTRY.register()

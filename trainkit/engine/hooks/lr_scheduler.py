@@ -27,7 +27,9 @@ class LRScheduler(HookBase):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None = None, scheduler: TorchLRScheduler | ParamScheduler | None = None
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: TorchLRScheduler | ParamScheduler | None = None,
     ) -> None:
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = None  # of the current or last run
@@ -38,18 +40,30 @@ class LRScheduler(HookBase):
         groups, iter = self._optimizer.param_groups, self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TypeError("ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler with it")
-        if isinstance(scheduler, ParamScheduler):  # a function of the iteration, which has no state to load
-            scheduler = LRMultiplier(self._optimizer, scheduler, self.trainer.max_iter, last_iter=iter - 1)
+            raise TypeError(
+                "ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler with it"
+            )
+        if isinstance(
+            scheduler, ParamScheduler
+        ):  # a function of the iteration, which has no state to load
+            scheduler = LRMultiplier(
+                self._optimizer, scheduler, self.trainer.max_iter, last_iter=iter - 1
+            )
         # compare the groups, not the optimizers: an optimizer may be wrapped
         if getattr(scheduler, "optimizer", self._optimizer).param_groups is not groups:
-            raise ValueError("LRScheduler has a scheduler that changes the learning rates of another optimizer")
+            raise ValueError(
+                "LRScheduler has a scheduler that changes the learning rates of another optimizer"
+            )
         if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
             scheduler.seek(iter)  # this may be a second run
         self._scheduler = scheduler
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
         if len(groups) > 1:
-            logger.info("The lr shown is that of parameter group %d of %d", self._best_param_group_id + 1, len(groups))
+            logger.info(
+                "The lr shown is that of parameter group %d of %d",
+                self._best_param_group_id + 1,
+                len(groups),
+            )
 
     def after_step(self) -> None:
         lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
@@ -81,5 +95,7 @@ class LRScheduler(HookBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the scheduler; does nothing during a run."""
         scheduler = self._stateful()
-        if scheduler is not None and not (self.trainer is not None and self.trainer.status == "running"):
+        if scheduler is not None and not (
+            self.trainer is not None and self.trainer.status == "running"
+        ):
             scheduler.load_state_dict(state_dict)

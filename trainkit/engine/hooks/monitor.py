@@ -21,7 +21,9 @@ def infer_mode(metric: str) -> Literal["max", "min"]:
     name = metric.rpartition("/")[2].lower()  # the parts before name datasets
     if (is_more := any(key in name for key in _MAX_KEYS)) or "loss" in name:
         return "max" if is_more else "min"
-    raise ValueError(f'mode is "auto", but {metric!r} does not tell whether more is better; accepted: "max", "min"')
+    raise ValueError(
+        f'mode is "auto", but {metric!r} does not tell whether more is better; accepted: "max", "min"'
+    )
 
 
 class PeriodicHook(HookBase):
@@ -47,7 +49,9 @@ class PeriodicHook(HookBase):
         raise NotImplementedError
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._period, offset=self._offset) and (self.acts_in_last or not is_last(self.trainer)):
+        if is_due(self.trainer, self._period, offset=self._offset) and (
+            self.acts_in_last or not is_last(self.trainer)
+        ):
             self.act_now()
 
     def next_due(self, done: int) -> int:
@@ -66,7 +70,9 @@ class MetricHook(PeriodicHook):
 
     _state_names: tuple[str, ...] = ("best", "best_iter", "not_better", "_seen_iter")
 
-    def __init__(self, eval_period: int, val_metric: str, mode: Mode, min_delta: float = 0.0) -> None:
+    def __init__(
+        self, eval_period: int, val_metric: str, mode: Mode, min_delta: float = 0.0
+    ) -> None:
         super().__init__(eval_period)
         self.monitored_metric, self._min_delta = val_metric, min_delta
         self.mode = infer_mode(val_metric) if mode == "auto" else mode
@@ -105,12 +111,16 @@ class MetricHook(PeriodicHook):
         latest, metric = self.trainer.storage.latest(), self.monitored_metric
         if metric not in latest:
             hint, known = did_you_mean(metric, latest), ", ".join(sorted(latest)) or "none"
-            raise ValueError(f"no evaluation has given the metric {metric!r}; {hint}known are: {known}")
+            raise ValueError(
+                f"no evaluation has given the metric {metric!r}; {hint}known are: {known}"
+            )
         value, iter = latest[metric]
         if iter == self._seen_iter:
             return None
         self._seen_iter = iter
-        if math.isfinite(value) and (self.best is None or self.is_better(value, self.bound(self.best))):
+        if math.isfinite(value) and (
+            self.best is None or self.is_better(value, self.bound(self.best))
+        ):
             self.best, self.best_iter, self.not_better = value, iter, 0
         else:
             self.not_better += 1
@@ -131,5 +141,8 @@ class MetricHook(PeriodicHook):
         if (state_dict["metric"], state_dict["mode"]) == (self.monitored_metric, self.mode):
             super().load_state_dict(state_dict)
         else:
-            logger.warning("The best value of %s is ignored: it is of another metric or mode", type(self).__name__)
+            logger.warning(
+                "The best value of %s is ignored: it is of another metric or mode",
+                type(self).__name__,
+            )
             self._forget()

@@ -28,7 +28,9 @@ class IterationTimer(HookBase):
         self._begin = self._step_begin = time.perf_counter()
         self._steps_sec = self._total_sec = 0.0
         self._timed_iters = 0
-        self._started_iters = min(self.trainer.start_iter, self._warmup_iter)  # a resumed run writes the same lines
+        self._started_iters = min(
+            self.trainer.start_iter, self._warmup_iter
+        )  # a resumed run writes the same lines
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
@@ -46,15 +48,30 @@ class IterationTimer(HookBase):
     def after_train(self) -> None:
         self._total_sec = time.perf_counter() - self._begin
         if self._timed_iters:
-            steps, total = (datetime.timedelta(seconds=round(sec)) for sec in (self._steps_sec, self._total_sec))
+            steps, total = (
+                datetime.timedelta(seconds=round(sec)) for sec in (self._steps_sec, self._total_sec)
+            )
             per_step = self._steps_sec / self._timed_iters
-            logger.info("%d iterations in %s (%.4f s each); with hooks %s", self._timed_iters, steps, per_step, total)
+            logger.info(
+                "%d iterations in %s (%.4f s each); with hooks %s",
+                self._timed_iters,
+                steps,
+                per_step,
+                total,
+            )
 
     def summary(self) -> str:
         """The time of a step, how much of it was waiting for data, and how much of the run was in hooks."""
         if not self._timed_iters:
             return ""
-        step_sec, waits = self._steps_sec / self._timed_iters, self.trainer.storage.histories().get("data_time")
-        data = f", {100 * waits.avg(self._timed_iters) / step_sec:.0f} % of it waiting for data" if waits else ""
+        step_sec, waits = (
+            self._steps_sec / self._timed_iters,
+            self.trainer.storage.histories().get("data_time"),
+        )
+        data = (
+            f", {100 * waits.avg(self._timed_iters) / step_sec:.0f} % of it waiting for data"
+            if waits
+            else ""
+        )
         hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
         return f"{step_sec:.4g} s per step{data}; {hooks_pct:.0f} % of the run in hooks"

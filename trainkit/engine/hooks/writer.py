@@ -30,15 +30,21 @@ class PeriodicWriter(HookBase):
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
         self._writers = list(writers)
         self._period = check_period("period", period, minimum=1)
-        self._waiting: list[dict[str, Any]] | None = None  # states for the writers when training continues
+        self._waiting: list[dict[str, Any]] | None = (
+            None  # states for the writers when training continues
+        )
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
         self._lost: list[str] = []  # the errors of the last write
 
     def before_train(self) -> None:
         left = list(self._waiting or ()) if self.trainer.start_iter > 0 else []
-        for writer in self._writers:  # writers may have changed: the first of a class gets the first state of the class
+        for writer in (
+            self._writers
+        ):  # writers may have changed: the first of a class gets the first state of the class
             name = type(writer).__name__
-            if (found := next((entry for entry in left if entry["class"] == name), None)) is not None:
+            if (
+                found := next((entry for entry in left if entry["class"] == name), None)
+            ) is not None:
                 left.remove(found)
                 writer.load_state_dict(found["state"])
         self._waiting, self._ended = None, None
@@ -49,7 +55,9 @@ class PeriodicWriter(HookBase):
             self.trainer.storage.publish(self._write)
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(self.trainer.iter + 1):
+        if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(
+            self.trainer.iter + 1
+        ):
             self.trainer.storage.publish(self._write)
 
     def next_due(self, done: int) -> int:
@@ -71,7 +79,9 @@ class PeriodicWriter(HookBase):
         if self.trainer.status != "finished":
             return
         if lost := [text for by_rank in self.trainer.gather(self._lost) for text in by_rank]:
-            raise OSError(f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}")
+            raise OSError(
+                f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}"
+            )
 
     def _write(self, *, at_end: bool = False) -> None:
         """Call each writer. If the storage defers, this runs in its worker."""
@@ -79,7 +89,9 @@ class PeriodicWriter(HookBase):
         interrupted = at_end and self.trainer.status != "finished"
         if interrupted:
             self._waiting = self._writer_states()
-        elif not at_end and (eta_sec := estimate_eta_sec(storage, self.trainer.max_iter)) is not None:
+        elif (
+            not at_end and (eta_sec := estimate_eta_sec(storage, self.trainer.max_iter)) is not None
+        ):
             storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
         with storage.hold_images():
             for writer in self._writers:
@@ -88,7 +100,9 @@ class PeriodicWriter(HookBase):
             storage.clear_images()
             storage.clear_histograms()
         if at_end and not interrupted:
-            self._ended = self._writer_states()  # not for the next run, which may train these iterations again
+            self._ended = (
+                self._writer_states()
+            )  # not for the next run, which may train these iterations again
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -109,4 +123,7 @@ class PeriodicWriter(HookBase):
             self._waiting = state_dict["writers"]
 
     def _writer_states(self) -> list[dict[str, Any]]:
-        return [{"class": type(writer).__name__, "state": writer.state_dict()} for writer in self._writers]
+        return [
+            {"class": type(writer).__name__, "state": writer.state_dict()}
+            for writer in self._writers
+        ]

@@ -34,7 +34,9 @@ class HistoryBuffer:
         self._values.extend(values)
         self._iterations.extend(iterations)
         self._count += len(values)
-        for value in values:  # one after the other: the sum has the same bits as after single updates
+        for (
+            value
+        ) in values:  # one after the other: the sum has the same bits as after single updates
             self._sum += value
         if len(self._values) >= self._length_to_drop:
             del self._values[: -self._max_length], self._iterations[: -self._max_length]
@@ -48,7 +50,9 @@ class HistoryBuffer:
     def median(self, window_size: int) -> float:
         """The median of the last ``window_size`` values (or the mean of the middle two); NaN if any of them is NaN."""
         last = self._last(window_size)
-        if math.isnan(sum(last)) and any(map(math.isnan, last)):  # the sum is fast; inf - inf is NaN too
+        if math.isnan(sum(last)) and any(
+            map(math.isnan, last)
+        ):  # the sum is fast; inf - inf is NaN too
             return math.nan
         ordered, middle = sorted(last), len(last) // 2
         return ordered[middle] if len(last) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -64,13 +68,22 @@ class HistoryBuffer:
 
     def values(self) -> list[tuple[float, int]]:
         """The stored ``(value, iteration)`` pairs, oldest first."""
-        return list(zip(self._values[-self._max_length :], self._iterations[-self._max_length :], strict=True))
+        return list(
+            zip(
+                self._values[-self._max_length :],
+                self._iterations[-self._max_length :],
+                strict=True,
+            )
+        )
 
     def count_within(self, window_iters: int) -> int:
         """The number of values in the last ``window_iters`` iterations, which end with that of the newest value."""
         iterations, start = self._iterations, self._iterations[-1] - window_iters
         length = min(len(iterations), self._max_length)
-        if window_iters < length and iterations[-window_iters - 1] <= start < iterations[-window_iters]:
+        if (
+            window_iters < length
+            and iterations[-window_iters - 1] <= start < iterations[-window_iters]
+        ):
             return window_iters  # the usual case: one value per iteration
         newest_first = enumerate(islice(reversed(iterations), length))
         return next((count for count, iteration in newest_first if iteration <= start), length)

@@ -34,7 +34,9 @@ def get_event_storage() -> "EventStorage":
     """
     stack = getattr(_thread, "stack", _stack)
     if not stack:
-        raise RuntimeError("no EventStorage is open; open one (`with EventStorage():`), or ask has_event_storage()")
+        raise RuntimeError(
+            "no EventStorage is open; open one (`with EventStorage():`), or ask has_event_storage()"
+        )
     return stack[-1]
 
 
@@ -86,12 +88,18 @@ class EventStorage:
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
-        self._numbers: Numbers | None = None  # those of ``rows``, if they are on their way to the host already
+        self._numbers: Numbers | None = (
+            None  # those of ``rows``, if they are on their way to the host already
+        )
 
     # ------------------------------------------------------------------ put
 
     def put_scalar(
-        self, name: str, value: float | Tensor, smoothing_hint: bool = True, cur_iter: int | None = None
+        self,
+        name: str,
+        value: float | Tensor,
+        smoothing_hint: bool = True,
+        cur_iter: int | None = None,
     ) -> None:
         """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
 
@@ -106,14 +114,20 @@ class EventStorage:
             else:
                 number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"scalar {name!r} must be one number, got {type(value).__name__}: {error}") from error
+            raise ValueError(
+                f"scalar {name!r} must be one number, got {type(value).__name__}: {error}"
+            ) from error
         if self._prefix or self._smoothing_hints.get(name) is not smoothing_hint:
             name = self._accepted(name, smoothing_hint)
-        self.rows.append((self.iter if cur_iter is None else operator.index(cur_iter), {name: number}))
+        self.rows.append(
+            (self.iter if cur_iter is None else operator.index(cur_iter), {name: number})
+        )
         if len(self.rows) >= MAX_ROWS:
             self.hand_over()
 
-    def put_scalars(self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: float) -> None:
+    def put_scalars(
+        self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: float
+    ) -> None:
         """``put_scalar`` for each keyword."""
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
@@ -124,7 +138,9 @@ class EventStorage:
         if name == "iteration":
             raise ValueError(f"{name!r} is a name that writers use themselves; use another name")
         if self._smoothing_hints.setdefault(name, smoothing_hint) is not smoothing_hint:
-            raise ValueError(f"scalar {name!r} was put with smoothing_hint={not smoothing_hint}; use one hint per name")
+            raise ValueError(
+                f"scalar {name!r} was put with smoothing_hint={not smoothing_hint}; use one hint per name"
+            )
         return name
 
     def put_image(self, img_name: str, img_tensor: Tensor) -> None:
@@ -138,8 +154,16 @@ class EventStorage:
         """Keep the histogram of a tensor of any shape, like an image. Synchronizes its device."""
         values = hist_tensor.detach().float().flatten().cpu()
         low, high = values.min().item(), values.max().item()
-        limits, counts = torch.linspace(low, high, bins + 1, device="cpu")[1:], torch.histc(values, bins=bins)
-        raw: dict[str, Any] = {"min": low, "max": high, "num": values.numel(), "sum": values.sum().item()}
+        limits, counts = (
+            torch.linspace(low, high, bins + 1, device="cpu")[1:],
+            torch.histc(values, bins=bins),
+        )
+        raw: dict[str, Any] = {
+            "min": low,
+            "max": high,
+            "num": values.numel(),
+            "sum": values.sum().item(),
+        }
         raw |= {"sum_squares": values.square().sum().item()}
         raw |= {"bucket_limits": limits.tolist(), "bucket_counts": counts.tolist()}
         self._histograms.append(Histogram(self._prefix + hist_name, self.iter, raw))
@@ -307,7 +331,10 @@ class EventStorage:
             "histories": {name: history.state_dict() for name, history in self.histories().items()},
             "smoothing_hints": dict(self._smoothing_hints),
             "images": [
-                {**image._asdict(), "tensor": torch.as_tensor(image.tensor).detach().cpu().as_subclass(Tensor)}
+                {
+                    **image._asdict(),
+                    "tensor": torch.as_tensor(image.tensor).detach().cpu().as_subclass(Tensor),
+                }
                 for image in self.images()
             ],
             "histograms": [histogram._asdict() for histogram in self._histograms],
@@ -321,7 +348,9 @@ class EventStorage:
             self._history[name].load_state_dict(saved)
         self._smoothing_hints = dict(state["smoothing_hints"])
         self._images = deque((Image(**image) for image in state["images"]), _MAX_IMAGES)
-        self._histograms = deque((Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES)
+        self._histograms = deque(
+            (Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES
+        )
 
     def __enter__(self) -> "EventStorage":
         getattr(_thread, "stack", _stack).append(self)

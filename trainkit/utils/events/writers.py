@@ -115,7 +115,9 @@ class CommonMetricPrinter(EventWriter):
 
     def write(self) -> None:
         storage, now = get_event_storage(), time.perf_counter()
-        is_early = now - self._last_time < self._min_interval_sec and storage.iter + 1 != self._max_iter
+        is_early = (
+            now - self._last_time < self._min_interval_sec and storage.iter + 1 != self._max_iter
+        )
         hints = storage.smoothing_hints()
         if storage.iter == self._max_iter or is_early or not any(hints.values()):
             return
@@ -125,16 +127,23 @@ class CommonMetricPrinter(EventWriter):
         eta_sec = None if self._max_iter is None else estimate_eta_sec(storage, self._max_iter)
         fields = [] if eta_sec is None else [f" eta: {datetime.timedelta(seconds=int(eta_sec))} "]
         if self._iters_per_epoch is not None:  # the last epoch may end early
-            done, end = (periods_done(i, self._iters_per_epoch) + 1 for i in (iter, (self._max_iter or 1) - 1))
+            done, end = (
+                periods_done(i, self._iters_per_epoch) + 1
+                for i in (iter, (self._max_iter or 1) - 1)
+            )
             fields.append(f"[Epoch {done}{'' if self._max_iter is None else f'/{end}'}] ")
         fields.append(f"{say_done(iter + 1, self._max_iter)} ")
         fields += [
-            f"{name}: {value:.4g} " for name, (value, _) in latest.items() if hints[name] and name not in self._PLACED
+            f"{name}: {value:.4g} "
+            for name, (value, _) in latest.items()
+            if hints[name] and name not in self._PLACED
         ]
         for name, digits in (("time", ".4f"), ("data_time", ".4f"), ("lr", ".5g")):
             if name in latest:
                 fields.append(f"{name}: {latest[name][0]:{digits}} ")
-        if accelerator_runs_ahead() and (max_memory := torch.accelerator.memory.max_memory_allocated()):
+        if accelerator_runs_ahead() and (
+            max_memory := torch.accelerator.memory.max_memory_allocated()
+        ):
             fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
         self._last_time = now
         self.logger.log(self._level, " ".join(fields))
@@ -147,7 +156,11 @@ class CommonMetricPrinter(EventWriter):
 def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
     """Seconds until ``max_iter`` at the recent median time per iteration; None if there is no ``time``."""
     time_history = storage.histories().get("time")
-    return None if time_history is None else time_history.median(_ETA_WINDOW) * (max_iter - storage.iter - 1)
+    return (
+        None
+        if time_history is None
+        else time_history.median(_ETA_WINDOW) * (max_iter - storage.iter - 1)
+    )
 
 
 class LinesWriter(ScalarWriter):
@@ -202,12 +215,21 @@ class LinesWriter(ScalarWriter):
 
     def _open(self) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._start is not None and self._path.exists() and (tail := self._path.read_bytes()[self._start :]):
+        if (
+            self._start is not None
+            and self._path.exists()
+            and (tail := self._path.read_bytes()[self._start :])
+        ):
             names = (f"{self._path}.cut_{n}" for n in itertools.count(1))
             aside = Path(next(name for name in names if not os.path.lexists(name)))
             aside.write_bytes(tail)
             os.truncate(self._path, self._start)
-            logger.info("%s continues after byte %d; the later lines are in %s", self._path, self._start, aside.name)
+            logger.info(
+                "%s continues after byte %d; the later lines are in %s",
+                self._path,
+                self._start,
+                aside.name,
+            )
         self._start = None
         return FileIO(self._path, "ab")
 
