@@ -56,6 +56,7 @@ class LogicalTrainer(SimpleTrainer):
         self._tree = _Tree(self.model, self._num)
         self.accumulation_steps *= len(self._own)
         self._steps = self.accumulation_steps
+        self._fix_epochs()  # an iteration draws the micro-batches of all logical ranks
         threads = torch.get_num_threads()
         logger.info(
             "%d logical ranks; other numbers of threads than %d may round differently",

@@ -284,11 +284,47 @@ def test_epochs_are_counted_from_the_length_of_the_data():
         epochs == [0] * 3 + [1] * 4 + [2] * 2
     )  # they start in the iterations nearest to 3 1/3 and 6 2/3
     assert (starts, ends) == ([0, 3, 7], [2, 6])
-    trainer.data_loader = build_batch_data_loader(
-        [*range(10)], TrainingSampler(10), total_batch_size=3
-    )
-    trainer.accumulation_steps = 1
-    assert (trainer.iters_per_epoch, trainer.iters_per_epoch.exact) == (3, Fraction(10, 3))
+    data = build_batch_data_loader([*range(10)], TrainingSampler(10), total_batch_size=3)
+    endless = SimpleTrainer(model, data, sgd(model))
+    assert (endless.iters_per_epoch, endless.iters_per_epoch.exact) == (3, Fraction(10, 3))
+
+
+@pytest.mark.parametrize("change", ["accumulation", "loader"])
+def test_epochs_are_those_of_the_trainer_as_it_was_built_in_a_resumed_run_too(change):
+    """4 batches are an epoch of 4 iterations, though from iteration 8 on an iteration draws 4 batches."""
+
+    def change_it(trainer):
+        if trainer.iter < 8:
+            return
+        if change == "accumulation":
+            trainer.accumulation_steps = 4
+        elif trainer.iter == 8:
+            trainer.data_loader = batches(3)
+
+    def run(start, end, state=None):
+        model, ends = Regression(), []
+        trainer = SimpleTrainer(model, batches(4), sgd(model))
+        trainer.register_hooks([CallbackHook(before_step=change_it)])
+        note = CallbackHook(after_epoch=lambda trainer: ends.append((trainer.iter, trainer.epoch)))
+        trainer.register_hooks([note])
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.train(start, end)
+        return ends, trainer.state_dict()
+
+    whole, _ = run(0, 20)
+    assert whole == [(3, 0), (7, 1), (11, 2), (15, 3), (19, 4)]
+    before, state = run(0, 12)
+    assert before + run(12, 20, state)[0] == whole
+
+
+def test_a_loader_that_gets_a_length_after_the_trainer_is_built_has_epochs():
+    model = Regression()
+    trainer = SimpleTrainer(model, iter(()), sgd(model), accumulation_steps=2)
+    assert not trainer.has_epochs
+    trainer.accumulation_steps = 5
+    trainer.data_loader = batches(6)
+    assert trainer.iters_per_epoch == 3
 
 
 def joined(parts):

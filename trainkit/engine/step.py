@@ -155,6 +155,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
         self.extra: dict[str, Tensor] = {}
+        self._fix_epochs()
         self._data_sec = 0.0
         self._is_first_step = True
         self._look_at_model()
@@ -293,7 +294,23 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     @property
     def iters_per_epoch(self) -> int:
-        return self.feed.iters_per_epoch(self.accumulation_steps)
+        """Iterations per pass over the training data, rounded; fixed when the trainer is built.
+
+        A loader without a length at that time may be replaced by one that has a length.
+
+        Raises:
+            ValueError: the data has no length.
+        """
+        if self._iters_per_epoch is not None:
+            return self._iters_per_epoch
+        return self.feed.iters_per_epoch(self._steps_when_built)
+
+    def _fix_epochs(self) -> None:
+        """Epochs do not move if ``accumulation_steps`` or the loader changes later."""
+        self._steps_when_built = self.accumulation_steps
+        self._iters_per_epoch: int | None = None
+        if self.has_epochs:
+            self._iters_per_epoch = self.iters_per_epoch
 
     def _look_at_model(self) -> None:
         self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")

@@ -105,8 +105,8 @@ def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epo
     found = noting(trainer)
     trainer.train()
     assert found == [*epoch_order(0), *epoch_order(1)]
-    trainer.data_loader = SimpleNamespace(set_epoch=print)  # without a length, like a stream
-    assert not SamplerSeed.is_needed(trainer)
+    without_length = SimpleNamespace(has_epochs=False, data_loader=SimpleNamespace(set_epoch=print))
+    assert not SamplerSeed.is_needed(without_length)
 
 
 def test_a_period_in_epochs_is_due_by_the_number_of_the_epoch():
