@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import DefaultTrainer, HookBase
 from trainkit.engine.hooks import CallbackHook
 
 
@@ -88,3 +88,68 @@ def test_early_stopping_finishes_a_run_and_a_resumed_one_does_the_rest(tmp_path)
     assert [line["iteration"] for line in stored if "classification/top1" in line] == [
         1
     ]  # it is not made again
+
+
+def impatient(patience):
+    """No value after the first one is better, so the run ends after ``1 + patience`` evaluations."""
+    metric = ("EARLY_STOPPING.METRIC", "classification/top1", "EARLY_STOPPING.MIN_DELTA", 1000.0)
+    return (*metric, "TEST.EVAL_PERIOD", 2, "EARLY_STOPPING.PATIENCE", patience)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "done"),
+    [
+        (impatient(1), impatient(3), 8),
+        (impatient(1), (*impatient(1), "EARLY_STOPPING.METRIC", ""), 10),
+        (EARLY, (*EARLY, "EARLY_STOPPING.THRESHOLD", None, "EARLY_STOPPING.PATIENCE", 9), 10),
+    ],
+    ids=["more patience", "no early stopping", "no threshold"],
+)
+def test_a_run_that_early_stopping_has_ended_goes_on_with_other_settings(
+    before, after, done, tmp_path
+):
+    """It ends with the bits of a run that had these settings from the start."""
+
+    def start(folder, options):
+        torch.manual_seed(0)
+        trainer = DefaultTrainer(tiny_cfg(folder, *options))
+        trainer.train()
+        return trainer
+
+    whole = start(tmp_path / "whole", after)
+    start(tmp_path / "run", before)
+    first_end = json.loads((tmp_path / "run" / "finished").read_text())["iterations"]
+    assert first_end == (2 if before is EARLY else 4)
+    same = resumed(tmp_path / "run", *before)
+    same.train()
+    assert same.start_iter == first_end == same.iter
+
+    trainer = resumed(tmp_path / "run", *after)
+    trainer.train()
+    assert trainer.start_iter == first_end
+    assert trainer.iter == whole.iter == done
+    torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_hook_that_is_registered_after_loading_decides_too_and_other_hooks_may_have_settings(
+    tmp_path,
+):
+    class EndsAt(HookBase):
+        def __init__(self, last):
+            self.last = last
+
+        def after_step(self):
+            if self.trainer.iter == self.last:
+                self.trainer.request_stop("enough", finished=True)
+
+        def settings_of_early_end(self):
+            return {"last": self.last}
+
+    def run(last):
+        trainer = DefaultTrainer(tiny_cfg(tmp_path))
+        trainer.resume_or_load()
+        trainer.register_hooks([EndsAt(last)])
+        trainer.train()
+        return trainer.start_iter, trainer.iter
+
+    assert [run(last) for last in (3, 3, 6, 6, 20)] == [(0, 4), (4, 4), (4, 7), (7, 7), (7, 10)]

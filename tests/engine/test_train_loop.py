@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from tests.engine.tiny import Weight, sgd
+from tests.engine.tiny import Regression, Weight, batches, sgd
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import CallbackHook, IterationTimer, PeriodicWriter
 from trainkit.engine.loop import TrainerBase
@@ -249,19 +249,72 @@ def test_after_train_and_the_writers_see_everything_that_waited_in_each_run(tmp_
     )
     trainer.train(0, 3)
     trainer.train(3, 4)
-    assert found == [[(0.0, 0), (1.0, 1), (2.0, 2)], [(3.0, 3)]]
+    first = [(0.0, 0), (1.0, 1), (2.0, 2)]
+    assert found == [first, [*first, (3.0, 3)]]  # the second run goes on
     lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     written = [[line["iteration"], line.get("total_loss"), line.get("result")] for line in lines]
     assert written == [
         [1, 0.5, None],
         [2, 1.0, None],
         [3, None, 3.0],
-        [3, 3.0, None],
-        [4, None, 4.0],
+        [3, 1.5, 3.0],
+        [4, None, 3.5],
     ]
     assert [
         thread.name for thread in threading.enumerate() if thread.name.startswith("trainkit")
     ] == []
+
+
+def stopped_at_5():
+    """6 of 10 updates are done, and the run stands at iteration 6."""
+    model = Regression()
+    trainer = SimpleTrainer(model, batches(10), sgd(model))
+    trained = []
+    trainer.register_hooks(
+        [
+            CallbackHook(after_backward=lambda trainer: trained.append(trainer.iter)),
+            CallbackHook(after_step=lambda t: t.request_stop("enough") if t.iter == 5 else None),
+        ]
+    )
+    trainer.train(0, 10)
+    return trainer, trained
+
+
+def test_a_run_that_was_stopped_goes_on_at_its_next_iteration_without_a_warning(caplog):
+    trainer, trained = stopped_at_5()
+    assert trainer.next_iter == 6
+    trainer.train(trainer.next_iter, 10)
+    assert trained == [*range(10)]
+    assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [*range(10)]
+    assert trainer.next_iter == 10
+    trainer.train(trainer.next_iter, 12)
+    assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [*range(12)]
+    assert "stands at" not in caplog.text
+    assert SimpleTrainer(trainer.model, [], trainer.optimizer).next_iter == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [
+        (
+            7,
+            "This run stands at iteration 6, so train(7, ...) skips iterations, and its metrics start anew",
+        ),
+        (0, "so train(0, ...) trains iterations again"),
+    ],
+)
+def test_a_gap_or_a_repeat_is_a_warning(start, says, caplog):
+    trainer, trained = stopped_at_5()
+    trainer.train(start, 8)
+    assert says in caplog.text
+    assert "call train(trainer.next_iter, max_iter)" in caplog.text
+    assert trained == [*range(6), *range(start, min(8, 6 if start == 0 else 8))]
+    caplog.clear()
+
+    loaded = SimpleTrainer(Regression(), batches(10), trainer.optimizer)
+    loaded.load_state_dict({**trainer.state_dict(), "iteration": 5})
+    loaded.train(start, start)
+    assert says in caplog.text
 
 
 def test_an_error_of_the_worker_ends_the_run_at_most_20_iterations_later_and_hides_no_other(caplog):

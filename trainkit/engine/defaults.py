@@ -192,7 +192,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             raise ValueError(
                 "trainer.model is not the one that the checkpointer saves; return it in build_model"
             )
-        if self.status == "finished" and start_iter is None and max_iter is None:
+        is_given = start_iter is not None or max_iter is not None
+        if self.status == "finished" and not is_given and self._has_nothing_to_do():
             logger.warning(
                 "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter",
                 self.iter,
@@ -200,9 +201,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             release_folders(self.cfg)  # default_setup has locked them
             return self._results
         if start_iter is None:
-            start_iter = (
-                self.start_iter if self.status == "not started" else self.last_done_iter + 1
-            )
+            start_iter = self.start_iter if self.status == "not started" else self.next_iter
         max_iter, mark = (
             self.max_iter if max_iter is None else max_iter,
             Path(checkpoint_dir(self.cfg), "finished"),
@@ -229,13 +228,18 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             verify_results(self.cfg, self._results)
         return self._results
 
+    def _has_nothing_to_do(self) -> bool:
+        return self.next_iter >= self.max_iter or self._stays_finished(self.max_iter)
+
     def _summary(self) -> str:
         """The end of the run: progress, the ``summary()`` of each hook, the files but periodic checkpoints."""
-        (reason, max_iter), verb = (
-            self._early or ("", self.max_iter),
-            "was" if self.status == "stopped" else "has",
-        )
-        end = f"The run {verb} {self.status} {say_done(self.iter, max_iter)}{reason and f', early: {reason}'}"
+        verb = "was" if self.status == "stopped" else "has"
+        max_iter = self.max_iter
+        reason = ""
+        if self._early is not None:
+            max_iter = self._early.max_iter
+            reason = f", early: {self._early.reason}"
+        end = f"The run {verb} {self.status} {say_done(self.iter, max_iter)}{reason}"
         lines = [end, *filter(None, [hook.summary() for hook in self.hooks])]
         names = sorted(
             {path.name for path in Path(self.cfg.OUTPUT_DIR).glob("[!.]*")} - {LOCK_FILE}

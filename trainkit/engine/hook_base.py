@@ -130,6 +130,13 @@ class HookBase:
         """Whether this `DefaultTrainer` gets a hook of the class, if it is in `RUN_HOOKS` and not in HOOKS."""
         return True
 
+    def settings_of_early_end(self) -> dict[str, Any]:
+        """The plain values by which this hook finishes a run before ``max_iter``; {}: it never does.
+
+        If a run that it has finished is resumed with other values, the run goes on.
+        """
+        return {}
+
     def summary(self) -> str:
         """One line for the summary at the end of a run of `DefaultTrainer`, on rank 0; "" adds no line."""
         return ""

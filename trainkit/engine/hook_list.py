@@ -209,6 +209,11 @@ class HookList:
         states = {name: hook.state_dict() for name, hook in self._names.items()}
         return {name: state for name, state in states.items() if state}
 
+    def settings_of_early_end(self) -> dict[str, Any]:
+        """name -> settings, of the hooks that may finish a run early."""
+        settings = {name: hook.settings_of_early_end() for name, hook in self._names.items()}
+        return {name: own for name, own in settings.items() if own}
+
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Give each hook its state; other states wait for hooks that are registered later."""
         self._unclaimed_states = dict(states)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
-from trainkit.engine.run_state import Position, RunState
+from trainkit.engine.run_state import EarlyEnd, Position, RunState
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm
@@ -161,7 +161,8 @@ class TrainerBase(RunState):
         if not finished:
             self._stops.request(reason)
         elif self._early is None and self._stops.stop is None:  # after a stop the run goes on later
-            self._early = reason, self.max_iter
+            settings = self._hook_list.settings_of_early_end()
+            self._early = EarlyEnd(reason, self.max_iter, settings)
 
     def is_stopping(self) -> bool:
         """Whether this rank was asked to stop and may abandon an evaluation now: the update of the step is saved."""
@@ -183,11 +184,9 @@ class TrainerBase(RunState):
             raise ValueError(
                 f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
             )
-        if start_iter != self.last_done_iter + 1 or self.status == "finished":
-            # start_iter is not where a checkpoint or a stop has left the run
-            self._at, self._stage, self.storage = start_iter, 1, EventStorage()
-            self._early = self._rng_state = None
-        if self._early and max_iter > self._early[1]:
+        if start_iter != self.next_iter:
+            self._move_to(start_iter)
+        if self.status == "finished" or not self._stays_finished(max_iter):
             self._early = None
         self.iter, self.start_iter, self.max_iter, self.storage.iter = (
             start_iter,
@@ -212,6 +211,23 @@ class TrainerBase(RunState):
                 "A resumed run may differ from one that is never stopped: %s", "; ".join(lost)
             )
 
+    def _move_to(self, start_iter: int) -> None:
+        """Start at an iteration at which the run does not stand, with empty metrics."""
+        if self.next_iter > 0:
+            what = "trains iterations again" if start_iter < self.next_iter else "skips iterations"
+            logger.warning(
+                "This run stands at iteration %d, so train(%d, ...) %s, and its metrics start anew. To go on, call "
+                "train(trainer.next_iter, max_iter)",
+                self.next_iter,
+                start_iter,
+                what,
+            )
+        self._at = start_iter
+        self._stage = 1
+        self.storage = EventStorage()
+        self._early = None
+        self._rng_state = None
+
     def _restore_rng(self) -> None:
         if self._rng_state is not None:
             self._step.make_iterators()
@@ -223,7 +239,10 @@ class TrainerBase(RunState):
         self.status, stop = "finished", self._stops.stop
         if self._early:
             logger.info(
-                "Stopped after %d of %d iterations: %s", self.iter, self.max_iter, self._early[0]
+                "Stopped after %d of %d iterations: %s",
+                self.iter,
+                self.max_iter,
+                self._early.reason,
             )
             self.max_iter = self.iter
         elif stop is not None and self.iter < self.max_iter:

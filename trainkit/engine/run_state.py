@@ -31,6 +31,18 @@ def _point(name: str) -> Any:
     return call
 
 
+class EarlyEnd(NamedTuple):
+    """A run that has reached its goal before ``max_iter``.
+
+    ``settings`` are those of the hooks that decide on this, see `HookBase.settings_of_early_end`. With other settings,
+    or a larger ``max_iter``, the run goes on.
+    """
+
+    reason: str
+    max_iter: int
+    settings: dict[str, Any]
+
+
 class RunState:
     """The part of a trainer that outlives an iteration: hooks, storage, random state, and the position in the run.
 
@@ -48,9 +60,7 @@ class RunState:
 
     def __init__(self) -> None:
         self._hook_list = HookList(weakref.proxy(self))
-        self._early: tuple[str, int] | None = (
-            None  # why the run has finished early, and its former max_iter
-        )
+        self._early: EarlyEnd | None = None
         self._rng_state: dict[str, Any] | None = (
             None  # from a checkpoint; restored after all iterators exist
         )
@@ -205,9 +215,22 @@ class RunState:
         """The last iteration whose update is done; -1 if there is none."""
         return self._at - (self._stage == 1)
 
+    @property
+    def next_iter(self) -> int:
+        """The iteration with which ``train()`` goes on: 0 at first, then that after the last update that is done."""
+        return self.last_done_iter + 1
+
     def gather(self, value: _T) -> list[_T]:
         """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
         return comm.all_gather(value) if self._ranks_agree else [value]
+
+    def _stays_finished(self, max_iter: int) -> bool:
+        """Whether a run that has finished early has nothing to do, though it has not reached ``max_iter``."""
+        return (
+            self._early is not None
+            and max_iter <= self._early.max_iter
+            and self._early.settings == self._hook_list.settings_of_early_end()
+        )
 
     def describe_inexact(self) -> list[str]:
         """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
@@ -218,10 +241,16 @@ class RunState:
 
         ``iteration`` is the last one whose update is done; ``stage`` is 2 if its stage 2 is not done.
         """
-        reason, max_iter = self._early or (None, self.max_iter)
+        early = self._early
+        max_iter = self.max_iter if early is None else early.max_iter
         return {
             "iteration": self.last_done_iter,
-            "position": {"stage": self._stage, "max_iter": max_iter, "finished_early": reason},
+            "position": {
+                "stage": self._stage,
+                "max_iter": max_iter,
+                "finished_early": None if early is None else early.reason,
+                "settings_of_early_end": {} if early is None else early.settings,
+            },
             "world_size": comm.get_data_world_size(),
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
@@ -243,8 +272,10 @@ class RunState:
             )
         self._at, self._stage = iteration + (saved["stage"] == 1), saved["stage"]
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
-        reason = saved["finished_early"]
-        self._early = None if reason is None else (reason, saved["max_iter"])
+        self._early = None
+        if saved["finished_early"] is not None:
+            settings = saved["settings_of_early_end"]
+            self._early = EarlyEnd(saved["finished_early"], saved["max_iter"], settings)
         self.max_iter = self.max_iter or saved.get(
             "max_iter", 0
         )  # max_iter from a config comes first

@@ -35,7 +35,7 @@ def test_the_time_of_a_step_is_stored_without_hooks_and_the_warm_up_of_a_new_run
     assert trainer.storage.history("time").values() == [(12.0, 2), (13.0, 3), (14.0, 4), (15.0, 5)]
     assert caplog.messages[-1] == "4 iterations in 0:00:54 (13.5000 s each); with hooks 0:14:14"
     trainer.train(6, 9)
-    assert trainer.storage.history("time").values() == [(16.0, 6), (17.0, 7), (18.0, 8)]
+    assert trainer.storage.history("time").values()[4:] == [(16.0, 6), (17.0, 7), (18.0, 8)]
     trainer = timed(advance, warmup_iter=0)
     trainer.train(0, 2)
     assert trainer.storage.history("time").values() == [(10.0, 0), (11.0, 1)]

@@ -1,6 +1,7 @@
 """Stop when a metric no longer improves."""
 
 import math
+from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
@@ -42,6 +43,16 @@ class EarlyStopping(MetricHook):
                 f"eval_period and patience must be >= 1, got {eval_period!r} and {patience!r}"
             )
         self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
+
+    def settings_of_early_end(self) -> dict[str, Any]:
+        return {
+            "metric": self.monitored_metric,
+            "mode": self.mode,
+            "patience": self._patience,
+            "min_delta": self._min_delta,
+            "threshold": self._threshold,
+            "check_finite": self._check_finite,
+        }
 
     def judge(self, value: float) -> str:
         """Why the run ends; "": it goes on."""
