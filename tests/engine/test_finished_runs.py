@@ -1,6 +1,7 @@
 """A run that has finished is not started again, and goes on if its end is moved."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -153,3 +154,92 @@ def test_a_hook_that_is_registered_after_loading_decides_too_and_other_hooks_may
         return trainer.start_iter, trainer.iter
 
     assert [run(last) for last in (3, 3, 6, 6, 20)] == [(0, 4), (4, 4), (4, 7), (7, 7), (7, 10)]
+
+
+def rates_by_iteration(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    return {line["iteration"]: line["lr"] for line in lines if "lr" in line}
+
+
+COSINE = ("SOLVER.LR_SCHEDULER_NAME", "WarmupCosineLR", "SOLVER.WARMUP_ITERS", 0, "LOG.PERIOD", 1)
+
+
+@pytest.mark.parametrize("stop", [None, 6])
+def test_a_run_that_is_made_longer_has_the_rates_of_the_new_schedule_at_once(stop, tmp_path):
+    """The closed form of half a cosine over 20 iterations, from the first new iteration on."""
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *COSINE))
+    if stop is not None:
+        ask = CallbackHook(after_step=lambda t: t.request_stop("") if t.iter == stop - 1 else None)
+        trainer.register_hooks([ask])
+    trainer.train()
+    done = stop or 10
+    resumed(tmp_path, *COSINE, "SOLVER.MAX_ITER", 20).train()
+    expected = {
+        iter: 0.05 * (1 + math.cos(math.pi * iter / (10 if iter < done else 20)))
+        for iter in range(20)
+    }
+    found = rates_by_iteration(tmp_path)
+    assert {iter: found[iter] for iter in range(20)} == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_rate_that_a_hook_has_changed_stays_changed_after_a_resume(tmp_path):
+    """Uninterrupted: the change counts for one iteration, since the schedule sets the next rate."""
+
+    def halve(trainer):
+        if trainer.iter == 4:
+            trainer.optimizer.param_groups[0]["lr"] /= 2
+
+    def run(folder, **limits):
+        trainer = DefaultTrainer(tiny_cfg(folder, *COSINE, "LOG.PERIOD", 1))
+        trainer.register_hooks([CallbackHook(after_step=halve)])
+        trainer.resume_or_load()
+        trainer.train(**limits)
+        return rates_by_iteration(folder)
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "run", max_iter=5)
+    (tmp_path / "run" / "finished").unlink()
+    assert run(tmp_path / "run") == whole
+    assert whole[5] == pytest.approx(0.025 * (1 + math.cos(math.pi * 5 / 10)))
+
+
+def test_the_end_of_the_shorter_run_stays_beside_that_of_the_longer_one(tmp_path):
+    keep_one = ("CHECKPOINT.MAX_TO_KEEP", 1, "SOLVER.CHECKPOINT_PERIOD", 4)
+    DefaultTrainer(tiny_cfg(tmp_path, *keep_one)).train()
+    former = torch.load(tmp_path / "model_final.pth")
+    trainer = resumed(tmp_path, *keep_one, "SOLVER.MAX_ITER", 20)
+    trainer.train()
+    kept = torch.load(tmp_path / "model_0000009.pth")
+    assert torch.load(tmp_path / "model_final.pth")["iteration"] == 19
+    torch.testing.assert_close(kept["model"], former["model"], rtol=0, atol=0)
+    assert kept["iteration"] == former["iteration"] == 9
+    trainer.train(max_iter=24)
+    trainer.train(max_iter=30)
+    numbered = sorted(path.name for path in tmp_path.glob("model_0*.pth"))
+    # the ends of the shorter runs, and the newest periodic file
+    assert numbered == [f"model_{i:07d}.pth" for i in (9, 19, 23, 27)]
+
+    (tmp_path / "last_checkpoint").write_text("model_0000009.pth")  # it can be resumed
+    again = resumed(tmp_path, *keep_one, "SOLVER.MAX_ITER", 20)
+    again.train()
+    assert (again.start_iter, again.iter) == (10, 20)
+    torch.testing.assert_close(
+        torch.load(tmp_path / "model_final.pth")["model"],
+        torch.load(tmp_path / "model_0000019.pth")["model"],
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_a_schedule_of_torch_says_that_it_keeps_its_length(tmp_path, caplog):
+    class WithTorch(DefaultTrainer):
+        @classmethod
+        def build_lr_scheduler(cls, cfg, optimizer):
+            return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cfg.SOLVER.MAX_ITER)
+
+    WithTorch(tiny_cfg(tmp_path)).train()
+    says = "CosineAnnealingLR goes on as in the checkpoint, with T_max 10 (of this run: 20)"
+    WithTorch(tiny_cfg(tmp_path)).resume_or_load()
+    assert "goes on as in the checkpoint" not in caplog.text
+    WithTorch(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 20)).resume_or_load()
+    assert says in caplog.text

@@ -161,6 +161,7 @@ def test_a_run_that_is_resumed_between_two_epochs_or_inside_one(max_iter, tmp_pa
     left = [*OF_FIRST, "1 after_epoch", *SECOND_EPOCH_BEGINS]
     assert recorder.take() == [
         f"{max_iter} before_train",
+        f"{max_iter} {SAVED}",  # the end of the shorter run, under its number
         *(left if max_iter == 2 else []),
         *SECOND_EPOCH_ENDS,
     ]

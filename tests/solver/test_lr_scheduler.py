@@ -83,11 +83,12 @@ def test_factors_multiply_one_after_the_other_and_are_resumed(make):
     assert scheduler.get_last_lr() == [0.7 * 0.75 * 0.1 * 0.1 * 0.1]
     assert scheduler.get_last_lr() != [0.7 * 0.75 * 0.1**3]  # the comparison can fail
     state = scheduler.state_dict()
-    assert state == {"base_lrs": [0.7], "last_epoch": 2, "factors": [0.1] * 3}
+    last_lr = [0.7 * 0.75 * 0.1 * 0.1 * 0.1]
+    assert state == {"base_lrs": [0.7], "last_epoch": 2, "factors": [0.1] * 3, "last_lr": last_lr}
     resumed = make(make_optimizer(0.7))
     resumed.load_state_dict(state)
     assert run(resumed, 2)[1:] == run(scheduler, 2)[1:]
-    del state["factors"]  # older states
+    del state["factors"], state["last_lr"]  # states of detectron2
     resumed.load_state_dict(state)
     assert run(resumed, 1)[1] == 0.7 * 0.625
 
@@ -113,5 +114,10 @@ def test_a_tensor_is_filled_in_place_and_a_plain_number_in_the_state():
     run(scheduler, 2)
     assert optimizer.param_groups[0]["lr"] is lr
     assert (lr.item(), scheduler.get_last_lr()) == (0.375, [0.375])
-    assert scheduler.state_dict() == {"base_lrs": [0.5], "last_epoch": 2, "factors": []}
+    assert scheduler.state_dict() == {
+        "base_lrs": [0.5],
+        "last_epoch": 2,
+        "factors": [],
+        "last_lr": [0.375],
+    }
     assert type(scheduler.state_dict()["base_lrs"][0]) is float

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -24,7 +25,12 @@ class PeriodicCheckpointer:
             after the new one is on the disk; final and best files never. A final file counts if a periodic save is due.
         start: number of iterations before the first periodic save; 0: one ``period``. The period counts from there.
         save_last: whether to write a final file.
+
+    Attributes:
+        former_finals: iterations whose numbered files are never removed.
     """
+
+    former_finals: Sequence[int] = ()
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class PeriodicCheckpointer:
             newest_first = sorted(
                 (number for number in numbered if number < iteration), reverse=True
             )
+            newest_first = [number for number in newest_first if number not in self.former_finals]
             for number in newest_first[self.max_to_keep - counts :]:
                 form.remove(os.path.join(folder, numbered[number]))
         except OSError as error:

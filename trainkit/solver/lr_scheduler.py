@@ -94,29 +94,55 @@ class ScheduledLR(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Set the learning rates of the next iteration, or of iteration ``epoch``."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        values: dict[Any, float] = {}
-        self._last_lr: list[float | Tensor] = []
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            if base not in values:
-                values[base] = self.schedule(self.last_epoch, base)
-            lr = base if group.get("fixed_lr") else math.prod(self.factors, start=values[base])
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
-            else:
-                group["lr"] = lr
-            self._last_lr.append(lr)
+        self._last_lr = self._rates()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            _set_lr(group, lr)
 
     def seek(self, iter: int) -> None:
         self.step(iter)
 
+    def refresh(self) -> None:
+        """Set the rates of the present iteration by the present schedule, but not one that somebody has changed."""
+        rates = self._rates()
+        for group, last, lr in zip(self.optimizer.param_groups, self._last_lr, rates, strict=True):
+            if float(group["lr"]) == last:
+                _set_lr(group, lr)
+        self._last_lr = rates
+
+    def _rates(self) -> list[float | Tensor]:
+        """The rate of each group in iteration ``last_epoch``."""
+        values: dict[float, float] = {}
+        rates: list[float | Tensor] = []
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            if base not in values:
+                values[base] = self.schedule(self.last_epoch, base)
+            is_fixed = group.get("fixed_lr", False)
+            rates.append(base if is_fixed else math.prod(self.factors, start=values[base]))
+        return rates
+
     def state_dict(self) -> dict[str, Any]:
-        """The base rates, iteration and factors; the schedule and its length come from the config."""
-        return {"base_lrs": self.base_lrs, "last_epoch": self.last_epoch, "factors": self.factors}
+        """The base rates, iteration, factors and present rates; the schedule and its length come from the config."""
+        return {
+            "base_lrs": self.base_lrs,
+            "last_epoch": self.last_epoch,
+            "factors": self.factors,
+            "last_lr": self._last_lr,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; the learning rates in use are part of the optimizer's state."""
-        self.base_lrs, self.last_epoch = list(state_dict["base_lrs"]), state_dict["last_epoch"]
-        self.factors = list(state_dict.get("factors", []))  # older states have no factors
+        self.base_lrs = list(state_dict["base_lrs"])
+        self.last_epoch = state_dict["last_epoch"]
+        # states of detectron2 have neither; a rate that nobody knows counts as changed
+        self.factors = list(state_dict.get("factors", []))
+        self._last_lr = list(state_dict.get("last_lr", [math.nan] * len(self.base_lrs)))
+
+
+def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
+    else:
+        group["lr"] = lr
 
 
 LRFunction = ScheduledLR

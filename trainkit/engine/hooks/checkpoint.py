@@ -31,7 +31,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         *(("period", "SOLVER.CHECKPOINT_PERIOD"), ("max_to_keep", "CHECKPOINT.MAX_TO_KEEP")),
         *(("start", "CHECKPOINT.START"), ("save_last", "CHECKPOINT.SAVE_LAST")),
     )
-    _state_names = ("_final_iter",)
+    _state_names = ("_final_iter", "former_finals")
 
     _final_iter = -1  # number of iterations done when the final file was written
     # of the last save: an asynchronous one, and the error
@@ -49,10 +49,18 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             self._final_iter = -1  # the final file is damaged, or was given up
         self._saved: tuple[int, int] | None = None  # the position of the run at the last save
         self._writing, self._failure = None, ""
+        if self._final_iter == self.trainer.start_iter and self.max_iter > self._final_iter > 0:
+            self._keep_former_final()
         if not hasattr(self.trainer, "cfg"):
             logger.info(
                 "These checkpoints do not say how the run was started, so its steps cannot be repeated later"
             )
+
+    def _keep_former_final(self) -> None:
+        """Save the end of a finished run that goes on under its number, since the new end takes its name."""
+        iteration = self._final_iter - 1
+        self.former_finals = [*self.former_finals, iteration]
+        self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
 
     def after_step(self) -> None:
         if name := self.name_at(self.trainer.iter):

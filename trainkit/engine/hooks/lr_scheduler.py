@@ -13,6 +13,8 @@ from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS = {"last_epoch", "base_lrs"}  # of a scheduler's state; the optimizer has the rates
+
 
 @HOOK_REGISTRY.register()
 class LRScheduler(HookBase):
@@ -54,8 +56,11 @@ class LRScheduler(HookBase):
             raise ValueError(
                 "LRScheduler has a scheduler that changes the learning rates of another optimizer"
             )
-        if isinstance(scheduler, ScheduledLR) and scheduler.last_epoch != iter:
-            scheduler.seek(iter)  # this may be a second run
+        if isinstance(scheduler, ScheduledLR):
+            if scheduler.last_epoch != iter:
+                scheduler.seek(iter)  # this may be a second run
+            else:
+                scheduler.refresh()  # a resumed run may have another schedule than its checkpoint
         self._scheduler = scheduler
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
         if len(groups) > 1:
@@ -93,9 +98,25 @@ class LRScheduler(HookBase):
         return {} if scheduler is None else scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the scheduler; does nothing during a run."""
+        """Load into the scheduler; does nothing during a run.
+
+        A scheduler of torch takes its lengths from the state too; those that differ are logged.
+        """
         scheduler = self._stateful()
-        if scheduler is not None and not (
-            self.trainer is not None and self.trainer.status == "running"
-        ):
-            scheduler.load_state_dict(state_dict)
+        if scheduler is None or (self.trainer is not None and self.trainer.status == "running"):
+            return
+        own = scheduler.state_dict()
+        scheduler.load_state_dict(state_dict)
+        loaded = scheduler.state_dict()
+        changed = [
+            f"{name} {loaded[name]!r} (of this run: {own[name]!r})"
+            for name in own.keys() & loaded.keys() - _PROGRESS
+            if not name.startswith("_") and repr(own[name]) != repr(loaded[name])
+        ]
+        if changed and not isinstance(scheduler, ScheduledLR):
+            logger.warning(
+                "%s goes on as in the checkpoint, with %s; to change that, use a schedule of "
+                "trainkit.solver or replace trainer.scheduler after loading",
+                type(scheduler).__name__,
+                ", ".join(sorted(changed)),
+            )
