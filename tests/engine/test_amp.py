@@ -191,7 +191,7 @@ def test_fused_sgd_has_clean_momentum_after_an_overflow_in_its_first_step():
 def test_the_scaler_goes_on_from_its_state(caplog):
     first = amp_trainer_with_overflows([math.inf, 1.0])
     first.train(0, 2)
-    second = amp_trainer_with_overflows([1.0])
+    second = amp_trainer_with_overflows([1.0, 1.0])
     second.load_state_dict(first.state_dict())
     assert second.grad_scaler.get_scale() == 8.0
     assert second.grad_scaler.state_dict() == first.grad_scaler.state_dict()

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd, through_a_file
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import ConfigError
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
-from trainkit.engine import hooks
+from trainkit.engine import DefaultTrainer, hooks
 from trainkit.engine.step import SimpleTrainer
 
 
@@ -199,3 +200,98 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
             trainer().load_state_dict(
                 {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
             )
+
+
+def epochs_job(folder, *options):
+    """40 samples; with the sizes of the batches that are trained."""
+    cfg = tiny_cfg(
+        folder, "SOLVER.STEPS", (), "SOLVER.WARMUP_ITERS", 0, "TEST.EVAL_PERIOD", 0, *options
+    )
+    trainer = DefaultTrainer(cfg)
+    drawn = []
+    note = hooks.CallbackHook(
+        after_backward=lambda trainer: drawn.append(len(trainer.batch["label"]))
+    )
+    trainer.register_hooks([note])
+    trainer.resume_or_load()
+    return trainer, drawn
+
+
+@pytest.mark.parametrize(("batch", "max_iter"), [(16, 15), (4, 30), (20, 14)])
+def test_another_batch_size_is_refused_with_the_length_that_trains_the_epochs_that_are_left(
+    batch, max_iter, tmp_path
+):
+    """4 epochs of 40 samples; 2 are trained as 10 batches of 8, so 80 samples are left."""
+    for saved in (True, False):  # at the end of a run of 2 epochs, or stopped in one of 4
+        folder = tmp_path / str(saved)
+        trainer, drawn = epochs_job(folder, "SOLVER.MAX_ITER", "2ep" if saved else "4ep")
+        trainer.train(max_iter=10)
+        if not saved:
+            (folder / "finished").unlink()
+        with pytest.raises(ConfigError) as error:
+            epochs_job(folder, "SOLVER.MAX_ITER", "4ep", "SOLVER.IMS_PER_BATCH", batch)
+        text = f"an epoch has {40 / batch:g} iterations now, and had 5 in the checkpoint, in which 2 epochs are done"
+        assert text in str(error.value)
+        assert f"set SOLVER.MAX_ITER {max_iter};" in str(error.value)
+        resumed, after = epochs_job(
+            folder, "SOLVER.MAX_ITER", max_iter, "SOLVER.IMS_PER_BATCH", batch
+        )
+        resumed.train()
+        assert resumed.iter == max_iter
+        assert sum(drawn) == 80
+        assert abs(sum(after) - 80) <= batch / 2  # 80 samples, to the nearest batch
+
+
+def test_every_length_in_epochs_is_named_and_those_in_iterations_go_on(tmp_path, caplog):
+    more = ("LOG.PERIOD", "1ep", "SOLVER.STEPS", ("1ep", "3ep"), "CHECKPOINT.START", "0.5ep")
+    entry = {"NAME": "Freeze", "NAMES": "layers.0.*", "END": "1ep"}
+    trainer, _ = epochs_job(tmp_path, "SOLVER.MAX_ITER", "4ep", *more)
+    trainer.train(max_iter=10)
+    with pytest.raises(ConfigError) as error:
+        epochs_job(
+            tmp_path, "SOLVER.MAX_ITER", "4ep", *more, "HOOKS", [entry], "SOLVER.IMS_PER_BATCH", 20
+        )
+    # past lengths keep their iterations: 1 epoch was 5, 0.5 were 2; then 2 iterations are an epoch
+    assert (
+        "set SOLVER.MAX_ITER 14 CHECKPOINT.START 2 LOG.PERIOD 2 SOLVER.STEPS '(5, 12)' and "
+        "give the lengths in HOOKS in iterations; or resume" in str(error.value)
+    )
+    caplog.clear()
+    epochs_job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.IMS_PER_BATCH", 20)
+    rows = caplog.text.partition("The training data are not those of the checkpoint:\n")[2]
+    assert [line.split("  ")[0] for line in rows.splitlines()[:4]] == [
+        "data",
+        "-" * len("samples per iteration"),
+        "samples per iteration",
+        "iterations per epoch",
+    ]
+
+
+def test_another_number_of_samples_is_a_row_that_says_what_happens(tmp_path, caplog):
+    def make(size):
+        model = Regression()
+        samples = [*batches(size, 1)]
+        loader = build_batch_data_loader(
+            samples, TrainingSampler(size, seed=3), 1, collate_fn=lambda x: x[0]
+        )
+        return SimpleTrainer(model, loader, sgd(model))
+
+    trainer = make(6)
+    trainer.train(0, 4)
+    same = make(6)
+    same.load_state_dict(trainer.state_dict())
+    assert "not those of the checkpoint" not in caplog.text
+    longer = make(8)
+    longer.load_state_dict(through_a_file(trainer.state_dict()))
+    table = caplog.text.partition("not those of the checkpoint:\n")[2].splitlines()
+    assert [row.split()[:5] for row in table[2:4]] == [
+        ["samples", "per", "epoch", "8", "6"],
+        ["iterations", "per", "epoch", "8", "6"],
+    ]
+    assert "some samples come twice and some are left out" in table[2]
+    # a loader that tells nothing is compared by its length
+    model = Regression()
+    plain = SimpleTrainer(model, batches(5), sgd(model))
+    caplog.clear()
+    SimpleTrainer(model, batches(7), plain.optimizer).load_state_dict(plain.state_dict())
+    assert caplog.text.splitlines()[-1].split()[:5] == ["iterations", "per", "epoch", "7", "5"]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fvcore.common.config import CfgNode
 
-from trainkit.utils.errors import not_accepted
+from trainkit.utils.errors import ConfigError, not_accepted
 from trainkit.utils.periods import exact, whole_or_rounded
 
 LENGTH_KEYS = frozenset(
@@ -18,6 +18,7 @@ LENGTH_KEYS = frozenset(
     }
 )
 """Keys of a config that take iterations or epochs; SOLVER.STEPS takes a list of them."""
+_PERIODS = frozenset({"SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD", "LOG.PERIOD", "VIS_PERIOD"})
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 _Cfg = TypeVar("_Cfg", bound=CfgNode)
 
@@ -75,3 +76,70 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         if name in node:  # a project may declare it
             node[name] = resolve(key, node[name])  # by item, which works for a frozen node too
     return resolved
+
+
+def check_lengths_go_on(cfg: CfgNode, done: int, old_epoch: Fraction, new_epoch: Fraction) -> None:
+    """Check that no length is in epochs, in a run that is resumed with another number of iterations per epoch.
+
+    Iterations are counted from the start of the run, so an epoch of another length would move every length.
+
+    Args:
+        done: the iterations that are done, with ``old_epoch`` iterations per epoch.
+
+    Raises:
+        ConfigError: a length is in epochs. The message has each of them in iterations: ``done`` and those of the epochs
+            that are left, with ``new_epoch`` iterations per epoch.
+    """
+    epochs_done = done / old_epoch
+
+    def in_iterations(key: str, epochs: Fraction) -> int:
+        if key in _PERIODS:
+            return max(round(epochs * new_epoch), 1)
+        if epochs <= epochs_done:
+            return round(epochs * old_epoch)
+        return done + round((epochs - epochs_done) * new_epoch)
+
+    settings = []
+    for key in sorted(LENGTH_KEYS, key=lambda key: (key != "SOLVER.MAX_ITER", key)):
+        *parents, name = key.split(".")
+        node = cfg[parents[0]] if parents else cfg
+        value = node.get(name)
+        if isinstance(value, list | tuple) and any(_is_in_epochs(item) for item in value):
+            lengths = [
+                in_iterations(key, _epochs_in(item)) if _is_in_epochs(item) else item
+                for item in value
+            ]
+            settings.append(f"{key} '{(*lengths,)}'")
+        elif _is_in_epochs(value):
+            settings.append(f"{key} {in_iterations(key, _epochs_in(value))}")
+    lists = {"HOOKS": cfg.HOOKS, "SOLVER.SCHEDULES": cfg.SOLVER.get("SCHEDULES", [])}
+    entries = [name for name, entries in lists.items() if _has_epochs(entries)]
+    if not settings and not entries:
+        return
+    remedies = []
+    if settings:
+        remedies.append(f"set {' '.join(settings)}")
+    if entries:
+        remedies.append(f"give the lengths in {' and '.join(entries)} in iterations")
+    raise ConfigError(
+        f"lengths in epochs would move: an epoch has {float(new_epoch):g} iterations now, and had "
+        f"{float(old_epoch):g} in the checkpoint, in which {float(epochs_done):g} epochs are done. To train the epochs "
+        f"that are left, {' and '.join(remedies)}; or resume with the former batch size and data"
+    )
+
+
+def _is_in_epochs(value: Any) -> bool:
+    return isinstance(value, str) and _EPOCHS.fullmatch(value) is not None
+
+
+def _epochs_in(text: str) -> Fraction:
+    return Fraction(text.removesuffix("ep"))
+
+
+def _has_epochs(value: Any) -> bool:
+    """Whether a value in nested lists and mappings is a length in epochs."""
+    if isinstance(value, Mapping):
+        return any(_has_epochs(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_has_epochs(item) for item in value)
+    return _is_in_epochs(value)

@@ -23,9 +23,11 @@ from trainkit.config import (
     prepare_projects,
     resolve_lengths,
 )
+from trainkit.config.lengths import check_lengths_go_on
 from trainkit.config.projects import wrap_by_projects
 from trainkit.engine import hooks
 from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
+from trainkit.engine.data_size import DataSize
 from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
@@ -95,6 +97,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         import_modules(cfg.IMPORTS)
         use_local_folders(cfg)
         self.given_cfg = cfg
+        self._loaded_size = DataSize()
         cfg = prepare_projects(cfg)
         self._check_names(cfg)
         cfg = self.auto_scale_workers(cfg, comm.get_data_world_size())
@@ -117,6 +120,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         )
         self._trainer = make(cfg, model, data_loader, optimizer)
 
+        self._cfg_with_epochs = cfg
         self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
@@ -155,6 +159,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         if not resume or not self.checkpointer.has_checkpoint():
             return
         self.start_iter = self.iter + 1  # the checkpoint names the last completed iteration
+        old_epoch = self._loaded_size.epoch
+        new_epoch = self._trainer.data_size.epoch
+        if old_epoch is not None and new_epoch is not None and old_epoch != new_epoch:
+            check_lengths_go_on(self._cfg_with_epochs, self.start_iter, old_epoch, new_epoch)
         if self.start_iter > self.max_iter:
             raise ConfigError(
                 f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
@@ -262,6 +270,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         return {
             **super().state_dict(),
             "data": self._trainer.feed.state_dict(),
+            "data_size": self._trainer.data_size.state_dict(),
             "results": _plain_results(self._results),
             "_trainer": self._trainer.step_state_dict(),
         }
@@ -273,6 +282,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         )  # the results of an earlier run of this trainer
         if results := state_dict.get("results"):
             self._last_eval_results = results
+        self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
+        self._trainer.compare_data(state_dict)
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 

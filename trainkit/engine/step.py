@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
@@ -307,10 +308,22 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     def _fix_epochs(self) -> None:
         """Epochs do not move if ``accumulation_steps`` or the loader changes later."""
-        self._steps_when_built = self.accumulation_steps
+        steps = self.accumulation_steps
+        self._steps_when_built = steps
         self._iters_per_epoch: int | None = None
         if self.has_epochs:
             self._iters_per_epoch = self.iters_per_epoch
+        self.data_size = data_size_of(self.data_loader, steps, self._iters_per_epoch)
+
+    def compare_data(self, state_dict: dict[str, Any]) -> None:
+        """Warn of each difference between the data of this run and those of a loaded state."""
+        rows = describe_changes(
+            self.data_size, DataSize.from_state(state_dict.get("data_size", {}))
+        )
+        if rows:
+            headers = ("data", "of this run", "in the checkpoint", "what happens")
+            table = format_table(rows, headers)
+            logger.warning("The training data are not those of the checkpoint:\n%s", table)
 
     def _look_at_model(self) -> None:
         self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")
@@ -357,10 +370,16 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         return inexact
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "data": self.feed.state_dict(), **self.step_state_dict()}
+        return {
+            **super().state_dict(),
+            "data": self.feed.state_dict(),
+            "data_size": self.data_size.state_dict(),
+            **self.step_state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.compare_data(state_dict)
         self.feed.load_state_dict(state_dict.get("data", {}))
         self.load_step_state_dict(state_dict)
 

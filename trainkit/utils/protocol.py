@@ -30,3 +30,18 @@ def iters_per_epoch(loader: Any) -> int | None:
     if sampler is None or not size or not hasattr(sampler, "samples_per_epoch"):
         return None
     return whole_or_rounded(Fraction(sampler.samples_per_epoch, size * sampler.world_size))
+
+
+def samples_of(loader: Any) -> tuple[int | None, int | None]:
+    """Samples of one pass over the data, and of one batch of this rank; None: a loader that does not tell."""
+    batches = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None:
+        batch_size = getattr(batches, "batch_size", None)
+    samples = getattr(getattr(batches, "sampler", None), "samples_per_epoch", None)
+    if samples is None:
+        try:
+            samples = len(loader.dataset)
+        except (AttributeError, TypeError, NotImplementedError):  # a list of batches, a stream
+            samples = None
+    return samples, batch_size
