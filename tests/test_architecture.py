@@ -59,6 +59,20 @@ LATE_IMPORTS = {
     "trainkit.utils.logger": "tabulate takes a third as long to import as the rest of trainkit",
 }
 
+# what reads source code or walks the garbage collector; the package must work without its sources
+READERS_OF_SOURCE = {
+    "ast.parse",
+    "ast.walk",
+    "gc.get_objects",
+    "gc.get_referents",
+    "gc.get_referrers",
+    "inspect.getsource",
+    "inspect.getsourcelines",
+    "linecache.getline",
+    "linecache.getlines",
+}
+READ_SOURCE = {"trainkit.data.seeding": "looks for the generators that a dataset uses"}
+
 PURE = {
     "compile",
     "copy",
@@ -202,6 +216,13 @@ def late_imports(sources):
                 yield f"{module} imports by name and is not in LATE_IMPORTS"
 
 
+def reads_of_source(module, tree):
+    """Each use of one of READERS_OF_SOURCE."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in READERS_OF_SOURCE:
+            yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+
+
 def effects_at_import(module, tree):
     """Statements of the module and its classes that do more than define a name of the module."""
     definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -309,6 +330,25 @@ def test_nothing_happens_at_import(sources):
     assert [
         effect for module, tree in trees.items() for effect in effects_at_import(module, tree)
     ] == []
+
+
+def test_the_core_reads_no_source_code(sources):
+    core = {
+        module: tree
+        for module, tree in sources.trees.items()
+        if part_of(module) is not None
+        and module.startswith("trainkit.")
+        and not module.startswith("trainkit.projects")
+    }
+    assert len(core) > 50
+    assert [
+        use
+        for module, tree in core.items()
+        if module not in READ_SOURCE
+        for use in reads_of_source(module, tree)
+    ] == []
+    example = ast.parse("import ast, inspect\ntree = ast.parse(inspect.getsource(ast))")
+    assert len(list(reads_of_source("module", example))) == 2
 
 
 @pytest.fixture

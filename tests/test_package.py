@@ -1,5 +1,6 @@
 """The wheel holds all of the package and nothing else, and works where the source tree is not."""
 
+import compileall
 import json
 import re
 import shutil
@@ -24,6 +25,58 @@ for name in sys.argv[2:]:
 import trainkit
 places = {str(module.__file__) for name, module in sys.modules.items() if name.startswith("trainkit")}
 print(json.dumps([trainkit.__version__, importlib.metadata.version("trainkit"), sorted(places)]))
+"""
+
+TRAIN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import json
+from types import SimpleNamespace
+import torch
+from torch import nn
+import trainkit
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultTrainer, SimpleTrainer, default_setup, hooks
+from trainkit.modeling import MODEL_REGISTRY
+
+
+@MODEL_REGISTRY.register()
+class Weight(nn.Module):
+    def __init__(self, cfg=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, target):
+        return ((self.weight - target) ** 2).mean()
+
+
+model = Weight()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+trainer = SimpleTrainer(model, [torch.tensor([1.0])], optimizer)
+trainer.register_hooks([hooks.IterationTimer()])
+trainer.train(0, 3)
+found = [model.weight.item()]
+
+DatasetCatalog.register("ones", lambda: [torch.tensor(1.0)] * 8)
+cfg = get_cfg()
+cfg.OUTPUT_DIR, cfg.MODEL.NAME, cfg.MODEL.DEVICE, cfg.SEED = sys.argv[2], "Weight", "cpu", 0
+cfg.DATASETS.TRAIN = ("ones",)
+cfg.DATALOADER.NUM_WORKERS = int(sys.argv[3])
+cfg.SOLVER.IMS_PER_BATCH = 4
+cfg.SOLVER.BASE_LR, cfg.SOLVER.MOMENTUM, cfg.SOLVER.WEIGHT_DECAY = 0.25, 0.0, 0.0
+cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.LR_SCHEDULER_NAME = 0, "WarmupMultiStepLR"
+cfg.SOLVER.STEPS = ()
+cfg.HOOKS = [{"NAME": "EMAHook", "DECAY": 0.5}]
+for max_iter, resume in ((2, False), (4, True)):
+    cfg.SOLVER.MAX_ITER = max_iter
+    default_setup(cfg, SimpleNamespace(resume=resume))
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=resume)
+    trainer.train()
+    found += [trainer.start_iter, trainer.model.weight.item()]
+files = [str(module.__file__) for name, module in sys.modules.items() if name.startswith("trainkit")]
+print(json.dumps([found, sorted(file[-4:] for file in {*files})]))
 """
 
 
@@ -98,3 +151,27 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
     version, version_of_metadata, places = json.loads(done.stdout)
     assert version == version_of_metadata == "9.8.7"
     assert {place[: len(str(tmp_path / "site"))] for place in places} == {str(tmp_path / "site")}
+
+
+@pytest.mark.slow
+def test_the_package_trains_without_its_sources(tmp_path):
+    """Some programs are shipped as ``.pyc`` files alone. Half of the distance to 1 is left after each step."""
+    site = tmp_path / "site"
+    ignore = shutil.ignore_patterns("__pycache__", "tests", "configs", "*.egg-info")
+    shutil.copytree(ROOT / "trainkit", site / "trainkit", ignore=ignore)
+    for name in CAPABILITIES:
+        shutil.copytree(ROOT / "projects" / name, site / "trainkit/projects" / name, ignore=ignore)
+    assert compileall.compile_dir(site, quiet=2, legacy=True)
+    for source in site.rglob("*.py"):
+        source.unlink()
+
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", TRAIN, site, tmp_path / "output", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found, endings = json.loads(done.stdout.splitlines()[-1])
+    assert found == [1 - 0.5**3, 0, 1 - 0.5**2, 2, 1 - 0.5**4]
+    assert {*endings} == {".pyc"}

@@ -1,6 +1,7 @@
 """Configs written in Python, with calls that are made later."""
 
 import builtins
+import importlib
 import logging
 import operator
 import os
@@ -21,6 +22,7 @@ from trainkit.projects.lazy.nodes import (
     to_node,
     to_plain,
     update,
+    with_paths,
 )
 
 from trainkit.config import CfgNode, get_cfg
@@ -35,10 +37,19 @@ class LazyCall:
     """``LazyCall(target)(**arguments)`` gives a node that describes a call; `instantiate` makes the call.
 
     ``target`` is a callable, its dotted path, or a node that describes a call which returns a callable. The node holds
-    the arguments, which can be changed, and under ``_target_`` the dotted path; the target itself if it has no path.
+    the arguments, which can be changed, and the target under ``_target_``; of a dataclass, an attrs class or a
+    dict it holds the dotted path.
+
+    Raises:
+        TypeError: ``target`` is neither of these.
     """
 
     def __init__(self, target: Callable[..., Any] | str | Mapping[Any, Any]) -> None:
+        if not callable(target) and not isinstance(target, str | Mapping):
+            raise TypeError(
+                "the target of LazyCall must be a callable, its dotted path, or a node that "
+                f"describes a call, got {target!r}"
+            )
         self._target = target
 
     def __call__(self, **arguments: Any) -> Any:
@@ -90,9 +101,15 @@ class LazyConfig:
     def save(cfg: Any, filename: str | os.PathLike[str]) -> None:
         """Write ``cfg`` as YAML, from which ``load`` makes the same calls; references stay references.
 
-        Of a value that YAML cannot hold, such as a function as an argument, only the name is written, with a warning.
+        Targets are written by their names. Of another value that YAML cannot hold, such as a function as an argument,
+        only the name is written, with a warning; ``filename`` + ".pkl" then holds the whole config, for
+        ``cloudpickle.load``.
         """
-        Path(filename).write_text(to_yaml(cfg), encoding="utf-8")
+        text, lost = _dump(cfg)
+        Path(filename).write_text(text, encoding="utf-8")
+        if lost:
+            _warn_of_names(lost)
+            _save_pickle(cfg, f"{os.fspath(filename)}.pkl")
 
     @staticmethod
     def apply_overrides(cfg: Any, overrides: Sequence[str]) -> Any:
@@ -116,8 +133,9 @@ class LazyConfig:
 
     @staticmethod
     def to_py(cfg: Any, prefix: str = "cfg.") -> str:
-        """``cfg`` as readable lines of Python, one per value or call; references are resolved."""
-        return "\n".join(_to_lines(prefix.rstrip("."), to_plain(cfg, resolve=True)))
+        """``cfg`` as readable code in the layout of black, sorted by key; references are resolved."""
+        lines = _to_lines(prefix.rstrip("."), with_paths(to_plain(cfg, resolve=True)))
+        return "".join(f"{line}\n" for line in lines)
 
 
 def instantiate(cfg: Any) -> Any:
@@ -181,7 +199,15 @@ def reload_lazy_config(cfg: Any) -> Any:
 
 
 def to_yaml(cfg: Any) -> str:
-    """The text that `LazyConfig.save` writes."""
+    """The text that `LazyConfig.save` writes, with its warning."""
+    text, lost = _dump(cfg)
+    if lost:
+        _warn_of_names(lost)
+    return text
+
+
+def _dump(cfg: Any) -> tuple[str, list[str]]:
+    """``cfg`` as YAML, and the names of the values that YAML cannot hold."""
     lost: list[str] = []
 
     class Names(Dumper):
@@ -190,10 +216,22 @@ def to_yaml(cfg: Any) -> str:
             return self.represent_str(lost[-1])
 
     Names.add_representer(None, Names.represent_undefined)
-    text: str = yaml.dump(to_plain(cfg), Dumper=Names, sort_keys=False)
-    if lost:
-        _logger.warning("The saved config has only the names of these values: %s", ", ".join(lost))
-    return text
+    text: str = yaml.dump(with_paths(to_plain(cfg)), Dumper=Names, sort_keys=False)
+    return text, lost
+
+
+def _warn_of_names(lost: Sequence[str]) -> None:
+    _logger.warning("The saved config has only the names of these values: %s", ", ".join(lost))
+
+
+def _save_pickle(cfg: Any, path: str) -> None:
+    try:
+        content = importlib.import_module("cloudpickle").dumps(cfg)
+    except Exception as error:  # a value may raise anything when it is pickled
+        _logger.warning("%s is not written: %s: %s", path, type(error).__name__, error)
+        return
+    Path(path).write_bytes(content)
+    _logger.warning("The whole config is in %s, for cloudpickle.load", path)
 
 
 def _check_key(node: Any, names: Sequence[str], *, may_be_new: bool) -> None:
@@ -228,26 +266,62 @@ def _nearest(name: str, known: Mapping[Any, Any]) -> str:
 
 
 def _to_lines(name: str, value: Any) -> list[str]:
-    if isinstance(value, dict) and value and TARGET not in value:
-        return [
-            line
-            for key, item in value.items()
-            for line in _to_lines(f"{name}.{key}".lstrip("."), item)
-        ]
-    return [f"{name} = {_to_code(value)}"]
+    is_node_of_settings = isinstance(value, dict) and TARGET not in value
+    if not value or not is_node_of_settings:
+        return _lay_out(f"{name} = ", value, "")
+    lines = []
+    for key in sorted(value, key=str):
+        lines += _to_lines(f"{name}.{key}".lstrip("."), value[key])
+    return lines
+
+
+_COLUMNS = 88  # of black
+
+
+def _lay_out(head: str, value: Any, tail: str) -> list[str]:
+    """The lines of ``head``, the code of ``value`` and ``tail``, as black breaks them.
+
+    An item or the arguments of a call move to a line of their own if they fit there, else one stands on each line.
+    """
+    line = head + _to_code(value) + tail
+    opening, items, closing = _parts(value)
+    if len(line) <= _COLUMNS or not items:
+        return [line]
+    indent = " " * (len(head) - len(head.lstrip())) + "    "
+    is_call = opening.endswith("(")
+    inside = indent + ", ".join(name + _to_code(item) for name, item in items)
+    if len(inside) <= _COLUMNS and (is_call or len(items) == 1):
+        return [head + opening, inside, indent[4:] + closing + tail]
+    comma = "," if len(items) > 1 else ""
+    lines = [head + opening]
+    for name, item in items:
+        lines += _lay_out(indent + name, item, comma)
+    return [*lines, indent[4:] + closing + tail]
 
 
 def _to_code(value: Any) -> str:
+    """``value`` in one line."""
+    opening, items, closing = _parts(value)
+    return opening + ", ".join(name + _to_code(item) for name, item in items) + closing
+
+
+def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
+    """The opening bracket, the items with their names, the closing bracket; of a plain value its code alone."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_to_code, value))}]"
+        return "[", [("", item) for item in value], "]"
+    if isinstance(value, str):
+        return _quoted(value), [], ""
     if not isinstance(value, dict):
-        return repr(value)
-    if TARGET not in value:
-        return f"{{{', '.join(f'{name!r}: {_to_code(item)}' for name, item in value.items())}}}"
-    arguments = ", ".join(
-        f"{name}={_to_code(item)}" for name, item in value.items() if name != TARGET
-    )
-    return f"{name_of(value[TARGET])}({arguments})"
+        return repr(value), [], ""
+    keys = sorted((key for key in value if key != TARGET), key=str)
+    if TARGET in value:
+        return f"{name_of(value[TARGET])}(", [(f"{key}=", value[key]) for key in keys], ")"
+    return "{", [(f"{_to_code(key)}: ", value[key]) for key in keys], "}"
+
+
+def _quoted(text: str) -> str:
+    code = repr(text)
+    return f'"{code[1:-1]}"' if code.startswith("'") and '"' not in text else code
 
 
 def run_file(path: str) -> ModuleType:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+from collections import OrderedDict
 from functools import reduce
 from typing import Any
 
@@ -53,11 +54,13 @@ def to_node(value: Any) -> Any:
 
 
 def to_plain(value: Any, *, resolve: bool = False) -> Any:
-    """Convert nodes to dicts, lists and tuples to lists, dataclasses to the calls that make them, targets to paths."""
+    """Convert nodes to dicts, lists and tuples to lists, and dataclasses to the calls that make them."""
     value = to_container(value, resolve=resolve)
     if isinstance(value, dict):
         plain = {name: to_plain(item, resolve=resolve) for name, item in value.items()}
-        return {TARGET: path_of(plain.pop(TARGET)), **plain} if TARGET in plain else plain
+        if _stands_for_a_node(plain.get(TARGET)):
+            plain[TARGET] = path_of(plain[TARGET])
+        return plain
     if isinstance(value, list | tuple):
         return [to_plain(item, resolve=resolve) for item in value]
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
@@ -66,6 +69,27 @@ def to_plain(value: Any, *, resolve: bool = False) -> Any:
         field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init
     }
     return to_plain({TARGET: type(value), **arguments}, resolve=resolve)
+
+
+def _stands_for_a_node(target: Any) -> bool:
+    """Whether omegaconf reads a class as the description of a node, so that no node can hold the class itself."""
+    if target in (dict, OrderedDict):
+        return True
+    is_attrs_class = hasattr(target, "__attrs_attrs__")
+    return isinstance(target, type) and (dataclasses.is_dataclass(target) or is_attrs_class)
+
+
+def with_paths(plain: Any) -> Any:
+    """What `to_plain` gives, with the path of each target in place of the target."""
+    if isinstance(plain, list):
+        return [with_paths(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    named = {name: with_paths(item) for name, item in plain.items()}
+    if TARGET in named:
+        target = named.pop(TARGET)
+        named = {TARGET: path_of(target), **named}
+    return named
 
 
 def to_container(value: Any, *, resolve: bool) -> Any:
@@ -88,18 +112,25 @@ def name_of(target: Any) -> str:
     """The name of a target in errors."""
     if isinstance(target, str):
         return target
-    return (
-        f"{target.__module__}.{target.__qualname__}"
-        if hasattr(target, "__qualname__")
-        else repr(target)
-    )
+    if _is_in_a_module(target):
+        return f"{target.__module__}.{target.__qualname__}"
+    return repr(target)
+
+
+def _is_in_a_module(target: Any) -> bool:
+    """Whether ``target`` says where it is defined: a generator and a method of a class in C do not."""
+    has_module = hasattr(target, "__module__") and isinstance(target.__module__, str)
+    return has_module and hasattr(target, "__qualname__")
 
 
 def path_of(target: Any) -> Any:
-    """The dotted path of ``target``; itself if there is none."""
+    """The shortest dotted path of ``target``; itself if there is none."""
+    if not _is_in_a_module(target):
+        return target
+    path = _convert_target_to_string(target)
     with contextlib.suppress(ImportError):
-        if hasattr(target, "__qualname__") and locate(name_of(target)) == target:
-            return name_of(target)
+        if locate(path) == target:
+            return path
     return target
 
 

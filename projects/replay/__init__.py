@@ -1,14 +1,20 @@
 """Repeat any step of a past run; start a run from a checkpoint of another one; leave out batches."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from trainkit.utils.loading import names_on_demand
-
-if TYPE_CHECKING:
-    from trainkit.projects.replay.inspection import Replay
-    from trainkit.projects.replay.search import replay_range
-    from trainkit.projects.replay.step import replay
+from trainkit.utils.loading import load_plugin
 
 __all__ = ["Replay", "replay", "replay_range"]
 
-__getattr__ = names_on_demand(__name__)
+_MODULES = {
+    "Replay": "trainkit.projects.replay.inspection",
+    "replay": "trainkit.projects.replay.step",
+    "replay_range": "trainkit.projects.replay.search",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # imported when asked for: this takes up to two seconds, and every DefaultTrainer imports the package
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(load_plugin(_MODULES[name]), name)

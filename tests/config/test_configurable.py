@@ -60,6 +60,57 @@ def test_a_function_takes_a_config_or_its_own_arguments(cfg):
     assert build_any(cfg, a=1, b=2) == {"a": 1, "b": 2}
 
 
+def test_a_class_without_a_class_method_from_config_is_refused_with_what_is_missing(cfg):
+    class NoMethod:
+        @configurable
+        def __init__(self, a=1): ...
+
+    class PlainMethod(NoMethod):
+        def from_config(self, cfg): ...
+
+    class StaticMethod(NoMethod):
+        @staticmethod
+        def from_config(cfg): ...
+
+    class OtherName(NoMethod):
+        @classmethod
+        def from_config(cls, config): ...
+
+    class NoParameter(NoMethod):
+        @classmethod
+        def from_config(cls): ...
+
+    class Inherits(Net):
+        pass
+
+    for arguments in ({"a": 1}, {"cfg": cfg}):
+        with pytest.raises(AttributeError, match="NoMethod has no from_config; .* class method"):
+            NoMethod(**arguments)
+        for refused in (PlainMethod, StaticMethod):
+            with pytest.raises(TypeError, match=f"{refused.__name__}.from_config must be a class"):
+                refused(**arguments)
+    for refused in (OtherName, NoParameter):
+        assert isinstance(refused(a=1), refused)
+        with pytest.raises(TypeError, match=f"{refused.__name__}.from_config must be cfg, got"):
+            refused(cfg)
+    assert Inherits(cfg).args == (8, 2, "Inherits")
+
+
+def test_a_function_needs_a_from_config_whose_first_parameter_is_cfg(cfg):
+    with pytest.raises(TypeError, match=r"got .*plain; write @configurable\(from_config="):
+
+        @configurable
+        def plain(width): ...
+
+    @configurable(from_config=lambda config: {"width": 1})
+    def other_name(width):
+        return width
+
+    assert other_name(3) == 3
+    with pytest.raises(TypeError, match=r"first parameter of .*lambda.* must be cfg, got \(config"):
+        other_name(cfg)
+
+
 def test_modules_are_imported_and_one_that_cannot_be_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imports_first.py").write_text("import imports_second")

@@ -1,14 +1,10 @@
 """Checkpoints: written completely or not at all, verified when loaded, and rotated."""
 
-from typing import TYPE_CHECKING
-
+from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
+from trainkit.checkpoint.periodic import PeriodicCheckpointer
 from trainkit.utils.loading import names_on_demand
-
-if TYPE_CHECKING:
-    from trainkit.checkpoint.atomic import CheckpointError
-    from trainkit.checkpoint.checkpointer import Checkpointer
-    from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
-    from trainkit.checkpoint.periodic import PeriodicCheckpointer
 
 _OF_PROJECTS = ("CheckpointStore", "STORE_REGISTRY", "load_trusted_pickle")
 __all__ = [

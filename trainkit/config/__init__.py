@@ -1,20 +1,14 @@
 """Configs: a CfgNode with trainkit's keys, lengths in iterations or epochs, and constructors that take a config."""
 
-from typing import TYPE_CHECKING
-
-from trainkit.config.instantiate import (
-    instantiate,
-)  # now, since importing the module would hide the function
+from trainkit.config.checks import check_values
+from trainkit.config.config import CfgNode
+from trainkit.config.defaults import get_cfg
+from trainkit.config.from_config import configurable
+from trainkit.config.instantiate import instantiate
+from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
+from trainkit.config.projects import choose, import_modules, prepare_projects
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.loading import names_on_demand
-
-if TYPE_CHECKING:
-    from trainkit.config.checks import check_values
-    from trainkit.config.config import CfgNode
-    from trainkit.config.defaults import get_cfg
-    from trainkit.config.from_config import configurable
-    from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
-    from trainkit.config.projects import choose, import_modules, prepare_projects
-    from trainkit.utils.errors import ConfigError
 
 _OF_PROJECTS = [
     "LazyConfig",

@@ -21,26 +21,72 @@ def configurable(
     and ``Net(cfg, depth=3)`` then all work. A call uses the config if its first positional or its ``cfg`` argument is a
     CfgNode or an omegaconf DictConfig. Further arguments go to ``from_config`` if it has a parameter for them, else
     they win over its result.
+
+    Raises:
+        TypeError: a function is decorated without ``from_config``; and, in a call, ``from_config`` is no class method,
+            or its first parameter is not ``cfg``.
+        AttributeError: in a call, the class has no ``from_config``.
     """
     if init_func is None:
         return functools.partial(configurable, from_config=from_config)
+    if from_config is not None:
+        return _configurable_function(init_func, from_config)
+    if init_func.__name__ != "__init__":
+        raise TypeError(
+            f"@configurable decorates the __init__ of a class, got {init_func.__qualname__}; "
+            "write @configurable(from_config=...) for a function"
+        )
 
     @functools.wraps(init_func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        own, args = ((), args) if from_config else (args[:1], args[1:])
-        cfg = args[0] if args else kwargs.get("cfg")
-        if isinstance(cfg, CfgNode) or type_name(cfg) in CONFIG_TYPES:
-            # of type(self), which may be a subclass that overrides it alone
-            args, kwargs = (), _arguments(from_config or type(own[0]).from_config, args, kwargs)
-        return init_func(*own, *args, **kwargs)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        from_config = _class_method_of(type(self))  # which may be a subclass that overrides it
+        if _is_called_with_config(args, kwargs):
+            init_func(self, **_arguments(from_config, args, kwargs))
+        else:
+            init_func(self, *args, **kwargs)
 
-    if from_config:
-        wrapped.from_config = from_config  # type: ignore[attr-defined]
     return wrapped
 
 
-def _arguments(from_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(from_config).parameters.values()
+def _configurable_function(
+    function: Callable[..., Any], from_config: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _is_called_with_config(args, kwargs):
+            return function(**_arguments(from_config, args, kwargs))
+        return function(*args, **kwargs)
+
+    wrapped.from_config = from_config  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _is_called_with_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    cfg = args[0] if args else kwargs.get("cfg")
+    return isinstance(cfg, CfgNode) or type_name(cfg) in CONFIG_TYPES
+
+
+def _class_method_of(owner: type) -> Callable[..., Any]:
+    name = f"{owner.__module__}.{owner.__qualname__}"
+    if not hasattr(owner, "from_config"):
+        raise AttributeError(
+            f"{name} has no from_config; a class with @configurable needs it, as a class method"
+        )
+    if not inspect.ismethod(owner.from_config):
+        raise TypeError(f"{name}.from_config must be a class method; decorate it by @classmethod")
+    return owner.from_config
+
+
+def _arguments(
+    from_config: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    signature = inspect.signature(from_config)
+    parameters = signature.parameters.values()
+    first = next(iter(signature.parameters), None)
+    if first != "cfg":
+        raise TypeError(
+            f"the first parameter of {from_config.__qualname__} must be cfg, got {signature}"
+        )
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     known = {key: value for key, value in kwargs.items() if takes_any or key in names}

@@ -1,23 +1,19 @@
 """Datasets by name, samplers whose order depends on seed and position alone, and loaders built from a config."""
 
-from typing import TYPE_CHECKING
-
+from trainkit.data.build import (
+    SAMPLER_REGISTRY,
+    TRANSFORM_REGISTRY,
+    build_batch_data_loader,
+    build_test_loader,
+    build_train_loader,
+    build_transform,
+)
+from trainkit.data.catalog import DatasetCatalog
+from trainkit.data.common import DatasetFromList, MapDataset
+from trainkit.data.loader import ResumableLoader, trivial_batch_collator, worker_init_reset_seed
+from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
 from trainkit.utils.loading import names_on_demand
-
-if TYPE_CHECKING:
-    from trainkit.data.build import (
-        SAMPLER_REGISTRY,
-        TRANSFORM_REGISTRY,
-        build_batch_data_loader,
-        build_test_loader,
-        build_train_loader,
-        build_transform,
-    )
-    from trainkit.data.catalog import DatasetCatalog
-    from trainkit.data.common import DatasetFromList, MapDataset
-    from trainkit.data.loader import ResumableLoader, trivial_batch_collator, worker_init_reset_seed
-    from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
-    from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
+from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
 
 _OF_PROJECTS = [
     "CombinedLoader",

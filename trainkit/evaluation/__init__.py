@@ -1,19 +1,15 @@
 """Evaluators, the evaluation loop, and their results."""
 
-from typing import TYPE_CHECKING
-
+from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
+from trainkit.evaluation.evaluator import (
+    DatasetEvaluator,
+    DatasetEvaluators,
+    inference_context,
+    inference_on_dataset,
+)
+from trainkit.evaluation.observer import observe_inference
+from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 from trainkit.utils.loading import names_on_demand
-
-if TYPE_CHECKING:
-    from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
-    from trainkit.evaluation.evaluator import (
-        DatasetEvaluator,
-        DatasetEvaluators,
-        inference_context,
-        inference_on_dataset,
-    )
-    from trainkit.evaluation.observer import observe_inference
-    from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
 
 _OF_PROJECTS = ("ClassificationEvaluator", "LossEvaluator", "SemSegEvaluator")
 

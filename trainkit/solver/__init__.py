@@ -1,37 +1,33 @@
 """Optimizers, parameter groups, gradient clipping and learning rate schedules."""
 
-from typing import TYPE_CHECKING
-
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too, as in detectron2
 
+from trainkit.solver.build import (
+    LR_SCHEDULER_BUILDER_REGISTRY,
+    OPTIMIZER_BUILDER_REGISTRY,
+    OPTIMIZER_REGISTRY,
+    PARAM_GROUP_REGISTRY,
+    build_lr_scheduler,
+    build_optimizer,
+)
+from trainkit.solver.clipping import (
+    GradientClipper,
+    GradientClipType,
+    build_gradient_clipper,
+    maybe_add_gradient_clipping,
+)
+from trainkit.solver.lr_scheduler import (
+    LRFunction,
+    LRMultiplier,
+    ScheduledLR,
+    WarmupParamScheduler,
+)
+from trainkit.solver.param_groups import (
+    get_default_optimizer_params,
+    reduce_param_groups,
+    start_momentum,
+)
 from trainkit.utils.loading import names_on_demand
-
-if TYPE_CHECKING:
-    from trainkit.solver.build import (
-        LR_SCHEDULER_BUILDER_REGISTRY,
-        OPTIMIZER_BUILDER_REGISTRY,
-        OPTIMIZER_REGISTRY,
-        PARAM_GROUP_REGISTRY,
-        build_lr_scheduler,
-        build_optimizer,
-    )
-    from trainkit.solver.clipping import (
-        GradientClipper,
-        GradientClipType,
-        build_gradient_clipper,
-        maybe_add_gradient_clipping,
-    )
-    from trainkit.solver.lr_scheduler import (
-        LRFunction,
-        LRMultiplier,
-        ScheduledLR,
-        WarmupParamScheduler,
-    )
-    from trainkit.solver.param_groups import (
-        get_default_optimizer_params,
-        reduce_param_groups,
-        start_momentum,
-    )
 
 _OF_PROJECTS = [
     "LARS",

@@ -1,10 +1,7 @@
-"""Import what is asked for by name: modules of projects, and the names of packages."""
+"""Import modules and names of projects when they are asked for."""
 
-import ast
 import contextlib
 import importlib
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -41,32 +38,11 @@ def installed(table: Mapping[str, str]) -> Iterator[tuple[str, ModuleType]]:
 
 
 def names_on_demand(package: str, *names: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package that imports its names when they are first asked for.
-
-    The names are those of the package's ``if TYPE_CHECKING:``, read from its source, and further ``names`` of `NAMES`.
-    """
-    blocks = [
-        node
-        for node in ast.parse(inspect.getsource(sys.modules[package])).body
-        if isinstance(node, ast.If)
-    ]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    modules = {alias.name: str(node.module) for node in imports for alias in node.names}
+    """The ``__getattr__`` of a package for ``names`` of `NAMES`: a project is imported when asked for one."""
 
     def get(name: str) -> Any:
-        module = module_names()[name] if name in names else modules.get(name)
-        if (
-            module is None
-            and "*" in modules
-            and name in importlib.import_module(modules["*"]).__all__
-        ):
-            module = modules["*"]
-        if module is None or name == "*":
+        if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return (
-            importlib.import_module(f"{package}.{name}")
-            if module == package
-            else getattr(load_plugin(module), name)
-        )
+        return getattr(load_plugin(module_names()[name]), name)
 
     return get

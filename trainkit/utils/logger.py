@@ -68,7 +68,7 @@ def close_logger(name: str = "trainkit") -> None:
     logger.propagate = True
 
 
-class _StdoutHandler(logging.StreamHandler[Any]):
+class _StdoutHandler(logging.StreamHandler):
     """Writes to the present ``sys.stdout``, even if it was redirected."""
 
     def __init__(self, level: int | str) -> None:

@@ -1,9 +1,13 @@
 """Configs written in Python: loading, relative imports, overrides, saving, and making the calls they describe."""
 
 import dataclasses
+import itertools
 import math
+import re
+from collections import OrderedDict
 from fractions import Fraction
 
+import cloudpickle
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -36,12 +40,19 @@ class Point:
         self.area = self.x * self.y if isinstance(self.y, int) else 0
 
 
+class Mapped(dict):
+    pass
+
+
 class Thing:
     def __init__(self, **arguments):
         vars(self).update(arguments)
 
     def __call__(self, more):
         return self.number + more
+
+    @classmethod
+    def make(cls): ...
 
 
 def fail(error):
@@ -293,22 +304,128 @@ def test_loading_a_saved_config_runs_and_imports_nothing(tmp_path, monkeypatch):
         instantiate(cfg.model)
 
 
-def test_of_what_yaml_cannot_hold_only_the_name_is_saved_with_a_warning(tmp_path, caplog):
-    cfg = {
-        "call": LazyCall(dict)(floor=math.floor, act=lambda x: x, number=Fraction(1, 2), width=3)
-    }
-    saved = reloaded(cfg, tmp_path).call
+def test_a_node_holds_its_target_and_a_saved_one_the_shortest_path_of_it(tmp_path):
+    cfg = OmegaConf.create(
+        {
+            "counter": LazyCall(itertools.count)(start=3),
+            "point": LazyCall(Point)(x=1),
+            "many": [LazyCall(torch.optim.SGD)(lr=0.1), LazyCall(Thing.make)()],
+            "plain": [LazyCall(kind)(x=1) for kind in (dict, OrderedDict, Mapped)],
+        },
+        flags={"allow_objects": True},
+    )
+    assert cfg.counter._target_ is itertools.count
+    assert cfg.many[0]._target_ is torch.optim.SGD
+    # omegaconf would make nodes from these classes
+    assert cfg.point._target_ == "test_lazy_config.Point"
+    assert [node._target_ for node in cfg.plain[:2]] == [
+        "builtins.dict",
+        "collections.OrderedDict",
+    ]
+
+    saved = reloaded(cfg, tmp_path)
+    assert [node._target_ for node in (saved.counter, saved.point, *saved.many, *saved.plain)] == [
+        "itertools.count",
+        "test_lazy_config.Point",
+        "torch.optim.SGD",
+        "test_lazy_config.Thing.make",
+        "builtins.dict",
+        "collections.OrderedDict",
+        "test_lazy_config.Mapped",
+    ]
+    for node in (cfg, saved):
+        assert next(instantiate(node.counter)) == 3
+        assert instantiate(node.point) == Point(1)
+        assert [type(instantiate(each)) for each in node.plain] == [dict, OrderedDict, Mapped]
+    cfg.counter.pop("_target_")
+    saved.counter.pop("_target_")
+    assert saved.counter == cfg.counter
+    assert not (tmp_path / "saved.yaml.pkl").exists()
+
+
+@pytest.mark.parametrize("target", [3, None, [len], 2.5])
+def test_a_target_that_cannot_be_called_is_refused_at_once(target):
+    with pytest.raises(TypeError, match=f"the target of LazyCall .* got {re.escape(repr(target))}"):
+        LazyCall(target)
+
+
+def test_what_yaml_cannot_hold_is_saved_by_its_name_and_whole_in_a_pickle(tmp_path, caplog):
+    factor = 3
+    cfg = DictConfig(
+        {
+            "call": LazyCall(dict)(floor=math.floor, act=lambda x: factor * x, width=3),
+            "made": LazyCall(lambda: factor)(),
+            "number": Fraction(1, 2),
+        },
+        flags={"allow_objects": True},
+    )
+    saved = reloaded(cfg, tmp_path)
     assert "these values: math.floor, test_lazy_config" in caplog.text
-    assert (saved["_target_"], saved.floor, saved.width) == ("builtins.dict", "math.floor", 3)
+    assert f"The whole config is in {tmp_path / 'saved.yaml.pkl'}" in caplog.text
+    assert (saved.call["_target_"], saved.call.floor, saved.call.width) == (
+        "builtins.dict",
+        "math.floor",
+        3,
+    )
+    whole = cloudpickle.loads((tmp_path / "saved.yaml.pkl").read_bytes())
+    assert (whole.call.act(5), instantiate(whole.made), whole.number) == (15, 3, Fraction(1, 2))
+    assert whole.call.floor is math.floor
 
 
-def test_a_config_is_shown_as_lines_of_python():
-    point = LazyCall(Point)(x="${train.seed}", y=[1, {"a": LazyCall("math.floor")(x=2.5)}])
+def test_a_config_that_cannot_be_pickled_is_saved_with_the_reason(tmp_path, caplog):
+    cfg = DictConfig({"x": (i for i in range(3)), "y": 1}, flags={"allow_objects": True})
+    assert reloaded(cfg, tmp_path).y == 1
+    assert f"{tmp_path / 'saved.yaml.pkl'} is not written: TypeError: " in caplog.text
+    assert not (tmp_path / "saved.yaml.pkl").exists()
+
+
+def test_a_config_is_shown_as_python_code_sorted_by_key():
+    point = LazyCall(Point)(y=[1, {"a": LazyCall("math.floor")(x=2.5)}], x="${train.seed}")
     cfg = OmegaConf.create({"train": {"seed": 7, "name": "a", "none": {}}, "point": point})
     assert LazyConfig.to_py(cfg).splitlines() == [
-        "cfg.train.seed = 7",
-        "cfg.train.name = 'a'",
+        'cfg.point = test_lazy_config.Point(x=7, y=[1, {"a": math.floor(x=2.5)}])',
+        'cfg.train.name = "a"',
         "cfg.train.none = {}",
-        "cfg.point = test_lazy_config.Point(x=7, y=[1, {'a': math.floor(x=2.5)}])",
+        "cfg.train.seed = 7",
     ]
-    assert LazyConfig.to_py(LazyCall("a.B")(c=1), prefix="model.") == "model = a.B(c=1)"
+    assert LazyConfig.to_py(LazyCall("a.B")(c=1), prefix="model.") == "model = a.B(c=1)\n"
+
+
+LONG_CODE = """\
+cfg.a_long_name_of_a_list = [
+    "xxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+    "xxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+]
+cfg.call = itertools.count(
+    wide=[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    x={"a": 'say "a"', "b": 2, "c": math.floor(x=[1, 2.4, "z"])},
+    y="it's",
+)
+cfg.fits = torch.nn.Conv2d(
+    name="xxxxxxxxxxxxxxxxxxxxxxxxxxxx", other="xxxxxxxxxxxxxxxxxxxxxxxxxxxx", third=3
+)
+cfg.one = torch.nn.Linear(
+    name={
+        "x": "xxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+        "y": "xxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+        "z": 1,
+    }
+)
+"""
+
+
+def test_long_code_is_broken_as_black_does_it():
+    long = "x" * 28
+    cfg = OmegaConf.create(
+        {
+            "call": LazyCall(itertools.count)(
+                y="it's", x={"b": 2, "a": 'say "a"', "c": LazyCall("math.floor")(x=[1, 2.4, "z"])}
+            ),
+            "fits": LazyCall("torch.nn.Conv2d")(name=long, other=long, third=3),
+            "a_long_name_of_a_list": [long, long],
+            "one": LazyCall("torch.nn.Linear")(name={"x": long, "y": long, "z": 1}),
+        },
+        flags={"allow_objects": True},
+    )
+    cfg.call.wide = [1] * 24
+    assert LazyConfig.to_py(cfg) == LONG_CODE

@@ -1,23 +1,19 @@
 """The hooks of trainkit, and the names needed to write one."""
 
-from typing import TYPE_CHECKING
-
+from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
+from trainkit.engine.hooks.callback import CallbackHook
+from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
+from trainkit.engine.hooks.configured import ConfiguredHooks
+from trainkit.engine.hooks.early_stopping import EarlyStopping
+from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
+from trainkit.engine.hooks.lr_scheduler import LRScheduler
+from trainkit.engine.hooks.timer import IterationTimer
+from trainkit.engine.hooks.writer import PeriodicWriter
 from trainkit.utils.loading import names_on_demand
+from trainkit.utils.periods import check_period, is_due, is_last, is_nth
 from trainkit.utils.plugins import NAMES
 
-if TYPE_CHECKING:
-    from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
-    from trainkit.engine.hooks.callback import CallbackHook
-    from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
-    from trainkit.engine.hooks.configured import ConfiguredHooks
-    from trainkit.engine.hooks.early_stopping import EarlyStopping
-    from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
-    from trainkit.engine.hooks.lr_scheduler import LRScheduler
-    from trainkit.engine.hooks.timer import IterationTimer
-    from trainkit.engine.hooks.writer import PeriodicWriter
-    from trainkit.utils.periods import check_period, is_due, is_last, is_nth
-
-_MORE = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
+HOOKS_OF_PROJECTS = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
 
 __all__ = [
     "HookBase",
@@ -37,6 +33,6 @@ __all__ += [
     "BestCheckpointer",
     "EarlyStopping",
 ]
-__all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks", *_MORE]
+__all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks", *HOOKS_OF_PROJECTS]
 
-__getattr__ = names_on_demand(__name__, *_MORE)
+__getattr__ = names_on_demand(__name__, *HOOKS_OF_PROJECTS)

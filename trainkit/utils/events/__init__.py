@@ -1,19 +1,15 @@
 """Scalars, images and histograms of a run, and the writers that show them."""
 
-from typing import TYPE_CHECKING
-
+from trainkit.utils.events.history import HistoryBuffer
+from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
+from trainkit.utils.events.writers import (
+    WRITER_REGISTRY,
+    CommonMetricPrinter,
+    EventWriter,
+    JSONWriter,
+)
+from trainkit.utils.events.writers import estimate_eta_sec as estimate_eta_sec
 from trainkit.utils.loading import names_on_demand
-
-if TYPE_CHECKING:
-    from trainkit.utils.events.history import HistoryBuffer
-    from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
-    from trainkit.utils.events.writers import (
-        WRITER_REGISTRY,
-        CommonMetricPrinter,
-        EventWriter,
-        JSONWriter,
-    )
-    from trainkit.utils.events.writers import estimate_eta_sec as estimate_eta_sec
 
 _OF_PROJECTS = ["CSVWriter", "MLflowWriter", "ProgressBar", "TensorboardXWriter", "WandbWriter"]
 
