@@ -2,26 +2,36 @@ import itertools
 import logging
 import os
 import random
-import subprocess
-import sys
 import threading
 import traceback
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from tests.data.conftest import Stream
 from tests.engine.tiny import through_a_file
 from trainkit.data import (
+    DatasetFromList,
     InferenceSampler,
     MapDataset,
     ResumableLoader,
     TrainingSampler,
     build_batch_data_loader,
     resume_obstacle,
+    trivial_batch_collator,
 )
+from trainkit.data.seeding import splitmix64
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create"
@@ -279,38 +289,111 @@ def test_each_pass_of_an_evaluation_draws_the_same_with_any_workers():
     assert len({sample[1] for batch in passes[0] for sample in batch}) == SIZE
 
 
-# Crops draws from torch, and from NumPy in a way that nobody sees in the source
-UNSEEN = """
-import importlib, sys, torch
-from trainkit.data import TrainingSampler, build_batch_data_loader
-class Crops(torch.utils.data.Dataset):
+class Transform:
+    """A transform that a script imports as an object; its class and its module are never looked at."""
+
+    def __call__(self, sample):
+        return sample, random.random(), float(np.random.random()), torch.rand(()).item()
+
+
+TRANSFORM = Transform()  # from transforms import train_transform
+ROWS = [[index, index + 1, index + 2, index + 3] for index in range(SIZE)]
+
+
+class ByPandas:
+    """A container that draws; `DatasetFromList` takes a function that makes one."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
     def __len__(self):
-        return 11
+        return len(self.samples)
+
     def __getitem__(self, index):
-        hidden = importlib.import_module("num" + "py.ran" + "dom").randint(1 << 30)
-        return torch.rand(()).item(), hidden
-def loader(num_workers):
-    return build_batch_data_loader(Crops(), TrainingSampler(11, seed=1), 4, num_workers=num_workers)
-def draw(num_workers, state=None):
-    made = loader(num_workers)
-    if state: made.load_state_dict(state)
-    batches = iter(made)
-    return [next(batches) for _ in range(3)], made.state_dict()
-whole, state = draw(2)
-later, _ = draw(1, state)
-batches = iter(loader(2))
-assert [next(batches) for _ in range(6)] == whole + later
-in_process, _ = draw(0)
-seen = lambda batches: [[sample[0] for sample in batch] for batch in batches]
-assert seen(in_process) == seen(whole) and in_process != whole  # it was not found
-"""
+        return self.samples[index], random.random()
 
 
-def test_what_a_search_in_the_source_does_not_find_still_resumes_exactly_with_workers(tmp_path):
-    script = tmp_path / "crops.py"
-    script.write_text(UNSEEN)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+class Lazy(list):
+    def __getitem__(self, index):
+        return index, random.random()
+
+
+def drawing_collate(samples):
+    return samples, random.random(), float(np.random.random()), torch.rand(()).item()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn"),
+    [
+        (MapDataset(ROWS, TRANSFORM), list),
+        (MapDataset(ROWS, np.random.permutation), list),  # a function of a C extension
+        (MapDataset(ROWS, random.choice), list),
+        (MapDataset(MapDataset(ROWS, random.choice), str), list),
+        (ROWS, drawing_collate),
+        (range(SIZE), random.choice),
+        (DatasetFromList(ROWS, serialize=ByPandas), list),
+        (Lazy(ROWS), list),
+        (Subset(Lazy(ROWS), range(SIZE)), trivial_batch_collator),
+        (ConcatDataset([ROWS[:4], MapDataset(ROWS[4:], TRANSFORM)]), trivial_batch_collator),
+    ],
+)
+def test_random_numbers_do_not_depend_on_the_workers_whatever_draws_them(dataset, collate_fn):
+    """Expected: the numbers of the published generator, seeded by hand for each sample."""
+
+    def delivered(num_workers):
+        random.seed(num_workers)  # what a loader leaves unseeded differs now
+        np.random.seed(num_workers)
+        batches = take(make(dataset=dataset, collate_fn=collate_fn, num_workers=num_workers), 5)
+        return repr(batches)
+
+    by_hand = []
+    positions = itertools.count()
+    key = splitmix64(3, 0)
+    indices = iter(TrainingSampler(SIZE, seed=3))
+    for _ in range(5):
+        samples = []
+        for index in itertools.islice(indices, 4):
+            number = splitmix64(key, next(positions))
+            random.seed(number)
+            np.random.seed(number >> 32)
+            torch.manual_seed(number & 0xFFFFFFFF)
+            samples.append(dataset[index])
+        by_hand.append(collate_fn(samples))
+
+    assert delivered(0) == repr(by_hand)
+    assert delivered(1) == repr(by_hand)
+    assert delivered(2) == repr(by_hand)
+
+
+class CountsSeeds:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, number):
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "num_seeds"),
+    [
+        (ROWS, default_collate, 0),
+        (tuple(ROWS), trivial_batch_collator, 0),
+        (range(SIZE), default_collate, 0),
+        (TensorDataset(torch.arange(SIZE)), default_collate, 0),
+        (DatasetFromList(ROWS), default_collate, 0),
+        (DatasetFromList(ROWS, serialize=False), default_collate, 0),
+        (Subset(DatasetFromList(ROWS), range(SIZE)), default_collate, 0),
+        (ConcatDataset([ROWS[:4], Subset(ROWS, range(4, SIZE))]), default_collate, 0),
+        (ROWS, list, 8),  # a collate function of the user
+        (MapDataset(ROWS, str), default_collate, 8),
+        (ConcatDataset([ROWS[:4], MapDataset(ROWS[4:], tuple)]), default_collate, 8),
+    ],
+)
+def test_nothing_is_seeded_for_plain_lists_and_tensors(dataset, collate_fn, num_seeds, monkeypatch):
+    seeds = CountsSeeds()
+    monkeypatch.setattr("trainkit.data.loader.seed_globals", seeds)
+    take(make(dataset=dataset, collate_fn=collate_fn), 2)
+    assert seeds.count == num_seeds
 
 
 class Opened(Drawing):

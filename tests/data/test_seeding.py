@@ -1,21 +1,9 @@
-import itertools
 import random
-import sys
-from functools import partial
-from types import ModuleType
 
 import numpy as np
-import pytest
 import torch
-from torch.utils.data import Subset
 
-from trainkit.data import MapDataset
-from trainkit.data.seeding import (
-    draws_from_torch_alone,
-    seed_globals,
-    splitmix64,
-    undisturbed_globals,
-)
+from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
 
 
 def test_the_numbers_are_those_of_the_published_generator():
@@ -59,65 +47,3 @@ def test_all_bits_of_a_number_matter_and_the_generators_draw_different_numbers()
     )  # those of earlier versions
     assert [a == b for a, b in zip(drawn(1 << 32 | 2), first, strict=True)] == [True, False, False]
     assert [a == b for a, b in zip(drawn(2 << 32 | 1), first, strict=True)] == [False, True, False]
-
-
-CROPS = """
-import torch
-class Crops:
-    'Crops, flipped at random; random_crop is a name like others.'
-    def __getitem__(self, index):
-        return torch.rand(3)
-def identity(sample):
-    return sample
-"""
-NUMBERS = itertools.count()
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Import a module with this source."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def module(source):
-        name = f"module_of_seeding_{next(NUMBERS)}"
-        (tmp_path / f"{name}.py").write_text(source)
-        return __import__(name)
-
-    return module
-
-
-def test_code_that_names_no_other_generator_draws_from_torch_alone(module, monkeypatch):
-    crops = module(CROPS)
-    helper = module(
-        f"import os, json, torch, numpy as np\nfrom {crops.__name__} import *\nclass Own(Crops): ..."
-    )
-    for dataset in (
-        crops.Crops(),
-        Subset(helper.Own(), [0]),
-        MapDataset(crops.Crops(), crops.identity),
-        [1, 2],
-    ):
-        assert draws_from_torch_alone(dataset, torch.stack)
-
-    typed = ModuleType("typed_at_a_prompt")  # without source
-    monkeypatch.setitem(sys.modules, typed.__name__, typed)
-    exec("class Dataset: ...", vars(typed))
-    assert not draws_from_torch_alone(typed.Dataset())
-
-
-@pytest.mark.parametrize(
-    "line", ["import random", "from numpy import random as npr", "draw = np.random"]
-)
-def test_a_mention_of_random_is_found(module, line):
-    augment = module(
-        f"import numpy, numpy as np\n{line}\ndef augment(sample): ...\nclass Augment: ..."
-    )
-    crops = module(CROPS)
-    user = module(f"import {augment.__name__} as helper\nclass Dataset: ...")
-    base = module(f"from {augment.__name__} import Augment\nclass Dataset(Augment): ...")
-    held = crops.Crops()
-    held.transforms = {"train": [None, partial(augment.augment)]}
-    mapped = MapDataset(Subset(crops.Crops(), [0]), augment.augment)
-    for dataset in (augment.Augment(), mapped, held, user.Dataset(), base.Dataset()):
-        assert not draws_from_torch_alone(dataset, torch.stack)
-    assert not draws_from_torch_alone(crops.Crops(), augment.augment)

@@ -81,6 +81,11 @@ class DatasetFromList(data.Dataset[Any]):
         self._samples = method(lst)
         self._copy = copy and method is not _PickledSamples
 
+    @property
+    def holds_plain_samples(self) -> bool:
+        """Whether the samples are in a list or a buffer, not in a container that somebody else has made."""
+        return type(self._samples) in (list, _PickledSamples)
+
     def __len__(self) -> int:
         return len(self._samples)
 

@@ -23,19 +23,14 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, new_generator
-from trainkit.data.seeding import (
-    draws_from_torch_alone,
-    seed_globals,
-    splitmix64,
-    undisturbed_globals,
-)
+from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
 from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng, stop_signals
 
 logger = logging.getLogger(__name__)
 
 LOADER_KEY = 2  # samplers use other keys, so the seeds of workers are independent of the order
-_NOT_RANDOM = (list, tuple, range, data.TensorDataset, DatasetFromList)
+_NOT_RANDOM = (list, tuple, range, data.TensorDataset)
 _POLL_SEC = 5.0  # interval of a worker's checks whether its parent is alive
 
 
@@ -51,9 +46,10 @@ class ResumableLoader(DataLoader[Any]):
     there: at once with an `InfiniteSampler`; by drawing the indices of the pass again with another sampler or batch
     sampler that has ``state_dict`` and ``load_state_dict``. ``resume_obstacle`` says why there is no position.
 
-    Before ``dataset[index]`` torch's global generator is seeded from the seed and the sample's position, and those of
-    Python and NumPy too unless `draws_from_torch_alone`. There are no seeds for lists and tensors, collated by torch or
-    this package. Without workers, the generators are restored after each batch.
+    Before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and the sample's
+    position. There are no seeds for lists, ranges and a ``TensorDataset``, also inside a `DatasetFromList`, ``Subset``
+    or ``ConcatDataset``, that torch or this package collates: nothing draws there. Without workers, the generators are
+    restored after each batch.
 
     Args:
         seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
@@ -85,13 +81,12 @@ class ResumableLoader(DataLoader[Any]):
             )
         self._inside: DataLoader[Any] | None = None
         if order.source is not None and not isinstance(dataset, data.IterableDataset):
-            parts = _random_parts(dataset, self.collate_fn)
-            order.seeds_samples = bool(parts) and (order.is_test or not self.resume_obstacle)
-            only_torch = order.seeds_samples and draws_from_torch_alone(*parts)
+            if order.is_test or not self.resume_obstacle:
+                order.seeds_samples = _may_draw(dataset, self.collate_fn)
             for name in ("shuffle", "batch_sampler", "drop_last"):
                 kwargs.pop(name, None)
             kwargs |= {"sampler": order, "batch_size": None, "collate_fn": trivial_batch_collator}
-            self._inside = DataLoader(_Batches(dataset, self.collate_fn, only_torch), **kwargs)
+            self._inside = DataLoader(_Batches(dataset, self.collate_fn), **kwargs)
 
     def _find_obstacle(self) -> str:
         source = self._order.source
@@ -238,22 +233,19 @@ class _Order(data.Sampler[Any]):
 class _Batches(data.Dataset[Any]):
     """The batches by what `_Order` draws, each with its progress; the bits seed the global generators."""
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], only_torch: bool
-    ) -> None:
-        self.dataset, self._collate_fn, self._only_torch = dataset, collate_fn, only_torch
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
 
     def __getitem__(self, drawn: Any) -> tuple[Any, Any]:
         bits, (*_, indices) = drawn
         samples: list[Any] = []
-        is_worker, only_torch = get_worker_info() is not None, self._only_torch
-        with nullcontext() if is_worker or not bits else undisturbed_globals(only_torch):
+        is_worker = get_worker_info() is not None
+        with nullcontext() if is_worker or not bits else undisturbed_globals():
             try:
                 for number, index in zip_longest(bits, indices):
-                    if (
-                        number is not None
-                    ):  # all generators of a worker are seeded at least once per batch
-                        seed_globals(number, only_torch and (bool(samples) or not is_worker))
+                    if number is not None:
+                        seed_globals(number)
                     samples.append(self.dataset[index])
                 return drawn[1], self._collate_fn(samples)
             except Exception as error:  # a StopIteration would end the data; torch waits for what cannot be pickled
@@ -266,13 +258,17 @@ class _Batches(data.Dataset[Any]):
                 ) from error
 
 
-def _random_parts(dataset: Any, collate_fn: Any) -> list[Any]:
-    """The dataset, its transforms and the collate function, as far as they may draw random numbers."""
-    parts = [] if collate_fn in (default_collate, trivial_batch_collator) else [collate_fn]
-    while type(dataset) is MapDataset:
-        parts.append(dataset._map_func)
-        dataset = dataset._dataset
-    return parts if type(dataset) in _NOT_RANDOM else [*parts, dataset]
+def _may_draw(dataset: Any, collate_fn: Any) -> bool:
+    """Whether loading a batch may draw from the global generators; False only for types that are known not to."""
+    if collate_fn not in (default_collate, trivial_batch_collator):
+        return True
+    if type(dataset) is data.Subset:
+        return _may_draw(dataset.dataset, collate_fn)
+    if type(dataset) is data.ConcatDataset:
+        return any(_may_draw(part, collate_fn) for part in dataset.datasets)
+    if type(dataset) is DatasetFromList:
+        return not dataset.holds_plain_samples
+    return type(dataset) not in _NOT_RANDOM
 
 
 def _name(dataset: Any, index: Any) -> str:
