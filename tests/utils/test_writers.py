@@ -76,6 +76,26 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
     )  # a second run goes on in the same file
 
 
+def test_a_smoothed_value_is_that_of_what_is_finite_beside_the_count_of_the_others(path, lines):
+    writers = JSONWriter(path, window_size=4), CommonMetricPrinter(window_size=4)
+    with EventStorage() as storage:
+        for storage.iter, norm in enumerate([math.nan, 8.0, math.inf, 2.0, 4.0, 3.0, 5.0]):
+            storage.put_scalars(grad_norm=norm, loss=1.0)
+            storage.put_scalar("top1", math.nan, smoothing_hint=False)
+            if storage.iter in (3, 6):
+                for writer in writers:
+                    writer.write()
+        writers[0].close()
+    assert read_strictly(path) == [
+        {"iteration": 3, "grad_norm": 5.0, "grad_norm_not_finite": 2, "loss": 1.0, "top1": None},
+        {"iteration": 6, "grad_norm": 3.5, "loss": 1.0, "top1": None},
+    ]
+    assert lines() == [
+        "after 4 iterations  grad_norm: 5 (2 not finite)  loss: 1 ",
+        "after 7 iterations  grad_norm: 3.5  loss: 1 ",
+    ]
+
+
 def train(storage, writer, iters):
     """A write after every third iteration."""
     with storage:

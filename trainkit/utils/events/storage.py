@@ -268,13 +268,31 @@ class EventStorage:
         return {name: history.latest_with_iter() for name, history in self.histories().items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
-        """Like ``latest``; for a smoothed scalar, its median over the last ``window_size`` iterations."""
+        """Like ``latest``; for a smoothed scalar, its median over the last ``window_size`` iterations.
+
+        The median is that of the finite values; `counts_left_out` says how many others there are.
+        """
         smoothed = self.latest()
         for name, (_, iter) in smoothed.items():
             if self._smoothing_hints[name]:
                 history = self._history[name]
                 smoothed[name] = history.median(history.count_within(window_size)), iter
         return smoothed
+
+    def counts_left_out(self, window_size: int = 20) -> dict[str, int]:
+        """name -> number of values that a median leaves out, since they are not finite; without those that have none.
+
+        A scalar without any finite value in the window is not here: the newest value is shown for it.
+        """
+        counts = {}
+        for name, history in self.histories().items():
+            if not self._smoothing_hints[name]:
+                continue
+            length = history.count_within(window_size)
+            count = history.count_not_finite(length)
+            if 0 < count < length:
+                counts[name] = count
+        return counts
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """The number of values in the last ``window_size`` iterations, which end with that of the newest value."""

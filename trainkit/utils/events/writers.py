@@ -55,7 +55,10 @@ Row: TypeAlias = tuple[int, dict[str, float]]
 
 
 class ScalarWriter(EventWriter):
-    """Base class of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``."""
+    """Base class of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``.
+
+    If a median leaves out values that are not finite, their number is shown as ``<name>_not_finite``.
+    """
 
     def __init__(self, window_size: int) -> None:
         self._window_size = window_size
@@ -63,11 +66,14 @@ class ScalarWriter(EventWriter):
 
     def write(self) -> None:
         storage, taken = get_event_storage(), dict(self._taken)
+        left_out = storage.counts_left_out(self._window_size)
         rows: dict[int, dict[str, float]] = {}
         for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items():
             if iter > taken.get(name, -1):
                 taken[name] = iter
                 rows.setdefault(iter, {})[name] = value
+                if name in left_out:
+                    rows[iter][f"{name}_not_finite"] = left_out[name]
         self._show(sorted(rows.items()), storage)
         self._taken = taken  # after an error they are shown the next time
 
@@ -133,11 +139,12 @@ class CommonMetricPrinter(EventWriter):
             )
             fields.append(f"[Epoch {done}{'' if self._max_iter is None else f'/{end}'}] ")
         fields.append(f"{say_done(iter + 1, self._max_iter)} ")
-        fields += [
-            f"{name}: {value:.4g} "
-            for name, (value, _) in latest.items()
-            if hints[name] and name not in self._PLACED
-        ]
+        left_out = storage.counts_left_out(self._window_size)
+        for name, (value, _) in latest.items():
+            if hints[name] and name not in self._PLACED:
+                fields.append(f"{name}: {value:.4g} ")
+                if name in left_out:
+                    fields[-1] += f"({left_out[name]} not finite) "
         for name, digits in (("time", ".4f"), ("data_time", ".4f"), ("lr", ".5g")):
             if name in latest:
                 fields.append(f"{name}: {latest[name][0]:{digits}} ")
