@@ -208,11 +208,18 @@ def write_metrics(
 
     Raises:
         FloatingPointError: the total is not finite on some rank.
-        ValueError: there is no entry.
+        ValueError: there is no entry, or one is not one number.
     """
     if not loss_dict:
         raise ValueError("loss_dict is empty; there is nothing to write")
-    tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
+    tensors = {}
+    for name, value in loss_dict.items():
+        tensor = torch.as_tensor(value)
+        if tensor.numel() != 1:
+            raise ValueError(
+                f"the loss {name!r} has the shape {list(tensor.shape)}, not one number"
+            )
+        tensors[name] = tensor.reshape(())
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
     scalars = Losses(tensors, trained).scalars
     own = Row(

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainkit.utils.device import runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
 from trainkit.utils.events.worker import Numbers, Worker
+from trainkit.utils.numbers import one_number
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class EventStorage:
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
+        self._warned: set[str] = set()
         self._numbers: Numbers | None = (
             None  # those of ``rows``, if they are on their way to the host already
         )
@@ -103,7 +105,8 @@ class EventStorage:
     ) -> None:
         """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
 
-        A tensor on an accelerator is copied there and read later, so the caller does not wait.
+        An array or a tensor with one element is a number too. A tensor on an accelerator is copied there and read
+        later, so the caller does not wait.
 
         Raises:
             ValueError: the name has the other hint already; writers use it; the value is not one number.
@@ -112,7 +115,7 @@ class EventStorage:
             if isinstance(value, Tensor) and runs_ahead(value.device):
                 number: Any = value.detach().clone().reshape(())
             else:
-                number = float(value)
+                number = one_number(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"scalar {name!r} must be one number, got {type(value).__name__}: {error}"
@@ -146,13 +149,72 @@ class EventStorage:
     def put_image(self, img_name: str, img_tensor: Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
 
-        The newest 100 are kept until a writer that shows images clears them.
+        The newest 100 are kept until a writer that shows images clears them. NaN is shown as 0; so is a mask's False.
+
+        Raises:
+            ValueError: it has another shape or type, no pixel, or other than 1, 3 or 4 channels.
         """
-        self._images.append(Image(self._prefix + img_name, img_tensor, self.iter))
+        name = self._prefix + img_name
+        self._images.append(Image(name, self._showable(name, img_tensor), self.iter))
+
+    def _showable(self, name: str, image: Any) -> Any:
+        """The image, or a copy that every writer can show."""
+        try:
+            tensor = torch.as_tensor(image)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"image {name!r} must be a tensor or an array, got {type(image).__name__}: {error}"
+            ) from error
+        if tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4) or tensor.numel() == 0:
+            raise ValueError(
+                f"image {name!r} has the shape {list(tensor.shape)}; accepted: [channel, height, width] with 1, 3 or "
+                "4 channels, see permute() and unsqueeze()"
+            )
+        if tensor.dtype == torch.uint8:
+            return image
+        if tensor.dtype == torch.bool:
+            return tensor.detach().float()
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"image {name!r} has the type {tensor.dtype}; accepted: float in [0, 1], uint8 in [0, 255], bool"
+            )
+        if tensor.dtype not in (torch.float32, torch.float64):
+            tensor = image = tensor.detach().float()  # NumPy has no bfloat16
+        if runs_ahead(tensor.device):  # to look would wait for the device
+            return tensor.detach().nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
+        if tensor.isfinite().all():
+            return image
+        self._warn_once(
+            f"The image {name!r} has pixels that are not finite; they are shown as 0 or 1"
+        )
+        return tensor.detach().nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
 
     def put_histogram(self, hist_name: str, hist_tensor: Tensor, bins: int = 1000) -> None:
-        """Keep the histogram of a tensor of any shape, like an image. Synchronizes its device."""
-        values = hist_tensor.detach().float().flatten().cpu()
+        """Keep the histogram of the finite values of a tensor of any shape, like an image. Synchronizes its device.
+
+        Without such a value nothing is kept. Raises ValueError: these are no real numbers, or ``bins`` is below 1.
+        """
+        name = self._prefix + hist_name
+        if bins < 1:
+            raise ValueError(f"histogram {name!r} needs at least 1 bin, got bins={bins!r}")
+        try:
+            given = torch.as_tensor(hist_tensor).detach()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"histogram {name!r} must be of a tensor or an array, got {type(hist_tensor).__name__}: {error}"
+            ) from error
+        if given.is_complex():
+            raise ValueError(
+                f"histogram {name!r} is of complex numbers; give their abs() or real part"
+            )
+        values = given.float().flatten().cpu()
+        is_finite = values.isfinite()
+        if not is_finite.all():
+            values = values[is_finite]
+            self._warn_once(f"The histogram {name!r} leaves out values that are not finite")
+        if values.numel() == 0:
+            self._warn_once(f"The histogram {name!r} has no finite value, so it is left out")
+            return
         low, high = values.min().item(), values.max().item()
         limits, counts = (
             torch.linspace(low, high, bins + 1, device="cpu")[1:],
@@ -166,7 +228,12 @@ class EventStorage:
         }
         raw |= {"sum_squares": values.square().sum().item()}
         raw |= {"bucket_limits": limits.tolist(), "bucket_counts": counts.tolist()}
-        self._histograms.append(Histogram(self._prefix + hist_name, self.iter, raw))
+        self._histograms.append(Histogram(name, self.iter, raw))
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text)
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:

@@ -173,7 +173,9 @@ def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
 class LinesWriter(ScalarWriter):
     """Base class of writers that append lines to a file, which starts with ``header``; a subclass defines ``format``.
 
-    The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...).
+    The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...), and so
+    does each first write with a part of a line at the end. If the file has lost lines that it had at the checkpoint, a
+    warning says so.
     """
 
     _file: FileIO | None = None
@@ -222,23 +224,33 @@ class LinesWriter(ScalarWriter):
 
     def _open(self) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if (
-            self._start is not None
-            and self._path.exists()
-            and (tail := self._path.read_bytes()[self._start :])
-        ):
-            names = (f"{self._path}.cut_{n}" for n in itertools.count(1))
-            aside = Path(next(name for name in names if not os.path.lexists(name)))
-            aside.write_bytes(tail)
-            os.truncate(self._path, self._start)
-            logger.info(
-                "%s continues after byte %d; the later lines are in %s",
-                self._path,
-                self._start,
-                aside.name,
-            )
+        self._cut()
         self._start = None
         return FileIO(self._path, "ab")
+
+    def _cut(self) -> None:
+        """Move away what is after ``_start``, and a part of a line before it."""
+        content = self._path.read_bytes() if self._path.is_file() else b""
+        start = len(content) if self._start is None else self._start
+        if start > len(content):
+            logger.warning(
+                "%s has %d bytes, but had %d when the checkpoint was saved: the lines after byte %d are lost",
+                self._path,
+                len(content),
+                start,
+                len(content),
+            )
+        end = content.rfind(b"\n", 0, start) + 1
+        tail = content[end:]
+        if not tail:
+            return
+        names = (f"{self._path}.cut_{n}" for n in itertools.count(1))
+        aside = Path(next(name for name in names if not os.path.lexists(name)))
+        aside.write_bytes(tail)
+        os.truncate(self._path, end)
+        logger.info(
+            "%s continues after byte %d; what was after it is in %s", self._path, end, aside.name
+        )
 
 
 class JSONWriter(LinesWriter):
