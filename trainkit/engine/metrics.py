@@ -50,12 +50,17 @@ class LaterCalls:
 
 
 class Row(NamedTuple):
-    """What one iteration gives to the storage; ``data_time`` in seconds, values by name."""
+    """What one iteration gives to the storage; ``data_time`` in seconds, values by name.
+
+    ``single_name``: the name of a loss that is alone on this rank. Its value is ``total_loss``; it is stored under both
+    names only if another rank has other losses.
+    """
 
     iter: int
     data_time: float
     values: dict[str, Any]
     is_stored: bool = True
+    single_name: str = ""
 
 
 class MetricPath:
@@ -125,7 +130,8 @@ class MetricPath:
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
-            row = Row(iter, data_time, {**losses.scalars, **extra}, is_stored)
+            tensors = {**losses.scalars, **extra}
+            row = Row(iter, data_time, tensors, is_stored, losses.single_name)
             self._keep(row, storage, losses.total.device)
 
     def _keep(self, row: Row, storage: EventStorage, device: torch.device) -> None:
@@ -221,10 +227,10 @@ def write_metrics(
             )
         tensors[name] = tensor.reshape(())
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-    scalars = Losses(tensors, trained).scalars
-    own = Row(
-        cur_iter, data_time, dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True))
-    )
+    losses = Losses(tensors, trained)
+    scalars = losses.scalars
+    values = dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True))
+    own = Row(cur_iter, data_time, values, single_name=losses.single_name)
     [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
@@ -302,7 +308,7 @@ def exchange_rows(
     block = np.zeros(
         (1 + most, 1 + _MOST_VALUES)
     )  # the size is equal on all ranks; else Gloo silently mixes up data
-    names = "\n".join(name for row in rows for name in ("", *row.values))
+    names = "\n".join(name for row in rows for name in ("", row.single_name, *row.values))
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
     block[0, :3] = (
         len(rows),
@@ -333,6 +339,8 @@ def exchange_rows(
 def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
     """The mean of row ``i`` over ranks; an entry is averaged over the ranks that have it."""
     rows = [theirs[i] for theirs in by_rank if i < len(theirs)]
+    if len({row.single_name for row in rows}) > 1:
+        rows = [_with_single_loss(row) for row in rows]
     found = {
         name: [row.values[name] for row in rows if name in row.values]
         for row in rows
@@ -340,3 +348,10 @@ def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
     }
     means = {name: sum(values) / len(values) for name, values in found.items()}
     return Row(rows[0].iter, max(row.data_time for row in rows), means)
+
+
+def _with_single_loss(row: Row) -> Row:
+    """The row with a loss that is alone under its own name too."""
+    if not row.single_name or "total_loss" not in row.values:
+        return row
+    return row._replace(values={**row.values, row.single_name: row.values["total_loss"]})
