@@ -250,6 +250,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     def run_step(self) -> None:
         trainer = self._step_trainer
         trainer.iter, trainer.max_iter = self.iter, self.max_iter
+        trainer.storage = self.storage
         trainer.run_step()
 
     def describe_inexact(self) -> list[str]:

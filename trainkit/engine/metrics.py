@@ -19,7 +19,7 @@ from trainkit.utils.events.storage import (
     MAX_ROWS,
     EventStorage,
     get_event_storage,
-    has_event_storage,
+    storage_of_thread,
 )
 from trainkit.utils.events.worker import Numbers
 from trainkit.utils.losses import Losses, describe_failure, raise_failure
@@ -39,12 +39,18 @@ _MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
 
 
 class LaterCalls:
-    """detectron2's ``concurrent_executor``: the worker of the open storage makes the calls, in their order."""
+    """detectron2's ``concurrent_executor``: the worker of the trainer's storage makes the calls, in their order.
+
+    ``trainer`` is a weak reference.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     def submit(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
         comm.side_group("write_metrics")  # created here, in the thread of the loop
-        storage = get_event_storage()
+        storage = self._trainer.storage_in_use()
         storage.start_worker()
         storage.publish(partial(call, *args, **kwargs))
 
@@ -64,7 +70,7 @@ class Row(NamedTuple):
 
 
 class MetricPath:
-    """Takes the losses of each step to the open storage.
+    """Takes the losses of each step to the storage of the run.
 
     On one process with a CPU they become a row of the storage at once. Otherwise they wait here: until the device has
     them, or until the ranks exchange the rows of ``exchange_period`` iterations in one block, in the same iterations
@@ -72,7 +78,7 @@ class MetricPath:
 
     Args:
         trainer: a weak reference; its ``look(iter, values)`` describes what is not finite, or returns None. It is
-            called in the order of the iterations.
+            called in the order of the iterations, with the storage of the run as the open one.
         asynchronous: a worker of the storage does the work.
     """
 
@@ -96,6 +102,7 @@ class MetricPath:
 
     def add(
         self,
+        storage: EventStorage,
         iter: int,
         data_time: float,
         losses: Losses,
@@ -113,7 +120,6 @@ class MetricPath:
                 comm.side_group("metrics") is None
             )  # created here, in the thread of the loop
             self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
-        storage = get_event_storage()
         if self._asynchronous:
             storage.start_worker()
         is_stored = is_stored and (iter + 1) % self.gather_period == 0
@@ -121,7 +127,8 @@ class MetricPath:
             values = losses.read()
             for name, value in extra.items():
                 values[name] = value.item()
-            if (failure := self._trainer.look(iter, values)) is not None:
+            failure = self._look(storage, iter, values)
+            if failure is not None:
                 raise_failure([failure])
             if is_stored:
                 storage.rows.append(
@@ -153,15 +160,14 @@ class MetricPath:
         if due:
             self._pass_on(storage)
 
-    def finish(self) -> None:
+    def finish(self, storage: EventStorage) -> None:
         """Exchange and store the remaining rows, and wait for that; every rank calls it at the same point.
 
         Raises:
             FloatingPointError: on every rank, if an iteration was not finite on one of them.
         """
-        if has_event_storage():
-            self._pass_on(get_event_storage())
-            get_event_storage().flush()
+        self._pass_on(storage)
+        storage.flush()
 
     def _pass_on(self, storage: EventStorage) -> None:
         if not self._rows:
@@ -170,29 +176,38 @@ class MetricPath:
         numbers = Numbers([value for row in rows for value in row.values.values()])
         if self._asynchronous:
             worker = storage.start_worker()
-            worker.submit(storage.take(), partial(self._store, rows, numbers))
+            part = storage.take()
+            worker.submit(part, partial(self._store, rows, numbers, part))
             worker.collect(but=1)  # so that an error is known at the next hand-over
         else:
             self._store(rows, numbers, storage)
 
-    def _store(
-        self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage | None = None
-    ) -> None:
+    def _look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
+        """Let the trainer judge the numbers of an iteration; ``storage`` is the open one."""
+        if storage_of_thread() is storage:  # the usual case
+            failure: str | None = self._trainer.look(iter, values)
+        else:
+            with storage:
+                failure = self._trainer.look(iter, values)
+        return failure
+
+    def _store(self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage) -> None:
         """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
         read, stored, failure = iter(numbers.read()), [], None
         for row in rows:
             values = {name: next(read) for name in row.values}
-            found = self._trainer.look(row.iter, values)
-            failure = failure or (found and (row.iter, found))
+            found = self._look(storage, row.iter, values)
+            if failure is None and found is not None:
+                failure = row.iter, found
             if row.is_stored:
                 stored.append(row._replace(values=values))
         means, failures = exchange_rows(stored, math.ceil(exact(self.exchange_period)), failure)
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
-                _put(storage or get_event_storage(), row, mean)
+                _put(storage, row, mean)
         first = (
             min(failed[0] for failed in failures if failed) if self._has_failed else 0
         )  # the others come from it
@@ -245,6 +260,7 @@ class OwnMetrics:
     extra: dict[str, Tensor]
     gather_metric_period: Any
     concurrent_executor: Any
+    storage_in_use: Callable[[], EventStorage]
 
     write_metrics = staticmethod(write_metrics)
 
@@ -273,11 +289,13 @@ class OwnMetrics:
             name: value.clone().requires_grad_(name in losses.trained)
             for name, value in losses.detached.items()
         }
+        storage = self.storage_in_use()
         for name, value in self.extra.items():
             if not name.startswith("[flag]"):
-                get_event_storage().put_scalar(name, value)
+                storage.put_scalar(name, value)
         if self.concurrent_executor is None:
-            self._write_metrics(copies, data_time)
+            with storage:
+                self._write_metrics(copies, data_time)
         else:
             self.concurrent_executor.submit(self._write_metrics, copies, data_time, iter=self.iter)
 

@@ -20,34 +20,71 @@ from trainkit.utils.numbers import one_number
 
 logger = logging.getLogger(__name__)
 
-_stack: list["EventStorage"] = []
-_thread = threading.local()  # .stack: like _stack, for the thread of a `Worker`
+
+class _OfThread(threading.local):
+    """The storages that a thread has opened, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.opened: list[EventStorage] = []
+        # in the thread of a `Worker`: other threads do not see what it opens
+        self.is_worker = False
+
+
+_thread = _OfThread()
+_innermost: dict[int, "EventStorage"] = {}  # of each thread that has opened one; key: its list
 
 MAX_ROWS = 1000  # this number of rows waits at most before they are stored
 _MAX_IMAGES = 100  # limit for a rank without a writer, which would clear them
 
 
 def get_event_storage() -> "EventStorage":
-    """The innermost storage whose ``with`` block is open.
+    """The innermost storage whose ``with`` block is open in this thread.
+
+    A thread that has opened none (of autograd, of a loader) gets the innermost one of the thread that has.
 
     Raises:
-        RuntimeError: no storage is open; code that also runs outside training checks ``has_event_storage()`` first.
+        RuntimeError: no storage is open, see ``has_event_storage()``; or several threads have opened one, but not this.
     """
-    stack = getattr(_thread, "stack", _stack)
-    if not stack:
+    if _thread.opened:
+        return _thread.opened[-1]
+    elsewhere = _opened_elsewhere()
+    if not elsewhere:
         raise RuntimeError(
             "no EventStorage is open; open one (`with EventStorage():`), or ask has_event_storage()"
         )
-    return stack[-1]
+    if len(elsewhere) > 1:
+        here = threading.current_thread().name
+        raise RuntimeError(
+            f"thread {here!r} has opened no EventStorage, and {len(elsewhere)} are open in other threads; open that of "
+            "the run here: `with trainer.storage:`"
+        )
+    return elsewhere[0]
 
 
 def has_event_storage() -> bool:
-    """Whether a storage is open."""
-    return bool(getattr(_thread, "stack", _stack))
+    """Whether a storage is open, in this thread or in another one."""
+    return bool(_thread.opened or _innermost)
 
 
-def _own_stack() -> None:
-    _thread.stack = []
+def storage_of_thread() -> "EventStorage | None":
+    """The innermost storage that this thread has opened."""
+    return _thread.opened[-1] if _thread.opened else None
+
+
+def _opened_elsewhere() -> list["EventStorage"]:
+    """The innermost storages of other threads; one that several threads have opened is here once."""
+    by_id = {id(storage): storage for storage in list(_innermost.values())}
+    return list(by_id.values())
+
+
+def other_threads_have_storages() -> bool:
+    """Whether another thread has opened a storage: it probably trains too."""
+    own = id(_thread.opened)
+    return any(key != own for key in list(_innermost))
+
+
+def _mark_worker() -> None:
+    _thread.is_worker = True
 
 
 class Image(NamedTuple):
@@ -65,8 +102,9 @@ class Histogram(NamedTuple):
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
-    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Each history keeps ``history_length``
-    values (see `HistoryBuffer`). A put is one append to a list; whoever reads first stores what waits there.
+    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``, in the thread that has opened it. Each
+    history keeps ``history_length`` values (see `HistoryBuffer`). A put is one append to a list; whoever reads first
+    stores what waits there.
 
     Attributes:
         iter: the current iteration, counted from 0; the loop sets it.
@@ -90,6 +128,7 @@ class EventStorage:
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
         self._warned: set[str] = set()
+        self._num_open = 0
         self._numbers: Numbers | None = (
             None  # those of ``rows``, if they are on their way to the host already
         )
@@ -252,7 +291,7 @@ class EventStorage:
         Raises the first error of this thread since the last call.
         """
         if self.worker is None:
-            self.worker = Worker(self, _own_stack)
+            self.worker = Worker(self, _mark_worker)
         self.worker.raise_error()
         return self.worker
 
@@ -275,10 +314,11 @@ class EventStorage:
     def publish(self, call: Callable[[], object]) -> None:
         """Call ``call()``, which may read the storage, after everything that was put so far: at once, or in the worker.
 
-        The worker calls it with a storage as the open one that has the same values, and what was put so far.
+        This storage is the open one then; in the worker it is one with the same values, and what was put so far.
         """
         if self.worker is None:
-            call()
+            with self:
+                call()
             return
         if self.before_read is not None:
             self.before_read(self)
@@ -289,6 +329,7 @@ class EventStorage:
         """Returns a storage with the same histories and with what waits here; then nothing waits here any more."""
         part = copy.copy(self)
         part.before_read, part.worker = None, None
+        part._num_open = 0
         part._numbers = Numbers(_values(self.rows)) if self.rows else None
         self.rows, emptied = [], self if images else part
         emptied._images, emptied._histograms = deque(maxlen=_MAX_IMAGES), deque(maxlen=_MAX_IMAGES)
@@ -437,13 +478,25 @@ class EventStorage:
             (Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a ``with`` block of this storage is open, in any thread."""
+        return self._num_open > 0
+
     def __enter__(self) -> "EventStorage":
-        getattr(_thread, "stack", _stack).append(self)
+        self._num_open += 1
+        _thread.opened.append(self)
+        _show_innermost()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        getattr(_thread, "stack", _stack).remove(self)
-        if self.worker is None:
+        opened = _thread.opened
+        opened.reverse()  # so that the innermost entry of this storage is removed
+        opened.remove(self)
+        opened.reverse()
+        _show_innermost()
+        self._num_open -= 1
+        if self.worker is None or self.is_open:
             return
         try:
             self.flush()
@@ -454,6 +507,16 @@ class EventStorage:
         finally:
             self.worker.close()
             self.worker = None
+
+
+def _show_innermost() -> None:
+    """Let other threads see the innermost storage of this one."""
+    if _thread.is_worker:
+        return
+    if _thread.opened:
+        _innermost[id(_thread.opened)] = _thread.opened[-1]
+    else:
+        _innermost.pop(id(_thread.opened), None)
 
 
 def _values(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Any]:
