@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.evaluation.evaluator import DatasetEvaluator
+from trainkit.evaluation.testing import result_as_float
 from trainkit.utils import comm
 
 
@@ -30,5 +31,7 @@ class TorchMetrics(DatasetEvaluator):
             metric.update(outputs, inputs[self._label])
 
     def evaluate(self) -> dict[str, Any]:
-        results = {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        results = {}
+        for name, metric in self._metrics.items():
+            results[name] = result_as_float(f"{self._task}/{name}", metric.compute())
         return {self._task: results} if comm.is_main_process() else {}

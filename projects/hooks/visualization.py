@@ -16,7 +16,6 @@ from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.errors import look_up
-from trainkit.utils.events import get_event_storage, has_event_storage
 from trainkit.utils.periods import check_period, is_nth
 from trainkit.utils.registry import Registry
 
@@ -97,9 +96,8 @@ class VisualizationHook(HookBase):
                 importlib.import_module("PIL.Image").fromarray(image).save(path)
             except OSError as error:
                 logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)
-            if has_event_storage():
-                tensor = torch.from_numpy(image).permute(2, 0, 1)
-                get_event_storage().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
+            tensor = torch.from_numpy(image).permute(2, 0, 1)
+            self.trainer.storage_in_use().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
 
     def _names_of(self, inputs: Any, count: int) -> list[str]:
         if self._names is None:

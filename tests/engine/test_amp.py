@@ -157,6 +157,8 @@ def test_one_overflown_micro_batch_skips_the_update_of_its_window_once():
     ]  # the gradients are 2, clipped, then infinite, then 1 of a window of one
     stored = scalars(trainer)
     assert [value for value, _ in stored["grad_norm"]] == [2.0, math.inf, 1.0]
+    assert trainer.storage.latest_with_smoothing_hint()["grad_norm"] == (1.5, 2)
+    assert trainer.storage.counts_left_out() == {"grad_norm": 1}
     assert [value for value, _ in stored["skipped_updates"]] == [0.0, 1.0, 1.0]
 
 

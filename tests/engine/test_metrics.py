@@ -37,9 +37,11 @@ from trainkit.engine.hooks import (
     PeriodicWriter,
     PreciseBN,
 )
+from trainkit.engine.metrics import write_metrics
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
+from trainkit.utils.events import EventStorage
 from trainkit.utils.losses import parse_losses
 from trainkit.utils.periods import RoundedLength
 
@@ -87,6 +89,40 @@ def names(rank, folder):
         name: values
         for name, values in scalars(trainer).items()
         if name in ("total_loss", "a", "b", "c7", "c99")
+    }
+
+
+def single_names(rank, folder):
+    """A loss that is alone on a rank has its name on the other rank too, or another name, or none."""
+
+    def compute(weight, batch):
+        scripts = [
+            ({"loss": weight}, {"loss": 2 * weight}),
+            ({"loss": weight}, {"loss": 2 * weight, "loss_extra": 4 * weight}),
+            ({"a": weight}, {"b": 3 * weight}),
+            (weight, {"loss": 5 * weight}),
+            ({"loss": 2 * weight}, {"loss": 4 * weight, "accuracy": torch.tensor(50.0)}),
+            ({"x": weight, "y": weight}, {"loss": 6 * weight}),
+        ]
+        return scripts[int(batch)][rank]
+
+    def stored(data, **kwargs):
+        model = Weight(compute)
+        trainer = SimpleTrainer(
+            model, [torch.tensor(i) for i in data], sgd(model, lr=0.0), **kwargs
+        )
+        trainer.train(0, len(data) // kwargs.get("accumulation_steps", 1))
+        return scalars(trainer)
+
+    with EventStorage() as storage:
+        own = {"loss": torch.tensor(1.0 + rank)}
+        write_metrics(own | ({"loss_extra": torch.tensor(4.0)} if rank else {}), 0.0, 7, "head/")
+        written = {name: values for name, values in storage.latest().items() if "loss" in name}
+    return {
+        "each": stored(range(6)),
+        "in a block": stored(range(6), exchange_period=4, async_write_metrics=True),
+        "accumulated": stored([0, 1], accumulation_steps=2),
+        "written": written,
     }
 
 
@@ -298,7 +334,16 @@ def alone(rank, folder):
     }
 
 
-CHECKS = [accumulation, sharded, names, losses, seen_by_one_rank, alone, failure_on_each_rank]
+CHECKS = [
+    accumulation,
+    sharded,
+    names,
+    single_names,
+    losses,
+    seen_by_one_rank,
+    alone,
+    failure_on_each_rank,
+]
 CHECKS += [hooks_of_one_rank, decisions, precise_bn]
 
 
@@ -317,6 +362,33 @@ def test_ranks_share_means_of_whatever_names_they_have(ranks):
         "c99": [(100.0, 4), (99.0, 5)],
     }
     assert ranks["names"] == [expected, expected]
+
+
+def test_a_single_loss_is_averaged_under_its_name_over_the_ranks_that_have_it(ranks):
+    expected = {
+        "total_loss": [(1.5, 0), (3.5, 1), (2.0, 2), (3.0, 3), (3.0, 4), (4.0, 5)],
+        # not in iteration 0: the same single loss on both ranks is the total
+        "loss": [(1.5, 1), (5.0, 3), (3.0, 4), (6.0, 5)],
+        "loss_extra": [(4.0, 1)],
+        "a": [(1.0, 2)],
+        "b": [(3.0, 2)],
+        "accuracy": [(50.0, 4)],
+        "x": [(1.0, 5)],
+        "y": [(1.0, 5)],
+    }
+    for found in ranks["single_names"]:
+        assert found["each"] == found["in a block"] == expected
+        # rank 0: 1 and 1; rank 1: 2, and 2 with an extra 4, which counts as 0 where it is not
+        assert found["accumulated"] == {
+            "total_loss": [((1.0 + 4.0) / 2, 0)],
+            "loss": [((1.0 + 2.0) / 2, 0)],
+            "loss_extra": [(2.0, 0)],
+        }
+        assert found["written"] == {
+            "head/total_loss": (3.5, 7),
+            "head/loss": (1.5, 7),
+            "head/loss_extra": (4.0, 7),
+        }
 
 
 def test_metrics_are_exchanged_in_the_same_iterations_on_every_rank_and_reading_exchanges_nothing(

@@ -2,7 +2,9 @@ import logging
 import math
 import re
 
+import numpy as np
 import pytest
+import torch
 
 from trainkit.config import get_cfg
 from trainkit.evaluation import flatten_results_dict, print_csv_format, verify_results
@@ -34,6 +36,18 @@ def test_the_table_has_a_row_for_each_metric(caplog):
         "| loss           | total_loss |   0.0625 |\n"
         "| val/seen       | n/m        |        3 |"
     )
+
+
+def test_one_element_of_numpy_or_torch_is_a_number_and_several_are_refused_by_their_name(caplog):
+    results = {"task": {"a": np.array([5.0]), "b": torch.tensor([[0.25]]), "c": np.float32(0.5)}}
+    table = logged(caplog, print_csv_format, {"task": {**results["task"], "n": torch.tensor([3])}})
+    assert [line.split("|")[3].strip() for line in table.splitlines()[3:]] == [
+        *("5.0000", "0.2500", "0.5000", "3"),
+    ]
+    entries = [("task", name, value, 0.0) for name, value in (("a", 5.0), ("b", 0.25), ("c", 0.5))]
+    assert verify_results(expecting(*entries), results)
+    with pytest.raises(ValueError, match=r"result 'task/a' must be a number, got .*\[2\]"):
+        verify_results(expecting(("task", "a", 5.0, 0.0)), {"task": {"a": np.ones(2)}})
 
 
 def expecting(*entries):

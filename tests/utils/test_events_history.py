@@ -34,13 +34,30 @@ def test_a_full_history_holds_the_newest_values_and_its_global_average_counts_al
         HistoryBuffer(max_length=0)
 
 
-def test_a_median_is_nan_as_long_as_nan_is_in_the_window_wherever_it_stands():
-    for position in range(3):
-        values = [5.0, 1.0]
-        values.insert(position, math.nan)
-        assert math.isnan(filled(values).median(3))
-        assert math.isnan(filled([*values, 7.0, 9.0]).median(3)) == (position == 2)
-    assert filled([math.inf, -math.inf, 1.0]).median(3) == 1.0
+def test_a_median_is_of_the_finite_values_wherever_the_others_stand_and_the_others_are_counted():
+    nan, inf = math.nan, math.inf
+    for values, median, left_out in (
+        ([nan, 5.0, 1.0], 3.0, 1),
+        ([5.0, nan, 1.0], 3.0, 1),
+        ([5.0, 1.0, nan], 3.0, 1),
+        ([inf, -inf, 1.0], 1.0, 2),
+        ([inf, inf, inf, 2.0, 4.0, 9.0], 4.0, 3),
+        ([1e308, 1e308, 1e308], 1e308, 0),  # only their sum is too large
+        ([7.0, 3.0], 5.0, 0),
+    ):
+        history = filled(values)
+        assert (history.median(100), history.count_not_finite(100)) == (median, left_out)
+    for values in ([inf, nan], [nan, inf], [nan, inf, -inf]):  # the newest, if none is finite
+        assert repr(filled(values).median(100)) == repr(values[-1])
+        assert filled(values).count_not_finite(100) == len(values)
+    history = filled([inf, 1.0, 2.0])  # outside of the window
+    assert (history.median(2), history.count_not_finite(2)) == (1.5, 0)
+
+
+def test_a_mean_has_every_value_so_one_that_is_not_finite_shows_in_it():
+    history = filled([1.0, math.inf, 3.0])
+    assert (history.avg(1), history.avg(3), history.global_avg()) == (3.0, math.inf, math.inf)
+    assert math.isnan(filled([1.0, math.nan]).global_avg())
 
 
 def test_a_window_counts_iterations_and_not_values():

@@ -1,6 +1,7 @@
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,8 +31,8 @@ def test_scalars_are_kept_with_the_iteration_in_which_they_were_put_and_others_r
     storage.iter = 7
     storage.put_scalars(loss=4, lr=0.5)
     storage.step()
-    storage.put_scalar("late", 1.0, cur_iter=5)
-    for value in ("high", None, torch.ones(2)):
+    storage.put_scalar("late", np.array([[1.0]]), cur_iter=5)
+    for value in ("high", None, torch.ones(2), np.ones(2), np.ones(0), [1.0]):
         with pytest.raises(ValueError, match="scalar 'loss' must be one number"):
             storage.put_scalar("loss", value)
     with pytest.raises(ValueError, match="'lr' .*smoothing_hint=True"):
@@ -129,6 +130,61 @@ def test_a_histogram_of_a_tensor_of_any_shape_counts_every_element():
         "bucket_counts": [1.0, 1.0, 1.0, 1.0, 2.0],
     }
     assert histogram.raw == numbers | buckets
+
+
+def test_a_histogram_is_of_the_finite_values_and_says_its_name_where_there_are_others(caplog):
+    nan, inf = math.nan, math.inf
+    storage = EventStorage()
+    storage.put_histogram("some", torch.tensor([[nan, 1.0, inf], [3.0, -inf, 2.0]]), bins=2)
+    storage.put_histogram("some", np.array([1e300, 0.0]), bins=1)  # not finite in float32
+    for nothing in (torch.ones(0), torch.tensor([nan, inf]), np.zeros((3, 0))):
+        storage.put_histogram("none", nothing)
+    first, second = storage.histograms()
+    assert first.raw == {
+        **{"min": 1.0, "max": 3.0, "num": 3, "sum": 6.0, "sum_squares": 14.0},
+        **{"bucket_limits": [2.0, 3.0], "bucket_counts": [1.0, 2.0]},
+    }
+    assert (second.name, second.raw["num"], second.raw["sum"]) == ("some", 1, 0.0)
+    assert caplog.messages == [
+        "The histogram 'some' leaves out values that are not finite",
+        "The histogram 'none' has no finite value, so it is left out",
+        "The histogram 'none' leaves out values that are not finite",
+    ]
+    for wrong in (torch.ones(2, dtype=torch.complex64), ["a"], None):
+        with pytest.raises(ValueError, match="histogram 'wrong' "):
+            storage.put_histogram("wrong", wrong)
+    with pytest.raises(ValueError, match=r"histogram 'wrong' needs at least 1 bin, got bins=0"):
+        storage.put_histogram("wrong", torch.ones(2), bins=0)
+
+
+def test_an_image_of_another_shape_or_type_is_refused_by_its_name():
+    storage = EventStorage()
+    for wrong in (
+        *(torch.zeros(4, 4), torch.zeros(5, 4, 3), torch.zeros(1, 3, 4, 4), torch.zeros(2, 4, 4)),
+        *(torch.zeros(3, 0, 4), torch.zeros(0), torch.zeros(3, 4, 4, dtype=torch.int64)),
+        *(np.zeros((4, 4)), torch.zeros(3, 2, 2, dtype=torch.complex64), None, "picture"),
+    ):
+        with (
+            pytest.raises(ValueError, match="image 'head/wrong' ") as raised,
+            storage.name_scope("head"),
+        ):
+            storage.put_image("wrong", wrong)
+        assert "accepted: " in str(raised.value) or "must be a tensor" in str(raised.value)
+    assert storage.images() == []
+
+
+def test_pixels_that_are_not_finite_are_shown_as_0_or_1_and_the_image_is_named(caplog):
+    storage = EventStorage()
+    image = torch.tensor([math.nan, math.inf, -math.inf, 0.25]).reshape(1, 2, 2)
+    for given in (image, image.numpy(), image.bfloat16(), image > 0):
+        storage.put_image("image", given)
+    expected = [0.0, 1.0, 0.0, 0.25]
+    shown = [each.tensor.flatten().tolist() for each in storage.images()]
+    assert shown == [expected, expected, expected, [0.0, 1.0, 0.0, 1.0]]
+    assert image.isnan().any()  # the caller's is left as it is
+    assert caplog.messages == [
+        "The image 'image' has pixels that are not finite; they are shown as 0 or 1"
+    ]
 
 
 def test_name_scope_applies_to_scalars_images_and_histograms_and_is_left_by_an_exception():

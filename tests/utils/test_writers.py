@@ -76,6 +76,26 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
     )  # a second run goes on in the same file
 
 
+def test_a_smoothed_value_is_that_of_what_is_finite_beside_the_count_of_the_others(path, lines):
+    writers = JSONWriter(path, window_size=4), CommonMetricPrinter(window_size=4)
+    with EventStorage() as storage:
+        for storage.iter, norm in enumerate([math.nan, 8.0, math.inf, 2.0, 4.0, 3.0, 5.0]):
+            storage.put_scalars(grad_norm=norm, loss=1.0)
+            storage.put_scalar("top1", math.nan, smoothing_hint=False)
+            if storage.iter in (3, 6):
+                for writer in writers:
+                    writer.write()
+        writers[0].close()
+    assert read_strictly(path) == [
+        {"iteration": 3, "grad_norm": 5.0, "grad_norm_not_finite": 2, "loss": 1.0, "top1": None},
+        {"iteration": 6, "grad_norm": 3.5, "loss": 1.0, "top1": None},
+    ]
+    assert lines() == [
+        "after 4 iterations  grad_norm: 5 (2 not finite)  loss: 1 ",
+        "after 7 iterations  grad_norm: 3.5  loss: 1 ",
+    ]
+
+
 def train(storage, writer, iters):
     """A write after every third iteration."""
     with storage:
@@ -161,6 +181,38 @@ def test_a_line_that_the_kill_has_left_incomplete_is_cut_off_and_a_lost_file_sta
     shutil.rmtree(path.parent)
     kill_and_resume(path, 7, 7, meanwhile=path.unlink)
     assert path.read_bytes().splitlines()[0] == b'{"iteration": 7, "top1": 7.0}'
+
+
+@pytest.mark.parametrize("end", [-1, -20])
+def test_a_file_that_is_shorter_than_its_checkpoint_says_keeps_whole_lines_and_the_loss_is_logged(
+    path, caplog, end
+):
+    kill_and_resume(path, 13, 13, meanwhile=lambda: path.write_bytes(path.read_bytes()[:end]))
+    iterations = [line["iteration"] for line in read_strictly(path)]
+    assert iterations == [2, 3, 5, 7, 8, 14, 15, 17]  # that of 11 was lost
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert re.search(r"metrics\.json has \d+ bytes, but had \d+ .* lost", warning.getMessage())
+    assert path.with_suffix(".json.cut_1").read_text().startswith('{"iteration": 11')
+
+
+def test_a_file_of_another_run_is_not_cut_in_the_middle_of_a_line(path):
+    def replace():
+        path.write_text('{"iteration": 0, "a": 1.0}\n' + '{"iteration": 1, "b": 2.0}\n' * 40)
+
+    kill_and_resume(path, 13, 13, meanwhile=replace)
+    assert [line["iteration"] for line in read_strictly(path)][-4:] == [1, 14, 15, 17]
+
+
+def test_a_line_that_a_kill_has_left_incomplete_is_moved_away_also_without_a_checkpoint(path):
+    path.parent.mkdir()
+    path.write_text('{"iteration": 0, "a": 1.0}\n{"itera')
+    with EventStorage(start_iter=1) as storage:
+        storage.put_scalar("a", 2.0)
+        writer = JSONWriter(path)
+        writer.write()
+        writer.close()
+    assert read_strictly(path) == [{"iteration": 0, "a": 1.0}, {"iteration": 1, "a": 2.0}]
+    assert path.with_suffix(".json.cut_1").read_text() == '{"itera'
 
 
 def test_a_file_that_is_deleted_during_the_run_is_an_error_of_the_next_write(path):

@@ -133,7 +133,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             sync_folder(self.save_dir)
             if on_commit is not None:
                 on_commit()
-            for mirror in mirrors.values():
+            for mirror in list(mirrors.values()):  # another run in a thread may add one
                 mirror.after_save(self.save_dir)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
-from trainkit.utils.events.storage import get_event_storage, has_event_storage
+from trainkit.utils.events.storage import get_event_storage
 from trainkit.utils.losses import Losses, describe_failure
 from trainkit.utils.periods import check_period
 
@@ -73,8 +73,7 @@ class SkippingTrainer(SimpleTrainer):
         return failure
 
     def step_state_dict(self) -> dict[str, Any]:
-        if has_event_storage():
-            get_event_storage().flush()  # updates are counted when they are stored
+        self.storage_in_use().flush()  # updates are counted when they are stored
         counts = {"skipped": self.skipped_updates, "in_row": self._skipped_in_row}
         return {**super().step_state_dict(), "non_finite": counts}
 

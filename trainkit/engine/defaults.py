@@ -39,6 +39,7 @@ from trainkit.engine.process import is_restarted
 from trainkit.engine.setup import default_argument_parser, default_setup, default_writers
 from trainkit.engine.step import SimpleTrainer, forwarded
 from trainkit.evaluation import verify_results
+from trainkit.evaluation.testing import result_as_float
 from trainkit.modeling import device_of_config, on_device
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
@@ -261,6 +262,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     def run_step(self) -> None:
         trainer = self._step_trainer
         trainer.iter, trainer.max_iter = self.iter, self.max_iter
+        trainer.storage = self.storage
         trainer.run_step()
 
     def describe_inexact(self) -> list[str]:
@@ -378,7 +380,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
     """Nested results as Python numbers."""
-    return {
-        str(k): _plain_results(v) if isinstance(v, Mapping) else float(v)
-        for k, v in results.items()
-    }
+    plain: dict[str, Any] = {}
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            plain[str(name)] = _plain_results(value)
+        else:
+            plain[str(name)] = result_as_float(str(name), value)
+    return plain

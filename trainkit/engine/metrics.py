@@ -19,7 +19,7 @@ from trainkit.utils.events.storage import (
     MAX_ROWS,
     EventStorage,
     get_event_storage,
-    has_event_storage,
+    storage_of_thread,
 )
 from trainkit.utils.events.worker import Numbers
 from trainkit.utils.losses import Losses, describe_failure, raise_failure
@@ -39,27 +39,38 @@ _MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
 
 
 class LaterCalls:
-    """detectron2's ``concurrent_executor``: the worker of the open storage makes the calls, in their order."""
+    """detectron2's ``concurrent_executor``: the worker of the trainer's storage makes the calls, in their order.
+
+    ``trainer`` is a weak reference.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     def submit(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
         comm.side_group("write_metrics")  # created here, in the thread of the loop
-        storage = get_event_storage()
+        storage = self._trainer.storage_in_use()
         storage.start_worker()
         storage.publish(partial(call, *args, **kwargs))
 
 
 class Row(NamedTuple):
-    """What one iteration gives to the storage; ``data_time`` in seconds, values by name."""
+    """What one iteration gives to the storage; ``data_time`` in seconds, values by name.
+
+    ``single_name``: the name of a loss that is alone on this rank. Its value is ``total_loss``; it is stored under both
+    names only if another rank has other losses.
+    """
 
     iter: int
     data_time: float
     values: dict[str, Any]
     is_stored: bool = True
+    single_name: str = ""
 
 
 class MetricPath:
-    """Takes the losses of each step to the open storage.
+    """Takes the losses of each step to the storage of the run.
 
     On one process with a CPU they become a row of the storage at once. Otherwise they wait here: until the device has
     them, or until the ranks exchange the rows of ``exchange_period`` iterations in one block, in the same iterations
@@ -67,7 +78,7 @@ class MetricPath:
 
     Args:
         trainer: a weak reference; its ``look(iter, values)`` describes what is not finite, or returns None. It is
-            called in the order of the iterations.
+            called in the order of the iterations, with the storage of the run as the open one.
         asynchronous: a worker of the storage does the work.
     """
 
@@ -91,6 +102,7 @@ class MetricPath:
 
     def add(
         self,
+        storage: EventStorage,
         iter: int,
         data_time: float,
         losses: Losses,
@@ -108,7 +120,6 @@ class MetricPath:
                 comm.side_group("metrics") is None
             )  # created here, in the thread of the loop
             self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
-        storage = get_event_storage()
         if self._asynchronous:
             storage.start_worker()
         is_stored = is_stored and (iter + 1) % self.gather_period == 0
@@ -116,7 +127,8 @@ class MetricPath:
             values = losses.read()
             for name, value in extra.items():
                 values[name] = value.item()
-            if (failure := self._trainer.look(iter, values)) is not None:
+            failure = self._look(storage, iter, values)
+            if failure is not None:
                 raise_failure([failure])
             if is_stored:
                 storage.rows.append(
@@ -125,7 +137,8 @@ class MetricPath:
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
-            row = Row(iter, data_time, {**losses.scalars, **extra}, is_stored)
+            tensors = {**losses.scalars, **extra}
+            row = Row(iter, data_time, tensors, is_stored, losses.single_name)
             self._keep(row, storage, losses.total.device)
 
     def _keep(self, row: Row, storage: EventStorage, device: torch.device) -> None:
@@ -147,15 +160,14 @@ class MetricPath:
         if due:
             self._pass_on(storage)
 
-    def finish(self) -> None:
+    def finish(self, storage: EventStorage) -> None:
         """Exchange and store the remaining rows, and wait for that; every rank calls it at the same point.
 
         Raises:
             FloatingPointError: on every rank, if an iteration was not finite on one of them.
         """
-        if has_event_storage():
-            self._pass_on(get_event_storage())
-            get_event_storage().flush()
+        self._pass_on(storage)
+        storage.flush()
 
     def _pass_on(self, storage: EventStorage) -> None:
         if not self._rows:
@@ -164,29 +176,38 @@ class MetricPath:
         numbers = Numbers([value for row in rows for value in row.values.values()])
         if self._asynchronous:
             worker = storage.start_worker()
-            worker.submit(storage.take(), partial(self._store, rows, numbers))
+            part = storage.take()
+            worker.submit(part, partial(self._store, rows, numbers, part))
             worker.collect(but=1)  # so that an error is known at the next hand-over
         else:
             self._store(rows, numbers, storage)
 
-    def _store(
-        self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage | None = None
-    ) -> None:
+    def _look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
+        """Let the trainer judge the numbers of an iteration; ``storage`` is the open one."""
+        if storage_of_thread() is storage:  # the usual case
+            failure: str | None = self._trainer.look(iter, values)
+        else:
+            with storage:
+                failure = self._trainer.look(iter, values)
+        return failure
+
+    def _store(self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage) -> None:
         """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
         read, stored, failure = iter(numbers.read()), [], None
         for row in rows:
             values = {name: next(read) for name in row.values}
-            found = self._trainer.look(row.iter, values)
-            failure = failure or (found and (row.iter, found))
+            found = self._look(storage, row.iter, values)
+            if failure is None and found is not None:
+                failure = row.iter, found
             if row.is_stored:
                 stored.append(row._replace(values=values))
         means, failures = exchange_rows(stored, math.ceil(exact(self.exchange_period)), failure)
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
-                _put(storage or get_event_storage(), row, mean)
+                _put(storage, row, mean)
         first = (
             min(failed[0] for failed in failures if failed) if self._has_failed else 0
         )  # the others come from it
@@ -208,16 +229,23 @@ def write_metrics(
 
     Raises:
         FloatingPointError: the total is not finite on some rank.
-        ValueError: there is no entry.
+        ValueError: there is no entry, or one is not one number.
     """
     if not loss_dict:
         raise ValueError("loss_dict is empty; there is nothing to write")
-    tensors = {name: torch.as_tensor(value) for name, value in loss_dict.items()}
+    tensors = {}
+    for name, value in loss_dict.items():
+        tensor = torch.as_tensor(value)
+        if tensor.numel() != 1:
+            raise ValueError(
+                f"the loss {name!r} has the shape {list(tensor.shape)}, not one number"
+            )
+        tensors[name] = tensor.reshape(())
     trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-    scalars = Losses(tensors, trained).scalars
-    own = Row(
-        cur_iter, data_time, dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True))
-    )
+    losses = Losses(tensors, trained)
+    scalars = losses.scalars
+    values = dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True))
+    own = Row(cur_iter, data_time, values, single_name=losses.single_name)
     [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
@@ -232,6 +260,7 @@ class OwnMetrics:
     extra: dict[str, Tensor]
     gather_metric_period: Any
     concurrent_executor: Any
+    storage_in_use: Callable[[], EventStorage]
 
     write_metrics = staticmethod(write_metrics)
 
@@ -260,11 +289,13 @@ class OwnMetrics:
             name: value.clone().requires_grad_(name in losses.trained)
             for name, value in losses.detached.items()
         }
+        storage = self.storage_in_use()
         for name, value in self.extra.items():
             if not name.startswith("[flag]"):
-                get_event_storage().put_scalar(name, value)
+                storage.put_scalar(name, value)
         if self.concurrent_executor is None:
-            self._write_metrics(copies, data_time)
+            with storage:
+                self._write_metrics(copies, data_time)
         else:
             self.concurrent_executor.submit(self._write_metrics, copies, data_time, iter=self.iter)
 
@@ -295,7 +326,7 @@ def exchange_rows(
     block = np.zeros(
         (1 + most, 1 + _MOST_VALUES)
     )  # the size is equal on all ranks; else Gloo silently mixes up data
-    names = "\n".join(name for row in rows for name in ("", *row.values))
+    names = "\n".join(name for row in rows for name in ("", row.single_name, *row.values))
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
     block[0, :3] = (
         len(rows),
@@ -326,6 +357,8 @@ def exchange_rows(
 def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
     """The mean of row ``i`` over ranks; an entry is averaged over the ranks that have it."""
     rows = [theirs[i] for theirs in by_rank if i < len(theirs)]
+    if len({row.single_name for row in rows}) > 1:
+        rows = [_with_single_loss(row) for row in rows]
     found = {
         name: [row.values[name] for row in rows if name in row.values]
         for row in rows
@@ -333,3 +366,10 @@ def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
     }
     means = {name: sum(values) / len(values) for name, values in found.items()}
     return Row(rows[0].iter, max(row.data_time for row in rows), means)
+
+
+def _with_single_loss(row: Row) -> Row:
+    """The row with a loss that is alone under its own name too."""
+    if not row.single_name or "total_loss" not in row.values:
+        return row
+    return row._replace(values={**row.values, row.single_name: row.values["total_loss"]})

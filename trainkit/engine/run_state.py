@@ -8,7 +8,11 @@ from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.utils import comm
 from trainkit.utils.env import get_rng_state, rng_state_for_rank
-from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.storage import (
+    EventStorage,
+    other_threads_have_storages,
+    storage_of_thread,
+)
 from trainkit.utils.periods import exact, periods_done, say_done
 
 _T = TypeVar("_T")
@@ -79,6 +83,13 @@ class RunState:
 
     def is_training(self) -> bool:
         return self.status == "running"
+
+    def storage_in_use(self) -> EventStorage:
+        """``storage``; in a loop of the user's own that has opened another one in its place, that one."""
+        opened = storage_of_thread()
+        if self.storage.is_open or opened is None:
+            return self.storage
+        return opened
 
     # ------------------------------------------------------------------ hooks
 
@@ -234,7 +245,11 @@ class RunState:
 
     def describe_inexact(self) -> list[str]:
         """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
-        return []
+        if not other_threads_have_storages():
+            return []
+        return [
+            "another thread of this process trains too, and both use the same random generators"
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the states of hooks (by unique names), storage and random generators.

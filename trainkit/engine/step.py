@@ -150,7 +150,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         self.concurrent_executor = (
-            LaterCalls() if async_write_metrics else None
+            LaterCalls(weakref.proxy(self)) if async_write_metrics else None
         )  # detectron2's name
         self.non_finite, self.clip_gradients = non_finite, clip_gradients
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
@@ -270,7 +270,8 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         """Give the losses and ``extra`` to the storage. Raises FloatingPointError, see ``non_finite``."""
         if self.writes_itself:
             self.let_write(losses, data_time)
-        self.metrics.add(self.iter, data_time, losses, self.extra, not self.writes_itself)
+        is_stored = not self.writes_itself
+        self.metrics.add(self.storage_in_use(), self.iter, data_time, losses, self.extra, is_stored)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -345,7 +346,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     def find_failure(self, everywhere: bool = True) -> str | None:
         if everywhere:
-            self.metrics.finish()
+            self.metrics.finish(self.storage_in_use())
         if self.non_finite == "ignore":
             return None
         names = [name for name in non_finite_names(self.model) if name not in self._never_finite]

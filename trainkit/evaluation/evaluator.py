@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.evaluation.observer import EvaluationAbandoned, for_details, observers
+from trainkit.evaluation.observer import EvaluationAbandoned, for_details, present_observer
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, move_to_device, unwrap_model
 from trainkit.utils.env import preserve_rng_state
@@ -108,7 +108,7 @@ def inference_on_dataset(
         evaluator if isinstance(evaluator, Sequence) else [evaluator] if evaluator else []
     )
     callbacks = callbacks or {}
-    observer, phase = observers[-1]
+    observer, phase = present_observer()
     device, num_batches, is_stopping, start = None, 0, False, time.perf_counter()
     with preserve_rng_state(), torch.no_grad(), inference_context(model):
         if isinstance(model, nn.Module):

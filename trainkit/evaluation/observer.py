@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, TypeAlias
 
 Phase: TypeAlias = Literal[
@@ -31,21 +32,27 @@ class InferenceObserver:
     def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None: ...
 
 
-observers: list[tuple[InferenceObserver, Phase]] = [
-    (InferenceObserver(), "test")
-]  # the last one counts
+_present: ContextVar[tuple[Any, Phase]] = ContextVar(
+    "observer and phase", default=(InferenceObserver(), "test")
+)
 
 
 @contextmanager
 def observe_inference(observer: Any, phase: Phase) -> Iterator[None]:
-    """Context in which ``inference_on_dataset`` calls the points of ``observer``, such as a trainer."""
-    observers.append((observer, phase))
+    """Context in which ``inference_on_dataset`` in this thread calls the points of ``observer``, such as a trainer."""
+    token = _present.set((observer, phase))
     try:
         yield
     finally:
-        observers.pop()
+        _present.reset(token)
+
+
+def present_observer() -> tuple[Any, Phase]:
+    """The observer of this thread, and the phase."""
+    return _present.get()
 
 
 def for_details() -> int:
     """The level of a log line with details of an evaluation."""
-    return logging.DEBUG if observers[-1][0].is_training() else logging.INFO
+    observer, _ = present_observer()
+    return logging.DEBUG if observer.is_training() else logging.INFO

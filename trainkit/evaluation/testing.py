@@ -9,6 +9,7 @@ from typing import Any
 from trainkit.config.config import CfgNode
 from trainkit.evaluation.observer import for_details
 from trainkit.utils.logger import format_table
+from trainkit.utils.numbers import one_number, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +19,24 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     return {"/".join(path): value for path, value in _leaves(results)}
 
 
+def result_as_float(name: str, value: Any) -> float:
+    """A result of an evaluation as a float. Raises ValueError if it is not one number, see `one_number`."""
+    try:
+        return one_number(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the evaluation result {name!r} must be a number, got {value!r}: {error}"
+        ) from error
+
+
 def print_csv_format(results: Mapping[str, Any]) -> None:
     """Log ``{task: {metric: value}}`` as a table with a row per metric; with datasets, the task is "dataset/task"."""
-    rows = [
-        ("/".join(task), metric, f"{value:.4f}" if isinstance(value, float) else value)
-        for (*task, metric), value in _leaves(results)
-    ]
+    rows = []
+    for (*task, metric), value in _leaves(results):
+        value = unpack(value)
+        if isinstance(value, float):
+            value = f"{value:.4f}"
+        rows.append(("/".join(task), metric, value))
     options: dict[str, Any] = {
         "tablefmt": "pipe",
         "colalign": ("left", "left", "right"),
@@ -41,7 +54,8 @@ def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
     """
     flat, differ = flatten_results_dict(results), []
     for task, metric, expected, tolerance in cfg.TEST.EXPECTED_RESULTS:
-        actual = float(flat.get(f"{task}/{metric}", math.nan))
+        name = f"{task}/{metric}"
+        actual = result_as_float(name, flat.get(name, math.nan))
         if not abs(actual - expected) <= tolerance or math.isinf(
             actual
         ):  # "not": a NaN must not pass

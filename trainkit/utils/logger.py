@@ -56,6 +56,14 @@ def setup_logger(
     return logger
 
 
+def log_file(name: str = "trainkit") -> str:
+    """Path of the file that ``setup_logger`` has opened for a logger; "" if there is none."""
+    for handler in logging.getLogger(name).handlers:
+        if isinstance(handler, logging.FileHandler) and isinstance(handler.formatter, _Formatter):
+            return handler.baseFilename
+    return ""
+
+
 def close_logger(name: str = "trainkit") -> None:
     """Undo ``setup_logger`` for a logger, and close its file."""
     logger = logging.getLogger(name)

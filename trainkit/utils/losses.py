@@ -37,6 +37,14 @@ class Losses:
         return {name: value.detach() for name, value in self.values.items()}
 
     @property
+    def single_name(self) -> str:
+        """The name of a loss that is alone, and so is the total; "" if there are several, or if it has no name."""
+        if len(self.values) > 1 or "total_loss" in self.values:
+            return ""
+        [name] = self.values
+        return name
+
+    @property
     def scalars(self) -> dict[str, Tensor]:
         """The values to store, without their graph: the total, and each loss if there are several."""
         scalars = {"total_loss": self.total, **(self.values if len(self.values) > 1 else {})}

@@ -52,3 +52,9 @@ def test_the_file_of_a_resumed_run_is_cut_at_its_checkpoint_and_has_one_header(t
     write(second, range(4, 7))
     assert path.read_text() == whole
     assert whole.endswith((tmp_path / "metrics.csv.cut_1").read_text())
+    path.write_text("iteration,epo")  # all the rest is lost
+    third = CSVWriter(path)
+    third.load_state_dict(state)
+    write(third, range(4, 7))
+    lines = whole.splitlines(keepends=True)
+    assert path.read_text() == "".join([lines[0], *lines[5:]])

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -60,15 +61,25 @@ def test_a_stopped_run_is_not_evaluated_and_one_that_finishes_early_once():
 
 def test_results_are_stored_flat_and_not_smoothed_and_must_be_numbers():
     trainer = Steps(
-        [EvalHook(3, lambda: {"cls": {"top1": 50, "top5": torch.tensor(90.5)}, "loss": 0.25})]
+        [
+            EvalHook(
+                3,
+                lambda: {
+                    "cls": {"top1": 50, "top5": torch.tensor(90.5)},
+                    "loss": np.array([0.25]),
+                    "psnr": torch.tensor([[7.5]]),
+                },
+            )
+        ]
     )
     trainer.train(0, 6)
     assert {name: history.values() for name, history in trainer.storage.histories().items()} == {
         "cls/top1": [(50.0, 2), (50.0, 6)],
         "cls/top5": [(90.5, 2), (90.5, 6)],
         "loss": [(0.25, 2), (0.25, 6)],
+        "psnr": [(7.5, 2), (7.5, 6)],
     }
     assert set(trainer.storage.smoothing_hints().values()) == {False}
-    for leaf in ("good", None, torch.ones(2)):
+    for leaf in ("good", None, torch.ones(2), np.ones(2), np.ones((1, 0)), [5.0]):
         with pytest.raises(ValueError, match="result 'cls/top1' must be a number"):
             Steps([EvalHook(0, lambda leaf=leaf: {"cls": {"top1": leaf}})]).train(0, 1)

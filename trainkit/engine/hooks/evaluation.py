@@ -7,7 +7,7 @@ from typing import Any
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import PeriodicHook
 from trainkit.evaluation.observer import Phase, observe_inference
-from trainkit.evaluation.testing import flatten_results_dict
+from trainkit.evaluation.testing import flatten_results_dict, result_as_float
 from trainkit.utils import comm
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.periods import say_done
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class EvalHook(PeriodicHook):
     """Call ``eval_function()`` every ``eval_period`` iterations and after training, and store its results.
 
-    The function returns a nested dict of numbers, stored as ``outer/inner``, or None on ranks other than 0. Every rank
-    calls it in the same iteration.
+    The function returns a nested dict of numbers, stored as ``outer/inner``, or None on ranks other than 0. An array or
+    a tensor with one element is a number too. Every rank calls it in the same iteration.
 
     Args:
         eval_period: 0: only after training.
@@ -80,12 +80,7 @@ class EvalHook(PeriodicHook):
         """Call the function and store its results; subclasses written for detectron2 override this."""
         results = flatten_results_dict(self._func() or {})
         for name, value in results.items():
-            try:
-                results[name] = float(value)
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"the evaluation result {name!r} must be a number, got {value!r}"
-                ) from error
+            results[name] = result_as_float(name, value)
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
         if results and self.trainer.is_training():
             shown = ", ".join(

@@ -48,22 +48,29 @@ class HistoryBuffer:
         return self._values[-1], self._iterations[-1]
 
     def median(self, window_size: int) -> float:
-        """The median of the last ``window_size`` values (or the mean of the middle two); NaN if any of them is NaN."""
+        """The median of the finite ones of the last ``window_size`` values; the newest value if none is finite."""
         last = self._last(window_size)
-        if math.isnan(sum(last)) and any(
-            map(math.isnan, last)
-        ):  # the sum is fast; inf - inf is NaN too
-            return math.nan
+        if not math.isfinite(
+            sum(last)
+        ):  # the sum is fast, but also that of large values is infinite
+            last = array("d", filter(math.isfinite, last)) or last[-1:]
         ordered, middle = sorted(last), len(last) // 2
         return ordered[middle] if len(last) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
+    def count_not_finite(self, window_size: int) -> int:
+        """The number of the last ``window_size`` values that are infinite or NaN."""
+        last = self._last(window_size)
+        if math.isfinite(sum(last)):
+            return 0
+        return len(last) - sum(map(math.isfinite, last))
+
     def avg(self, window_size: int) -> float:
-        """The mean of the last ``window_size`` values."""
+        """The mean of the last ``window_size`` values; infinite or NaN if one of them is."""
         last = self._last(window_size)
         return sum(last) / len(last)
 
     def global_avg(self) -> float:
-        """The mean of all values ever, also of dropped ones."""
+        """The mean of all values ever, also of dropped ones; infinite or NaN from the first such value on."""
         return self._sum / self._count
 
     def values(self) -> list[tuple[float, int]]:

@@ -16,37 +16,75 @@ from torch import Tensor
 from trainkit.utils.device import runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
 from trainkit.utils.events.worker import Numbers, Worker
+from trainkit.utils.numbers import one_number
 
 logger = logging.getLogger(__name__)
 
-_stack: list["EventStorage"] = []
-_thread = threading.local()  # .stack: like _stack, for the thread of a `Worker`
+
+class _OfThread(threading.local):
+    """The storages that a thread has opened, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.opened: list[EventStorage] = []
+        # in the thread of a `Worker`: other threads do not see what it opens
+        self.is_worker = False
+
+
+_thread = _OfThread()
+_innermost: dict[int, "EventStorage"] = {}  # of each thread that has opened one; key: its list
 
 MAX_ROWS = 1000  # this number of rows waits at most before they are stored
 _MAX_IMAGES = 100  # limit for a rank without a writer, which would clear them
 
 
 def get_event_storage() -> "EventStorage":
-    """The innermost storage whose ``with`` block is open.
+    """The innermost storage whose ``with`` block is open in this thread.
+
+    A thread that has opened none (of autograd, of a loader) gets the innermost one of the thread that has.
 
     Raises:
-        RuntimeError: no storage is open; code that also runs outside training checks ``has_event_storage()`` first.
+        RuntimeError: no storage is open, see ``has_event_storage()``; or several threads have opened one, but not this.
     """
-    stack = getattr(_thread, "stack", _stack)
-    if not stack:
+    if _thread.opened:
+        return _thread.opened[-1]
+    elsewhere = _opened_elsewhere()
+    if not elsewhere:
         raise RuntimeError(
             "no EventStorage is open; open one (`with EventStorage():`), or ask has_event_storage()"
         )
-    return stack[-1]
+    if len(elsewhere) > 1:
+        here = threading.current_thread().name
+        raise RuntimeError(
+            f"thread {here!r} has opened no EventStorage, and {len(elsewhere)} are open in other threads; open that of "
+            "the run here: `with trainer.storage:`"
+        )
+    return elsewhere[0]
 
 
 def has_event_storage() -> bool:
-    """Whether a storage is open."""
-    return bool(getattr(_thread, "stack", _stack))
+    """Whether a storage is open, in this thread or in another one."""
+    return bool(_thread.opened or _innermost)
 
 
-def _own_stack() -> None:
-    _thread.stack = []
+def storage_of_thread() -> "EventStorage | None":
+    """The innermost storage that this thread has opened."""
+    return _thread.opened[-1] if _thread.opened else None
+
+
+def _opened_elsewhere() -> list["EventStorage"]:
+    """The innermost storages of other threads; one that several threads have opened is here once."""
+    by_id = {id(storage): storage for storage in list(_innermost.values())}
+    return list(by_id.values())
+
+
+def other_threads_have_storages() -> bool:
+    """Whether another thread has opened a storage: it probably trains too."""
+    own = id(_thread.opened)
+    return any(key != own for key in list(_innermost))
+
+
+def _mark_worker() -> None:
+    _thread.is_worker = True
 
 
 class Image(NamedTuple):
@@ -64,8 +102,9 @@ class Histogram(NamedTuple):
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
-    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``. Each history keeps ``history_length``
-    values (see `HistoryBuffer`). A put is one append to a list; whoever reads first stores what waits there.
+    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``, in the thread that has opened it. Each
+    history keeps ``history_length`` values (see `HistoryBuffer`). A put is one append to a list; whoever reads first
+    stores what waits there.
 
     Attributes:
         iter: the current iteration, counted from 0; the loop sets it.
@@ -88,6 +127,8 @@ class EventStorage:
         self._images: deque[Image] = deque(maxlen=_MAX_IMAGES)
         self._histograms: deque[Histogram] = deque(maxlen=_MAX_IMAGES)
         self._holds_images = False
+        self._warned: set[str] = set()
+        self._num_open = 0
         self._numbers: Numbers | None = (
             None  # those of ``rows``, if they are on their way to the host already
         )
@@ -103,7 +144,8 @@ class EventStorage:
     ) -> None:
         """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
 
-        A tensor on an accelerator is copied there and read later, so the caller does not wait.
+        An array or a tensor with one element is a number too. A tensor on an accelerator is copied there and read
+        later, so the caller does not wait.
 
         Raises:
             ValueError: the name has the other hint already; writers use it; the value is not one number.
@@ -112,7 +154,7 @@ class EventStorage:
             if isinstance(value, Tensor) and runs_ahead(value.device):
                 number: Any = value.detach().clone().reshape(())
             else:
-                number = float(value)
+                number = one_number(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"scalar {name!r} must be one number, got {type(value).__name__}: {error}"
@@ -146,13 +188,72 @@ class EventStorage:
     def put_image(self, img_name: str, img_tensor: Tensor) -> None:
         """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
 
-        The newest 100 are kept until a writer that shows images clears them.
+        The newest 100 are kept until a writer that shows images clears them. NaN is shown as 0; so is a mask's False.
+
+        Raises:
+            ValueError: it has another shape or type, no pixel, or other than 1, 3 or 4 channels.
         """
-        self._images.append(Image(self._prefix + img_name, img_tensor, self.iter))
+        name = self._prefix + img_name
+        self._images.append(Image(name, self._showable(name, img_tensor), self.iter))
+
+    def _showable(self, name: str, image: Any) -> Any:
+        """The image, or a copy that every writer can show."""
+        try:
+            tensor = torch.as_tensor(image)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"image {name!r} must be a tensor or an array, got {type(image).__name__}: {error}"
+            ) from error
+        if tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4) or tensor.numel() == 0:
+            raise ValueError(
+                f"image {name!r} has the shape {list(tensor.shape)}; accepted: [channel, height, width] with 1, 3 or "
+                "4 channels, see permute() and unsqueeze()"
+            )
+        if tensor.dtype == torch.uint8:
+            return image
+        if tensor.dtype == torch.bool:
+            return tensor.detach().float()
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"image {name!r} has the type {tensor.dtype}; accepted: float in [0, 1], uint8 in [0, 255], bool"
+            )
+        if tensor.dtype not in (torch.float32, torch.float64):
+            tensor = image = tensor.detach().float()  # NumPy has no bfloat16
+        if runs_ahead(tensor.device):  # to look would wait for the device
+            return tensor.detach().nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
+        if tensor.isfinite().all():
+            return image
+        self._warn_once(
+            f"The image {name!r} has pixels that are not finite; they are shown as 0 or 1"
+        )
+        return tensor.detach().nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
 
     def put_histogram(self, hist_name: str, hist_tensor: Tensor, bins: int = 1000) -> None:
-        """Keep the histogram of a tensor of any shape, like an image. Synchronizes its device."""
-        values = hist_tensor.detach().float().flatten().cpu()
+        """Keep the histogram of the finite values of a tensor of any shape, like an image. Synchronizes its device.
+
+        Without such a value nothing is kept. Raises ValueError: these are no real numbers, or ``bins`` is below 1.
+        """
+        name = self._prefix + hist_name
+        if bins < 1:
+            raise ValueError(f"histogram {name!r} needs at least 1 bin, got bins={bins!r}")
+        try:
+            given = torch.as_tensor(hist_tensor).detach()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"histogram {name!r} must be of a tensor or an array, got {type(hist_tensor).__name__}: {error}"
+            ) from error
+        if given.is_complex():
+            raise ValueError(
+                f"histogram {name!r} is of complex numbers; give their abs() or real part"
+            )
+        values = given.float().flatten().cpu()
+        is_finite = values.isfinite()
+        if not is_finite.all():
+            values = values[is_finite]
+            self._warn_once(f"The histogram {name!r} leaves out values that are not finite")
+        if values.numel() == 0:
+            self._warn_once(f"The histogram {name!r} has no finite value, so it is left out")
+            return
         low, high = values.min().item(), values.max().item()
         limits, counts = (
             torch.linspace(low, high, bins + 1, device="cpu")[1:],
@@ -166,7 +267,12 @@ class EventStorage:
         }
         raw |= {"sum_squares": values.square().sum().item()}
         raw |= {"bucket_limits": limits.tolist(), "bucket_counts": counts.tolist()}
-        self._histograms.append(Histogram(self._prefix + hist_name, self.iter, raw))
+        self._histograms.append(Histogram(name, self.iter, raw))
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text)
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
@@ -185,7 +291,7 @@ class EventStorage:
         Raises the first error of this thread since the last call.
         """
         if self.worker is None:
-            self.worker = Worker(self, _own_stack)
+            self.worker = Worker(self, _mark_worker)
         self.worker.raise_error()
         return self.worker
 
@@ -208,10 +314,11 @@ class EventStorage:
     def publish(self, call: Callable[[], object]) -> None:
         """Call ``call()``, which may read the storage, after everything that was put so far: at once, or in the worker.
 
-        The worker calls it with a storage as the open one that has the same values, and what was put so far.
+        This storage is the open one then; in the worker it is one with the same values, and what was put so far.
         """
         if self.worker is None:
-            call()
+            with self:
+                call()
             return
         if self.before_read is not None:
             self.before_read(self)
@@ -222,6 +329,7 @@ class EventStorage:
         """Returns a storage with the same histories and with what waits here; then nothing waits here any more."""
         part = copy.copy(self)
         part.before_read, part.worker = None, None
+        part._num_open = 0
         part._numbers = Numbers(_values(self.rows)) if self.rows else None
         self.rows, emptied = [], self if images else part
         emptied._images, emptied._histograms = deque(maxlen=_MAX_IMAGES), deque(maxlen=_MAX_IMAGES)
@@ -268,13 +376,31 @@ class EventStorage:
         return {name: history.latest_with_iter() for name, history in self.histories().items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
-        """Like ``latest``; for a smoothed scalar, its median over the last ``window_size`` iterations."""
+        """Like ``latest``; for a smoothed scalar, its median over the last ``window_size`` iterations.
+
+        The median is that of the finite values; `counts_left_out` says how many others there are.
+        """
         smoothed = self.latest()
         for name, (_, iter) in smoothed.items():
             if self._smoothing_hints[name]:
                 history = self._history[name]
                 smoothed[name] = history.median(history.count_within(window_size)), iter
         return smoothed
+
+    def counts_left_out(self, window_size: int = 20) -> dict[str, int]:
+        """name -> number of values that a median leaves out, since they are not finite; without those that have none.
+
+        A scalar without any finite value in the window is not here: the newest value is shown for it.
+        """
+        counts = {}
+        for name, history in self.histories().items():
+            if not self._smoothing_hints[name]:
+                continue
+            length = history.count_within(window_size)
+            count = history.count_not_finite(length)
+            if 0 < count < length:
+                counts[name] = count
+        return counts
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         """The number of values in the last ``window_size`` iterations, which end with that of the newest value."""
@@ -352,13 +478,25 @@ class EventStorage:
             (Histogram(**histogram) for histogram in state["histograms"]), _MAX_IMAGES
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a ``with`` block of this storage is open, in any thread."""
+        return self._num_open > 0
+
     def __enter__(self) -> "EventStorage":
-        getattr(_thread, "stack", _stack).append(self)
+        self._num_open += 1
+        _thread.opened.append(self)
+        _show_innermost()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        getattr(_thread, "stack", _stack).remove(self)
-        if self.worker is None:
+        opened = _thread.opened
+        opened.reverse()  # so that the innermost entry of this storage is removed
+        opened.remove(self)
+        opened.reverse()
+        _show_innermost()
+        self._num_open -= 1
+        if self.worker is None or self.is_open:
             return
         try:
             self.flush()
@@ -369,6 +507,16 @@ class EventStorage:
         finally:
             self.worker.close()
             self.worker = None
+
+
+def _show_innermost() -> None:
+    """Let other threads see the innermost storage of this one."""
+    if _thread.is_worker:
+        return
+    if _thread.opened:
+        _innermost[id(_thread.opened)] = _thread.opened[-1]
+    else:
+        _innermost.pop(id(_thread.opened), None)
 
 
 def _values(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Any]:

@@ -55,7 +55,10 @@ Row: TypeAlias = tuple[int, dict[str, float]]
 
 
 class ScalarWriter(EventWriter):
-    """Base class of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``."""
+    """Base class of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``.
+
+    If a median leaves out values that are not finite, their number is shown as ``<name>_not_finite``.
+    """
 
     def __init__(self, window_size: int) -> None:
         self._window_size = window_size
@@ -63,11 +66,14 @@ class ScalarWriter(EventWriter):
 
     def write(self) -> None:
         storage, taken = get_event_storage(), dict(self._taken)
+        left_out = storage.counts_left_out(self._window_size)
         rows: dict[int, dict[str, float]] = {}
         for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items():
             if iter > taken.get(name, -1):
                 taken[name] = iter
                 rows.setdefault(iter, {})[name] = value
+                if name in left_out:
+                    rows[iter][f"{name}_not_finite"] = left_out[name]
         self._show(sorted(rows.items()), storage)
         self._taken = taken  # after an error they are shown the next time
 
@@ -133,11 +139,12 @@ class CommonMetricPrinter(EventWriter):
             )
             fields.append(f"[Epoch {done}{'' if self._max_iter is None else f'/{end}'}] ")
         fields.append(f"{say_done(iter + 1, self._max_iter)} ")
-        fields += [
-            f"{name}: {value:.4g} "
-            for name, (value, _) in latest.items()
-            if hints[name] and name not in self._PLACED
-        ]
+        left_out = storage.counts_left_out(self._window_size)
+        for name, (value, _) in latest.items():
+            if hints[name] and name not in self._PLACED:
+                fields.append(f"{name}: {value:.4g} ")
+                if name in left_out:
+                    fields[-1] += f"({left_out[name]} not finite) "
         for name, digits in (("time", ".4f"), ("data_time", ".4f"), ("lr", ".5g")):
             if name in latest:
                 fields.append(f"{name}: {latest[name][0]:{digits}} ")
@@ -166,7 +173,9 @@ def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
 class LinesWriter(ScalarWriter):
     """Base class of writers that append lines to a file, which starts with ``header``; a subclass defines ``format``.
 
-    The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...).
+    The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...), and so
+    does each first write with a part of a line at the end. If the file has lost lines that it had at the checkpoint, a
+    warning says so.
     """
 
     _file: FileIO | None = None
@@ -215,23 +224,33 @@ class LinesWriter(ScalarWriter):
 
     def _open(self) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if (
-            self._start is not None
-            and self._path.exists()
-            and (tail := self._path.read_bytes()[self._start :])
-        ):
-            names = (f"{self._path}.cut_{n}" for n in itertools.count(1))
-            aside = Path(next(name for name in names if not os.path.lexists(name)))
-            aside.write_bytes(tail)
-            os.truncate(self._path, self._start)
-            logger.info(
-                "%s continues after byte %d; the later lines are in %s",
-                self._path,
-                self._start,
-                aside.name,
-            )
+        self._cut()
         self._start = None
         return FileIO(self._path, "ab")
+
+    def _cut(self) -> None:
+        """Move away what is after ``_start``, and a part of a line before it."""
+        content = self._path.read_bytes() if self._path.is_file() else b""
+        start = len(content) if self._start is None else self._start
+        if start > len(content):
+            logger.warning(
+                "%s has %d bytes, but had %d when the checkpoint was saved: the lines after byte %d are lost",
+                self._path,
+                len(content),
+                start,
+                len(content),
+            )
+        end = content.rfind(b"\n", 0, start) + 1
+        tail = content[end:]
+        if not tail:
+            return
+        names = (f"{self._path}.cut_{n}" for n in itertools.count(1))
+        aside = Path(next(name for name in names if not os.path.lexists(name)))
+        aside.write_bytes(tail)
+        os.truncate(self._path, end)
+        logger.info(
+            "%s continues after byte %d; what was after it is in %s", self._path, end, aside.name
+        )
 
 
 class JSONWriter(LinesWriter):
