@@ -42,7 +42,7 @@ from user_job import positive
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import default_argument_parser, user_errors_exit
-from trainkit.engine.hooks.monitor import infer_mode
+from trainkit.engine.hooks.direction import infer_mode
 from trainkit.utils.run_folder import is_owned_by_another, own_folder, release_folder
 
 Settings: TypeAlias = dict[str, str]  # key of the config -> value, as on the command line
@@ -276,12 +276,14 @@ def choose_metric(metric: str, mode: str, runs: dict[str, Run]) -> tuple[str, st
         best = (run.config or {}).get("CHECKPOINT.BEST_METRIC")
         metric = metric or (best[0] if isinstance(best, list) and best else best) or "total_loss"
     metric = metric or "total_loss"
-    try:
-        return metric, infer_mode(metric) if mode == "auto" else mode
-    except ValueError:
+    if mode != "auto":
+        return metric, mode
+    by_name = infer_mode(metric)
+    if by_name is None:
         raise ConfigError(
             f"the name {metric!r} does not tell whether more or less is better; give --mode"
-        ) from None
+        )
+    return metric, by_name
 
 
 def make_table(sweep: Sweep, metric: str, mode: str) -> tuple[list[str], list[list[Any]]]:

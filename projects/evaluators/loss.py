@@ -1,8 +1,7 @@
 """The losses of a model on an evaluated dataset."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from trainkit.config.from_config import configurable
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.evaluator import DatasetEvaluator, inference_context
 from trainkit.utils import comm
+from trainkit.utils.device import preserve_buffers
 from trainkit.utils.losses import parse_losses
 
 # these act randomly in train mode, or update running statistics
@@ -89,7 +89,7 @@ class LossEvaluator(DatasetEvaluator):
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
         """``total_loss``, then the single losses; detached. Gradients are on: what requires grad is a loss."""
-        with inference_context(self._model), _preserve_buffers(self._model), torch.enable_grad():
+        with inference_context(self._model), preserve_buffers(self._model), torch.enable_grad():
             if callable(losses_of := getattr(self._model, "losses", None)):
                 returned = losses_of(inputs)
             else:
@@ -100,21 +100,3 @@ class LossEvaluator(DatasetEvaluator):
                 returned = self._model(inputs)
         losses = parse_losses(returned)
         return {"total_loss": losses.total.detach()} | losses.detach().values
-
-
-@contextmanager
-def _preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Context that at its end restores the buffers, even if the model has replaced them."""
-    owned = [
-        (module, *entry)
-        for module in model.modules()
-        for entry in module.named_buffers(recurse=False)
-    ]
-    saved = [(*entry, entry[-1].clone()) for entry in owned]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in saved:
-                buffer.copy_(value)
-                setattr(module, name, buffer)

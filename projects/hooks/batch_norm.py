@@ -2,8 +2,9 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from trainkit.projects.hooks.averaging import EMAHook
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
-from trainkit.utils.device import move_to_device, unwrap_model
+from trainkit.utils.device import device_of, move_to_device, preserve_buffers, unwrap_model
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.events import EventStorage
 from trainkit.utils.periods import check_period, is_due
@@ -28,12 +29,16 @@ logger = logging.getLogger(__name__)
 class PreciseBN(HookBase):
     """Recompute the running statistics of batch norm every ``period`` iterations and after the last one.
 
-    The statistics are taken over ``num_iter`` batches of ``data_loader`` (and over all ranks) in train mode, each batch
-    with the same weight: the mean of the means, and the mean of the variances plus the variance of the means, see Wu
-    and Johnson, "Rethinking 'Batch' in BatchNorm", section 3. The loader, which only this hook uses, starts again each
-    time, so the result is a function of the weights. Random state is restored. Without batch norm in train mode, the
-    hook does nothing. With ``period`` 0 it runs only after the last iteration. ``start``: if not 0, it first runs after
-    this many iterations, as an evaluation with TEST.EVAL_START.
+    They become the mean and the (unbiased) variance of all values that reach a layer in ``num_iter`` batches of
+    ``data_loader``, in train mode and over all ranks, as if these were one batch; see Wu and Johnson, "Rethinking
+    'Batch' in BatchNorm", section 3. So a batch counts by its size. The loader, which only this hook uses, starts again
+    each time, so the result is a function of the weights. Random state and all other buffers are restored. Layers in
+    eval mode, and layers that no value reaches, keep their statistics. Without batch norm in train mode, the hook does
+    nothing. With ``period`` 0 it runs only after the last iteration. ``start``: if not 0, it first runs after this many
+    iterations, as an evaluation with TEST.EVAL_START.
+
+    Raises:
+        ValueError: ``data_loader`` has a length that is less than ``num_iter``.
     """
 
     priority = 47  # before the checkpointer: the statistics are part of what is saved and evaluated
@@ -41,18 +46,39 @@ class PreciseBN(HookBase):
     def __init__(
         self, period: int, model: nn.Module, data_loader: Any, num_iter: int, *, start: int = 0
     ) -> None:
-        self._period, self._start = check_period("period", period), check_period("start", start)
+        self._period = check_period("period", period)
+        self._start = check_period("start", start)
         self._num_iter = check_period("num_iter", num_iter, minimum=1)
-        self._model = unwrap_model(
-            model
-        )  # a wrapper may exchange buffers: not with unequal numbers of batches
+        # a wrapper may exchange buffers
+        self._model = unwrap_model(model)
         self._data_loader = data_loader
         # the state holds the seed: with SEED -1, a resumed run would draw another seed
         self._data_state = {} if resume_obstacle(data_loader) else self._data_loader.state_dict()
-        layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        self._layers = [layer for layer in layers if layer.training and layer.track_running_stats]
+        layers = {
+            name: module
+            for name, module in self._model.named_modules()
+            if isinstance(module, _BatchNorm)
+        }
+        self._layers = {
+            name: layer
+            for name, layer in layers.items()
+            if layer.training and layer.track_running_stats
+        }
         if not self._layers:
             logger.warning("PreciseBN is off: the model has no batch norm in train mode")
+            return
+        try:
+            length = len(data_loader)
+        except (TypeError, NotImplementedError):  # an endless sampler, a stream
+            return
+        if length < self._num_iter:
+            raise ValueError(self._too_few(f"gives {length}"))
+
+    def _too_few(self, found: str) -> str:
+        return (
+            f"PreciseBN needs {self._num_iter} batches (num_iter, in a config TEST.PRECISE_BN.NUM_ITER), but its data "
+            f"loader {found}; lower num_iter, or give a loader with more batches"
+        )
 
     @classmethod
     def config_arguments(cls, trainer: Any) -> dict[str, Any]:
@@ -85,64 +111,104 @@ class PreciseBN(HookBase):
 
     @torch.no_grad()
     def update_stats(self) -> None:
-        """Compute the statistics now; the model must be in train mode. Raises ValueError if there is no batch."""
-        device, count = next(self._model.parameters()).device, 0
-        mean = var = between = torch.zeros_like(_pack(self._layers, "running_mean"))
-        with EventStorage(), preserve_rng_state(), _batch_statistics(self._layers):
-            for batch in itertools.islice(self._data_loader, self._num_iter):
-                self._model(move_to_device(batch, device))
-                new, count = _pack(self._layers, "running_mean"), count + 1
-                # running means over batches; `between` becomes the variance of the batches' means (Welford)
-                delta = new - mean
-                mean = mean + delta / count
-                between = between + (delta * (new - mean) - between) / count
-                var = var + (_pack(self._layers, "running_var") - var) / count
-        mean, var, count = _over_ranks(mean, var + between, count)
-        if count == 0:
-            raise ValueError("the data loader of PreciseBN yields no batch")
-        sizes = [layer.num_features for layer in self._layers]
-        for layer, new_mean, new_var in zip(
-            self._layers, mean.split(sizes), var.split(sizes), strict=True
+        """Compute the statistics now; every rank calls it, with the model in train mode.
+
+        Raises:
+            ValueError: the loader of some rank gave fewer batches than ``num_iter``. No statistics have changed.
+        """
+        device = device_of(self._model)
+        layers = {name: layer for name, layer in self._layers.items() if layer.training}
+        num_batches = 0
+        with (
+            EventStorage(),
+            preserve_rng_state(),
+            preserve_buffers(self._model),
+            _without_compiling(),
+            _observed(layers) as seen,
         ):
-            layer.get_buffer("running_mean").copy_(new_mean)
-            layer.get_buffer("running_var").copy_(new_var)
+            for batch in itertools.islice(self._data_loader, self._num_iter):
+                self._model(batch if device is None else move_to_device(batch, device))
+                num_batches += 1
+        fewest = min(comm.all_gather(num_batches))
+        if fewest < self._num_iter:
+            some_rank = " on some rank" if comm.get_world_size() > 1 else ""
+            raise ValueError(self._too_few(f"gave {fewest}{some_rank}"))
+        # the same order on every rank, so the same result
+        by_rank = comm.all_gather({name: values.on_cpu() for name, values in seen.items()})
+        unseen = []
+        for name, layer in layers.items():
+            total = _Values()
+            for of_rank in by_rank:
+                total.merge(*of_rank[name])
+            if total.count == 0:
+                unseen.append(name)
+                continue
+            layer.get_buffer("running_mean").copy_(total.mean)
+            # torch's running_var is unbiased too
+            layer.get_buffer("running_var").copy_(total.squares / max(total.count - 1, 1))
+        if unseen:
+            logger.warning("PreciseBN: no batch reached the layers %s; they keep theirs", unseen)
 
 
-def _pack(layers: list[_BatchNorm], buffer: str) -> torch.Tensor:
-    """The buffers of all layers as one new tensor, shape ``[sum of num_features]``."""
-    return torch.cat([layer.get_buffer(buffer) for layer in layers])
+class _Values:
+    """The number of values per channel, their mean, and the sum of squares of their distances from it."""
 
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Any = 0.0
+        self.squares: Any = 0.0
 
-def _over_ranks(
-    mean: torch.Tensor, var: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean, variance and count over the batches of all ranks, equal on every rank; the argument ``count`` is local."""
-    if comm.get_world_size() == 1:
-        return mean, var, count
-    sums = torch.cat([mean * count, mean.new_tensor([count])])
-    dist.all_reduce(sums)
-    total_mean, total = sums[:-1] / sums[-1], sums[-1]
-    square = (var + (mean - total_mean).square()) * count
-    dist.all_reduce(square)
-    return total_mean, square / total, int(total)
+    def add(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Add what a layer gets, shape ``[N, C, ...]``; as a hook of its forward pass."""
+        values = inputs[0].detach()
+        count = values.numel() // values.shape[1]
+        if count == 0:
+            return
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        dims = [dim for dim in range(values.dim()) if dim != 1]
+        var, mean = torch.var_mean(values, dims, correction=0)
+        if values.device.type != "mps":  # which has no float64
+            var = var.double()
+            mean = mean.double()
+        self.merge(count, mean, var * count)
+
+    def merge(self, count: int, mean: Any, squares: Any) -> None:
+        """Add ``count`` other values (Chan, Golub and LeVeque, "Updating Formulae", 1979)."""
+        if count == 0:
+            return
+        total = self.count + count
+        delta = mean - self.mean
+        self.mean = self.mean + delta * (count / total)
+        self.squares = self.squares + squares + delta.square() * (self.count * count / total)
+        self.count = total
+
+    def on_cpu(self) -> tuple[int, Any, Any]:
+        if self.count == 0:
+            return 0, None, None
+        return self.count, self.mean.cpu(), self.squares.cpu()
 
 
 @contextmanager
-def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
-    """Context in which running statistics are those of the last batch alone; they are restored at the end."""
-    saved = [
-        (layer, layer.momentum, [(buffer, buffer.clone()) for buffer in layer.buffers()])
-        for layer in layers
-    ]
+def _observed(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, _Values]]:
+    """Context that collects what each layer gets.
+
+    It looks at the inputs: the layer itself stores nothing but its last call, and over all ranks if it is a
+    SyncBatchNorm.
+    """
+    seen = {name: _Values() for name in layers}
+    handles = [layer.register_forward_pre_hook(seen[name].add) for name, layer in layers.items()]
     try:
-        for layer in layers:
-            layer.momentum = 1.0
-        yield
+        yield seen
     finally:
-        for layer, momentum, buffers in saved:
-            layer.momentum = momentum
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        for handle in handles:
+            handle.remove()
+
+
+def _without_compiling() -> AbstractContextManager[Any]:
+    """Context in which compiled models run as they are written: compiled code does not call new hooks of a layer."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @HOOK_REGISTRY.register()
@@ -151,7 +217,8 @@ class SyncBuffers(HookBase):
 
     This happens every ``period`` iterations (0: after each epoch, if the trainer has epochs), after the last one, and
     before an evaluation if there was a step since. Integer buffers stay as they are. An `EMAHook` that copies buffers
-    copies the averaged ones.
+    copies the averaged ones. A running variance becomes the mean of the ranks' variances, as in MMEngine's
+    SyncBuffersHook; the variance of all values together, which also has that between the ranks, is `PreciseBN`'s.
     """
 
     priority = SAVE_POINT - 1  # checkpoint and evaluation must see the same buffers on all ranks

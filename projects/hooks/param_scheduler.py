@@ -128,7 +128,7 @@ class ReduceOnPlateau(MetricHook):
         self,
         eval_period: int,
         val_metric: str,
-        mode: Mode = "max",
+        mode: Mode = "auto",
         factor: float = 0.1,
         patience: int = 10,
         threshold: float = 1e-4,

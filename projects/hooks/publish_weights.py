@@ -154,7 +154,7 @@ class BestCheckpoints(BestCheckpointer):
         eval_period: int,
         checkpointer: Any,
         val_metric: str,
-        mode: Mode = "max",
+        mode: Mode = "auto",
         file_prefix: str = "model_best",
         *,
         num_to_keep: int = 2,

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from plots.axis import Axis, make_axis
 from plots.runs import Run, RunError, Series
-from trainkit.engine.hooks.monitor import infer_mode
+from trainkit.engine.hooks.direction import infer_mode
 
 logger = logging.getLogger(__name__)
 
@@ -250,10 +250,10 @@ def merge_equal(keys: Mapping[str, str], runs: Sequence[Run]) -> list[list[str]]
 
 def better(key: str) -> Any:
     """``max`` or ``min``; None if the name of the metric does not say which one is better."""
-    try:
-        return {"max": max, "min": min}[infer_mode(key)]
-    except ValueError:
+    mode = infer_mode(key)
+    if mode is None:
         return None
+    return {"max": max, "min": min}[mode]
 
 
 def _curves(key: str, runs: Sequence[Run]) -> list[Curve]:

@@ -175,7 +175,7 @@ _C.CHECKPOINT.FORMAT = ""
 _C.CHECKPOINT.MAX_TO_KEEP = None
 # Such as "classification/top1", or a list of names. None: no best checkpoint.
 _C.CHECKPOINT.BEST_METRIC = None
-# "max": larger values are better. "min": smaller. "auto": by the metric's name.
+# "max": larger values are better. "min": smaller. "auto": by the metric's name, see the log.
 _C.CHECKPOINT.BEST_MODE = "auto"
 
 # [{NAME: EMAHook, DECAY: 0.999}, ...], see trainkit.engine.hooks.ConfiguredHooks.
@@ -200,7 +200,7 @@ _C.TEST.EXPECTED_RESULTS = []
 _C.EARLY_STOPPING = CN()
 # Such as "classification/top1". "": no early stopping.
 _C.EARLY_STOPPING.METRIC = ""
-# "max": larger values are better. "min": smaller. "auto": by the metric's name.
+# "max": larger values are better. "min": smaller. "auto": by the metric's name, see the log.
 _C.EARLY_STOPPING.MODE = "auto"
 # Stop after this many evaluations without an improvement of more than MIN_DELTA.
 _C.EARLY_STOPPING.PATIENCE = 3

@@ -2,7 +2,8 @@
 
 import itertools
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,22 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
     """Whether every parameter of ``model`` is a parameter of ``whole``, as for a model and its wrapper."""
     return {*map(id, model.parameters())} <= {*map(id, whole.parameters())}
+
+
+@contextmanager
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
+    """Context that at its end restores the buffers, even if the model has replaced them."""
+    saved = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            saved.append((module, name, buffer, buffer.clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in saved:
+                buffer.copy_(value)
+                setattr(module, name, buffer)
 
 
 def runs_ahead(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Steps, batches
+from tests.engine.tiny import Steps
 from tests.two_ranks import on_two_ranks
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, EMAHook, EvalHook, PreciseBN, SyncBuffers
@@ -35,16 +35,139 @@ class Net(nn.Module):
         return self.second(self.first(batch).mean((2, 3)))
 
 
-def test_the_statistics_are_those_of_the_population_of_batches():
-    """Several ranks are in tests/engine/test_metrics.py."""
-    data = [x for x, _ in batches(5, size=40)]
-    layer, exact = nn.BatchNorm1d(3), torch.stack(data).double()
-    PreciseBN(1, layer, data, num_iter=100).update_stats()
-    mean = exact.mean((0, 1))
-    # the law of total variance: within the batches (torch's unbiased one), and between their means
-    var = exact.var(1, correction=1).mean(0) + exact.mean(1).var(0, correction=0)
-    found = layer.running_mean.double(), layer.running_var.double()
-    torch.testing.assert_close(found, (mean, var), rtol=1e-5, atol=1e-6)
+def statistics_of(values):
+    """Mean and unbiased variance per channel of all values at once; channels are the second dimension."""
+    flat = torch.cat([x.double().transpose(0, 1).flatten(1) for x in values], dim=1)
+    return flat.mean(1), flat.var(1)
+
+
+def found_in(layer):
+    return layer.running_mean.double(), layer.running_var.double()
+
+
+@pytest.mark.parametrize("sizes", [[8] * 20, [4] * 20, [396, 4], [2, 300, 17, 5], [64]])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (nn.BatchNorm1d, ()),
+        (nn.BatchNorm1d, (5,)),
+        (nn.BatchNorm2d, (3, 4)),
+        (nn.BatchNorm3d, (2, 3, 1)),
+        (lambda channels: nn.BatchNorm1d(channels, affine=False, momentum=None), ()),
+    ],
+)
+def test_the_statistics_are_those_of_all_values_together(sizes, make, shape):
+    """Each batch has another mean. Several ranks are in tests/engine/test_metrics.py."""
+    torch.manual_seed(0)
+    data = [torch.randn(size, 3, *shape) * 2 + i for i, size in enumerate(sizes)]
+    layer = make(3)
+    PreciseBN(1, layer, data, num_iter=len(data)).update_stats()
+    torch.testing.assert_close(found_in(layer), statistics_of(data), rtol=1e-5, atol=1e-5)
+
+
+def test_one_batch_gives_what_torch_stores_with_a_momentum_of_1():
+    [data] = torch.randn(1, 9, 3)
+    ours = nn.BatchNorm1d(3)
+    theirs = nn.BatchNorm1d(3, momentum=1.0)
+    theirs(data)
+    PreciseBN(1, ours, [data], num_iter=1).update_stats()
+    torch.testing.assert_close(found_in(ours), found_in(theirs), rtol=1e-6, atol=1e-6)
+
+
+class Twice(nn.Module):
+    """One layer for two inputs of different sizes, one layer in half of the batches, and one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.BatchNorm1d(3)
+        self.sometimes = nn.BatchNorm1d(3)
+        self.never = nn.BatchNorm1d(3)
+
+    def forward(self, batch):
+        number, first, second = batch
+        self.shared(first)
+        self.shared(second)
+        if number % 2:
+            self.sometimes(first)
+
+
+def test_a_layer_that_is_called_twice_or_not_in_each_batch_has_the_statistics_of_what_it_saw(
+    caplog,
+):
+    model = Twice()
+    data = [(i, torch.randn(4 + i, 3) + i, torch.randn(30, 3) - i) for i in range(6)]
+    PreciseBN(1, model, data, num_iter=6).update_stats()
+    seen = [x for _, *both in data for x in both]
+    torch.testing.assert_close(found_in(model.shared), statistics_of(seen), rtol=1e-5, atol=1e-5)
+    seen = [first for number, first, _ in data if number % 2]
+    torch.testing.assert_close(found_in(model.sometimes), statistics_of(seen), rtol=1e-5, atol=1e-5)
+    assert model.never.running_var.tolist() == [1.0] * 3
+    assert "no batch reached the layers ['never']" in caplog.text
+
+
+def test_statistics_of_low_precision_are_summed_in_high_precision():
+    data = torch.randn(50, 8, 2) + 30  # in bfloat16 a square of 30 has steps of 4
+    layer = nn.BatchNorm1d(2).bfloat16()
+    data = data.bfloat16()
+    PreciseBN(1, layer, data, num_iter=50).update_stats()
+    mean, var = statistics_of(data)
+    assert layer.running_mean.tolist() == mean.bfloat16().tolist()
+    torch.testing.assert_close(layer.running_var.double(), var, rtol=0.01, atol=0)
+
+
+def test_a_compiled_model_has_the_same_statistics():
+    data = [torch.randn(size, 3) + size for size in (4, 9, 5)]
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model.compile(backend="eager")
+    with torch.no_grad():
+        model(data[0])  # compiled before the hook looks
+    PreciseBN(1, model, data, num_iter=3).update_stats()
+    torch.testing.assert_close(found_in(model[0]), statistics_of(data), rtol=1e-5, atol=1e-5)
+
+
+class Loader:
+    """Without a length."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_fewer_batches_than_asked_are_an_error_and_change_nothing():
+    data, layer = torch.randn(10, 8, 3), nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="20 batches .*NUM_ITER.* gives 10.*lower num_iter"):
+        PreciseBN(1, layer, data, num_iter=20)  # its length is known
+    hook = PreciseBN(1, layer, Loader(data), num_iter=20)
+    with pytest.raises(ValueError, match="20 batches .*NUM_ITER.* gave 10.*lower num_iter"):
+        hook.update_stats()
+    assert layer.running_var.tolist() == [1.0] * 3
+
+
+class Counter(nn.Module):
+    """A queue beside batch norm, as methods of self-supervision have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("queue", torch.zeros(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch):
+        self.queue = batch.mean(0)  # replaced
+        self.calls += 1  # in place
+        return self.norm(batch)
+
+
+def test_other_buffers_are_as_before():
+    model = Counter()
+    queue = model.queue
+    PreciseBN(1, model, torch.randn(4, 5, 3), num_iter=4).update_stats()
+    assert model.queue is queue
+    assert (model.queue.tolist(), model.calls.item()) == ([0.0] * 3, 0)
+    assert model.norm.num_batches_tracked.item() == 0
+    assert model.norm.running_mean.abs().sum() > 0
 
 
 def test_nothing_but_the_running_statistics_is_touched():

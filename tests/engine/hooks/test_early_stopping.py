@@ -4,7 +4,6 @@ import pytest
 
 from tests.engine.tiny import Steps
 from trainkit.engine.hooks import EarlyStopping, EvalHook
-from trainkit.engine.hooks.monitor import infer_mode
 
 
 def run(values, max_iter=40, **kwargs):
@@ -69,26 +68,3 @@ def test_it_counts_on_in_the_same_process_and_in_a_resumed_run_and_a_new_run_sta
         trainer.train(start_iter, 40)
         ends.append(trainer.iter)
     assert ends == [10, 10, 8]
-
-
-def test_the_mode_is_inferred_from_the_last_part_of_the_name_or_has_to_be_given():
-    more = [
-        "acc",
-        "top",
-        "AR@",
-        "auc",
-        "precision",
-        "mAP",
-        "mDice",
-        "mIoU",
-        "coco/bbox_mAP_50",
-        "acc_loss",
-    ]
-    less = ["loss", "tiny_val/loss/total_loss", "val/LOSS_cls", "heatmap/loss"]
-    assert [infer_mode(name) for name in [*more, *less]] == ["max"] * len(more) + ["min"] * len(
-        less
-    )
-    with pytest.raises(
-        ValueError, match='does not tell whether more is better; accepted: "max", "min"'
-    ):
-        EarlyStopping(1, "acc/error", "auto")

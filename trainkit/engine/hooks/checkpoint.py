@@ -124,7 +124,7 @@ class BestCheckpointer(MetricHook):
         eval_period: int,
         checkpointer: Any,
         val_metric: str,
-        mode: Mode = "max",
+        mode: Mode = "auto",
         file_prefix: str = "model_best",
     ) -> None:
         super().__init__(eval_period, val_metric, mode)

@@ -30,7 +30,7 @@ class EarlyStopping(MetricHook):
         self,
         eval_period: int,
         val_metric: str,
-        mode: Mode = "max",
+        mode: Mode = "auto",
         patience: int = 3,
         min_delta: float = 0.0,
         *,

@@ -5,6 +5,7 @@ import math
 from typing import Any, Literal, TypeAlias
 
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
+from trainkit.engine.hooks.direction import infer_mode
 from trainkit.utils import comm
 from trainkit.utils.periods import check_period, is_due, is_last, next_due
 from trainkit.utils.registry import did_you_mean
@@ -13,17 +14,7 @@ logger = logging.getLogger(__name__)
 
 Mode: TypeAlias = Literal["max", "min", "auto"]
 
-_MAX_KEYS = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou")
-
-
-def infer_mode(metric: str) -> Literal["max", "min"]:
-    """Guess from the name of a metric whether "max" or "min" is better, as OpenMMLab does. Raises ValueError."""
-    name = metric.rpartition("/")[2].lower()  # the parts before name datasets
-    if (is_more := any(key in name for key in _MAX_KEYS)) or "loss" in name:
-        return "max" if is_more else "min"
-    raise ValueError(
-        f'mode is "auto", but {metric!r} does not tell whether more is better; accepted: "max", "min"'
-    )
+_BETTER = {"max": "larger", "min": "smaller"}
 
 
 class PeriodicHook(HookBase):
@@ -64,7 +55,8 @@ class MetricHook(PeriodicHook):
     Args:
         eval_period: as given to the `EvalHook`, which must run before this hook.
         val_metric: its name in the storage, such as ``classification/top1``.
-        mode: whether "max" or "min" is better; "auto": see `infer_mode`.
+        mode: whether "max" or "min" is better; "auto": by the name, see `infer_mode`. A name that does not say it has
+            "max" with a warning, as in detectron2.
         min_delta: a value is better only if it beats the best one by this much. One that is not finite never is.
     """
 
@@ -75,11 +67,31 @@ class MetricHook(PeriodicHook):
     ) -> None:
         super().__init__(eval_period)
         self.monitored_metric, self._min_delta = val_metric, min_delta
-        self.mode = infer_mode(val_metric) if mode == "auto" else mode
-        if self.mode not in ("max", "min"):
-            raise ValueError(f'mode must be "max", "min" or "auto", got {mode!r}')
+        self.mode = self._choose_mode(mode)
         self._sign = 1 if self.mode == "max" else -1
         self._forget()
+
+    def _choose_mode(self, mode: Mode) -> Literal["max", "min"]:
+        if mode not in ("max", "min", "auto"):
+            raise ValueError(f'mode must be "max", "min" or "auto", got {mode!r}')
+        hook = type(self).__name__
+        metric = self.monitored_metric
+        by_name = infer_mode(metric)
+        if mode != "auto":
+            if by_name not in (mode, None):
+                text = "%s: mode is %r, but by the name %r %s values are better"
+                logger.warning(text, hook, mode, metric, _BETTER[by_name])
+            return mode
+        if by_name is None:
+            text = (
+                '%s: the name %r does not say whether more is better; mode is "max", as in detectron2. '
+                "Set mode (in a config CHECKPOINT.BEST_MODE, EARLY_STOPPING.MODE)"
+            )
+            logger.warning(text, hook, metric)
+            return "max"
+        text = "%s: %s values of %r are better, by its name; set mode to change this"
+        logger.info(text, hook, _BETTER[by_name], metric)
+        return by_name
 
     def _forget(self) -> None:
         self.best: float | None = None
