@@ -40,6 +40,8 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
   then refused: start it again with the right settings before you use the file.
 - A key that does not exist, or a value of the wrong type, is an error that says what is accepted, and so is a number
   out of its range. `MODEL`, `INPUT` and `SOLVER.OPTIMIZER` accept keys of your own too, so check your spelling there.
+  The keys of a feature that is off accept every value of their type.
+- `None` and `null` are no text: `CHECKPOINT.DIR None` means the same as `CHECKPOINT.DIR ''`.
 """
 
 _HEADING = "## Keys\n"

@@ -36,7 +36,7 @@ def check(cfg: CfgNode) -> None:
         )
     if "FORK" in cfg and cfg.FORK.ITER >= 0 and not cfg.FORK.RUN:
         raise not_accepted("FORK.ITER", cfg.FORK.ITER, "an iteration of FORK.RUN, which is empty")
-    if mode != "shift":
+    if pairs and mode != "shift":
         raise not_accepted("DATALOADER.SKIP_MODE", mode, "'shift'")
 
 

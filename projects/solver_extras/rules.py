@@ -255,7 +255,8 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
             lr_factors=lr_factors,
             decay_factors=decay_factors,
             custom_keys=custom_keys,
-            key_match=options.KEY_MATCH,
+            # without custom keys it has no effect, so any value is accepted
+            key_match=options.KEY_MATCH if custom_keys else "longest",
             custom_keys_only=options.CUSTOM_KEYS_ONLY,
             lr_factor_func=None if layers["rate"] == 1.0 else build_layer_decay(model, **layers),
         )

@@ -39,6 +39,11 @@ def leaves(cfg, prefix=""):
         ("OUTPUT_DIR", "'a b'", "a b"),
         ("MAX_TIME", "3600", "3600"),
         ("LOG.ASYNC", "null", None),
+        ("CHECKPOINT.DIR", "None", None),
+        ("CHECKPOINT.DIR", "null", None),
+        ("CHECKPOINT.DIR", "", ""),
+        ("CHECKPOINT.DIR", "'None'", "None"),
+        ("MODEL.WEIGHTS", "None", None),
         ("CHECKPOINT.MAX_TO_KEEP", "3", 3),
         ("MODEL.BACKBONE.NAME", "resnet", "resnet"),
         ("SOLVER.OPTIMIZER.EPS", "1e-8", 1e-8),
@@ -166,7 +171,16 @@ def test_a_config_survives_a_dump_and_a_load(tmp_path):
         ["MODEL.A", (1, (2, 3)), "MODEL.B.C", 1e-8, "MODEL.D", "1e-3x", "MODEL.E", "'1e-3'"]
     )
     cfg.merge_from_list(
-        ["MODEL.F", None, "MODEL.G", "'null'", "MODEL.H", [{"NAME": "x", "N": 1e5}]]
+        [
+            "MODEL.F",
+            None,
+            "MODEL.G",
+            "'null'",
+            "MODEL.J",
+            "'None'",
+            "MODEL.H",
+            [{"NAME": "x", "N": 1e5}],
+        ]
     )
     cfg.merge_from_list(
         ["SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", "OUTPUT_DIR", "1e5", "MODEL.I", "ü: #"]

@@ -127,7 +127,10 @@ def test_a_config_may_name_a_function_that_makes_the_schedule():
         ({"LR_SCHEDULER_BUILDER": "mine"}, "LR_SCHEDULER_BUILDER: no 'mine'"),
         ({"WARMUP_ITERS": 11}, "SOLVER.WARMUP_ITERS: got 11 .*at most SOLVER.MAX_ITER, 10"),
         ({"MAX_ITER": "3ep"}, "SOLVER.MAX_ITER.* got .'3ep'"),
-        ({"WARMUP_METHOD": "exp"}, "WarmupMultiStepLR, .*: warmup_method.*got 'exp'"),
+        (
+            {"WARMUP_METHOD": "exp", "WARMUP_ITERS": 2},
+            "WarmupMultiStepLR, .*: warmup_method.*got 'exp'",
+        ),
         (
             {"name": "WarmupCosineLR", "BASE_LR_END": 2.0},
             "SOLVER.BASE_LR_END: got 2.0 .*from 0 to SOLVER.BASE_LR, 1.0",

@@ -21,7 +21,7 @@ class PeriodicCheckpointer:
         checkpointer: a trainkit or an fvcore checkpointer.
         period: in iterations; 0: only at the end.
         max_to_keep: number of periodic saves to keep; None: all. Older ones, also of an earlier process, are removed
-            after the new one is on the disk; final and best files never. A final file counts if a periodic save is due.
+            after the new one is on the disk; final and best files are never removed, and do not count.
         start: number of iterations before the first periodic save; 0: one ``period``. The period counts from there.
         save_last: whether to write a final file.
     """
@@ -70,14 +70,14 @@ class PeriodicCheckpointer:
 
     def save_and_rotate(self, name: str, iteration: int, **kwargs: Any) -> Future[None] | None:
         """Save now, then remove the oldest numbered files."""
-        remove_old = partial(self._remove_old, name, iteration)
+        remove_old = partial(self._remove_old, iteration)
         if isinstance(self.checkpointer, Checkpointer):
             return self.save(name, iteration=iteration, on_commit=remove_old, **kwargs)
         self.save(name, iteration=iteration, **kwargs)
         remove_old()
         return None
 
-    def _remove_old(self, name: str, iteration: int) -> None:
+    def _remove_old(self, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
         folder, pattern = (
@@ -85,9 +85,6 @@ class PeriodicCheckpointer:
             re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth"),
         )
         form = getattr(self.checkpointer, "format", CheckpointFormat())
-        counts = name != f"{self.file_prefix}_final" or is_nth(
-            iteration + 1, self.period, self.start
-        )
         try:
             numbered = {
                 int(match[1]): match[0]
@@ -96,9 +93,9 @@ class PeriodicCheckpointer:
             }
             # files of later iterations are from an earlier run in this folder
             newest_first = sorted(
-                (number for number in numbered if number < iteration), reverse=True
+                (number for number in numbered if number <= iteration), reverse=True
             )
-            for number in newest_first[self.max_to_keep - counts :]:
+            for number in newest_first[self.max_to_keep :]:
                 form.remove(os.path.join(folder, numbered[number]))
         except OSError as error:
             _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)

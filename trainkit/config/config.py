@@ -73,7 +73,8 @@ class CfgNode(_FvcoreCfgNode):
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
 
-        A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if its key takes text.
+        A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if its key takes text
+        and it is not None.
         """
         if len(cfg_list) % 2:
             raise not_accepted("options", [*cfg_list], "KEY VALUE KEY VALUE ...")
@@ -88,6 +89,7 @@ class CfgNode(_FvcoreCfgNode):
                 or key in _ANY_TYPE
                 or key in LENGTH_KEYS
                 or isinstance(read, str)
+                or (read is None and value)
             ):
                 value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
             self.merge_from_other_cfg(

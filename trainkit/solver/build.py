@@ -212,25 +212,20 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     name, max_iter, warmup = solver.LR_SCHEDULER_NAME, solver.MAX_ITER, solver.WARMUP_ITERS
     if name not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", name, "accepted", _SCHEDULES)
-    if not is_whole(max_iter, 1) or not all(
-        is_whole(length, 0) for length in (warmup, *solver.STEPS)
-    ):
-        raise not_accepted(
-            "SOLVER.MAX_ITER, WARMUP_ITERS and STEPS",
-            (max_iter, warmup, solver.STEPS),
-            "iterations",
-        )
+    if not is_whole(max_iter, 1) or not is_whole(warmup, 0):
+        raise not_accepted("SOLVER.MAX_ITER and WARMUP_ITERS", (max_iter, warmup), "iterations")
     warmup = warmup_length(solver)
-    options = (
-        solver.WARMUP_FACTOR,
-        warmup / max_iter,
-        solver.WARMUP_METHOD,
-        solver.RESCALE_INTERVAL,
-    )
     try:
-        scheduler = LRMultiplier(
-            optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter
-        )
+        multiplier = _SCHEDULES[name](solver)
+        if warmup > 0:
+            multiplier = WarmupParamScheduler(
+                multiplier,
+                solver.WARMUP_FACTOR,
+                warmup / max_iter,
+                solver.WARMUP_METHOD,
+                solver.RESCALE_INTERVAL,
+            )
+        scheduler = LRMultiplier(optimizer, multiplier, max_iter)
     except ValueError as error:
         raise ConfigError(
             f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup}: {error}"
@@ -246,6 +241,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
 
 def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
+    if not all(is_whole(step, 0) for step in solver.STEPS):
+        raise not_accepted("SOLVER.STEPS", solver.STEPS, "iterations")
     steps = [step for step in solver.STEPS if step < solver.MAX_ITER]
     if len(steps) < len(solver.STEPS) and (*solver.STEPS,) != get_cfg().SOLVER.STEPS:
         _logger.warning(

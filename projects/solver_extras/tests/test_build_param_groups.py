@@ -261,7 +261,10 @@ def test_a_users_function_makes_the_groups_as_it_likes():
             {"CUSTOM_KEYS": [{"KEY": "a", "LR_FACTOR": "big"}]},
             r"lr_factor in custom_keys\['a'\] must .*got 'big'",
         ),
-        ({"KEY_MATCH": "best"}, "PARAM_GROUPS: key_match must be .*got 'best'"),
+        (
+            {"KEY_MATCH": "best", "CUSTOM_KEYS": [{"KEY": "norm"}]},
+            "PARAM_GROUPS: key_match must be .*got 'best'",
+        ),
     ],
     ids=str,
 )
