@@ -110,7 +110,7 @@ def warmup_length(solver: CfgNode) -> Any:
     warmup, max_iter = solver.WARMUP_ITERS, solver.MAX_ITER
     if not isinstance(warmup, int) or not isinstance(max_iter, int):
         return warmup
-    if warmup == get_cfg().SOLVER.WARMUP_ITERS:  # the user has not set it
+    if not solver.is_set("WARMUP_ITERS"):
         return min(warmup, max_iter // 20)
     if warmup > max_iter:
         raise not_accepted("SOLVER.WARMUP_ITERS", warmup, f"at most SOLVER.MAX_ITER, {max_iter}")
