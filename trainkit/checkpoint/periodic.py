@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.checkpoint.format import CheckpointFormat
-from trainkit.utils.periods import is_nth
+from trainkit.utils.periods import check_period, is_nth
 
 _logger = logging.getLogger(__name__)
 
@@ -37,10 +37,12 @@ class PeriodicCheckpointer:
         start: int = 0,
         save_last: bool = True,
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(
-                f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}"
-            )
+        check_period("period", period)
+        check_period("start", start)
+        if max_iter is not None:
+            check_period("max_iter", max_iter)
+        if max_to_keep is not None:
+            check_period("max_to_keep (None: keep all)", max_to_keep, minimum=1)
         self.checkpointer, self.period, self.max_iter, self.max_to_keep = (
             checkpointer,
             period,

@@ -10,7 +10,7 @@ from trainkit.config.defaults import ACCEPTED, get_cfg
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
 from trainkit.config.projects import projects_of
 from trainkit.utils.errors import ConfigError, not_accepted
-from trainkit.utils.periods import is_number
+from trainkit.utils.periods import is_in
 
 
 def check_values(cfg: Any) -> None:
@@ -147,17 +147,9 @@ def check_accepted(cfg: CfgNode, table: Mapping[Any, str], unused: Collection[st
 
 
 def _is_in(value: Any, accepted: Any, is_whole: bool) -> bool:
-    """NaN is in no interval."""
     if not isinstance(accepted, str):
         return value in accepted
-    low, high = map(float, accepted[1:-1].split(", "))
-    is_end = (value == low and accepted[0] == "(") or (value == high and accepted[-1] == ")")
-    return (
-        is_number(value)
-        and low <= value <= high
-        and not is_end
-        and (isinstance(value, int) or not is_whole)
-    )
+    return is_in(value, accepted) and (isinstance(value, int) or not is_whole)
 
 
 def check_conflicts(cfg: CfgNode, conflicts: Iterable[tuple[str, str, str]]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainkit.engine.hooks.lr_scheduler import LRScheduler
     from trainkit.engine.hooks.timer import IterationTimer
     from trainkit.engine.hooks.writer import PeriodicWriter
-    from trainkit.utils.periods import check_period, is_due, is_last, is_nth
+    from trainkit.utils.periods import check_number, check_period, is_due, is_last, is_nth
 
 _MORE = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
 
@@ -25,6 +25,7 @@ __all__ = [
     "is_due",
     "is_nth",
     "is_last",
+    "check_number",
     "check_period",
     "CallbackHook",
     "IterationTimer",
