@@ -20,7 +20,7 @@ LAYERS = [
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.run_state"],
     ["trainkit.engine.loop"],
-    ["trainkit.engine.feed", "trainkit.engine.metrics"],
+    ["trainkit.engine.data_size", "trainkit.engine.feed", "trainkit.engine.metrics"],
     ["trainkit.engine.step"],
     ["trainkit.engine.amp"],
     ["trainkit.engine.train_loop"],

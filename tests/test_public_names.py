@@ -126,6 +126,7 @@ PUBLIC = {
             "CallbackHook",
         ),
         *(
+            "check_number",
             "check_period",
             "CheckFiniteLoss",
             "ConfiguredHooks",

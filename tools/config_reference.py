@@ -37,9 +37,14 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`).
 - `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the node of that file.
 - `config.yaml` in the output folder has the settings of the last start, also of a `--resume` that was
-  then refused: start it again with the right settings before you use the file.
+  then refused: start it again with the right settings before you use the file. A run from this file trains the same.
+- A few defaults give way where they do not fit: `WARMUP_ITERS`, `STEPS`, `MOMENTUM`, `NESTEROV` and `WEIGHT_DECAY` of
+  `SOLVER`, and `DATALOADER.SAMPLER_TRAIN`. A value that you set counts as it is, also if it is the same as the default.
+  `config.yaml` has these keys only if you set them; the others are comments at its end.
 - A key that does not exist, or a value of the wrong type, is an error that says what is accepted, and so is a number
   out of its range. `MODEL`, `INPUT` and `SOLVER.OPTIMIZER` accept keys of your own too, so check your spelling there.
+  The keys of a feature that is off accept every value of their type.
+- `None` and `null` are no text: `CHECKPOINT.DIR None` means the same as `CHECKPOINT.DIR ''`.
 """
 
 _HEADING = "## Keys\n"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY
 from trainkit.utils import comm
+from trainkit.utils.periods import check_number
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ class Requeue(HookBase):
     """
 
     def __init__(self, signal: str) -> None:
+        if signal not in ("SIGUSR1", "SIGTERM"):
+            raise ValueError(f'signal must be "SIGUSR1" or "SIGTERM", got {signal!r}')
         self._signal = signal
 
     def before_train(self) -> None:
@@ -66,6 +69,8 @@ class StepTimeout(HookBase):
     """Ranks wait at most ``first`` seconds for each other in the first step, then ``seconds``. 0: 30 minutes."""
 
     def __init__(self, seconds: float, first: float = 0.0) -> None:
+        check_number("seconds", seconds, "[0, inf)")
+        check_number("first", first, "[0, inf)")
         self._seconds, self._first = seconds or 1800.0, first or 1800.0
 
     def before_train(self) -> None:

@@ -8,6 +8,7 @@ from fvcore.common.param_scheduler import ParamScheduler
 from torch.optim import Optimizer
 
 from trainkit.solver.lr_scheduler import ScheduledLR
+from trainkit.utils.periods import check_number, check_period
 
 
 class WarmupMultiStepLR(ScheduledLR):
@@ -23,6 +24,9 @@ class WarmupMultiStepLR(ScheduledLR):
         warmup_method: str = "linear",
         last_epoch: int = -1,
     ) -> None:
+        check_number("gamma", gamma, "[0, inf)")
+        _check_warmup(warmup_factor, warmup_iters)
+
         def schedule(iter: int, base: float) -> float:
             warmup = _get_warmup_factor_at_iter(warmup_method, iter, warmup_iters, warmup_factor)
             return base * warmup * gamma ** bisect_right(sorted(milestones), iter)
@@ -42,11 +46,19 @@ class WarmupCosineLR(ScheduledLR):
         warmup_method: str = "linear",
         last_epoch: int = -1,
     ) -> None:
+        check_period("max_iters", max_iters, minimum=1)
+        _check_warmup(warmup_factor, warmup_iters)
+
         def schedule(iter: int, base: float) -> float:
             warmup = _get_warmup_factor_at_iter(warmup_method, iter, warmup_iters, warmup_factor)
             return base * warmup * 0.5 * (1.0 + math.cos(math.pi * iter / max_iters))
 
         super().__init__(optimizer, schedule, last_epoch)
+
+
+def _check_warmup(factor: float, iters: int) -> None:
+    check_number("warmup_factor", factor, "[0, inf)")
+    check_period("warmup_iters", iters)
 
 
 def _get_warmup_factor_at_iter(

@@ -13,7 +13,7 @@ from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 logger = logging.getLogger(__name__)
 
 _FOLDER = "fast_dev_run"
-_SETTINGS = {
+_SETTINGS: dict[str, dict[str, Any]] = {
     "SOLVER": {
         "MAX_ITER": 6,
         "STEPS": (),
@@ -44,9 +44,11 @@ def apply(cfg: Any, args: argparse.Namespace) -> None:
 def fast_dev_config(cfg: CfgNode) -> CfgNode:
     """A frozen copy that tries every part of the run in seconds, in its own folder ``OUTPUT_DIR/fast_dev_run``."""
     cfg = cfg.clone()
+    cfg.defrost()
     cfg["OUTPUT_DIR"] = os.path.join(cfg.OUTPUT_DIR, _FOLDER)
     for name, settings in _SETTINGS.items():
-        cfg[name].update(settings)
+        for key, value in settings.items():
+            setattr(cfg[name], key, value)  # it counts as set by the user
     for key, (name, value) in _OF_PROJECTS.items():
         if (node := get_key(cfg, key)) is not None:
             node[name] = value

@@ -2,7 +2,7 @@
 
 from trainkit.projects.hooks.time_limit import parse_time
 
-from trainkit.config import CfgNode, ConfigError
+from trainkit.config import CfgNode
 from trainkit.config.checks import check_accepted, check_conflicts
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 
@@ -26,20 +26,13 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def check(cfg: CfgNode) -> None:
-    check_accepted(
-        cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH", "[1, inf)": "CHECKPOINT.BEST_TO_KEEP"}
-    )
-    check_accepted(
-        cfg,
-        {
-            ("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT",
-            "[1, inf)": "TEST.PRECISE_BN.NUM_ITER",
-        },
-    )
-    if cfg.CHECKPOINT.BEST_TO_KEEP > 1 and not cfg.CHECKPOINT.BEST_METRIC:
-        raise ConfigError(
-            f"CHECKPOINT.BEST_TO_KEEP is {cfg.CHECKPOINT.BEST_TO_KEEP}, but BEST_METRIC is not set"
-        )
+    check_accepted(cfg, {("", "model", "ema"): "CHECKPOINT.PUBLISH"})
+    if cfg.CHECKPOINT.BEST_METRIC:
+        check_accepted(cfg, {"[1, inf)": "CHECKPOINT.BEST_TO_KEEP"})
+    if cfg.CHECKPOINT.PUBLISH:
+        check_accepted(cfg, {("pth", "safetensors"): "CHECKPOINT.PUBLISH_FORMAT"})
+    if cfg.TEST.PRECISE_BN.ENABLED:
+        check_accepted(cfg, {"[1, inf)": "TEST.PRECISE_BN.NUM_ITER"})
     if cfg.MAX_TIME:
         parse_time(cfg.MAX_TIME)
     check_conflicts(

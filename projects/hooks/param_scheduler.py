@@ -13,7 +13,7 @@ from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
-from trainkit.utils.periods import check_period, is_number
+from trainkit.utils.periods import check_number, check_period, is_number
 
 
 @HOOK_REGISTRY.register()
@@ -40,7 +40,10 @@ class ParamScheduler(HookBase):
         schedules: Sequence[Mapping[str, Any]] | Schedule,
         max_iter: int | None = None,
     ) -> None:
-        self.param, self._given, self._max_iter = param, schedules, max_iter
+        self.param, self._given = param, schedules
+        self._max_iter = (
+            max_iter if max_iter is None else check_period("max_iter", max_iter, minimum=1)
+        )
         self._build(2**40)  # raises its errors now; the length of the run is not known yet
 
     def _build(self, max_iter: int) -> Schedule:
@@ -136,13 +139,15 @@ class ReduceOnPlateau(MetricHook):
         cooldown: int = 0,
         min_factor: float = 0.0,
     ) -> None:
-        super().__init__(eval_period, val_metric, mode, threshold)
         check_period("eval_period", eval_period, minimum=1)
-        if threshold_mode not in ("rel", "abs") or not 0 <= factor < 1 or not 0 <= min_factor <= 1:
-            accepted = (
-                'threshold_mode must be "rel" or "abs", factor and min_factor from 0 to below 1'
-            )
-            raise ValueError(f"{accepted}; got {threshold_mode!r}, {factor!r} and {min_factor!r}")
+        check_number("factor", factor, "[0, 1)")
+        check_period("patience", patience)
+        check_number("threshold", threshold, "[0, inf)")
+        if threshold_mode not in ("rel", "abs"):
+            raise ValueError(f'threshold_mode must be "rel" or "abs", got {threshold_mode!r}')
+        check_period("cooldown", cooldown)
+        check_number("min_factor", min_factor, "[0, 1]")
+        super().__init__(eval_period, val_metric, mode, threshold)
         self._factor, self._min_factor, self._is_relative = (
             factor,
             min_factor,

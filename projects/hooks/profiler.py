@@ -40,6 +40,10 @@ class TorchProfiler(HookBase):
         if not is_range and not callable(enable_predicate):
             accepted = "a function of the trainer, or [begin, end] in iterations"
             raise ValueError(f"enable_predicate must be {accepted}, got {enable_predicate!r}")
+        if is_range and not enable_predicate[0] < enable_predicate[1]:  # type: ignore[index]
+            raise ValueError(
+                f"enable_predicate must be [begin, end] with begin < end, got {enable_predicate!r}"
+            )
         self._picks, self._output_dir = enable_predicate, output_dir
         self._activities, self._save_tensorboard = activities, save_tensorboard
         self._profile: profiler.profile | None = None
@@ -203,7 +207,10 @@ class GarbageCollection(HookBase):
     _was_enabled = False
 
     def __init__(self, period: int = 1000, generation: int = 1) -> None:
-        self._period, self._generation = check_period("period", period, minimum=1), generation
+        self._period = check_period("period", period, minimum=1)
+        if not is_whole(generation, 0) or generation > 2:
+            raise ValueError(f"generation must be 0, 1 or 2, got {generation!r}")
+        self._generation = generation
 
     def before_train(self) -> None:
         self._was_enabled = gc.isenabled()

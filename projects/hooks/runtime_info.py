@@ -18,7 +18,7 @@ from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.events import get_event_storage
-from trainkit.utils.periods import check_period, exact, is_due
+from trainkit.utils.periods import check_number, check_period, exact, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +149,8 @@ class Throughput(HookBase):
 
     def __init__(self, period: int = 20, peak_tflops: float | None = None) -> None:
         self._period, self._peak_tflops = check_period("period", period, minimum=1), peak_tflops
-        if peak_tflops is not None and not peak_tflops > 0:
-            raise ValueError(f"peak_tflops must be a number > 0, or None, got {peak_tflops!r}")
+        if peak_tflops is not None:
+            check_number("peak_tflops", peak_tflops, "(0, inf)")
 
     def before_train(self) -> None:
         self._samples, self._sec = 0, 0.0

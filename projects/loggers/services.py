@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
-from trainkit.config.yaml_files import load_yaml
+from trainkit.config.yaml_files import Dumper, load_yaml
 from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.events.writers import WRITER_REGISTRY, Row, ScalarWriter
 
@@ -211,9 +212,9 @@ def wandb(
     output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None
 ) -> WandbWriter:
     """The writer of LOG.WRITERS; the settings of the run are those of ``cfg``."""
-    return WandbWriter(
-        output_dir, window_size, config=load_yaml("" if cfg is None else cfg.dump(), "cfg")
-    )
+    # not cfg.dump(), which leaves out keys that are not set
+    text = "" if cfg is None else yaml.dump(cfg, Dumper=Dumper)
+    return WandbWriter(output_dir, window_size, config=load_yaml(text, "cfg"))
 
 
 class MLflowWriter(ServiceWriter):

@@ -50,7 +50,8 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def check(cfg: CfgNode) -> None:
-    check_accepted(cfg, _ACCEPTED)
+    if cfg.MODEL.COMPILE.ENABLED:
+        check_accepted(cfg, _ACCEPTED)
 
 
 def wrap_model(cfg: CfgNode, model: nn.Module) -> nn.Module:

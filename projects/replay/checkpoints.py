@@ -30,7 +30,9 @@ CLOCK_READINGS = {
     "mfu_pct",
 }
 _TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
-_NOT_REPEATED = re.compile(rf"evaluated|{_TRAINER}/(position/finished_early|position/settings_of_early_end.*|hooks/Periodic.*)")
+_NOT_REPEATED = re.compile(
+    rf"evaluated|{_TRAINER}/(position/(finished_early|settings_of_early_end.*)|hooks/Periodic.*)"
+)
 _OF_THE_CLOCK = re.compile(
     rf"{_TRAINER}/((storage/\w+|{_WRITER}/taken)/(?P<scalar>\w+)|{_WRITER}/(length|sizes|id)|origin)"
 )

@@ -28,16 +28,24 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     pairs, mode = cfg.DATALOADER.get("SKIP", []), cfg.DATALOADER.get("SKIP_MODE", "shift")
-    are_pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
-    numbers: list[Any] = [*chain(*pairs)] if are_pairs else [None]
-    if not all(is_whole(number, 0) for number in numbers) or numbers != sorted({*numbers}):
-        raise not_accepted(
-            "DATALOADER.SKIP", pairs, "a list of [start, end], whole numbers from 0 on, which grow"
-        )
+    if not _are_ranges(pairs):
+        raise not_accepted("DATALOADER.SKIP", pairs, _RANGES)
     if "FORK" in cfg and cfg.FORK.ITER >= 0 and not cfg.FORK.RUN:
         raise not_accepted("FORK.ITER", cfg.FORK.ITER, "an iteration of FORK.RUN, which is empty")
-    if mode != "shift":
+    if pairs and mode != "shift":
         raise not_accepted("DATALOADER.SKIP_MODE", mode, "'shift'")
+
+
+_RANGES = "a list of [start, end], whole numbers from 0 on, which grow"
+
+
+def _are_ranges(pairs: Any) -> bool:
+    if not isinstance(pairs, list | tuple):
+        return False
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        return False
+    numbers: list[Any] = [*chain(*pairs)]
+    return all(is_whole(number, 0) for number in numbers) and numbers == sorted({*numbers})
 
 
 def prepare(cfg: CfgNode) -> None:
@@ -61,6 +69,8 @@ class SkipBatches(HookBase):
     )  # [start, end] of what was thrown away, so that a resumed run does not do it again
 
     def __init__(self, ranges: Sequence[Sequence[int]]) -> None:
+        if not _are_ranges(ranges):
+            raise ValueError(f"ranges must be {_RANGES}, got {ranges!r}")
         self._ranges = ranges
         self._left_out: list[list[int]] = []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.projects.replay.checkpoints import Saved, saved_in
-from trainkit.projects.replay.origin import changes_since, refuse_imports
+from trainkit.projects.replay.origin import changes_since, refuse_imports, use_settings
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
@@ -17,7 +17,6 @@ from trainkit.checkpoint.folder import tagged_file
 from trainkit.checkpoint.format import format_of
 from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
-from trainkit.config.yaml_files import load_yaml
 from trainkit.data.samplers import InfiniteSampler
 from trainkit.engine import is_restarted
 from trainkit.engine.folders import checkpoint_dir
@@ -70,7 +69,7 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     text, iteration = _of_rank_0(find_settings)
     frozen, options = cfg.is_frozen(), getattr(args, "opts", [])
     cfg.defrost()
-    cfg.merge_from_other_cfg(load_yaml(text, run))
+    use_settings(cfg, text, run)
     before = cfg.clone()
     cfg.merge_from_list(options)
     if "IMPORTS" not in options[::2]:

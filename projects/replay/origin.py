@@ -20,6 +20,8 @@ import torch
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.config.config import changed_settings, get_key
+from trainkit.config.defaults import MEANT_IF_SET
+from trainkit.config.yaml_files import load_yaml
 from trainkit.utils import comm
 from trainkit.utils.logger import format_table
 
@@ -216,6 +218,14 @@ def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     ]
 
 
+def use_settings(cfg: CfgNode, config: str, name: str) -> None:
+    """Merge the settings of a run, its config as YAML, into ``cfg``; ``name`` is that of the run in errors."""
+    defaults = get_cfg()
+    # a key that is not in the text was not set in the run, and must not be set here either
+    cfg.merge_from_other_cfg({"SOLVER": defaults.SOLVER, "DATALOADER": defaults.DATALOADER})
+    cfg.merge_from_other_cfg(load_yaml(config, name))
+
+
 def settings_of(config: str) -> dict[str, Any]:
     """key -> value of each setting in a config, given as YAML, that changes what a run computes."""
     return {key: value for key, _, value in changes_since(CfgNode.load_cfg(config), CfgNode())}
@@ -239,6 +249,8 @@ def table_of_other_settings(saved: Mapping[str, Any], cfg: CfgNode) -> str:
 def _default(key: str) -> str:
     """The default of a key as text; "-" if there is no such key, or its project is not there."""
     try:
-        return repr(reduce(getattr, key.split("."), get_cfg()))
+        default = repr(reduce(getattr, key.split("."), get_cfg()))
     except (AttributeError, ImportError):
         return "-"
+    # a config in which it is not set means something else than one in which it is set to the default
+    return f"{default}, not set" if key in MEANT_IF_SET else default

@@ -22,7 +22,6 @@ from trainkit.projects.replay.record import RunRecord
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import plain_state
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.yaml_files import load_yaml
 from trainkit.data.loader import ResumableLoader
 from trainkit.engine import DefaultTrainer, HookBase, hooks, setup
 from trainkit.engine.loop import TrainerBase
@@ -143,7 +142,7 @@ class Session:
             return
         frozen, given = cfg.is_frozen(), cfg.clone()
         cfg.defrost()
-        cfg.merge_from_other_cfg(load_yaml(self.origin["config"], self.run))
+        facts.use_settings(cfg, self.origin["config"], self.run)
         facts.refuse_imports(cfg.IMPORTS, given.IMPORTS)
         for key, now, value in () if has_options else facts.changes_since(cfg, given):
             self.notes.append(

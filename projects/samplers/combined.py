@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from trainkit.data.samplers import InfiniteSampler
-from trainkit.utils.periods import exact, whole_or_rounded
+from trainkit.utils.periods import check_period, exact, whole_or_rounded
 from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
         group_ids: Sequence[int] | np.ndarray | torch.Tensor,
         batch_size: int,
     ) -> None:
-        self.sampler, self.batch_size = cast(Any, sampler), batch_size
+        self.sampler = cast(Any, sampler)
+        self.batch_size = check_period("batch_size", batch_size, minimum=1)
         self._group_ids: list[int] = np.asarray(group_ids).tolist()
 
     def __iter__(self) -> Iterator[list[int]]:

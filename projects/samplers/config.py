@@ -7,9 +7,10 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.config.checks import check_accepted, check_conflicts
 
 _OVERFIT, _LIMIT = "DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH"
+# the ranges of the keys that one sampler has
 _RANGES = {
-    "(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO",
-    "[0, inf)": f"DATALOADER.REPEAT_THRESHOLD {_OVERFIT} {_LIMIT}",
+    "RandomSubsetTrainingSampler": {"(0, 1]": "DATALOADER.RANDOM_SUBSET_RATIO"},
+    "RepeatFactorTrainingSampler": {"[0, inf)": "DATALOADER.REPEAT_THRESHOLD"},
 }
 
 
@@ -28,7 +29,9 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a number is out of range, or two keys exclude each other."""
-    check_accepted(cfg, _RANGES)
+    check_accepted(cfg, {"[0, inf)": f"{_OVERFIT} {_LIMIT}"})
+    for name in (cfg.DATALOADER.SAMPLER_TRAIN, cfg.DATALOADER.get("LIMITED")):
+        check_accepted(cfg, _RANGES.get(name, {}))
     check_conflicts(cfg, [(_OVERFIT, _LIMIT, "both say how many batches an epoch has")])
 
 

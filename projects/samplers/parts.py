@@ -12,6 +12,7 @@ from trainkit.config import CfgNode, ConfigError, configurable
 from trainkit.data.build import SAMPLER_REGISTRY
 from trainkit.data.samplers import InfiniteSampler, TrainingSampler, new_generator, seed_of
 from trainkit.utils import comm
+from trainkit.utils.periods import check_number, check_period
 
 
 @SAMPLER_REGISTRY.register()
@@ -30,6 +31,7 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         seed_shuffle: int | None = None,
         seed_subset: int | None = None,
     ) -> None:
+        check_number("subset_ratio", subset_ratio, "(0, 1]")
         subset_size = round(size * subset_ratio)
         if not 1 <= subset_size <= size:
             raise ValueError(
@@ -77,7 +79,8 @@ class LimitedSampler(InfiniteSampler):
 
     def __init__(self, sampler: InfiniteSampler, size: int, *, repeat_first: bool = False) -> None:
         super().__init__(sampler.seed)
-        self._sampler, self._size, self._repeat_first = sampler, size, repeat_first
+        self._sampler, self._repeat_first = sampler, repeat_first
+        self._size = check_period("size", size, minimum=1)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -162,6 +165,7 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         detectron2's dict of a sample: ``{"annotations": [{"category_id": 0}, ...]}``. ``repeat_thresh``: t, the
         frequency below which a category is repeated; 0 repeats none.
         """
+        check_number("repeat_thresh", repeat_thresh, "[0, inf)")
         samples = [
             {entry["category_id"] for entry in sample["annotations"]}
             if isinstance(sample, Mapping)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.config import CfgNode, get_cfg
+from trainkit.config import CfgNode
 from trainkit.solver.build import base_lr
 from trainkit.utils.errors import not_accepted
 
@@ -17,7 +17,7 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     """Adapt a config for SOLVER.REFERENCE_WORLD_SIZE ranks to another number of ranks.
 
     Let r be ``num_workers`` divided by the reference. Batch size and learning rate are multiplied by r, and these
-    lengths in iterations are divided by r, to at least 1 if they are not 0: MAX_ITER, WARMUP_ITERS (a default stays),
+    lengths in iterations are divided by r, to at least 1 if they are not 0: MAX_ITER, WARMUP_ITERS (if it was set),
     STEPS, CHECKPOINT_PERIOD and MAX_BATCHES_PER_EPOCH of SOLVER, CHECKPOINT.START, EVAL_PERIOD and EVAL_START of TEST,
     and the arguments of trainkit's own schedules in SOLVER.SCHEDULES. This is the linear scaling rule of Goyal et al.,
     "Accurate, Large Minibatch SGD". Returns ``cfg`` itself if nothing changes, else a changed copy.
@@ -40,12 +40,12 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         )  # 0 switches off
 
     cfg = cfg.clone()  # items of a frozen node can be assigned
-    solver, is_default = cfg.SOLVER, cfg.SOLVER.WARMUP_ITERS == get_cfg().SOLVER.WARMUP_ITERS
+    solver = cfg.SOLVER
     lengths = {
         key: shorter(solver[key])
         for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")
     }
-    if is_default:
+    if not solver.is_set("WARMUP_ITERS"):
         lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
     if batches := solver.get("MAX_BATCHES_PER_EPOCH", 0):  # a key of the project samplers
         solver["MAX_BATCHES_PER_EPOCH"] = shorter(batches)

@@ -27,10 +27,9 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def check(cfg: CfgNode) -> None:
-    check_accepted(
-        cfg,
-        {_DTYPES: "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE", "[1, inf)": "MODEL.FSDP.MESH"},
-    )
+    if cfg.MODEL.PARALLEL == "fsdp":
+        dtypes = "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE"
+        check_accepted(cfg, {_DTYPES: dtypes, "[1, inf)": "MODEL.FSDP.MESH"})
     size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
     is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))
     if size < 1 or is_wrong:

@@ -18,6 +18,7 @@ from trainkit.solver.build import (
     with_optimizer,
 )
 from trainkit.utils.errors import not_accepted
+from trainkit.utils.periods import check_number
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)
@@ -143,6 +144,16 @@ class LARS(Optimizer):
         eps: float = 1e-8,
         lars_exclude: bool = False,
     ) -> None:
+        if not isinstance(lr, Tensor):
+            check_number("lr", lr, "[0, inf)")
+        for name, value in {
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "dampening": dampening,
+            "eta": eta,
+            "eps": eps,
+        }.items():
+            check_number(name, value, "[0, inf)")
         defaults = {
             "lr": lr,
             "momentum": momentum,

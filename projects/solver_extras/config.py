@@ -58,7 +58,8 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong; `ParamRules` and `build_layer_decay` find other mistakes."""
-    if "PARAM_GROUPS" in cfg.SOLVER:
+    # another builder replaces the factors
+    if "PARAM_GROUPS" in cfg.SOLVER and not cfg.SOLVER.PARAM_GROUPS.BUILDER:
         factors = [f"{_GROUPS}.{key}" for key in cfg.SOLVER.PARAM_GROUPS if key.endswith("_FACTOR")]
         check_accepted(
             cfg, {"[0, inf)": " ".join(factors), "(0, 1]": f"{_GROUPS}.LAYER_DECAY.RATE"}

@@ -16,7 +16,7 @@ from trainkit.solver.build import PARAM_GROUP_REGISTRY, collect_arguments
 from trainkit.solver.param_groups import NORM_LAYERS, reduce_param_groups
 from trainkit.utils.errors import not_accepted
 from trainkit.utils.logger import format_table
-from trainkit.utils.periods import is_number
+from trainkit.utils.periods import check_number
 
 _logger = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ class ParamRules:
             tables[f"custom_keys[{key!r}]"] = {name: options[name] for name in own}
         for where, factors in tables.items():
             for name, factor in factors.items():
-                if not is_number(factor) or not factor >= 0:
-                    raise ValueError(f"{name} in {where} must be a number >= 0, got {factor!r}")
+                check_number(f"{name} in {where}", factor, "[0, inf)")
 
     def key_of(self, full_name: str) -> str | None:
         """The custom key that counts for a parameter; None if no key matches."""
@@ -255,7 +254,8 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
             lr_factors=lr_factors,
             decay_factors=decay_factors,
             custom_keys=custom_keys,
-            key_match=options.KEY_MATCH,
+            # without custom keys it has no effect, so any value is accepted
+            key_match=options.KEY_MATCH if custom_keys else "longest",
             custom_keys_only=options.CUSTOM_KEYS_ONLY,
             lr_factor_func=None if layers["rate"] == 1.0 else build_layer_decay(model, **layers),
         )

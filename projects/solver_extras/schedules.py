@@ -4,7 +4,8 @@
 schedule, by default ``END - BEGIN`` of its entry in the config. A schedule with an end value reaches it in its last
 iteration, ``length - 1``, as in OpenMMLab, and keeps it; torch's ``total_iters`` is ``length - 1``. The end is
 ``end_value``, or ``end_ratio`` times the base (for groups with different bases); default is 0. If torch has the same
-rule, the values equal its closed form bit by bit.
+rule, the values equal its closed form bit by bit. A number out of its range is a ValueError: no factor is negative,
+and a length is a whole number of at least 1 iteration.
 """
 
 import inspect
@@ -21,7 +22,7 @@ from trainkit.config.config import CfgNode
 from trainkit.solver.build import LR_SCHEDULER_BUILDER_REGISTRY
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
 from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
-from trainkit.utils.periods import exact, is_whole, periods_done
+from trainkit.utils.periods import check_number, check_period, exact, is_whole, periods_done
 from trainkit.utils.registry import Registry
 
 SCHEDULE_REGISTRY = Registry("SCHEDULE")
@@ -31,12 +32,17 @@ SCHEDULE_REGISTRY = Registry("SCHEDULE")
 @SCHEDULE_REGISTRY.register()
 def Constant(length: int, factor: float = 1 / 3) -> Schedule:
     """``factor`` times the base; in the last iteration the base itself, so that the next schedule starts from it."""
+    _check_length(length)
+    check_number("factor", factor, "[0, inf)")
     return lambda t, base: base * (factor + (t >= length - 1) * (1 - factor))
 
 
 @SCHEDULE_REGISTRY.register()
 def Linear(length: int, start_factor: float = 1 / 3, end_factor: float = 1.0) -> Schedule:
     """A straight line from ``start_factor`` times the base to ``end_factor`` times the base; the usual warm-up."""
+    _check_length(length)
+    check_number("start_factor", start_factor, "[0, inf)")
+    check_number("end_factor", end_factor, "[0, inf)")
     rise, steps = end_factor - start_factor, max(length - 1, 1)
     return lambda t, base: base * (start_factor + rise * _done(t, length) / steps)
 
@@ -44,18 +50,24 @@ def Linear(length: int, start_factor: float = 1 / 3, end_factor: float = 1.0) ->
 @SCHEDULE_REGISTRY.register()
 def ExponentialWarmup(length: int, factor: float = 1 / 3) -> Schedule:
     """From ``factor`` times the base to the base; each iteration multiplies the value by the same number."""
+    _check_length(length)
+    check_number("factor", factor, "(0, inf)")
     return lambda t, base: base * factor ** (1 - _done(t, length) / max(length - 1, 1))
 
 
 @SCHEDULE_REGISTRY.register()
 def Step(step_size: int, gamma: float = 0.1) -> Schedule:
     """Multiply by ``gamma`` every ``step_size`` iterations."""
+    check_period("step_size", step_size, minimum=1)
+    check_number("gamma", gamma, "[0, inf)")
     return lambda t, base: base * gamma ** periods_done(t, step_size)
 
 
 @SCHEDULE_REGISTRY.register()
 def MultiStep(milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
     """Multiply by ``gamma`` at each of ``milestones`` (iterations from the start), again at a repeated milestone."""
+    _check_milestones(milestones)
+    check_number("gamma", gamma, "[0, inf)")
     milestones = sorted(milestones)
     return lambda t, base: base * gamma ** bisect_right(milestones, t)
 
@@ -63,6 +75,7 @@ def MultiStep(milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
 @SCHEDULE_REGISTRY.register()
 def Exponential(gamma: float) -> Schedule:
     """Multiply by ``gamma`` in each iteration."""
+    check_number("gamma", gamma, "[0, inf)")
     return lambda t, base: base * gamma**t
 
 
@@ -75,6 +88,7 @@ def Cosine(
     As in torch and OpenMMLab, iteration ``length`` has the end value; the last iteration is ``length - 1``, so its
     value is a little above the end. After ``length`` the cosine rises again.
     """
+    _check_length(length)
     end_of = _end(end_value, end_ratio)
     return lambda t, base: _half_cosine(base, end_of(base), t, length)
 
@@ -91,6 +105,12 @@ def CosineRestarts(
 
     ``weights``: each period starts at its weight times the base; default is 1 for all.
     """
+    if not isinstance(periods, list | tuple) or not periods:
+        raise ValueError(f"periods must be a list of lengths in iterations, got {periods!r}")
+    for period in periods:
+        check_period("each of periods", period, minimum=1)
+    for weight in weights:
+        check_number("each of weights", weight, "[0, inf)")
     if len(weights) not in (0, len(periods)):
         raise ValueError(f"weights must be one for each period, got {periods!r} and {weights!r}")
     end_of, ends = (
@@ -116,6 +136,8 @@ def Polynomial(
     end_ratio: float | None = None,
 ) -> Schedule:
     """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
+    _check_length(length)
+    check_number("power", power, "(0, inf)")
     end_of, steps = _end(end_value, end_ratio), max(length - 1, 1)
     return lambda t, base: (
         (base - end_of(base)) * (1.0 - _done(t, length) / steps) ** power + end_of(base)
@@ -137,6 +159,10 @@ def OneCycle(
     ``pct_start``: fraction of the iterations in which the value rises. ``three_phase``: the value falls to the start
     value as fast as it rose, then to the end.
     """
+    _check_length(length)
+    check_number("pct_start", pct_start, "[0, 1]")
+    check_number("div_factor", div_factor, "(0, inf)")
+    check_number("final_div_factor", final_div_factor, "(0, inf)")
     last, peak = length - 1, float(pct_start * length) - 1
     if anneal not in ("cos", "linear"):
         raise ValueError(f"anneal must be cos or linear, got {anneal!r}")
@@ -164,6 +190,7 @@ def OneCycle(
 def InverseSquareRoot(timescale: int) -> Schedule:
     """``base * sqrt(timescale / (t + timescale))``; after a warm-up of ``timescale`` iterations it is the rule of
     Vaswani et al., "Attention Is All You Need"."""
+    check_period("timescale", timescale, minimum=1)
     return lambda t, base: base * math.sqrt(timescale / (t + timescale))
 
 
@@ -186,6 +213,17 @@ def Chain(segments: Sequence[Schedule]) -> Schedule:
     return schedule
 
 
+def _check_length(length: int) -> None:
+    check_period("length", length, minimum=1)
+
+
+def _check_milestones(milestones: Sequence[int]) -> None:
+    if not isinstance(milestones, list | tuple):
+        raise ValueError(f"milestones must be a list of iterations, got {milestones!r}")
+    for milestone in milestones:
+        check_period("each of milestones", milestone)
+
+
 def _done(t: int, length: int) -> int:
     """The steps done from the first iteration to the last one; if there is only one iteration, it is the last one."""
     return min(t, length - 1) if length > 1 else 1
@@ -193,6 +231,10 @@ def _done(t: int, length: int) -> int:
 
 def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:
     """A function from the base to the end."""
+    if value is not None:
+        check_number("end_value", value, "[0, inf)")
+    if ratio is not None:
+        check_number("end_ratio", ratio, "[0, inf)")
     if value is not None and ratio is not None:
         raise ValueError(
             f"end_value {value!r} and end_ratio {ratio!r} both say where it ends; give one"

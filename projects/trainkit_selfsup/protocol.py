@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
+from trainkit.engine.hooks import check_number
 from trainkit.utils.device import unwrap_model
 
 
@@ -30,9 +31,8 @@ class ClusterHook(HookBase):
     """Base class of hooks that weight the classes in a loss by the sizes of clusters, see `DeepClusterHook`."""
 
     def __init__(self, reweight: bool, reweight_pow: float) -> None:
-        if not reweight_pow >= 0:
-            raise ValueError(f"reweight_pow must be a number >= 0, got {reweight_pow!r}")
-        self._reweight, self._power = reweight, reweight_pow
+        self._reweight = reweight
+        self._power = check_number("reweight_pow", reweight_pow, "[0, inf)")
 
     def find_model(self, *needed: str) -> None:
         """Set ``_model``. Raises ConfigError: it lacks a path of ``needed``, or is sharded."""

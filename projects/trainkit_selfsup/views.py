@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
-from trainkit.engine.hooks import HOOK_REGISTRY, check_period
+from trainkit.engine.hooks import HOOK_REGISTRY, check_number, check_period
 from trainkit.solver import start_momentum
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
@@ -29,7 +29,8 @@ class SimSiamHook(HookBase):
     """
 
     def __init__(self, fix_pred_lr: bool, lr: float) -> None:
-        self._fix_pred_lr, self._lr = fix_pred_lr, lr
+        self._fix_pred_lr = fix_pred_lr
+        self._lr = check_number("lr", lr, "[0, inf)")
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = self.trainer.optimizer.param_groups if self._fix_pred_lr else []
@@ -62,8 +63,8 @@ class DenseCLHook(HookBase):
     _model: Any = None
 
     def __init__(self, start_iters: int = 1000, momentum: float | None = None) -> None:
-        if momentum is not None and not 0 <= momentum <= 1:
-            raise ValueError(f"momentum must be from 0 to 1, got {momentum}")
+        if momentum is not None:
+            check_number("momentum", momentum, "[0, 1]")
         self._start_iters, self._momentum = check_period("start_iters", start_iters), momentum
 
     def before_train(self) -> None:
@@ -127,7 +128,7 @@ class SwAVHook(HookBase):
             check_period("feat_dim", feat_dim, minimum=1),
         )
         self._queue_length = check_period("queue_length", queue_length)
-        if interval != 1:
+        if check_period("interval", interval, minimum=1) != 1:
             logger.warning(
                 "SwAVHook: interval %r has no effect; every checkpoint has the queue", interval
             )

@@ -117,7 +117,7 @@ def test_a_save_that_does_not_fit_leaves_the_one_before(
     of_first = (["last_checkpoint", "model_0000001.pth"], "model_0000001.pth")
     assert folder == {
         **dict.fromkeys([1, 2, 3, 4], of_first),
-        5: (["last_checkpoint", "model_final.pth"], "model_final.pth"),
+        5: (["last_checkpoint", "model_0000001.pth", "model_final.pth"], "model_final.pth"),
     }
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "is not saved, training continues: cannot write" in error

@@ -3,6 +3,7 @@ import logging
 import os
 
 import pytest
+from fvcore.common import checkpoint as fvcore_checkpoint
 
 from tests.checkpoint.conftest import linear
 from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
@@ -35,7 +36,17 @@ def run(folder, iterations, checkpointer=None, **kwargs):
             {"period": 2, "start": 3},
             ["model_0000002", "model_0000004"],
         ),  # the period counts from there
-        ({"period": 2, "max_iter": 6, "max_to_keep": 2}, ["model_0000003", "model_final"]),
+        # as fvcore, the final file is kept beside max_to_keep numbered ones
+        (
+            {"period": 2, "max_iter": 6, "max_to_keep": 2},
+            ["model_0000001", "model_0000003", "model_final"],
+        ),
+        ({"period": 1, "max_iter": 6, "max_to_keep": 1}, ["model_0000004", "model_final"]),
+        (
+            {"period": 2, "max_iter": 7, "max_to_keep": 2},
+            ["model_0000003", "model_0000005", "model_final"],
+        ),
+        ({"period": 2, "max_iter": 6, "max_to_keep": 1, "save_last": False}, ["model_0000005"]),
     ],
 )
 def test_saves_each_period_and_once_at_the_end(tmp_path, arguments, expected):
@@ -45,6 +56,26 @@ def test_saves_each_period_and_once_at_the_end(tmp_path, arguments, expected):
     checkpointer = Checkpointer(linear(0), tmp_path)
     PeriodicCheckpointer(checkpointer, period=1, file_prefix="run").step(7, epoch=2)
     assert checkpointer.load(tmp_path / "run_0000007.pth") == {"iteration": 7, "epoch": 2}
+
+
+@pytest.mark.parametrize(("period", "max_iter"), [(1, 6), (2, 9), (2, 10), (3, 13)])
+@pytest.mark.parametrize("max_to_keep", [1, 2, 3])
+def test_as_many_older_files_are_kept_as_by_fvcore(tmp_path, period, max_iter, max_to_keep):
+    """fvcore writes a numbered file beside the final one if the period divides the run; here it is left out."""
+    kept = {}
+    for name, periodic, checkpointer in (
+        ("ours", PeriodicCheckpointer, Checkpointer),
+        ("fvcore", fvcore_checkpoint.PeriodicCheckpointer, fvcore_checkpoint.Checkpointer),
+    ):
+        (tmp_path / name).mkdir()
+        hook = periodic(
+            checkpointer(linear(0), str(tmp_path / name)), period, max_iter, max_to_keep=max_to_keep
+        )
+        for iteration in range(max_iter):
+            hook.step(iteration)
+        kept[name] = files(tmp_path / name)
+    assert len(kept["ours"]) == len(kept["fvcore"])
+    assert kept["ours"][-1] == kept["fvcore"][-1] == "model_final"
 
 
 def test_rotation_goes_on_after_a_restart_and_leaves_final_best_and_other_files(tmp_path):

@@ -39,6 +39,11 @@ def leaves(cfg, prefix=""):
         ("OUTPUT_DIR", "'a b'", "a b"),
         ("MAX_TIME", "3600", "3600"),
         ("LOG.ASYNC", "null", None),
+        ("CHECKPOINT.DIR", "None", None),
+        ("CHECKPOINT.DIR", "null", None),
+        ("CHECKPOINT.DIR", "", ""),
+        ("CHECKPOINT.DIR", "'None'", "None"),
+        ("MODEL.WEIGHTS", "None", None),
         ("CHECKPOINT.MAX_TO_KEEP", "3", 3),
         ("MODEL.BACKBONE.NAME", "resnet", "resnet"),
         ("SOLVER.OPTIMIZER.EPS", "1e-8", 1e-8),
@@ -166,7 +171,16 @@ def test_a_config_survives_a_dump_and_a_load(tmp_path):
         ["MODEL.A", (1, (2, 3)), "MODEL.B.C", 1e-8, "MODEL.D", "1e-3x", "MODEL.E", "'1e-3'"]
     )
     cfg.merge_from_list(
-        ["MODEL.F", None, "MODEL.G", "'null'", "MODEL.H", [{"NAME": "x", "N": 1e5}]]
+        [
+            "MODEL.F",
+            None,
+            "MODEL.G",
+            "'null'",
+            "MODEL.J",
+            "'None'",
+            "MODEL.H",
+            [{"NAME": "x", "N": 1e5}],
+        ]
     )
     cfg.merge_from_list(
         ["SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", "OUTPUT_DIR", "1e5", "MODEL.I", "ü: #"]
@@ -207,3 +221,86 @@ def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch
     with pytest.raises(AttributeError, match="SIZE"):
         frozen.SOLVER.AMP.DEPTH.SIZE = 4
     assert projects_of(cfg) == [project]
+
+
+def by_file(cfg, tmp_path, value):
+    (tmp_path / "base.yaml").write_text(f"SOLVER: {{WARMUP_ITERS: {value}}}")
+    (tmp_path / "top.yaml").write_text("_BASE_: base.yaml\nSOLVER: {BASE_LR: 0.1}")
+    cfg.merge_from_file(tmp_path / "top.yaml")
+
+
+WAYS = {
+    "command line": lambda cfg, _, value: cfg.merge_from_list(["SOLVER.WARMUP_ITERS", str(value)]),
+    "dict": lambda cfg, _, value: cfg.merge_from_other_cfg({"SOLVER": {"WARMUP_ITERS": value}}),
+    "attribute": lambda cfg, _, value: setattr(cfg.SOLVER, "WARMUP_ITERS", value),
+    "node": lambda cfg, _, value: cfg.merge_from_other_cfg(
+        CfgNode({"SOLVER": {"WARMUP_ITERS": value}})
+    ),
+    "inherited file": by_file,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_key_that_was_set_to_its_default_is_set(tmp_path, way):
+    cfg = get_cfg()
+    assert not cfg.SOLVER.is_set("WARMUP_ITERS")
+    WAYS[way](cfg, tmp_path, 1000)
+    assert cfg.SOLVER.is_set("WARMUP_ITERS")
+    assert not cfg.SOLVER.is_set("WARMUP_FACTOR")
+    assert not cfg.SOLVER.is_set("NO_SUCH_KEY")
+    assert not get_cfg().SOLVER.is_set("WARMUP_ITERS")
+
+
+def test_a_merge_of_a_whole_config_takes_over_what_is_set_in_it():
+    cfg, other = get_cfg(), get_cfg()
+    cfg.SOLVER.WARMUP_ITERS = 7
+    cfg.SOLVER.MOMENTUM = 0.9
+    other.SOLVER.MOMENTUM = 0.9
+    cfg.merge_from_other_cfg(other)
+    assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.is_set("WARMUP_ITERS")) == (1000, False)
+    assert cfg.SOLVER.is_set("MOMENTUM")
+
+
+def test_an_item_does_not_count_as_set_nor_does_the_default_of_a_project():
+    cfg = get_cfg()
+    cfg.SOLVER["WARMUP_ITERS"] = 1000
+    assert not cfg.SOLVER.is_set("WARMUP_ITERS")
+    assert cfg.TEST.PRECISE_BN.NUM_ITER == 200
+    assert not cfg.TEST.PRECISE_BN.is_set("NUM_ITER")
+    cfg.merge_from_list(["TEST.PRECISE_BN.NUM_ITER", "200"])
+    assert cfg.TEST.PRECISE_BN.is_set("NUM_ITER")
+
+
+def test_values_of_a_node_made_by_hand_are_set():
+    node = CfgNode({"WARMUP_ITERS": 1000, "AMP": {"ENABLED": False}})
+    assert node.is_set("WARMUP_ITERS")
+    assert node.AMP.is_set("ENABLED")
+    cfg = get_cfg()
+    cfg.SOLVER = node
+    assert cfg.SOLVER.is_set("WARMUP_ITERS")
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg)), CfgNode.clone]
+)
+def test_a_copy_knows_what_is_set_and_shares_nothing(duplicate):
+    cfg = get_cfg()
+    cfg.SOLVER.WARMUP_ITERS = 1000
+    other = duplicate(cfg)
+    assert other.SOLVER.is_set("WARMUP_ITERS")
+    assert not other.SOLVER.is_set("STEPS")
+    other.SOLVER.STEPS = (30000,)
+    assert not cfg.SOLVER.is_set("STEPS")
+
+
+def test_a_dump_has_a_key_that_is_meant_only_if_set_as_a_comment(tmp_path):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.WARMUP_ITERS", "1000"])
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    again = get_cfg()
+    again.merge_from_file(tmp_path / "config.yaml")
+    assert again == cfg
+    keys = ["WARMUP_ITERS", "STEPS", "MOMENTUM", "WEIGHT_DECAY"]
+    assert [again.SOLVER.is_set(key) for key in keys] == [True, False, False, False]
+    assert "\n# not set: SOLVER.MOMENTUM 0.9\n" in cfg.dump()
+    assert again.dump() == cfg.dump()

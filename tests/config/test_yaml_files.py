@@ -129,3 +129,46 @@ def test_reading_a_config_imports_nothing(write, monkeypatch, tmp_path):
     write("imported_by_reading.py", "raise RuntimeError")
     cfg = merged(write("a.yaml", "IMPORTS: [imported_by_reading]"))
     assert cfg.IMPORTS == ["imported_by_reading"]
+
+
+def test_a_file_that_inherits_from_itself_is_an_error_that_names_the_loop(write, tmp_path):
+    write("a.yaml", "_BASE_: sub/b.yaml")
+    write("sub/b.yaml", "_BASE_: [../plain.yaml, ../a.yaml]")
+    write("plain.yaml", "SEED: 1")
+    with pytest.raises(
+        ConfigError, match=r"inherits from itself: .*a\.yaml -> .*b\.yaml -> .*a\.yaml;"
+    ):
+        merged(tmp_path / "a.yaml")
+    own = write("own.yaml", "_BASE_: own.yaml")
+    with pytest.raises(ConfigError, match=r"itself: .*/own\.yaml -> .*/own\.yaml;"):
+        CfgNode.load_yaml_with_base(own)
+    (tmp_path / "link.yaml").symlink_to(write("linked.yaml", "_BASE_: link.yaml"))
+    with pytest.raises(ConfigError, match=r"itself: .*linked\.yaml -> .*link\.yaml;"):
+        merged(tmp_path / "linked.yaml")
+
+
+def test_a_base_that_two_files_share_is_no_loop(write):
+    write("root.yaml", "SEED: 1\nVIS_PERIOD: 1")
+    write("left.yaml", "_BASE_: root.yaml\nSEED: 2")
+    write("right.yaml", "_BASE_: root.yaml")
+    cfg = merged(write("top.yaml", "_BASE_: [left.yaml, right.yaml]"))
+    assert (cfg.SEED, cfg.VIS_PERIOD) == (1, 1)
+
+
+@pytest.mark.parametrize("base", ["3", "null", "[a.yaml, 3]", "{A: b}"])
+def test_a_base_that_is_no_path_is_an_error_that_names_the_file(write, base):
+    with pytest.raises(ConfigError, match=r"a\.yaml: _BASE_: got .*; accepted: a path, or a list"):
+        merged(write("a.yaml", f"_BASE_: {base}"))
+
+
+def test_none_in_a_file_is_no_text_as_on_the_command_line(write):
+    text = (
+        "CHECKPOINT: {DIR: None, BEST_METRIC: None}\nMODEL: {WEIGHTS: 'None'}\nHOOKS: [{A: None}]"
+    )
+    cfg = merged(write("a.yaml", text))
+    assert (cfg.CHECKPOINT.DIR, cfg.CHECKPOINT.BEST_METRIC, cfg.MODEL.WEIGHTS) == (
+        None,
+        None,
+        "None",
+    )
+    assert cfg.HOOKS == [{"A": None}]

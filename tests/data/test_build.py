@@ -247,3 +247,6 @@ def test_testing_draws_every_sample_once_and_in_order(cfg, as_rank):
         ConfigError, match="'RepeatFactorTrainingSampler' .* a stream has its own order"
     ):
         build_train_loader(cfg)
+    cfg.DATALOADER.SAMPLER_TRAIN = "TrainingSampler"  # the default, but it was set
+    with pytest.raises(ConfigError, match="'TrainingSampler' .* a stream has its own order"):
+        build_train_loader(cfg)

@@ -394,3 +394,17 @@ def test_weights_alone_start_a_run_at_iteration_0_and_resuming_beyond_the_end_is
         match="SOLVER.MAX_ITER is 4, but the checkpoint to resume from has done 10 iter",
     ):
         trainer.resume_or_load()
+
+
+def test_none_in_place_of_an_empty_text_switches_a_feature_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = ["CHECKPOINT.DIR", "CHECKPOINT.FORMAT", "CHECKPOINT.BEST_METRIC", "MODEL.WEIGHTS"]
+    keys += ["SOLVER.TRAINER", "SOLVER.OPTIMIZER_BUILDER", "SOLVER.LR_SCHEDULER_BUILDER"]
+    keys += ["SOLVER.PARAM_GROUP_BUILDER", "EARLY_STOPPING.METRIC", "INPUT.TEST_TRANSFORM"]
+    trainer = DefaultTrainer(tiny_cfg("run", *(word for key in keys for word in (key, "None"))))
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert {"model_0000004.pth", "model_final.pth"} <= {
+        path.name for path in (tmp_path / "run").iterdir()
+    }

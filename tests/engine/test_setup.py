@@ -119,6 +119,52 @@ def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(t
     assert torch.__version__ in log
 
 
+@pytest.fixture
+def switches():
+    """Reads torch's switches of this process, and sets them back at the end."""
+
+    def read():
+        return (
+            torch.get_deterministic_debug_mode(),
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.benchmark,
+        )
+
+    former = read()
+    yield read
+    torch.set_deterministic_debug_mode(former[0])
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    torch.set_float32_matmul_precision(former[2])
+    torch.backends.cudnn.benchmark = former[3]
+
+
+def test_the_switches_of_a_job_end_with_the_next_job_of_the_process(tmp_path, switches):
+    all_on = ["DETERMINISTIC", True, "FLOAT32_PRECISION", "medium", "CUDNN_BENCHMARK", True]
+    plain = switches()
+    assert plain == (0, None, "highest", False)
+    for _ in range(2):
+        default_setup(cfg_for(tmp_path, *all_on), NEW)
+        assert switches() == (2, ":4096:8", "medium", True)
+    default_setup(cfg_for(tmp_path, "FLOAT32_PRECISION", "high"), NEW)
+    assert switches() == (0, None, "high", False)
+    default_setup(cfg_for(tmp_path), NEW)
+    assert switches() == plain
+
+
+def test_a_switch_that_the_program_has_set_itself_stays_as_it_was(tmp_path, switches, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    own = switches()
+    default_setup(cfg_for(tmp_path), NEW)
+    assert switches() == own
+    default_setup(cfg_for(tmp_path, "DETERMINISTIC", True, "FLOAT32_PRECISION", "medium"), NEW)
+    assert switches() == (2, ":16:8", "medium", False)
+    default_setup(cfg_for(tmp_path), NEW)
+    assert switches() == own
+
+
 @pytest.mark.parametrize(("seed", "is_same"), [(3, True), (-1, False)])
 def test_setup_seeds_everything(tmp_path, seed, is_same):
     drawn = []

@@ -5,7 +5,7 @@ import pytest
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from trainkit.config import ConfigError, get_cfg
+from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.solver import (
     LR_SCHEDULER_BUILDER_REGISTRY,
     LRMultiplier,
@@ -97,10 +97,10 @@ def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
 
 
 def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
+    cfg = get_cfg()  # WARMUP_ITERS is not set, so it is at most 5 % of the run
+    cfg.merge_from_other_cfg({"SOLVER": {"MAX_ITER": 100, "BASE_LR": 1.0}})
     with caplog.at_level(logging.INFO):
-        rates = lrs_of(
-            make_cfg(MAX_ITER=100, WARMUP_ITERS=1000)
-        )  # the default, which is at most 5 % of the run
+        rates = lrs_of(cfg)
     assert (rates[0], rates[5:]) == (0.001, [1.0] * 6)
     assert (
         "The learning rate is 0.001 at the start, and 1 after 5 iterations of warm-up"
@@ -127,7 +127,10 @@ def test_a_config_may_name_a_function_that_makes_the_schedule():
         ({"LR_SCHEDULER_BUILDER": "mine"}, "LR_SCHEDULER_BUILDER: no 'mine'"),
         ({"WARMUP_ITERS": 11}, "SOLVER.WARMUP_ITERS: got 11 .*at most SOLVER.MAX_ITER, 10"),
         ({"MAX_ITER": "3ep"}, "SOLVER.MAX_ITER.* got .'3ep'"),
-        ({"WARMUP_METHOD": "exp"}, "WarmupMultiStepLR, .*: warmup_method.*got 'exp'"),
+        (
+            {"WARMUP_METHOD": "exp", "WARMUP_ITERS": 2},
+            "WarmupMultiStepLR, .*: warmup_method.*got 'exp'",
+        ),
         (
             {"name": "WarmupCosineLR", "BASE_LR_END": 2.0},
             "SOLVER.BASE_LR_END: got 2.0 .*from 0 to SOLVER.BASE_LR, 1.0",
@@ -140,3 +143,37 @@ def test_a_wrong_setting_is_an_error_that_names_its_key(solver, message):
     optimizer = build_optimizer(make_cfg(), nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=message):
         build_lr_scheduler(make_cfg(**solver), optimizer)
+
+
+@pytest.mark.parametrize("warmup", [999, 1000, 1001])
+def test_a_warm_up_that_was_set_has_its_length_also_that_of_the_default(warmup):
+    cfg = make_cfg(MAX_ITER=4000, WARMUP_ITERS=warmup, WARMUP_FACTOR=0.0)
+    rates = lrs_of(cfg, warmup)
+    assert rates[500] == pytest.approx(500 / warmup)
+    assert (rates[warmup - 1] < 1, rates[warmup]) == (True, 1.0)
+
+
+def test_a_warm_up_that_was_set_and_is_longer_than_the_run_is_an_error_also_that_of_the_default():
+    with pytest.raises(ConfigError, match="SOLVER.WARMUP_ITERS: got 1000 .*at most .* 500"):
+        check_values(make_cfg(MAX_ITER=500, WARMUP_ITERS=1000))
+
+
+@pytest.mark.parametrize("settings", [{}, {"WARMUP_ITERS": 1000}, {"WARMUP_ITERS": 50}], ids=str)
+def test_a_run_from_its_own_config_file_has_the_same_rates(tmp_path, settings):
+    cfg, again = get_cfg(), get_cfg()
+    cfg.merge_from_other_cfg({"SOLVER": {"MAX_ITER": 2000, **settings}})
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    again.merge_from_file(tmp_path / "config.yaml")
+    rates = lrs_of(again, 1500)
+    assert rates == lrs_of(cfg, 1500)
+    # the first iteration with the whole rate: 5 % of 2000 unless it was set
+    assert rates.index(0.001) == settings.get("WARMUP_ITERS", 100)
+
+
+@pytest.mark.parametrize(("settings", "num_warnings"), [({}, 0), ({"STEPS": (30000,)}, 1)])
+def test_steps_beyond_the_end_are_warned_about_if_they_were_set(settings, num_warnings, caplog):
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg({"SOLVER": {"MAX_ITER": 100, **settings}})
+    with caplog.at_level(logging.WARNING):
+        lrs_of(cfg)
+    assert caplog.text.count("SOLVER.STEPS are (30000,)") == num_warnings

@@ -81,6 +81,8 @@ def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error():
         ("AdamW", "MOMENTUM", 0.95),
         ("AdamW", "NESTEROV", True),
         ("Rprop", "WEIGHT_DECAY", 0.5),
+        ("AdamW", "MOMENTUM", 0.9),  # the default, but it was set
+        ("Rprop", "WEIGHT_DECAY", 0.0001),
     ):
         with pytest.raises(
             ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"
@@ -89,6 +91,25 @@ def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error():
         build_optimizer(
             make_cfg({key: type(value)(0)}, NAME=name), make_model()
         )  # which asks for nothing
+
+
+def test_the_config_file_of_a_run_builds_the_same_optimizer(tmp_path):
+    cfg, again = make_cfg(NAME="AdamW"), get_cfg()
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    again.merge_from_file(tmp_path / "config.yaml")
+    defaults = [build_optimizer(each, make_model()).defaults for each in (cfg, again)]
+    assert defaults[0] == defaults[1]
+
+
+def test_a_function_of_any_arguments_gets_a_momentum_that_was_set_to_the_default():
+    @OPTIMIZER_REGISTRY.register()
+    def solver_test_any(params, **kwargs):
+        return torch.optim.SGD(params, **kwargs)
+
+    cfg = make_cfg(NAME="solver_test_any")
+    assert build_optimizer(cfg, make_model()).defaults["momentum"] == 0
+    cfg.SOLVER.MOMENTUM = 0.9
+    assert build_optimizer(cfg, make_model()).defaults["momentum"] == 0.9
 
 
 OPTIMIZERS = [

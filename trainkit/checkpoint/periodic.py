@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.checkpoint.format import CheckpointFormat
-from trainkit.utils.periods import is_nth
+from trainkit.utils.periods import check_period, is_nth
 
 _logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class PeriodicCheckpointer:
         checkpointer: a trainkit or an fvcore checkpointer.
         period: in iterations; 0: only at the end.
         max_to_keep: number of periodic saves to keep; None: all. Older ones, also of an earlier process, are removed
-            after the new one is on the disk; final and best files never. A final file counts if a periodic save is due.
+            after the new one is on the disk; final and best files are never removed, and do not count.
         start: number of iterations before the first periodic save; 0: one ``period``. The period counts from there.
         save_last: whether to write a final file.
 
@@ -43,10 +43,12 @@ class PeriodicCheckpointer:
         start: int = 0,
         save_last: bool = True,
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(
-                f"max_to_keep must be >= 1 file, or None to keep all, got {max_to_keep!r}"
-            )
+        check_period("period", period)
+        check_period("start", start)
+        if max_iter is not None:
+            check_period("max_iter", max_iter)
+        if max_to_keep is not None:
+            check_period("max_to_keep (None: keep all)", max_to_keep, minimum=1)
         self.checkpointer, self.period, self.max_iter, self.max_to_keep = (
             checkpointer,
             period,
@@ -76,14 +78,14 @@ class PeriodicCheckpointer:
 
     def save_and_rotate(self, name: str, iteration: int, **kwargs: Any) -> Future[None] | None:
         """Save now, then remove the oldest numbered files."""
-        remove_old = partial(self._remove_old, name, iteration)
+        remove_old = partial(self._remove_old, iteration)
         if isinstance(self.checkpointer, Checkpointer):
             return self.save(name, iteration=iteration, on_commit=remove_old, **kwargs)
         self.save(name, iteration=iteration, **kwargs)
         remove_old()
         return None
 
-    def _remove_old(self, name: str, iteration: int) -> None:
+    def _remove_old(self, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
         folder, pattern = (
@@ -91,9 +93,6 @@ class PeriodicCheckpointer:
             re.compile(re.escape(self.file_prefix) + r"_(\d{7,})\.pth"),
         )
         form = getattr(self.checkpointer, "format", CheckpointFormat())
-        counts = name != f"{self.file_prefix}_final" or is_nth(
-            iteration + 1, self.period, self.start
-        )
         try:
             numbered = {
                 int(match[1]): match[0]
@@ -102,10 +101,10 @@ class PeriodicCheckpointer:
             }
             # files of later iterations are from an earlier run in this folder
             newest_first = sorted(
-                (number for number in numbered if number < iteration), reverse=True
+                (number for number in numbered if number <= iteration), reverse=True
             )
             newest_first = [number for number in newest_first if number not in self.former_finals]
-            for number in newest_first[self.max_to_keep - counts :]:
+            for number in newest_first[self.max_to_keep :]:
                 form.remove(os.path.join(folder, numbered[number]))
         except OSError as error:
             _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)

@@ -1,7 +1,7 @@
 """CfgNode: fvcore's config node with keys of projects, and with errors that name the key and what is accepted."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import IO, Any
@@ -16,7 +16,12 @@ from trainkit.utils.loading import load_plugin
 from trainkit.utils.plugins import CONFIG_KEYS
 from trainkit.utils.registry import did_you_mean
 
-_OF_PROJECTS = "__of_projects__"  # in a node's __dict__, like yacs's marks: name -> full key of the keys of projects
+# marks in a node's __dict__, like those of yacs
+_OF_PROJECTS = "__of_projects__"  # name -> full key of the keys of projects
+_UNSET = "__unset__"  # the names whose values are defaults that nobody has set
+_DUMPED_IF_SET = (
+    "__dumped_if_set__"  # the names that `CfgNode.dump` leaves out while they are not set
+)
 _ANY_TYPE = ("CHECKPOINT.BEST_METRIC", "SOLVER.AMP.LOSS_SCALE")
 _ACCEPTED = {
     bool: "True or False",
@@ -33,11 +38,25 @@ class CfgNode(_FvcoreCfgNode):
     Merging checks the type of each value against the old one. A number takes any number (a float stays a float), a list
     or a tuple takes both (and keeps its type), and a key of ``LENGTH_KEYS`` also takes epochs. A single value may be
     replaced by None, and None by anything. A wrong key or value is a `ConfigError`.
+
+    A node remembers which of its values were set: by merging, or as an attribute, ``cfg.SOLVER.BASE_LR = 0.1``. An
+    item, ``cfg.SOLVER["BASE_LR"] = 0.1``, is how trainkit changes a value for the user; it does not count.
     """
 
     def __getattr__(self, name: str) -> Any:
         _declare(self, name)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__.get(_UNSET, set()).discard(name)
+
+    def is_set(self, name: str) -> bool:
+        """Whether the value of ``name``, a key of this node, was set; False: it is the default of `get_cfg`.
+
+        All values of a node that was made by hand are set.
+        """
+        return name in self and name not in self.__dict__.get(_UNSET, ())
 
     @classmethod
     def load_yaml_with_base(
@@ -73,7 +92,8 @@ class CfgNode(_FvcoreCfgNode):
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
 
-        A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if its key takes text.
+        A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if its key takes text
+        and it is not None.
         """
         if len(cfg_list) % 2:
             raise not_accepted("options", [*cfg_list], "KEY VALUE KEY VALUE ...")
@@ -88,6 +108,7 @@ class CfgNode(_FvcoreCfgNode):
                 or key in _ANY_TYPE
                 or key in LENGTH_KEYS
                 or isinstance(read, str)
+                or (read is None and value)
             ):
                 value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
             self.merge_from_other_cfg(
@@ -95,8 +116,42 @@ class CfgNode(_FvcoreCfgNode):
             )
 
     def dump(self, **kwargs: Any) -> str:
-        """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``."""
-        return yaml.dump(self, Dumper=Dumper, **kwargs)
+        """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``.
+
+        Keys of ``trainkit.config.defaults.MEANT_IF_SET`` that are not set are only comments at the end, so that they
+        are not set in the config that is read back either.
+        """
+        left_out: list[str] = []
+        text: str = yaml.dump(_without_unset(self, "", left_out), Dumper=Dumper, **kwargs)
+        if left_out and text is not None:
+            text += "".join(f"# not set: {line}\n" for line in sorted(left_out))
+        return text
+
+
+def mark_as_defaults(root: CfgNode, dumped_if_set: Iterable[str]) -> None:
+    """Note that nobody has set the values in ``root`` and in its nodes; ``dumped_if_set``: see `CfgNode.dump`."""
+    root.__dict__[_UNSET] = set(root)
+    for value in root.values():
+        if isinstance(value, CfgNode):
+            mark_as_defaults(value, ())
+    for key in dumped_if_set:
+        *parents, name = key.split(".")
+        node = reduce(getitem, parents, root)
+        node.__dict__.setdefault(_DUMPED_IF_SET, set()).add(name)
+
+
+def _without_unset(node: _FvcoreCfgNode, prefix: str, left_out: list[str]) -> dict[str, Any]:
+    """A plain copy for a dump; a line for each key that is not in it is appended to ``left_out``."""
+    plain: dict[str, Any] = {}
+    if_set = node.__dict__.get(_DUMPED_IF_SET, set()) & node.__dict__.get(_UNSET, set())
+    for name, value in node.items():
+        if isinstance(value, _FvcoreCfgNode):
+            plain[name] = _without_unset(value, f"{prefix}{name}.", left_out)
+        elif name in if_set:
+            left_out.append(f"{prefix}{name} {value}")
+        else:
+            plain[name] = value
+    return plain
 
 
 def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,6 +190,8 @@ def _declare(node: _FvcoreCfgNode, name: object) -> None:
             lambda parent, part: parent.setdefault(part, CfgNode()), key.split(".")[:-1], defaults
         )
     load_plugin(CONFIG_KEYS[full_key]).add_config(defaults)
+    mark_as_defaults(defaults, ())
+    node.__dict__.get(_UNSET, set()).add(name)
     node[name] = reduce(getitem, full_key.split("."), defaults)
     if isinstance(node[name], CfgNode) and node.is_frozen():
         node[name].freeze()
@@ -168,6 +225,16 @@ def _merge(
             _merge(node[name], value, root, f"{key}.")
         else:
             node[name] = _coerce(key, value, None if key in _ANY_TYPE else node.get(name))
+            _note_merge(node, name, other)
+
+
+def _note_merge(node: _FvcoreCfgNode, name: str, other: Mapping[str, Any]) -> None:
+    """The value of ``name`` is now that of ``other``, and it is set if it is set there."""
+    unset = node.__dict__.get(_UNSET, set())
+    if isinstance(other, CfgNode) and not other.is_set(name):
+        unset.add(name)
+    else:
+        unset.discard(name)
 
 
 def _coerce(key: str, value: Any, old: Any) -> Any:

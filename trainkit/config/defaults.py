@@ -6,7 +6,7 @@ Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epo
 from typing import Any
 
 from trainkit.config.config import CfgNode as CN
-from trainkit.config.config import mark_keys_of_projects
+from trainkit.config.config import mark_as_defaults, mark_keys_of_projects
 
 _C = CN()
 # The version of this set of keys.
@@ -103,11 +103,11 @@ _C.SOLVER.ACCUMULATION_STEPS = 1
 _C.SOLVER.BASE_LR = 0.001
 # WarmupCosineLR: the learning rate at the end.
 _C.SOLVER.BASE_LR_END = 0.0
-# For SGD, LARS, RMSprop, ... An error if you change it and the optimizer does not take it.
+# For SGD, LARS, RMSprop, ... An error if you set it and the optimizer does not take it.
 _C.SOLVER.MOMENTUM = 0.9
-# Nesterov momentum. An error if you change it and the optimizer does not take it.
+# Nesterov momentum. An error if you set it to True and the optimizer does not take it.
 _C.SOLVER.NESTEROV = False
-# The weight decay. An error if you change it and the optimizer does not take it.
+# The weight decay. An error if you set it and the optimizer does not take it.
 _C.SOLVER.WEIGHT_DECAY = 0.0001
 # The weight decay of parameters of normalization layers.
 _C.SOLVER.WEIGHT_DECAY_NORM = 0.0
@@ -119,13 +119,13 @@ _C.SOLVER.BIAS_LR_FACTOR = 1.0
 _C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"
 # The learning rate is multiplied by this factor at each of STEPS.
 _C.SOLVER.GAMMA = 0.1
-# The iterations at which the learning rate falls.
+# The iterations at which the learning rate falls. A warning if you set one beyond MAX_ITER.
 _C.SOLVER.STEPS = (30000,)
 # WarmupStepWithFixedGammaLR: how often the learning rate falls.
 _C.SOLVER.NUM_DECAYS = 3
 # The warm-up starts at BASE_LR times this factor.
 _C.SOLVER.WARMUP_FACTOR = 1.0 / 1000
-# The length of the warm-up. The default of 1000 is at most 5 % of the run.
+# The length of the warm-up. If you do not set it, it is at most 5 % of the run.
 _C.SOLVER.WARMUP_ITERS = 1000
 # Or "constant".
 _C.SOLVER.WARMUP_METHOD = "linear"
@@ -223,6 +223,17 @@ _C.LOG.WRITERS = ["console", "json", "tensorboard"]
 # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
 _C.LOG.LEVEL = "INFO"
 
+MEANT_IF_SET = (
+    "DATALOADER.SAMPLER_TRAIN",
+    "SOLVER.MOMENTUM",
+    "SOLVER.NESTEROV",
+    "SOLVER.STEPS",
+    "SOLVER.WARMUP_ITERS",
+    "SOLVER.WEIGHT_DECAY",
+)
+"""Keys whose default is only a suggestion: it gives way where it does not fit, and a value that was set does not. A
+dump of a config, such as config.yaml, has them only if they were set, so that a run from it trains the same."""
+
 ACCEPTED: dict[Any, str] = {
     "[-1, 4294967296)": "SEED",
     "[1, 9223372036854775808)": "SOLVER.MAX_ITER",
@@ -255,6 +266,7 @@ _DROPPED = ["LOG.EVAL_AXIS", "MODEL.ACTIVATION_CHECKPOINT.KEEP", "TEST.PERSISTEN
 def get_cfg() -> CN:
     """A new copy of the defaults, which you may change."""
     cfg = _C.clone()
+    mark_as_defaults(cfg, MEANT_IF_SET)
     for key in _DROPPED:
         cfg.register_deprecated_key(key)
     mark_keys_of_projects(cfg)

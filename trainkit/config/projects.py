@@ -59,7 +59,7 @@ def choose(cfg: CfgNode, key: str, value: str, because: str) -> None:
     """Set a key that only one project may set, such as SOLVER.TRAINER. Raises ConfigError if another one has."""
     *parents, name = key.split(".")
     node = reduce(getitem, parents, cfg)
-    if node[name] not in ("", value):
+    if node[name] and node[name] != value:
         raise ConfigError(
             f"{key} is {node[name]!r}, but {because} needs {value!r}; set one of the two"
         )

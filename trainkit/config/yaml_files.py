@@ -42,6 +42,8 @@ class Dumper(yaml.SafeDumper):
 # YAML 1.1 reads 1e-3 as text, because it has no dot; a text that looks like such a number is written with quotes.
 for _class in (_Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789in"))
+    # as on the command line and in detectron2; the text 'None' is written with quotes
+    _class.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None\Z"), ["N"])
 
 
 def parse_literal(text: str) -> Any:
@@ -80,14 +82,31 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def read_with_base(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a config file after the files that it inherits from, which its key ``_BASE_`` names."""
-    path = os.path.expanduser(path)
-    content, merged = read_yaml(path), dict[str, Any]()
+    """Read a config file after the files that it inherits from, which its key ``_BASE_`` names.
+
+    Raises ConfigError, also if a file inherits from itself, directly or through others.
+    """
+    return _read_after_bases(os.path.expanduser(path), [])
+
+
+def _read_after_bases(path: str, inherited_by: list[str]) -> dict[str, Any]:
+    """``inherited_by``: the files that are being read because one names the next one as its base."""
+    # compared without links, so that a file with two names is found too
+    real_paths = [os.path.realpath(other) for other in inherited_by]
+    if os.path.realpath(path) in real_paths:
+        start = real_paths.index(os.path.realpath(path))
+        loop = " -> ".join([*inherited_by[start:], path])
+        raise ConfigError(f"_BASE_: a config file inherits from itself: {loop}; remove one of them")
+    content = read_yaml(path)
     bases = content.pop("_BASE_", [])
-    for base in [bases] if isinstance(bases, str) else bases:
-        merged = _overlay(
-            merged, read_with_base(os.path.join(os.path.dirname(path), os.path.expanduser(base)))
-        )
+    if isinstance(bases, str):
+        bases = [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise not_accepted(f"{path}: _BASE_", bases, "a path, or a list of paths")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        base_path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
+        merged = _overlay(merged, _read_after_bases(base_path, [*inherited_by, path]))
     return _overlay(merged, content)
 
 

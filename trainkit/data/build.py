@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampler, default_collate
 
 from trainkit.config.config import CfgNode
-from trainkit.config.defaults import get_cfg
 from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
@@ -127,10 +126,9 @@ def _train_arguments(
         concatenate = ChainDataset if isinstance(parts[0], IterableDataset) else ConcatDataset
         dataset = concatenate(parts) if len(parts) > 1 else parts[0]
     name, key = cfg.DATALOADER.SAMPLER_TRAIN, "DATALOADER.SAMPLER_TRAIN"
-    if isinstance(dataset, IterableDataset) and name != get_cfg().DATALOADER.SAMPLER_TRAIN:
-        raise not_accepted(
-            key, name, "the default, also in keys that choose a sampler: a stream has its own order"
-        )
+    if isinstance(dataset, IterableDataset) and cfg.DATALOADER.is_set("SAMPLER_TRAIN"):
+        accepted = "that neither this key nor one that chooses a sampler is set: a stream has its own order"
+        raise not_accepted(key, name, accepted)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = look_up(SAMPLER_REGISTRY, name, key)(cfg, dataset)
     arguments = {

@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 from trainkit.config.from_config import configurable
 from trainkit.utils import comm
 from trainkit.utils.loading import names_on_demand
+from trainkit.utils.periods import check_number, is_whole
 
 __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
@@ -40,6 +41,8 @@ class InfiniteSampler(Sampler[int]):
     samples_per_epoch: Any
 
     def __init__(self, seed: int | None) -> None:
+        if seed is not None:
+            check_number("seed", int(seed), "[0, inf)")
         self.seed = comm.shared_random_seed() if seed is None else int(seed)
         self.rank = (
             comm.get_data_rank()
@@ -126,7 +129,7 @@ class InferenceSampler(Sampler[int]):
 
 
 def _check_size(size: int) -> int:
-    if size < 1:
+    if not is_whole(size, 1):
         raise ValueError(f"size must be >= 1 sample, got {size}: is the dataset empty?")
     return size
 

@@ -126,7 +126,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        if name := cfg.CHECKPOINT.FORMAT:
+        if name := cfg.CHECKPOINT.FORMAT or "":
             look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")
         self.checkpointer = Checkpointer(
             model, checkpoint_dir(cfg), format=name, trainer=weakref.proxy(self)

@@ -31,6 +31,8 @@ from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, type_name
 
 logger = logging.getLogger(__name__)
 
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
     """The options of a training script; ``epilog`` replaces the examples at the end of the help."""
@@ -156,11 +158,31 @@ def default_setup(cfg: Any, args: Any) -> None:
     seed_all_rng(
         None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32
     )  # NumPy takes 32 bits
+    _set_switches(cfg, eval_only)
+
+
+# sets back what the last default_setup of this process has switched on
+_switch_back: list[Callable[[], object]] = []
+
+
+def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
+    """Set torch's switches, which the process has once, after those of an earlier job are set back."""
+    while _switch_back:
+        _switch_back.pop()()
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        was_on = torch.are_deterministic_algorithms_enabled()
+        only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+        _switch_back.append(
+            partial(torch.use_deterministic_algorithms, was_on, warn_only=only_warned)
+        )
         torch.use_deterministic_algorithms(True)
+        if _CUBLAS not in os.environ:
+            _switch_back.append(partial(os.environ.pop, _CUBLAS, None))
+            os.environ[_CUBLAS] = ":4096:8"  # required by cuBLAS
     if cfg.FLOAT32_PRECISION:
+        former_precision = torch.get_float32_matmul_precision()
+        _switch_back.append(partial(torch.set_float32_matmul_precision, former_precision))
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
 
 

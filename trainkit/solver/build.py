@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.config.checks import warmup_length
 from trainkit.config.config import CfgNode
-from trainkit.config.defaults import get_cfg
 from trainkit.config.projects import prepare_projects
 from trainkit.solver.clipping import (
     GradientClipType as GradientClipType,
@@ -68,7 +67,9 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
 
 def with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
     """A copy of ``cfg`` with another node SOLVER.OPTIMIZER."""
-    return CfgNode({**cfg, "SOLVER": {**cfg.SOLVER, "OPTIMIZER": {**node}}})
+    cfg = cfg.clone()
+    cfg.SOLVER["OPTIMIZER"] = CfgNode({**node})  # by item, which works for a frozen node too
+    return cfg
 
 
 def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
@@ -143,7 +144,7 @@ def _find_optimizer(cfg: CfgNode) -> Callable[..., Optimizer]:
 
 def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
     """The arguments of the constructor of SOLVER.OPTIMIZER but the parameters; always includes ``lr``."""
-    solver, node, defaults = cfg.SOLVER, cfg.SOLVER.OPTIMIZER, get_cfg().SOLVER
+    solver, node = cfg.SOLVER, cfg.SOLVER.OPTIMIZER
     parameters = inspect.signature(_find_optimizer(cfg)).parameters.values()
     known, takes_any = (
         {p.name for p in parameters},
@@ -151,13 +152,13 @@ def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
     )
     arguments = {"lr": solver.BASE_LR}
     for key in ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY"):
-        is_set = bool(solver[key]) and solver[key] != defaults[key]
-        if key.lower() in known or (takes_any and (is_set or key == "WEIGHT_DECAY")):
+        # NESTEROV False, and 0, ask for nothing
+        is_wanted = solver.is_set(key) and bool(solver[key])
+        if key.lower() in known or (takes_any and (is_wanted or key == "WEIGHT_DECAY")):
             arguments[key.lower()] = solver[key]
-        elif is_set:
-            raise not_accepted(
-                f"SOLVER.{key}", solver[key], f"{defaults[key]!r}; {node.NAME} does not take it"
-            )
+        elif is_wanted:
+            accepted = f"that you leave the key out, or set it to 0; {node.NAME} does not take it"
+            raise not_accepted(f"SOLVER.{key}", solver[key], accepted)
     given = {
         key.lower(): value for key, value in node.items() if key != "NAME" and value is not None
     }
@@ -199,7 +200,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
     ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
     ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` evenly spaced times. All lengths are in
-    iterations. A default ``WARMUP_ITERS`` is at most 5 % of the run; default ``STEPS`` beyond ``MAX_ITER`` are cut off.
+    iterations. ``STEPS`` beyond ``MAX_ITER`` are cut off, with a warning if they were set. If ``WARMUP_ITERS`` was not
+    set, it is at most 5 % of the run.
     """
     solver = prepare_projects(cfg).SOLVER
     if solver.LR_SCHEDULER_BUILDER:
@@ -212,25 +214,20 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     name, max_iter, warmup = solver.LR_SCHEDULER_NAME, solver.MAX_ITER, solver.WARMUP_ITERS
     if name not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", name, "accepted", _SCHEDULES)
-    if not is_whole(max_iter, 1) or not all(
-        is_whole(length, 0) for length in (warmup, *solver.STEPS)
-    ):
-        raise not_accepted(
-            "SOLVER.MAX_ITER, WARMUP_ITERS and STEPS",
-            (max_iter, warmup, solver.STEPS),
-            "iterations",
-        )
+    if not is_whole(max_iter, 1) or not is_whole(warmup, 0):
+        raise not_accepted("SOLVER.MAX_ITER and WARMUP_ITERS", (max_iter, warmup), "iterations")
     warmup = warmup_length(solver)
-    options = (
-        solver.WARMUP_FACTOR,
-        warmup / max_iter,
-        solver.WARMUP_METHOD,
-        solver.RESCALE_INTERVAL,
-    )
     try:
-        scheduler = LRMultiplier(
-            optimizer, WarmupParamScheduler(_SCHEDULES[name](solver), *options), max_iter
-        )
+        multiplier = _SCHEDULES[name](solver)
+        if warmup > 0:
+            multiplier = WarmupParamScheduler(
+                multiplier,
+                solver.WARMUP_FACTOR,
+                warmup / max_iter,
+                solver.WARMUP_METHOD,
+                solver.RESCALE_INTERVAL,
+            )
+        scheduler = LRMultiplier(optimizer, multiplier, max_iter)
     except ValueError as error:
         raise ConfigError(
             f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup}: {error}"
@@ -246,8 +243,10 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
 
 def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
+    if not all(is_whole(step, 0) for step in solver.STEPS):
+        raise not_accepted("SOLVER.STEPS", solver.STEPS, "iterations")
     steps = [step for step in solver.STEPS if step < solver.MAX_ITER]
-    if len(steps) < len(solver.STEPS) and (*solver.STEPS,) != get_cfg().SOLVER.STEPS:
+    if len(steps) < len(solver.STEPS) and solver.is_set("STEPS"):
         _logger.warning(
             "SOLVER.STEPS are %s, but the training ends at %d", solver.STEPS, solver.MAX_ITER
         )

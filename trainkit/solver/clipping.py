@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
+from trainkit.utils.periods import check_number
 
 _Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
@@ -42,10 +43,8 @@ class GradientClipper:
 
     def __post_init__(self) -> None:
         self.clip_type = GradientClipType(self.clip_type)
-        if not (self.clip_value > 0 and self.norm_type > 0):
-            raise ValueError(
-                f"clip_value and norm_type must be > 0, got {self.clip_value} and {self.norm_type}"
-            )
+        check_number("clip_value", self.clip_value, "(0, inf]")
+        check_number("norm_type", self.norm_type, "(0, inf]")
 
     @torch.no_grad()
     def __call__(self, parameters: Iterable[Tensor]) -> Tensor:

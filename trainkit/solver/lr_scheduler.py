@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.utils.loading import names_on_demand
+from trainkit.utils.periods import check_number, check_period
 
 __getattr__ = names_on_demand(
     __name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter"
@@ -44,6 +45,7 @@ class WarmupParamScheduler(ParamScheduler):
             raise ValueError(
                 f"warmup_length must be in [0, 1], below 1 with rescale_interval, got {warmup_length}"
             )
+        check_number("warmup_factor", warmup_factor, "[0, inf)")
         self._scheduler, self._length, self._rescale = scheduler, warmup_length, rescale_interval
         self._start = self._end = warmup_factor * scheduler(0.0)
         if warmup_method == "linear":
@@ -154,6 +156,7 @@ class LRMultiplier(ScheduledLR):
     def __init__(
         self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1
     ) -> None:
+        check_period("max_iter", max_iter, minimum=1)
         last = _last_where(multiplier)
         super().__init__(
             optimizer, lambda iter, base: base * multiplier(min(iter / max_iter, last)), last_iter

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from trainkit.utils.errors import ConfigError
+from trainkit.utils.periods import check_number
 
 # _NormBase: all batch and instance norms
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
@@ -40,6 +41,14 @@ def get_default_optimizer_params(
     overrides, modules, groups = overrides or {}, dict(model.named_modules()), []
     if base_lr is None and (bias_lr_factor != 1.0 or lr_factor_func is not None):
         raise ValueError("bias_lr_factor and lr_factor_func multiply base_lr, which is None")
+    for argument, value in {
+        "weight_decay": weight_decay,
+        "weight_decay_norm": weight_decay_norm,
+        "weight_decay_bias": weight_decay_bias,
+        "bias_lr_factor": bias_lr_factor,
+    }.items():
+        if value is not None:
+            check_number(argument, value, "[0, inf)")  # torch does not check those of a group
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue

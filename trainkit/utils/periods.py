@@ -14,6 +14,24 @@ def is_whole(value: object, minimum: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
+def is_in(value: object, interval: str) -> bool:
+    """Whether ``value`` is a number in an interval such as "[0, inf)"; a round bracket excludes the end. NaN is not."""
+    low, high = map(float, interval[1:-1].split(", "))
+    if not is_number(value) or not low <= value <= high:
+        return False
+    is_excluded_end = (value == low and interval[0] == "(") or (
+        value == high and interval[-1] == ")"
+    )
+    return not is_excluded_end
+
+
+def check_number(name: str, value: Any, interval: str) -> Any:
+    """``value``; raises ValueError if the argument ``name`` is not a number in ``interval``, see `is_in`."""
+    if not is_in(value, interval):
+        raise ValueError(f"{name} must be a number in {interval}, got {value!r}")
+    return value
+
+
 class RoundedLength(int):
     """A number of iterations, at least 1, rounded from ``exact``; `is_nth` uses multiples of ``exact``."""
 

@@ -4,6 +4,7 @@ Every attribute that a hook changes while it trains is in its state, or in the t
 """
 
 import copy
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -13,14 +14,17 @@ import torch
 from fvcore.common.param_scheduler import CosineParamScheduler
 from torch import nn
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import sgd
 from trainkit.checkpoint import Checkpointer
-from trainkit.engine import hooks
-from trainkit.engine.hooks import EvalHook, HookBase
+from trainkit.config import ConfigError
+from trainkit.engine import DefaultTrainer, hooks
+from trainkit.engine.hooks import HOOK_REGISTRY, EvalHook, HookBase
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRMultiplier
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import JSONWriter
+from trainkit.utils.plugins import NAMES
 
 CLASSES = {name: value for name in hooks.__all__ if inspect.isclass(value := getattr(hooks, name))}
 PUBLIC = sorted(
@@ -118,6 +122,95 @@ def test_a_hook_runs_twice_and_stands_a_step_that_fails(name, tmp_path):
         job.trainer.train(8, 14)
     assert job.trainer.status == "failed"
     job.train(job.trainer.iter, 14)
+
+
+# what constructors of hooks need besides the argument that is tested
+NEEDED = {
+    "eval_period": 2,
+    "eval_function": dict,
+    "writers": [],
+    "val_metric": "top1",
+    "mode": "max",
+    "period": 2,
+    "num_iter": 2,
+    "checkpointer": None,
+    "model": nn.BatchNorm1d(3),
+    "data_loader": [],
+    "draw": lambda inputs, outputs: [],
+    "param": "lr",
+    "schedules": [{"NAME": "Cosine"}],
+    "names": "*",
+    "seconds": 1.0,
+    "clustering": {"k": 2},
+    "fix_pred_lr": True,
+    "lr": 0.1,
+    "batch_size": 2,
+    "centroids_update_interval": 2,
+    "deal_with_small_clusters_interval": 2,
+    "evaluate_interval": 2,
+}
+
+
+def numbers_of_all_hooks():
+    """(class, name of an argument, its annotation) for each number that a constructor of a hook takes."""
+    registered = {NAMES[name] for name in NAMES if NAMES[name].endswith("hooks")}
+    for module in [
+        "trainkit_selfsup",
+        *registered,
+        *{type.__module__ for type in CLASSES.values()},
+    ]:
+        importlib.import_module(module)
+    for name, hook_class in HOOK_REGISTRY:
+        if hook_class.__module__.startswith("trainkit"):
+            for argument in inspect.signature(hook_class).parameters.values():
+                kind = getattr(argument.annotation, "__name__", str(argument.annotation))
+                if kind in ("int", "float", "int | None", "float | None"):
+                    yield pytest.param(hook_class, argument, kind[:5], id=f"{name}.{argument.name}")
+
+
+@pytest.mark.parametrize(("hook_class", "argument", "kind"), [*numbers_of_all_hooks()])
+def test_a_number_out_of_its_range_is_an_error_that_names_the_argument(hook_class, argument, kind):
+    parameters = inspect.signature(hook_class).parameters.values()
+    needed = {p.name: NEEDED[p.name] for p in parameters if p.default is p.empty}
+    wrong = [float("nan"), float("inf"), "much", -1]
+    if kind.startswith("int"):
+        wrong += [0.5, True]
+    if (hook_class, argument.name) == (hooks.EarlyStopping, "threshold"):
+        wrong.remove(-1)  # a metric may be negative
+    for value in wrong:
+        with pytest.raises(ValueError, match=rf"{argument.name}\b.* must be .*got {value!r}"):
+            hook_class(**{**needed, argument.name: value})
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"NAME": "ReduceOnPlateau", "PATIENCE": -1}, "ReduceOnPlateau: patience must be .*>= 0"),
+        ({"NAME": "ReduceOnPlateau", "FACTOR": 1.5}, r"factor must be a number in \[0, 1\)"),
+        ({"NAME": "ReduceOnPlateau", "COOLDOWN": 0.5}, "cooldown must be a whole number >= 0"),
+        ({"NAME": "EarlyStopping", "PATIENCE": 0}, "EarlyStopping: patience must be .*>= 1"),
+        ({"NAME": "EarlyStopping", "MIN_DELTA": -0.1}, r"min_delta must be a number in \[0, inf"),
+        ({"NAME": "PeriodicCheckpointer", "PERIOD": 0.5}, "PeriodicCheckpointer: period must be"),
+        ({"NAME": "PeriodicCheckpointer", "START": -1}, "start must be a whole number >= 0"),
+        ({"NAME": "PeriodicCheckpointer", "MAX_TO_KEEP": 0}, "max_to_keep .*must be .*>= 1"),
+        ({"NAME": "TorchProfiler", "ENABLE_PREDICATE": [5, 5]}, "begin < end, got"),
+        ({"NAME": "TorchProfiler", "ENABLE_PREDICATE": [-1, 5]}, "enable_predicate must be"),
+        ({"NAME": "SkipBatches", "RANGES": [[5, 3]]}, "ranges must be a list"),
+        ({"NAME": "GarbageCollection", "GENERATION": 3}, "generation must be 0, 1 or 2, got 3"),
+        ({"NAME": "AccumulationSchedule", "FACTORS": [[0, 0]]}, "factor must be .*>= 1, got 0"),
+        (
+            {"NAME": "ParamScheduler", "PARAM": "lr", "SCHEDULES": [{"NAME": "Step", "GAMMA": -1}]},
+            r"ParamScheduler of lr\[0\] \(Step\) refuses .*GAMMA=-1",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_number_in_the_config_is_found_before_the_training(entry, message, tmp_path):
+    metric = {"VAL_METRIC": "classification/top1", "EVAL_PERIOD": 5, "MODE": "max"}
+    if entry["NAME"] in ("ReduceOnPlateau", "EarlyStopping"):
+        entry = {**metric, **entry}
+    with pytest.raises(ConfigError, match=f"HOOKS: {entry['NAME']}.*{message}|{message}"):
+        DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [entry]))
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "exact_resume.md").read_text()
@@ -237,7 +330,7 @@ def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
         ),
         ("AutogradProfiler", {"enable_predicate": 5}, r"or \[begin, end\] in iterations, got 5"),
         ("TorchProfiler", {"enable_predicate": [5]}, r"or \[begin, end\] in iterations, got \[5\]"),
-        ("EMAHook", {"decay": 1}, "decay .* got .* 1,"),
+        ("EMAHook", {"decay": 1}, "decay .* got 1$"),
         ("EMAHook", {"buffers": "keep"}, "buffers must be .* got 'keep'"),
         ("Freeze", {"names": "a", "begin": 2, "end": 2}, "end must be .* got 2"),
         ("ParamScheduler", {"param": "lr", "schedules": [{"NAME": "Cosin"}]}, "Cosin"),

@@ -94,7 +94,7 @@ def test_a_run_leaves_its_files_at_the_address(on, whole):
         "metrics.json",
         "log.txt",
     } <= there()
-    assert "model_0000005.pth" not in there()
+    assert "model_0000003.pth" not in there()
     assert MemoryFileSystem.store[f"{ROOT}last_checkpoint"].getvalue() == b"model_final.pth"
     assert f"OUTPUT_DIR: {ADDRESS}" in (folder / "config.yaml").read_text()
     assert f"uploaded to {ADDRESS} after each save" in (folder / "log.txt").read_text()

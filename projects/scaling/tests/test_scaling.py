@@ -93,3 +93,11 @@ def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alo
         ConfigError, match="SOLVER.IMS_PER_BATCH: got 16 .*for 2 processes, a multiple of"
     ):
         DefaultTrainer.auto_scale_workers(cfg, 2)
+
+
+@pytest.mark.parametrize(("settings", "warmup"), [({}, 1000), ({"WARMUP_ITERS": 1000}, 2000)])
+def test_a_warm_up_is_scaled_if_it_was_set(settings, warmup):
+    cfg = get_cfg()
+    solver = {"REFERENCE_WORLD_SIZE": 8, "IMS_PER_BATCH": 16, **settings}
+    cfg.merge_from_other_cfg({"SOLVER": solver})
+    assert warmup == scale_workers(cfg, 4).SOLVER.WARMUP_ITERS

@@ -1,5 +1,6 @@
 """Schedules: their values against torch, against OpenMMLab's closed forms, and by hand, and in lists of a config."""
 
+import inspect
 import logging
 import math
 import warnings
@@ -335,3 +336,65 @@ def test_an_entry_that_never_begins_has_no_effect_and_a_warning_says_so(caplog):
 def test_a_wrong_entry_is_an_error_that_names_it(entry, message):
     with pytest.raises(ConfigError, match=message):
         build(make_cfg({"NAME": "Linear"}, entry))
+
+
+# arguments of a schedule that is right
+RIGHT = {
+    "length": 9,
+    "milestones": [2, 5],
+    "periods": [3, 4],
+    "weights": [1.0, 0.5],
+    "timescale": 5,
+    "step_size": 2,
+    "gamma": 0.5,
+    "factors": [1.0, 0.5],
+}
+LENGTHS = {"length", "milestones", "periods", "timescale", "step_size"}
+NAN, INF = float("nan"), float("inf")
+
+
+def numbers_of_all_schedules():
+    for name, schedule in SCHEDULE_REGISTRY:
+        if schedule.__module__ == Constant.__module__:
+            for argument in inspect.signature(schedule).parameters.values():
+                if argument.name not in ("anneal", "three_phase"):
+                    yield pytest.param(schedule, argument.name, id=f"{name}.{argument.name}")
+
+
+@pytest.mark.parametrize(("schedule", "argument"), [*numbers_of_all_schedules()])
+def test_a_number_out_of_its_range_is_an_error_that_names_the_argument(schedule, argument):
+    known = inspect.signature(schedule).parameters
+    right = {name: value for name, value in RIGHT.items() if name in known}
+    wrong = [NAN, INF, "much", -1]
+    if argument in LENGTHS:
+        wrong += [0.5, True]
+    for value in wrong:
+        is_list = isinstance(RIGHT.get(argument), list)
+        given = [RIGHT[argument][0], value] if is_list else value
+        with pytest.raises(ValueError, match=rf"{argument} must be .*got {value!r}"):
+            schedule(**{**right, argument: given})
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"NAME": "Linear", "START_FACTOR": -1, "END": 4},
+            r"SCHEDULES\[0\] \(Linear\) refuses START_FACTOR=-1.*: start_factor must be a number in \[0, inf\)",
+        ),
+        ({"NAME": "Step", "STEP_SIZE": -2}, "step_size must be a whole number >= 1, got -2"),
+        ({"NAME": "Step", "STEP_SIZE": 2, "GAMMA": -0.1}, r"gamma must be a number in \[0, inf\)"),
+        ({"NAME": "Polynomial", "POWER": 0}, r"power must be a number in \(0, inf\), got 0"),
+        ({"NAME": "OneCycle", "DIV_FACTOR": 0}, r"div_factor must be a number in \(0, inf\)"),
+        ({"NAME": "OneCycle", "PCT_START": 1.5}, r"pct_start must be a number in \[0, 1\]"),
+        ({"NAME": "Cosine", "END_VALUE": -1e-6}, r"end_value must be a number in \[0, inf\)"),
+        ({"NAME": "Cosine", "STEP_SIZE": 0}, r"\(Cosine\): STEP_SIZE: got 0"),
+        ({"NAME": "InverseSquareRoot", "TIMESCALE": 0}, "timescale must be a whole number >= 1"),
+        ({"NAME": "CosineRestarts", "PERIODS": []}, "periods must be a list"),
+        ({"NAME": "Cosine", "BEGIN": -1}, r"\(Cosine\): BEGIN: got -1"),
+    ],
+    ids=str,
+)
+def test_a_wrong_number_of_an_entry_is_an_error_that_names_entry_argument_and_range(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        build(make_cfg(entry))

@@ -46,7 +46,10 @@ class Recorder:
     ("arguments", "expected"),
     [
         ({"period": 0}, ["model_final.pth"]),
-        ({"period": 2, "max_to_keep": 2}, ["model_0000007.pth", "model_final.pth"]),
+        (
+            {"period": 2, "max_to_keep": 2},
+            ["model_0000005.pth", "model_0000007.pth", "model_final.pth"],
+        ),
         ({"period": 6, "file_prefix": "net"}, ["net_0000005.pth", "net_final.pth"]),
     ],
 )
@@ -71,7 +74,7 @@ def test_the_files_of_a_run(tmp_path, checkpointer_class, arguments, expected):
     ("length", "options", "saved_after", "last"),
     [
         (21, {"SAVE_LAST": False}, [5, 10, 15, 20], ""),
-        (20, {"MAX_TO_KEEP": 2}, [15, 20], "model_final"),
+        (20, {"MAX_TO_KEEP": 2}, [10, 15, 20], "model_final"),
         (20, {"START": 12, "SAVE_LAST": False}, [12, 17], ""),
     ],
 )

@@ -10,7 +10,7 @@ from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.timer import IterationTimer
 from trainkit.engine.hooks.writer import PeriodicWriter
 from trainkit.utils.loading import names_on_demand
-from trainkit.utils.periods import check_period, is_due, is_last, is_nth
+from trainkit.utils.periods import check_number, check_period, is_due, is_last, is_nth
 from trainkit.utils.plugins import NAMES
 
 HOOKS_OF_PROJECTS = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
@@ -21,6 +21,7 @@ __all__ = [
     "is_due",
     "is_nth",
     "is_last",
+    "check_number",
     "check_period",
     "CallbackHook",
     "IterationTimer",

@@ -5,6 +5,7 @@ from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
+from trainkit.utils.periods import check_number, check_period
 
 
 @HOOK_REGISTRY.register()
@@ -37,11 +38,11 @@ class EarlyStopping(MetricHook):
         threshold: float | None = None,
         check_finite: bool = False,
     ) -> None:
+        check_period("eval_period", eval_period, minimum=1)
+        check_period("patience", patience, minimum=1)
+        if threshold is not None:
+            check_number("threshold", threshold, "(-inf, inf)")
         super().__init__(eval_period, val_metric, mode, min_delta)
-        if eval_period < 1 or patience < 1:
-            raise ValueError(
-                f"eval_period and patience must be >= 1, got {eval_period!r} and {patience!r}"
-            )
         self._patience, self._threshold, self._check_finite = patience, threshold, check_finite
 
     def settings_of_early_end(self) -> dict[str, Any]:

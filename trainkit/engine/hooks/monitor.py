@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.direction import infer_mode
 from trainkit.utils import comm
-from trainkit.utils.periods import check_period, is_due, is_last, next_due
+from trainkit.utils.periods import check_number, check_period, is_due, is_last, next_due
 from trainkit.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class MetricHook(PeriodicHook):
         self, eval_period: int, val_metric: str, mode: Mode, min_delta: float = 0.0
     ) -> None:
         super().__init__(eval_period)
-        self.monitored_metric, self._min_delta = val_metric, min_delta
+        self.monitored_metric = val_metric
+        self._min_delta = check_number("min_delta", min_delta, "[0, inf)")
         self.mode = self._choose_mode(mode)
         self._sign = 1 if self.mode == "max" else -1
         self._forget()
