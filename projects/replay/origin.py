@@ -21,6 +21,7 @@ import torch
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.config.config import changed_settings, get_key
 from trainkit.utils import comm
+from trainkit.utils.device import resolve_device
 from trainkit.utils.logger import format_table
 
 THREADS = "threads of torch"
@@ -56,6 +57,14 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
     if not {*names} <= {*given}:
         text = f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a file chooses no code"
         raise ConfigError(f'{text}; if you trust it, add to your command: IMPORTS "{names!s:.200}"')
+
+
+def use_a_device_of_this_machine(cfg: CfgNode) -> None:
+    """Set MODEL.DEVICE to "auto" if the device of the run is not here, such as a GPU."""
+    try:
+        resolve_device(cfg.MODEL.DEVICE)
+    except ValueError:
+        cfg.MODEL.DEVICE = "auto"
 
 
 def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:
