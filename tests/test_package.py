@@ -91,6 +91,18 @@ def files_below(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_the_metadata_and_the_readme_name_the_pythons_on_which_the_tests_run():
+    metadata = (ROOT / "setup.py").read_text()
+    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', metadata)
+    assert named == ["10", "11", "12", "13"]
+    assert str(sys.version_info.minor) in named
+    assert 'python_requires=">=3.10"' in metadata
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "It needs Python 3.10 or newer" in readme
+    assert "each other Python of the machine (so far 3.10 to 3.13)" in readme
+    assert 'target-version = "py310"' in (ROOT / "pyproject.toml").read_text()
+
+
 @pytest.fixture
 def source(tmp_path):
     """A copy of all that could get into a wheel, of another version."""

@@ -1,8 +1,10 @@
 #!/usr/bin/env python
 """Train or evaluate the job of a `LazyConfig`; without arguments, the digits of ``projects/lazy``.
 
-The config has ``model``, ``optimizer``, ``lr_multiplier``, ``dataloader`` and ``train``; ``build_trainer`` builds all
-parts from it. If your project needs more, copy this file and change ``build_trainer``.
+The config has ``model``, ``optimizer``, ``lr_multiplier``, ``dataloader`` and ``train``, as in detectron2;
+``build_trainer`` builds all parts from it. It may leave out the keys ``val``, ``test`` and ``evaluator`` of
+``dataloader``, and ``accumulation_steps``, ``seed``, ``init_checkpoint``, ``ddp`` and ``amp`` of ``train``. If your
+project needs more, copy this file and change ``build_trainer``.
 """
 
 import argparse
@@ -67,11 +69,25 @@ def build_model(cfg: Any) -> nn.Module:
 
 
 def evaluate(cfg: Any, model: nn.Module, part: str) -> dict[str, Any]:
-    """The results on ``dataloader.val`` or ``dataloader.test``."""
+    """The results on a part of ``dataloader``, "val" or "test"."""
     evaluator = instantiate(cfg.dataloader.evaluator)
     results = inference_on_dataset(model, instantiate(cfg.dataloader[part]), evaluator, name=part)
     print_csv_format(results)
     return results
+
+
+def build_evaluation(cfg: Any, model: nn.Module) -> list[hooks.EvalHook]:
+    """Hooks that evaluate "val" while training, and "test" once after it; without "val" both is done with "test"."""
+    parts = [part for part in ("val", "test") if part in cfg.dataloader]
+    if not parts or "evaluator" not in cfg.dataloader:
+        logger.info(
+            "Nothing is evaluated: the config has no dataloader.evaluator, or no data for it"
+        )
+        return []
+    periodic = hooks.EvalHook(cfg.train.eval_period, partial(evaluate, cfg, model, parts[0]))
+    if len(parts) == 1:
+        return [periodic]
+    return [periodic, hooks.FinalEvalHook(lambda: {"test": evaluate(cfg, model, "test")})]
 
 
 def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
@@ -79,11 +95,12 @@ def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
     model = build_model(cfg)
     optimizer = instantiate({**cfg.optimizer, "params": {**cfg.optimizer.params, "model": model}})
     data_loader = instantiate(cfg.dataloader.train)
-    model = create_ddp_model(model, **cfg.train.ddp)
-    options: dict[str, Any] = {"accumulation_steps": cfg.train.accumulation_steps}
+    model = create_ddp_model(model, **cfg.train.get("ddp", {}))
+    options: dict[str, Any] = {"accumulation_steps": cfg.train.get("accumulation_steps", 1)}
     options["async_write_metrics"] = resolve_device(cfg.train.device).type != "cpu"
-    if cfg.train.amp.enabled:
-        precision = getattr(torch, cfg.train.amp.precision)
+    amp = cfg.train.get("amp", {"enabled": False})
+    if amp.get("enabled"):
+        precision = getattr(torch, amp.get("precision", "float16"))
         trainer: SimpleTrainer = AMPTrainer(
             model, data_loader, optimizer, precision=precision, **options
         )
@@ -98,8 +115,7 @@ def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
             hooks.IterationTimer(),
             hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
             hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer),
-            hooks.EvalHook(cfg.train.eval_period, partial(evaluate, cfg, model, "val")),
-            hooks.FinalEvalHook(lambda: {"test": evaluate(cfg, model, "test")}),
+            *build_evaluation(cfg, model),
             hooks.PeriodicWriter(writers, cfg.train.log_period),
         ]
     )
@@ -109,7 +125,7 @@ def build_trainer(cfg: Any) -> tuple[SimpleTrainer, Checkpointer]:
 def train(cfg: Any, resume: bool) -> None:
     """Train from the start, or continue from the last checkpoint."""
     trainer, checkpointer = build_trainer(cfg)
-    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    checkpointer.resume_or_load(cfg.train.get("init_checkpoint", ""), resume=resume)
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
     if start_iter > cfg.train.max_iter:
         raise ConfigError(
@@ -121,7 +137,11 @@ def train(cfg: Any, resume: bool) -> None:
 
 def evaluate_only(cfg: Any) -> dict[str, Any]:
     """The results of train.init_checkpoint, or else of the last checkpoint, on the test data."""
-    model, weights = build_model(cfg), cfg.train.init_checkpoint
+    for part in ("test", "evaluator"):
+        if part not in cfg.dataloader:
+            raise ConfigError(f"there is nothing to evaluate: the config has no dataloader.{part}")
+    model = build_model(cfg)
+    weights = cfg.train.get("init_checkpoint", "")
     checkpointer = Checkpointer(model, cfg.train.output_dir, save_to_disk=False)
     if not weights and not checkpointer.has_checkpoint():
         raise ConfigError(

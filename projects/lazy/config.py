@@ -27,6 +27,7 @@ from trainkit.projects.lazy.nodes import (
 
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_yaml
+from trainkit.utils.device import resolve_device
 from trainkit.utils.errors import ConfigError, UnknownKeyError
 from trainkit.utils.registry import did_you_mean
 
@@ -168,8 +169,8 @@ def instantiate(cfg: Any) -> Any:
 def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
     """The settings in ``cfg.train`` that `default_setup` reads, and the text that `LazyConfig.save` writes.
 
-    ``cfg`` is changed: ``train.output_dir`` becomes absolute, and with ``--num-gpus 0`` the device is the CPU. Raises
-    ConfigError: there is no ``train.output_dir``, or it is an address.
+    ``cfg`` is changed: ``train.output_dir`` becomes absolute, and a ``train.device`` of "auto" the device that is used;
+    with ``--num-gpus 0`` this is the CPU. Raises ConfigError: there is no ``train.output_dir``, or it is an address.
     """
     if getattr(args, "num_gpus", 1) == 0:
         cfg.train.device = "cpu"
@@ -184,6 +185,8 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
         )
     text = to_yaml(cfg)
     train.output_dir = os.path.abspath(os.path.expanduser(train.output_dir))
+    if train.get("device") == "auto":
+        train.device = str(resolve_device("auto"))
     settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = (
         train.output_dir,
         train.get("init_checkpoint") or "",

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.projects.replay.checkpoints import Saved, saved_in
-from trainkit.projects.replay.origin import changes_since, refuse_imports, use_settings
+from trainkit.projects.replay.origin import (
+    changes_since,
+    refuse_imports,
+    use_a_device_of_this_machine,
+    use_settings,
+)
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
@@ -70,6 +75,7 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     frozen, options = cfg.is_frozen(), getattr(args, "opts", [])
     cfg.defrost()
     use_settings(cfg, text, run)
+    use_a_device_of_this_machine(cfg)
     before = cfg.clone()
     cfg.merge_from_list(options)
     if "IMPORTS" not in options[::2]:

@@ -23,6 +23,7 @@ from trainkit.config.config import changed_settings, get_key
 from trainkit.config.defaults import MEANT_IF_SET
 from trainkit.config.yaml_files import load_yaml
 from trainkit.utils import comm
+from trainkit.utils.device import resolve_device
 from trainkit.utils.logger import format_table
 
 THREADS = "threads of torch"
@@ -58,6 +59,14 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
     if not {*names} <= {*given}:
         text = f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a file chooses no code"
         raise ConfigError(f'{text}; if you trust it, add to your command: IMPORTS "{names!s:.200}"')
+
+
+def use_a_device_of_this_machine(cfg: CfgNode) -> None:
+    """Set MODEL.DEVICE to "auto" if the device of the run is not here, such as a GPU."""
+    try:
+        resolve_device(cfg.MODEL.DEVICE)
+    except ValueError:
+        cfg.MODEL.DEVICE = "auto"
 
 
 def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:

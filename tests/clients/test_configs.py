@@ -7,6 +7,7 @@ import fvcore.common.config
 import pytest
 import torch
 import yacs.config
+from torch import nn
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Regression, sgd
@@ -101,6 +102,20 @@ def test_a_config_of_detectron2s_version_is_read_and_an_unknown_key_is_a_key_err
     (tmp_path / "c.yaml").write_text("SOLVER: {BASE_LRR: 7}\n")
     with pytest.raises(KeyError, match="c.yaml: unknown key SOLVER.BASE_LRR;"):
         cfg.merge_from_file(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_goes_to_the_device_of_the_config_after_default_setup(tmp_path, frozen):
+    cfg = tiny_cfg(tmp_path, "MODEL.DEVICE", "auto")
+    if frozen:
+        cfg.freeze()
+    default_setup(cfg, None)
+    close_logger()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    expected = accelerator.type if accelerator else "cpu"
+    assert nn.Linear(1, 1).to(cfg.MODEL.DEVICE).weight.device.type == expected
+    # another machine may have another device
+    assert "DEVICE: auto" in (tmp_path / "config.yaml").read_text()
 
 
 def test_no_gpus_is_one_process_on_the_cpu(tmp_path, monkeypatch):

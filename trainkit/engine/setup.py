@@ -23,6 +23,7 @@ from trainkit.engine.folders import can_log, prepare_folders, use_local_folders
 from trainkit.engine.process import is_restarted
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
+from trainkit.utils.device import resolve_device
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.errors import unknown_name
 from trainkit.utils.loading import installed, load_plugin
@@ -105,7 +106,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     counts as resumed. Raises ConfigError if a folder cannot be written, or a setting is not accepted.
 
     Args:
-        cfg: a config of `get_cfg`, or of another type in `CONFIG_TYPES`. Folders become absolute in it.
+        cfg: a config of `get_cfg`, or of another type in `CONFIG_TYPES`. Folders become absolute in it, and a device
+            "auto" becomes the one that is used, so that ``model.to(cfg.MODEL.DEVICE)`` works.
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
     """
     given, text = cfg, ""
@@ -184,6 +186,9 @@ def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
         former_precision = torch.get_float32_matmul_precision()
         _switch_back.append(partial(torch.set_float32_matmul_precision, former_precision))
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
+    if cfg.MODEL.DEVICE == "auto":
+        # by item, since the config may be frozen; last, so that config.yaml says "auto"
+        cfg.MODEL["DEVICE"] = str(resolve_device("auto"))
 
 
 def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:

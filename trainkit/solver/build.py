@@ -101,7 +101,7 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
     except (TypeError, ValueError, RuntimeError) as error:
         accepted = ", ".join(inspect.signature(factory).parameters)
         raise ConfigError(
-            f"SOLVER.OPTIMIZER: {name} refuses {given}: {error}. It takes {accepted}"
+            f"SOLVER.OPTIMIZER: {name} refuses {given}: {error} (it takes {accepted})"
         ) from error
     start_momentum(optimizer)
     optimizer.register_load_state_dict_post_hook(

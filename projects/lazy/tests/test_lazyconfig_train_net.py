@@ -14,6 +14,7 @@ from tests.exactness.machine import content
 from tools import lazyconfig_train_net, train_net
 from trainkit.config import ConfigError, LazyCall, LazyConfig, get_cfg, resolve_lengths
 from trainkit.engine import default_argument_parser, default_setup
+from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils.logger import close_logger
 
 # epochs of 12 iterations; periods without a common divisor
@@ -147,6 +148,140 @@ def test_the_trial_run_goes_through_every_part_in_a_folder_of_its_own(tmp_path):
     names = {path.name for path in (tmp_path / "fast_dev_run").iterdir()}
     assert {"model_0000002.pth", "model_final.pth", "metrics.json", "config.yaml"} <= names
     assert [path.name for path in tmp_path.iterdir()] == ["fast_dev_run"]
+
+
+OF_DETECTRON2 = """
+from fvcore.common.param_scheduler import MultiStepParamScheduler
+from torch.optim import SGD
+
+from test_lazyconfig_train_net import DistanceEvaluator, DistanceToOne, unchanged
+from trainkit.config import LazyCall as L
+from trainkit.data import build_test_loader, build_train_loader
+from trainkit.solver import WarmupParamScheduler, get_default_optimizer_params
+
+dataloader = dict(
+    train=L(build_train_loader)(
+        dataset=[{"target": 1.0}] * 8, mapper=unchanged, total_batch_size=4, num_workers=0
+    ),
+    test=L(build_test_loader)(dataset=[{"target": 1.0}] * 2, mapper=unchanged, num_workers=0),
+    evaluator=L(DistanceEvaluator)(),
+)
+lr_multiplier = L(WarmupParamScheduler)(
+    scheduler=L(MultiStepParamScheduler)(values=[1.0, 0.5], milestones=[4], num_updates=6),
+    warmup_factor=1.0,
+    warmup_length=0.0,
+)
+optimizer = L(SGD)(
+    params=L(get_default_optimizer_params)(weight_decay_norm=0.0), lr=0.25, weight_decay=0.0
+)
+model = L(DistanceToOne)()
+train = dict(
+    output_dir="./output",
+    init_checkpoint="",
+    max_iter=6,
+    amp=dict(enabled=False),
+    ddp=dict(broadcast_buffers=False, find_unused_parameters=False, fp16_compression=False),
+    checkpointer=dict(period=2, max_to_keep=100),
+    eval_period=2,
+    log_period=1,
+    device="cpu",
+)
+"""
+
+
+def unchanged(sample):
+    return sample
+
+
+class DistanceToOne(nn.Module):
+    """The distance of the weight to 1, squared; a step halves the distance at a rate of 0.25."""
+
+    def __init__(self, fails_at=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.fails_at = fails_at
+
+    def forward(self, batch):
+        if self.training and self.weight.item() == self.fails_at:
+            raise KeyError("broken off")
+        distances = (self.weight - torch.as_tensor(batch["target"]).float()) ** 2
+        return {"loss": distances.mean()} if self.training else distances
+
+
+class DistanceEvaluator(DatasetEvaluator):
+    def reset(self):
+        self.found = []
+
+    def process(self, inputs, outputs):
+        self.found += outputs.tolist()
+
+    def evaluate(self):
+        return {"distance": {"squared": sum(self.found) / len(self.found)}}
+
+
+def distance_after(steps):
+    """A rate of 0.25 for four steps, then of 0.125; the derivative is twice the distance."""
+    return 0.5 ** min(steps, 4) * 0.75 ** max(steps - 4, 0)
+
+
+def test_a_config_in_the_shape_of_detectron2_trains_resumes_and_is_evaluated(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(OF_DETECTRON2)
+
+    def run_it(*arguments):
+        options = ["--config-file", str(config), f"train.output_dir={tmp_path / 'out'}"]
+        args = default_argument_parser().parse_args([*options, *arguments])
+        try:
+            return lazyconfig_train_net.main(args)
+        finally:
+            close_logger()
+
+    with pytest.raises(KeyError, match="broken off"):
+        run_it(f"+model.fails_at={1 - distance_after(5)}")
+    run_it("--resume")
+    state = torch.load(tmp_path / "out" / "model_final.pth")
+    assert state["model"]["weight"].item() == 1 - distance_after(6)
+    rates = [0.25, 0.25, 0.25, 0.25, 0.125, 0.125]
+    assert [rate for _, _, rate in metrics(tmp_path / "out", "lr")] == rates
+    # the results are at the iteration before, but after training at max_iter, as in detectron2
+    squared = [
+        (iteration, "distance/squared", distance_after(steps) ** 2)
+        for iteration, steps in ((1, 2), (3, 4), (6, 6))
+    ]
+    assert metrics(tmp_path / "out", "distance/squared") == squared
+    assert run_it("--eval-only") == {"distance": {"squared": distance_after(6) ** 2}}
+
+
+@pytest.mark.parametrize(
+    ("missing", "evaluated"),
+    [
+        ("del dataloader['evaluator']", []),
+        ("del dataloader['test']", []),
+        ("dataloader['val'] = dataloader.pop('test')", ["distance/squared"]),
+        ("del train['amp'], train['ddp'], train['init_checkpoint']", ["distance/squared"]),
+        ("train['amp'] = dict(enabled=True, precision='bfloat16')", ["distance/squared"]),
+        ("train['device'] = 'auto'", ["distance/squared"]),
+    ],
+)
+def test_what_a_config_leaves_out_is_left_out_in_the_run(tmp_path, missing, evaluated):
+    config = tmp_path / "config.py"
+    config.write_text(f"{OF_DETECTRON2}\n{missing}")
+    options = ["--config-file", str(config), f"train.output_dir={tmp_path}", "train.max_iter=2"]
+    try:
+        lazyconfig_train_net.main(default_argument_parser().parse_args(options))
+    finally:
+        close_logger()
+    assert torch.load(tmp_path / "model_final.pth")["model"]["weight"].item() == 0.75
+    found = [name for _, name, _ in metrics(tmp_path, "distance/squared", "test/distance/squared")]
+    assert found == evaluated
+
+
+def test_the_device_of_a_config_is_one_that_a_model_takes_after_default_setup(tmp_path):
+    cfg = OmegaConf.create({"train": {"output_dir": str(tmp_path), "device": "auto"}})
+    default_setup(cfg, Namespace(resume=False))
+    close_logger()
+    assert nn.Linear(1, 1).to(cfg.train.device).weight.device.type == cfg.train.device
+    assert LazyConfig.load(tmp_path / "config.yaml").train.device == "auto"
 
 
 @pytest.mark.parametrize(
