@@ -126,7 +126,7 @@ def train(cfg: Any, resume: bool) -> None:
     """Train from the start, or continue from the last checkpoint."""
     trainer, checkpointer = build_trainer(cfg)
     checkpointer.resume_or_load(cfg.train.get("init_checkpoint", ""), resume=resume)
-    start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
+    start_iter = trainer.next_iter
     if start_iter > cfg.train.max_iter:
         raise ConfigError(
             f"train.max_iter is {cfg.train.max_iter}, but the checkpoint has done {start_iter} iterations; "

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from trainkit.data.common import serialize_methods
+from trainkit.data.epochs import EpochTeller, listeners_in
+from trainkit.data.samplers import InfiniteSampler
 
 
 @contextmanager
@@ -43,9 +45,17 @@ class ToIterableDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info() if self.indexed else None
         num, own = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        listeners = listeners_in(self.dataset)
+        knows_epoch = isinstance(self.sampler, InfiniteSampler) and bool(listeners)
+        teller = EpochTeller(listeners)
         for position, index in enumerate(self.sampler):
-            if position // self._chunk_size % num == own:
-                yield self.dataset[index]
+            if position // self._chunk_size % num != own:
+                continue
+            if knows_epoch:
+                sampler = cast(InfiniteSampler, self.sampler)
+                place = sampler.start + position * sampler.world_size + sampler.rank
+                teller.tell(sampler.locate(place)[0])
+            yield self.dataset[index]
 
 
 class AspectRatioGroupedDataset(IterableDataset[list[Any]]):

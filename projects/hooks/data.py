@@ -1,13 +1,12 @@
 """Hooks on the data that a `DefaultTrainer` gets by itself: the epoch of a sampler, and copies of the next batch."""
 
 from collections.abc import Mapping
-from fractions import Fraction
-from math import floor
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from trainkit.data.epochs import epoch_listeners
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.device import device_of, move_to_device, runs_ahead
 from trainkit.utils.periods import exact, is_last, is_nth, periods_done
@@ -22,42 +21,26 @@ def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = 
 
 @HOOK_REGISTRY.register()
 class SamplerSeed(HookBase):
-    """Tell the epoch to a sampler whose order depends on it, such as ``torch.utils.data.DistributedSampler``.
+    """Tell the epoch to a loader that never ends, and that has an order of its own for each epoch.
 
-    ``set_epoch(epoch)`` of the loader, its dataset, sampler and batch sampler is called if it exists: before each
-    epoch, before a run that starts inside one, and when a new pass over the data starts between micro-batches.
+    ``set_epoch(epoch)`` of the loader, its sampler and its dataset is called if it exists, before each epoch. Where a
+    pass over the data ends, such as with ``torch.utils.data.DistributedSampler``, a `SimpleTrainer` calls it itself.
     """
 
     priority = 43
 
     @classmethod
     def is_needed(cls, trainer: Any) -> bool:
-        return trainer.has_epochs and bool(_listeners(trainer.data_loader))
+        return trainer.has_epochs and bool(epoch_listeners(trainer.data_loader))
 
     def before_train(self) -> None:
         self.before_epoch()
-        if hasattr(self.trainer, "feed"):
-            self.trainer.feed.before_pass = self._begin_pass
 
     def before_epoch(self) -> None:
         # not trainer.epoch, which is rounded: the pass that a resumed run continues may end inside this iteration
-        self._tell(self.trainer.iter // exact(self.trainer.iters_per_epoch))
-
-    def _begin_pass(self, drawn: int) -> None:
-        share = Fraction(drawn, self.trainer.accumulation_steps)
-        passes = (self.trainer.iter + share) / exact(self.trainer.iters_per_epoch)
-        self._tell(floor(passes + Fraction(1, 2)))  # round(1.5) == round(2.5) would repeat an order
-
-    def _tell(self, epoch: int) -> None:
-        for listener in _listeners(self.trainer.data_loader):
+        epoch = self.trainer.iter // exact(self.trainer.iters_per_epoch)
+        for listener in epoch_listeners(self.trainer.data_loader):
             listener.set_epoch(epoch)
-
-
-def _listeners(loader: Any) -> list[Any]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler"))]
-    parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return list({id(part): part for part in parts if hasattr(part, "set_epoch")}.values())
 
 
 @HOOK_REGISTRY.register()

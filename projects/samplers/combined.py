@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from trainkit.data.epochs import epoch_listeners
 from trainkit.data.samplers import InfiniteSampler
 from trainkit.utils.periods import check_period, exact, whole_or_rounded
 from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 class CombinedLoader:
     """The batches of several loaders, without end: a loader that ends is iterated again.
 
-    The position can be saved if the positions of all loaders can be saved.
+    A sampler or a dataset with ``set_epoch(epoch)`` is told the number of the pass over its own loader. The position
+    can be saved if the positions of all loaders can be saved.
 
     Args:
         loaders: name -> loader, each with its own dataset and batch size.
@@ -43,6 +45,9 @@ class CombinedLoader:
             )
         self.loaders, self._mode, self._epoch = dict(loaders), mode, epoch
         self._turn = 0  # "round_robin": the index of the next loader
+        self._passes = dict.fromkeys(self.loaders, 0)  # those that have ended
+
+    epoch_listeners: Sequence[Any] = ()  # each loader has its own epochs
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -62,7 +67,12 @@ class CombinedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: loader.state_dict() for name, loader in self.loaders.items()}  # type: ignore[attr-defined]
-        return {"loaders": states, "mode": self._mode, "turn": self._turn}
+        return {
+            "loaders": states,
+            "mode": self._mode,
+            "turn": self._turn,
+            "passes": dict(self._passes),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at this position with the next ``iter()``; if names or mode differ, warn and start again."""
@@ -73,13 +83,35 @@ class CombinedLoader:
             )
             return
         self._turn = state["turn"]
+        self._passes.update(state["passes"])
         for name, loader in self.loaders.items():
             loader.load_state_dict(state["loaders"][name])  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._draw(
-            {name: _endless(name, iter(loader), loader) for name, loader in self.loaders.items()}
-        )
+        iterators = {}
+        for name, loader in self.loaders.items():
+            iterators[name] = self._endless(name, self._start_pass(loader, self._passes[name]))
+        return self._draw(iterators)
+
+    def _endless(self, name: str, batches: Iterator[Any]) -> Iterator[Any]:
+        """``batches``, then those of new passes over the loader of this name."""
+        loader = self.loaders[name]
+        while True:
+            yield from batches
+            self._passes[name] += 1
+            batches = self._start_pass(loader, self._passes[name])
+            try:
+                yield next(batches)
+            except StopIteration:
+                raise ValueError(
+                    f"the loader {name!r} of a CombinedLoader yields no batch; has it ended?"
+                ) from None
+
+    @staticmethod
+    def _start_pass(loader: Iterable[Any], epoch: int) -> Iterator[Any]:
+        for listener in epoch_listeners(loader):
+            listener.set_epoch(epoch)
+        return iter(loader)
 
     def _draw(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
         while True:
@@ -89,19 +121,6 @@ class CombinedLoader:
                 batch = next([*iterators.values()][self._turn])
                 self._turn = (self._turn + 1) % len(iterators)
                 yield batch
-
-
-def _endless(name: str, batches: Iterator[Any], loader: Iterable[Any]) -> Iterator[Any]:
-    """``batches``, then those of new iterators of ``loader``."""
-    while True:
-        yield from batches
-        batches = iter(loader)
-        try:
-            yield next(batches)
-        except StopIteration:
-            raise ValueError(
-                f"the loader {name!r} of a CombinedLoader yields no batch; has it ended?"
-            ) from None
 
 
 class GroupedBatchSampler(Sampler[list[int]]):

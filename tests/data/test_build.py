@@ -3,9 +3,17 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from tests.data.conftest import Stream
+from tests.engine.tiny import Weight, sgd
 from trainkit.config.config import ConfigError
 from trainkit.config.defaults import get_cfg
 from trainkit.data.build import (
@@ -17,10 +25,17 @@ from trainkit.data.build import (
     build_transform,
 )
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.data.common import ToIterableDataset
+from trainkit.data.common import MapDataset, ToIterableDataset
+from trainkit.data.loader import ResumableLoader
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
+from trainkit.engine.step import SimpleTrainer
+from trainkit.utils import comm
 from trainkit.utils.periods import exact
 from trainkit.utils.protocol import iters_per_epoch
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create"
+)  # a machine with few cores
 
 
 class Squares(Dataset):
@@ -108,10 +123,14 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
 def test_a_finite_loader_has_a_length_and_ends(drop_last, batches):
     samples = [*range(5)]
     sized = type("SizedStream", (Stream,), {"__len__": lambda self: len(samples)})
-    for dataset, sampler in ((sized(samples), None), (samples, SequentialSampler(samples))):
+    every_batch = [[0, 1], [2, 3], [4]]  # of a stream no sample is left out
+    for dataset, sampler, expected in (
+        (sized(samples), None, every_batch),
+        (samples, SequentialSampler(samples), batches),
+    ):
         loader = build_batch_data_loader(dataset, sampler, 2, drop_last=drop_last)
-        assert [*loader] == batches
-        assert len(loader) == iters_per_epoch(loader) == len(batches)
+        assert [*loader] == expected
+        assert len(loader) == iters_per_epoch(loader) == len(expected)
 
 
 def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
@@ -159,6 +178,82 @@ def test_a_stream_without_a_length_and_batches_of_no_fixed_size_have_no_epochs()
     of_no_fixed_size = DataLoader([*range(10)], batch_sampler=ByTokens())
     for loader in (iter(()), build_batch_data_loader(Stream([0]), None, 1), of_no_fixed_size):
         assert iters_per_epoch(loader) is None
+
+
+class Divided(IterableDataset):
+    """A stream of 29 numbers that divides itself among ranks and workers; ``len()`` counts those of a rank."""
+
+    def __init__(self, is_sized=True):
+        self.rank = comm.get_data_rank()
+        self.num_ranks = comm.get_data_world_size()
+        self.is_sized = is_sized
+
+    def __iter__(self):
+        worker = get_worker_info()
+        number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(29)[self.rank :: self.num_ranks][number::num_workers])
+
+    def __len__(self):
+        if not self.is_sized:
+            raise TypeError("no length")
+        return len(range(29)[self.rank :: self.num_ranks])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_workers", "batches_of_ranks"),
+    [  # 4 samples per batch; the shares of the workers are written beside the numbers of batches
+        (1, 0, [8]),  # 29
+        (1, 1, [8]),  # 29
+        (1, 2, [8]),  # 15, 14: 4 + 4
+        (1, 3, [9]),  # 10, 10, 9: 3 + 3 + 3
+        (2, 0, [4, 4]),  # 15; 14
+        (2, 2, [4, 4]),  # 8, 7: 2 + 2; 7, 7: 2 + 2
+        (2, 3, [6, 5]),  # 5, 5, 5: 2 + 2 + 2; 5, 5, 4: 2 + 2 + 1
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_each_pass_of_a_divided_stream_has_every_sample_once_and_as_many_batches_as_it_says(
+    world_size, num_workers, batches_of_ranks, wrapped, as_rank
+):
+    seen = []
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        for is_sized in (True, False):
+            stream = Divided(is_sized)
+            loader = build_batch_data_loader(
+                MapDataset(stream, int) if wrapped else stream,
+                None,
+                4 * world_size,
+                drop_last=True,
+                num_workers=num_workers,
+            )
+            batches = [*loader]
+            assert len(batches) == batches_of_ranks[rank]
+            assert max(len(batch) for batch in batches) == 4
+            if is_sized:
+                assert len(loader) == iters_per_epoch(loader) == len(batches)
+        seen += itertools.chain.from_iterable(batches)
+    assert sorted(seen) == [*range(29)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 3])
+def test_the_epochs_of_a_stream_are_its_passes(num_workers):
+    loader = build_train_loader(Divided(), total_batch_size=4, num_workers=num_workers)
+    seen = []
+    trainer = SimpleTrainer(
+        model := Weight(lambda weight, batch: weight * batch.float().mean()), loader, sgd(model)
+    )
+    model.register_forward_pre_hook(lambda model, args: seen.extend(args[0].tolist()))
+    length = trainer.iters_per_epoch
+    for epoch in range(2):
+        trainer.train(epoch * length, (epoch + 1) * length)
+        assert sorted(seen) == sorted([*range(29)] * (epoch + 1))
+
+
+def test_batches_that_may_not_be_short_can_still_be_had():
+    loader = ResumableLoader(Divided(), batch_size=4, drop_last=True, num_workers=2)
+    assert [len(batch) for batch in loader] == [4] * 6  # 15, 14: 3 + 3
+    assert len(loader) == 6
 
 
 def test_a_fixed_seed_gives_one_order_and_minus_one_another_each_time(cfg):

@@ -49,7 +49,7 @@ NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
-DATASET, LOADER = blocks("docs/data.md", "python")
+DATASET, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
@@ -173,6 +173,13 @@ def test_the_dataset_of_the_page_is_transformed_and_batched():
     batch = next(iter(build_train_loader(cfg)))
     assert list(batch["x"].shape) == [10, 7]
     assert torch.equal(batch["x"][:, 0].long(), batch["label"])
+
+
+def test_the_dataset_of_the_page_learns_its_epoch_in_a_worker():
+    dataset = run(CURRICULUM, "data.md")["Curriculum"]([10, 20])
+    batches = iter(build_train_loader(dataset, total_batch_size=2, num_workers=1))
+    noise = [next(batches)["noise"].tolist() for _ in range(3)]
+    assert noise == [[1, 1], [1 / 2, 1 / 2], [1 / 3, 1 / 3]]
 
 
 @pytest.mark.parametrize("code", [LOADER, COMBINED])

@@ -58,6 +58,8 @@ def build_batch_data_loader(
         total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is given, those per rank.
         aspect_ratio_grouping: only for calls written for detectron2; True is refused.
         collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
+        drop_last: has no effect on an iterable dataset, where each worker has a last batch. They are all given, so that
+            no sample of a pass is lost; they may be short.
         pin_memory: has an effect only with an accelerator that runs ahead of the host.
         seed, kwargs: as for `ResumableLoader`; the seed is also for the workers, with the rank.
     """
@@ -85,7 +87,7 @@ def build_batch_data_loader(
         seed=seed,
         batch_size=total // num_ranks,
         sampler=sampler,
-        drop_last=drop_last,
+        drop_last=drop_last and not isinstance(dataset, IterableDataset),
         num_workers=num_workers,
         collate_fn=trivial_batch_collator if collate_fn is None else collate_fn,
         prefetch_factor=prefetch_factor

@@ -22,13 +22,16 @@ class Feed:
     Attributes:
         drawn: the number of batches drawn in this iteration; the trainer sets it to 0 at the start.
         move: a function ``(batch, device)`` that brings a batch to the device of the model, if this is not a CPU.
-        before_pass: called with ``drawn`` before the loader is iterated again.
+        num_passes: the passes over the present loader that have ended.
+        before_pass: called before each pass over the loader; `SimpleTrainer` tells samplers and datasets the epoch.
     """
+
+    num_passes = 0
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.drawn = 0
-        self.before_pass: Callable[[int], None] | None = None
+        self.before_pass: Callable[[], None] | None = None
         self.move = move_to_device
 
     @property
@@ -42,6 +45,7 @@ class Feed:
             raise TypeError(f"the data loader is {loader!r}; call it and give what it returns")
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
+        self.num_passes = 0
 
     def reset(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Replace the loader; the old one and its workers end before the new one is built.
@@ -55,6 +59,8 @@ class Feed:
     def iterator(self) -> Iterator[Any]:
         """The iterator of the loader, created at the first use: a trainer that only evaluates starts no workers."""
         if self._iterator is None:
+            if self.before_pass is not None:
+                self.before_pass()
             self._iterator = iter(self._loader)
         return self._iterator
 
@@ -69,8 +75,7 @@ class Feed:
         )  # its truth is its length
         if batch is _NONE:
             self._iterator = None  # ends its workers
-            if self.before_pass is not None:
-                self.before_pass(self.drawn)
+            self.num_passes += 1
             batch = next(self.iterator, _NONE)
             if batch is _NONE:
                 ended = (

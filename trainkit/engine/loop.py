@@ -200,6 +200,7 @@ class TrainerBase(RunState):
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self.failure, self._inside, self._saves = "running", None, "", {}
         self._stops.reset(self.stop_check_period)
+        self._step.iter = start_iter  # a loader may be told its epoch before the first step
         self._step.start_run()
         if not logger.hasHandlers():  # nobody has configured logging
             setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from fractions import Fraction
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.data.epochs import epoch_listeners, not_reached
 from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
 from trainkit.engine.loop import TrainerBase
@@ -28,7 +30,7 @@ from trainkit.utils.losses import (
     non_finite_names,
     parse_losses,
 )
-from trainkit.utils.periods import check_period
+from trainkit.utils.periods import check_period, exact
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +145,10 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
             )
         model.train()
         self.model, self.optimizer, self.feed = model, optimizer, Feed(data_loader)
+        trainer = weakref.proxy(self)  # a strong reference would keep the trainer alive
+        self.feed.before_pass = lambda: trainer.tell_epoch()
         self.metrics = MetricPath(
-            weakref.proxy(self), gather_metric_period, exchange_period, async_write_metrics
+            trainer, gather_metric_period, exchange_period, async_write_metrics
         )
         self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
         self.zero_grad_before_forward = zero_grad_before_forward
@@ -326,6 +330,28 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
             table = format_table(rows, headers)
             logger.warning("The training data are not those of the checkpoint:\n%s", table)
 
+    def tell_epoch(self) -> None:
+        """Call ``set_epoch(epoch)`` of the sampler and the dataset of a loader, if they have it; before each pass.
+
+        Data without a length have no epochs: there it is the number of passes since the run has started.
+        """
+        listeners = epoch_listeners(self.data_loader)
+        if not listeners:
+            return
+        lost = not_reached(self.data_loader)
+        if lost and self.feed.num_passes == 0:
+            logger.warning("Telling the epoch: %s", lost)
+        epoch = self.feed.num_passes
+        if self.has_epochs:
+            share = Fraction(self.feed.drawn, self.accumulation_steps)
+            passes = (self.iter + share) / exact(self.iters_per_epoch)
+            if self.feed.num_passes > 0:
+                # one has just ended, so this is a whole number, but for the rounding of lengths
+                passes += Fraction(1, 2)
+            epoch = math.floor(passes)
+        for listener in listeners:
+            listener.set_epoch(epoch)
+
     def _look_at_model(self) -> None:
         self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")
         # parts such as masks of -inf, which are never finite
@@ -337,6 +363,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         if self.model is not self._seen_model or device_of(self.model) not in (self._device, None):
             self._look_at_model()  # it was replaced or moved since the last run
         self.metrics.reset()
+        self.feed.drawn = 0
 
     def make_iterators(self) -> None:
         _ = self.feed.iterator
