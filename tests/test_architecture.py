@@ -18,6 +18,7 @@ LAYERS = [
     ["trainkit.engine.launch"],
     ["trainkit.engine.hook_base"],
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
+    ["trainkit.engine.attributes"],
     ["trainkit.engine.run_state"],
     ["trainkit.engine.loop"],
     ["trainkit.engine.data_size", "trainkit.engine.feed", "trainkit.engine.metrics"],

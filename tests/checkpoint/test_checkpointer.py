@@ -48,14 +48,32 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     assert sorted(os.listdir(tmp_path / "new")) == ["last_checkpoint", "model_0000009.pth"]
 
 
-def test_wrong_values_and_names_are_named_and_nothing_is_written(tmp_path):
+def test_a_state_that_no_file_can_hold_is_named_and_left_out_and_the_weights_are_written(
+    tmp_path, caplog
+):
     checkpointer = Checkpointer(
-        linear(1), tmp_path, trainer=Counter({"hooks": {"Best": np.float64(0.5)}})
+        linear(1), tmp_path, trainer=Counter({"hooks": {"Best": np.float64(0.5)}}), other=Counter(7)
     )
-    with pytest.raises(TypeError, match=r"'trainer\.value\.hooks\.Best'"):
+    assert "'trainer.value.hooks.Best'" in checkpointer.describe_unwritable()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(TypeError, match=r"'trainer\.value\.hooks\.Best' is .*without this state"):
         checkpointer.save("model")
+    saved = torch.load(tmp_path / "model.pth", weights_only=True)
+    assert saved["left_out"] == ["trainer.value.hooks.Best"]
+    assert saved.keys() == {"model", "other", "left_out"}
+    trainer = Counter(3)
+    other = Counter(0)
+    model = linear(0)
+    resumed = Checkpointer(model, tmp_path, trainer=trainer, other=other)
+    assert resumed.resume_or_load("") == {}
+    assert (weight_of(model), trainer.value, other.value) == (1, 3, 7)
+    assert "without these states" in caplog.text
+    assert "trainer.value.hooks.Best" in caplog.text
+
+
+def test_a_wrong_name_of_a_file_is_named_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="name must be .* got 'a/b'"):
-        checkpointer.save("a/b")
+        Checkpointer(linear(1), tmp_path).save("a/b")
     assert os.listdir(tmp_path) == []
 
 

@@ -122,6 +122,36 @@ def a_checkpointer_on_rank_0_alone_waits_for_nobody(rank, folder):
     return trainer.status
 
 
+class Spoiled(HookBase):
+    """Its state on rank 1 can be written only before iteration 4."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        return {"seen": object() if self.rank == 1 and self.trainer.iter >= 4 else 1.5}
+
+    def load_state_dict(self, state_dict):
+        self.seen = state_dict["seen"]
+
+
+def a_state_that_one_rank_cannot_write_fails_on_all_ranks_after_the_file_is_written(rank, folder):
+    model = linear(3)
+    place = Path(folder) / "spoiled"
+    trainer = Steps()
+    checkpointer = Checkpointer(model, place, trainer=trainer)
+    trainer.register_hooks([Spoiled(rank), hooks.PeriodicCheckpointer(checkpointer, 5)])
+    with pytest.raises(TypeError, match=r"'trainer.hooks.Spoiled.seen' is .*without this state"):
+        trainer.train(0, 20)
+    distributed.barrier()
+    other = linear(0)
+    resumed = Steps()
+    hook = Spoiled(0)
+    resumed.register_hooks([hook])
+    Checkpointer(other, place, trainer=resumed).resume_or_load("")
+    return trainer.iter, weight_of(other), resumed.last_done_iter, getattr(hook, "seen", None)
+
+
 def every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0(rank, folder):
     def make():
         trainer, drawn = Steps(step=lambda iter: drawn.append(torch.rand(()).item())), []
@@ -150,6 +180,7 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
         each_rank_gets_its_own_part_and_buffers_back,
         ranks_share_in_the_file_what_is_equal,
         a_checkpointer_on_rank_0_alone_waits_for_nobody,
+        a_state_that_one_rank_cannot_write_fails_on_all_ranks_after_the_file_is_written,
         every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0,
     ]
     found = on_two_ranks(checks, tmp_path)
@@ -163,6 +194,9 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
     # "same" twice, and "shared", which is that of rank 0 alone
     assert found["ranks_share_in_the_file_what_is_equal"] == [3.0, None]
     assert found["a_checkpointer_on_rank_0_alone_waits_for_nobody"] == ["finished"] * 2
+    assert found[
+        "a_state_that_one_rank_cannot_write_fails_on_all_ranks_after_the_file_is_written"
+    ] == [(4, 3.0, 4, 1.5), (4, 3.0, 4, None)]
     (first, same, _), (other, also_same, stored) = found[
         "every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0"
     ]

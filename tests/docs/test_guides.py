@@ -318,7 +318,7 @@ def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
 (GAN,) = blocks("docs/exact_resume.md", "python")
 
 
-@pytest.mark.parametrize("left_out", ["", "rng", "data", "optimizers"])
+@pytest.mark.parametrize("left_out", ["", "rng", "data", "attributes"])
 def test_a_gan_with_two_optimizers_resumes_exactly_and_the_check_names_what_was_not_resumed(
     tmp_path, left_out
 ):

@@ -239,3 +239,23 @@ def test_what_a_scaler_cannot_do_is_refused():
     with pytest.raises(ConfigError, match="set fused=False"):
         AMPTrainer(model, [], optimizer)
     AMPTrainer(model, [], optimizer, precision=torch.bfloat16)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_without_any_gradient_in_the_optimizer_says_what_happened(fused):
+    class Switching(Weight):
+        """From the second batch on, the loss depends on another parameter."""
+
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Parameter(torch.ones(()))
+
+        def forward(self, batch):
+            return (self.weight if batch > 0 else self.other) * 2.0
+
+    model = Switching()
+    optimizer = torch.optim.SGD([model.weight], 0.1, fused=fused)
+    trainer = AMPTrainer(model, [torch.tensor(1.0), torch.tensor(-1.0)], optimizer)
+    with pytest.raises(RuntimeError, match="in iteration 1 no parameter of the optimizer has a gr"):
+        trainer.train(0, 2)
+    assert model.other.grad is not None

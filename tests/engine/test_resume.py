@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd, through_a_file
-from trainkit.checkpoint import Checkpointer
+from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import ConfigError
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
@@ -187,6 +187,8 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
     assert caplog.messages[-1] == "The data start again: their position is not in the checkpoint"
     assert [resumed.optimizer.param_groups[0][name] for name in ("lr", "foreach")] == [0.1, True]
 
+    with pytest.raises(CheckpointError, match="has the state of SGD, the optimizer .* is Adam"):
+        trainer(lambda model: torch.optim.Adam(model.parameters())).load_state_dict(state)
     [group] = state["optimizer"]["param_groups"]
     adam = {name: group[name] for name in group if name != "nesterov"} | {"betas": 0}
     for groups, message in (
@@ -196,10 +198,10 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
         ),
         ([adam], r"\['betas'\], this one \['nest"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            trainer().load_state_dict(
-                {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
-            )
+        of_detectron2 = {**state["optimizer"], "param_groups": groups}
+        without_names = {**state, "optimizer": of_detectron2, "optimizer_groups": []}
+        with pytest.raises(CheckpointError, match=message):
+            trainer().load_state_dict(without_names)
 
 
 def epochs_job(folder, *options):

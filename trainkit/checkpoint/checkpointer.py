@@ -10,11 +10,18 @@ from typing import Any
 
 import fvcore.common.checkpoint
 from torch import nn
+from torch.optim import Optimizer
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
-from trainkit.checkpoint.file import SUFFIX
+from trainkit.checkpoint.file import SUFFIX, UnwritableError, without_unwritable
 from trainkit.checkpoint.folder import candidates, choose, local_folder, mirrors, tagged_file
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
+from trainkit.checkpoint.optimizer_state import (
+    describe_groups,
+    fit_state,
+    load_optimizer,
+    names_in,
+)
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
@@ -39,7 +46,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         checkpointables: name in the file -> object with ``state_dict`` and ``load_state_dict``. Optional:
             ``before_save(state)`` and ``after_load(state)`` may change the whole state before it is written and after
             it is read (``paths_read``: what the latter reads); ``rank_keys``: the entries of its state that differ
-            between ranks; ``only_evaluates``: a model loaded with it does not get the entry ``trained_model``.
+            between ranks; ``separate_states``: the entries whose own entries are states of different objects;
+            ``check_state_dict(state)``: raises CheckpointError if it does not fit, before anything is loaded;
+            ``only_evaluates``: a model loaded with it does not get the entry ``trained_model``.
     """
 
     def __init__(
@@ -80,7 +89,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             The future of a save that continues in a thread, whose error :meth:`wait` raises; else None.
 
         Raises:
-            TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path.
+            TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path. The
+                file is written without the state that has it, and names the path in its entry ``left_out``.
             CheckpointError: the file cannot be written; earlier files are unchanged.
         """
         if not name or os.path.basename(name) != name:
@@ -89,31 +99,75 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             return None
         with contextlib.suppress(CheckpointError):  # of an earlier save, whose format has logged it
             self.wait()
-        state, path = self.collect(kwargs), os.path.join(self.save_dir, name + SUFFIX)
+        state, errors = self._collect(kwargs)
+        path = os.path.join(self.save_dir, name + SUFFIX)
         if self.format.collective:
             together(self._prepare_folder)
         elif self.save_to_disk:
             self._prepare_folder()
-        else:
-            return None
-        if self.save_to_disk:
-            _logger.info("Saving checkpoint to %s", path)
-        save = partial(self._write, self.format.prepare(state), path, tag_last, on_commit)
-        self._writing = self.format.submit(save)
+        if self.format.collective or self.save_to_disk:
+            if self.save_to_disk:
+                _logger.info("Saving checkpoint to %s", path)
+            save = partial(self._write, self.format.prepare(state), path, tag_last, on_commit)
+            self._writing = self.format.submit(save)
+        if errors:
+            self.wait()
+            raise TypeError(f"{errors[0]}. '{path}' is written without this state")
         return self._writing
 
     def collect(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """The state that a save would write now, with further ``entries``; every rank calls it."""
-        objects = self.checkpointables
+        return self._collect(entries)[0]
+
+    def describe_unwritable(self) -> str:
+        """Which value a save could not write now, and why; "" if there is none. Nothing is written or exchanged."""
+        if not self.save_dir:
+            return ""
+        errors: list[UnwritableError] = []
+        without_unwritable(self._own_state(), self._separate_states(), errors)
+        return str(errors[0]) if errors else ""
+
+    def _own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": self.model.state_dict()}
-        state |= {key: obj.state_dict() for key, obj in objects.items()} | dict(entries)
+        groups = {}
+        for key, obj in self.checkpointables.items():
+            state[key] = obj.state_dict()
+            if isinstance(obj, Optimizer):
+                groups[key] = describe_groups(obj, names_in({"": self.model}))
+        if groups:
+            state["optimizer_groups"] = groups
+        return state
+
+    def _separate_states(self) -> set[str]:
+        """The paths of dicts in the state whose entries belong to different objects."""
+        paths = {"model", "trained_model"}
+        for key, obj in self.checkpointables.items():
+            names = getattr(obj, "separate_states", ())
+            if names:
+                paths.add(key)
+            paths.update(f"{key}.{name}" for name in names)
+        return paths
+
+    def _collect(self, entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The state, and the reasons why parts of it are left out, on any rank."""
+        objects = self.checkpointables
+        state = {**self._own_state(), **entries}
         for obj in objects.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
+        errors: list[UnwritableError] = []
+        kept = without_unwritable(state, self._separate_states(), errors)
+        if errors:
+            state = kept
+        found = [(error.path, str(error)) for error in errors]
         keys = {key: getattr(obj, "rank_keys", ()) for key, obj in objects.items()}
         if comm.get_world_size() > 1 and any(keys.values()):
+            by_rank = comm.all_gather(found)
+            found = list(dict.fromkeys(each for found_there in by_rank for each in found_there))
             state["ranks"] = gather_rank_states(state, self.model, keys)
-        return state
+        if found:
+            state["left_out"] = [path for path, _ in found]
+        return state, [text for _, text in found]
 
     def _prepare_folder(self) -> None:
         if (
@@ -243,7 +297,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                     f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone"
                 )
             state = {"model": state}
-        if needs_all and (absent := [key for key in keys if key not in state]):
+        left_out = _owners(_left_out_of(state))
+        absent = [key for key in keys if key not in state and key not in left_out]
+        if needs_all and absent:
             raise CheckpointError(
                 f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
             )
@@ -271,22 +327,54 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         for obj in objects.values():
             if hasattr(obj, "after_load"):
                 obj.after_load(state)
+        left_out = _left_out_of(state)
+        state.pop("left_out", None)
+        if left_out:
+            _logger.warning(
+                "'%s' was written without these states, which start anew: they held values that a file cannot hold: %s",
+                path,
+                ", ".join(left_out),
+            )
+            keys = [key for key in keys if key in state or key not in _owners(left_out)]
+            strict = strict and "model" not in _owners(left_out)
         if not strict and (absent := [key for key in keys if key not in state]):
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
             keys = [key for key in keys if key in state]
+        groups = state.pop("optimizer_groups", {})
         self._is_strict, key = strict, "model"
         try:
+            for key in keys:
+                self._check(key, state[key], groups)
+            key = "model"
             incompatible = self._load_model(state)
             if incompatible is not None:
                 self._log_incompatible_keys(incompatible)
             state.pop("model", None)
             for key in keys:
-                objects[key].load_state_dict(state.pop(key))
+                self._load(key, state.pop(key), groups)
+        except CheckpointError as error:
+            raise CheckpointError(f"'{path}': its entry {key!r} does not fit: {error}") from error
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"'{path}': its entry {key!r} does not fit ({reason})") from error
         _logger.info("Loaded %s", path)
         return state
+
+    def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if a state does not fit, as far as this can be known before anything is loaded."""
+        obj = self.checkpointables[key]
+        if isinstance(obj, Optimizer):
+            fit_state(obj, state, groups.get(key, []), names_in({"": self.model}))
+        elif hasattr(obj, "check_state_dict"):
+            obj.check_state_dict(state)
+
+    def _load(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
+        obj = self.checkpointables[key]
+        if not isinstance(obj, Optimizer):
+            obj.load_state_dict(state)
+            return
+        adapt = getattr(self.model, "optimizer_state_to_load", None)
+        load_optimizer(obj, state, groups.get(key, []), names_in({"": self.model}), adapt)
 
     def _load_model(self, checkpoint: dict[str, Any]) -> Any:
         """Load the entry "model" into the model; returns what ``_log_incompatible_keys`` logs, or None."""
@@ -301,3 +389,14 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                 raise
             return found
         return None
+
+
+def _left_out_of(state: Mapping[str, Any]) -> list[str]:
+    """The paths of the values for which states are not in the file."""
+    paths = state.get("left_out")
+    return [str(path) for path in paths] if isinstance(paths, list) else []
+
+
+def _owners(paths: Iterable[str]) -> set[str]:
+    """The entries of a file in which these paths start."""
+    return {path.partition(".")[0] for path in paths}

@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -70,11 +70,54 @@ def ordinary(tensor: Tensor, path: str) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+class UnwritableError(TypeError):
+    """A state holds something else than tensors and plain values, at ``path``."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 def refuse(value: object, path: str) -> Any:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TypeError(
-        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values"
+    raise UnwritableError(
+        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values",
+        path,
     )
+
+
+def without_unwritable(
+    state: Mapping[str, Any],
+    separate: Collection[str],
+    errors: list[UnwritableError],
+    path: str = "",
+) -> dict[str, Any]:
+    """A copy of ``state`` without the entries that a file cannot hold.
+
+    Args:
+        separate: paths of dicts whose entries are left out one by one, since they are states of different objects.
+        errors: gets one error for each entry that is left out.
+    """
+    kept: Any = type(state)()
+    for key, value in state.items():
+        here = f"{path}.{key}" if path else str(key)
+        if here in separate and type(value) in _DICTS:
+            kept[key] = without_unwritable(value, separate, errors, here)
+            continue
+        try:
+            plain_state(value, here, take=_any_known)
+        except UnwritableError as error:
+            errors.append(error)
+        else:
+            kept[key] = value
+    if hasattr(state, "_metadata"):
+        kept._metadata = state._metadata
+    return kept
+
+
+def _any_known(tensor: Tensor, path: str) -> Tensor:
+    """Sharded tensors too: whether they can be written depends on the format."""
+    return tensor if hasattr(tensor, "full_tensor") else ordinary(tensor, path)
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -164,6 +164,12 @@ class AMPTrainer(SkippingTrainer):
             scaler.unscale_(self.optimizer)
             # step() reads this tensor to decide whether to update; the public API would wait for the device
             flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
+            if not flags:
+                raise RuntimeError(
+                    f"in iteration {self.iter} no parameter of the optimizer has a gradient, so float16 has nothing to "
+                    "scale: the loss depends on none of them. Give the optimizer the parameters that the loss depends "
+                    "on, or return a loss that depends on them (for a batch without samples: their sum times 0)"
+                )
             [self._flag] = flags.values()  # the model is on one device
             if (
                 comm.get_data_group_size() > 1
@@ -191,6 +197,9 @@ class AMPTrainer(SkippingTrainer):
             scale = values.pop(_SCALE_FLAG)
             get_event_storage().put_scalar(SCALE, scale, smoothing_hint=False, cur_iter=iter)
         return super().look(iter, values)
+
+    def saved_objects(self) -> Sequence[Any]:
+        return [*super().saved_objects(), self.grad_scaler]
 
     def step_state_dict(self) -> dict[str, Any]:
         return {**super().step_state_dict(), "grad_scaler": self.grad_scaler.state_dict()}

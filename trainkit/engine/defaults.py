@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
 from trainkit.checkpoint.atomic import write_text
@@ -65,6 +65,16 @@ __all__ += ["DefaultPredictor"]  # noqa: F822 - in a project
 __getattr__ = names_on_demand(__name__, "DefaultPredictor")
 
 
+class _Passed:
+    """Reads an attribute of the trainer that makes the steps, unless the object has one of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._get = attrgetter(f"_step_trainer.{name}")
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        return self if trainer is None else self._get(trainer)
+
+
 class DefaultTrainer(DefaultParts, TrainerBase):
     """A standard job from a config: model, optimizer, schedule, data, checkpoints, evaluation, logs.
 
@@ -85,12 +95,27 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
 
-    # what the trainer of a step has and a run replaces; whatever else it knows, __getattr__ asks it for
+    # what the trainer of a step has and a run replaces
     model = forwarded("_trainer.model")
     optimizer = forwarded("_trainer.optimizer")
     data_loader = forwarded("_trainer.data_loader")
     accumulation_steps = forwarded("_trainer.accumulation_steps")
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
+    clip_gradients = forwarded("_trainer.clip_gradients")
+
+    # what can only be read; a subclass may have an attribute of its own with such a name
+    batch = _Passed("batch")
+    losses = _Passed("losses")
+    trained_losses = _Passed("trained_losses")
+    outputs = _Passed("outputs")
+    feed = _Passed("feed")
+    fetch = _Passed("fetch")
+    reset_data_loader = _Passed("reset_data_loader")
+    metrics = _Passed("metrics")
+    non_finite = _Passed("non_finite")
+    grad_scaler = _Passed("grad_scaler")
+    precision = _Passed("precision")
+    skipped_updates = _Passed("skipped_updates")
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -265,6 +290,12 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         trainer.storage = self.storage
         trainer.run_step()
 
+    def saved_objects(self) -> Sequence[Any]:
+        return [*super().saved_objects(), *self._trainer.saved_objects()]
+
+    def parameter_names(self) -> dict[str, Tensor]:
+        return {**self._trainer.parameter_names(), **super().parameter_names()}
+
     def describe_inexact(self) -> list[str]:
         return [*super().describe_inexact(), *self._trainer.describe_inexact()]
 
@@ -274,8 +305,17 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             "data": self._trainer.feed.state_dict(),
             "data_size": self._trainer.data_size.state_dict(),
             "results": _plain_results(self._results),
-            "_trainer": self._trainer.step_state_dict(),
+            "_trainer": {
+                **self._trainer.step_state_dict(),
+                **self._trainer._attributes.state_dict(),
+            },
         }
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().check_state_dict(state_dict)
+        of_step = state_dict.get("_trainer", {})
+        self._trainer._attributes.check(of_step)
+        self._trainer.check_step_state_dict(of_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -287,6 +327,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
         self._trainer.compare_data(state_dict)
         self._trainer.feed.load_state_dict(state_dict.get("data", {}))
+        self._trainer._attributes.load_state_dict(state_dict["_trainer"])
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
     # ------------------------------------------------------------------ hooks
@@ -357,12 +398,6 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         return self._last_eval_results
 
     # ------------------------------------------------------------------ the trainer of the steps
-
-    def __getattr__(self, name: str) -> Any:
-        """What only the trainer of a step knows: batch, losses, outputs, feed, ..."""
-        if name.startswith("_") or "_step_trainer" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._step_trainer, name)
 
     def _set_trainer(self, trainer: SimpleTrainer) -> None:
         """Set the trainer of the steps; it gets the hooks and the storage of this one."""

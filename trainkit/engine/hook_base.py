@@ -1,6 +1,6 @@
 """The base class of hooks: points, priority, state; and the registry of hooks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from operator import attrgetter
@@ -157,6 +157,10 @@ class HookBase:
             )
         for name in self._state_names:
             setattr(self, name, state_dict[name.lstrip("_")])
+
+    def saved_objects(self) -> Sequence[Any]:
+        """Optimizers, schedules and modules whose state is part of this hook's: the trainer does not save them too."""
+        return ()
 
 
 HOOK_POINTS = tuple(name for name in vars(HookBase) if name.startswith(("before_", "after_")))

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.engine.attributes import Attributes, checkpointers_of
 from trainkit.engine.run_state import EarlyEnd, Position, RunState
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned
@@ -46,6 +48,7 @@ class TrainerBase(RunState):
             self._epoch_end
         ) = -1  # the iteration that starts an epoch; the number done when it ends
         self._has_warned_of_save = False
+        self._has_checked_state = True  # False: it is checked at the save point, see `_check_state`
 
     # ------------------------------------------------------------------ the loop
 
@@ -97,6 +100,8 @@ class TrainerBase(RunState):
                 self.after_step()
                 end_step()
                 self._inside = "save point"
+                if not self._has_checked_state:
+                    self._check_state()
                 if self._saves:
                     self._write_saves()
             self._run_stage_2()
@@ -124,6 +129,21 @@ class TrainerBase(RunState):
                 save()
             except OSError as error:  # a full disk, or a CheckpointError
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
+
+    def _check_state(self) -> None:
+        """After the first iteration of a run: can a checkpoint hold the state? Every rank calls it; nothing is written.
+
+        Raises:
+            TypeError: it cannot, on some rank.
+        """
+        self._has_checked_state = True
+        error = ""
+        for checkpointer in checkpointers_of(self):
+            if isinstance(checkpointer, Checkpointer) and not error:
+                error = checkpointer.describe_unwritable()
+        found = [text for text in self.gather(error) if text]
+        if found:
+            raise TypeError(f"checkpoints of this run cannot be written: {found[0]}")
 
     def run_step(self) -> None:
         """One iteration: one update of whatever is trained."""
@@ -199,9 +219,12 @@ class TrainerBase(RunState):
         self._epoch_start = start_iter if self._find_epoch_end(start_iter - 1) == start_iter else -1
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self.status, self.failure, self._inside, self._saves = "running", None, "", {}
+        self._has_checked_state = False
         self._stops.reset(self.stop_check_period)
         self._step.iter = start_iter  # a loader may be told its epoch before the first step
         self._step.start_run()
+        for attributes in self._attributes_of_all():
+            attributes.check_start()
         if not logger.hasHandlers():  # nobody has configured logging
             setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
@@ -323,8 +346,18 @@ class TrainerBase(RunState):
             logger.info(
                 "This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact"
             )
+        for attributes in self._attributes_of_all():
+            attributes.hand_out()
         for call in self._hook_list.calls["before_train"]:
             call()
+        for attributes in self._attributes_of_all():
+            attributes.finish_loading()
+
+    def _attributes_of_all(self) -> list[Attributes]:
+        """Those of this trainer, and of the one that makes its steps."""
+        if self._step is self:
+            return [self._attributes]
+        return [self._attributes, self._step._attributes]
 
     def before_step(self) -> None:
         if not self._inside:
@@ -345,6 +378,8 @@ class TrainerBase(RunState):
         if own_loop:
             self._step.end_step()
             self._inside = "save point"
+            if not self._has_checked_state:
+                self._check_state()
             if self._saves:
                 self._write_saves()
             self._run_stage_2()

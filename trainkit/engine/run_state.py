@@ -1,9 +1,13 @@
 """A run: its hooks, its position, and its state in a checkpoint."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from torch import Tensor, nn
+
+from trainkit.checkpoint.optimizer_state import names_in
+from trainkit.engine.attributes import Attributes, stateful_attributes
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.utils import comm
@@ -58,12 +62,19 @@ class RunState:
         failure: the error with which the run has failed, or None.
         own_keys: the entries of the state that each rank has for itself; the storage is that of rank 0 after a resume.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
+        unsaved: names of attributes that checkpoints do not hold, such as ``("teacher",)``. They hold every other
+            optimizer, schedule, gradient scaler and module that is a public attribute, or in a list, tuple or dict
+            that is one.
     """
 
     own_keys: tuple[str, ...] = ("hooks", "rng")
+    # a checkpoint leaves out what it cannot hold; the states in these entries one by one
+    separate_states = ("hooks", "attributes", "_trainer", "_trainer.attributes")
+    unsaved: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._hook_list = HookList(weakref.proxy(self))
+        self._attributes = Attributes(weakref.proxy(self))
         self._early: EarlyEnd | None = None
         self._rng_state: dict[str, Any] | None = (
             None  # from a checkpoint; restored after all iterators exist
@@ -245,14 +256,32 @@ class RunState:
 
     def describe_inexact(self) -> list[str]:
         """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
-        if not other_threads_have_storages():
-            return []
-        return [
-            "another thread of this process trains too, and both use the same random generators"
-        ]
+        reasons = []
+        if other_threads_have_storages():
+            reasons.append(
+                "another thread of this process trains too, and both use the same random generators"
+            )
+        private = self._attributes.private()
+        if private:
+            reasons.append(
+                f"attributes that start with an underscore are not saved: {', '.join(private)}"
+            )
+        return reasons
+
+    def saved_objects(self) -> Sequence[Any]:
+        """What a checkpoint holds in an entry of its own; it is not saved as an attribute again."""
+        return ()
+
+    def parameter_names(self) -> dict[str, Tensor]:
+        """name -> parameter, of all modules of this trainer, so that states of optimizers find their parameters."""
+        modules = {}
+        for name, value in stateful_attributes(self).items():
+            if isinstance(value, nn.Module):
+                modules[f"{name}."] = value
+        return names_in(modules)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the states of hooks (by unique names), storage and random generators.
+        """The position, and the states of hooks (by unique names), attributes, storage and random generators.
 
         ``iteration`` is the last one whose update is done; ``stage`` is 2 if its stage 2 is not done.
         """
@@ -270,11 +299,17 @@ class RunState:
             "hooks": self._hook_list.state_dict(),
             "storage": self.storage.state_dict(),
             "rng": self._rng_state or get_rng_state(),
+            **self._attributes.state_dict(),
         }
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Called before anything is loaded. Raises CheckpointError if a state does not fit; nothing is changed."""
+        self._attributes.check(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the state with the next ``train()``; files of detectron2 have only some of the entries."""
         self._hook_list.load_state_dict(state_dict.get("hooks", {}))
+        self._attributes.load_state_dict(state_dict)
         if self.status == "running":  # a hook has restored the model; the run keeps its position
             return
         iteration, saved = (

@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.checkpoint.optimizer_state import (
+    describe_groups,
+    fit_state,
+    load_optimizer,
+    names_in,
+)
 from trainkit.data.epochs import epoch_listeners, not_reached
 from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
@@ -21,7 +27,6 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
 from trainkit.utils.device import device_of
-from trainkit.utils.errors import ConfigError
 from trainkit.utils.logger import format_table
 from trainkit.utils.losses import (
     Losses,
@@ -33,11 +38,6 @@ from trainkit.utils.losses import (
 from trainkit.utils.periods import check_period, exact
 
 logger = logging.getLogger(__name__)
-
-_KERNELS = {
-    "foreach",
-    "fused",
-}  # of an optimizer; which ones can be used depends on the run, not on its checkpoint
 
 
 def forwarded(path: str, doc: str = "") -> Any:
@@ -397,6 +397,12 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
             )
         return inexact
 
+    def saved_objects(self) -> Sequence[Any]:
+        return [*super().saved_objects(), self.model, self.optimizer]
+
+    def parameter_names(self) -> dict[str, Tensor]:
+        return {**names_in({"": self.model}), **super().parameter_names()}
+
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
@@ -404,6 +410,10 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
             "data_size": self.data_size.state_dict(),
             **self.step_state_dict(),
         }
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().check_state_dict(state_dict)
+        self.check_step_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -413,36 +423,34 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     def step_state_dict(self) -> dict[str, Any]:
         """The state changed by steps, without the model; equal on all ranks."""
-        return {"optimizer": self.optimizer.state_dict()}
+        groups = describe_groups(self.optimizer, self.parameter_names())
+        return {"optimizer": self.optimizer.state_dict(), "optimizer_groups": groups}
+
+    def check_step_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the state does not fit; nothing is changed."""
+        if "optimizer" in state_dict:
+            groups = state_dict.get("optimizer_groups", [])
+            fit_state(self.optimizer, state_dict["optimizer"], groups, self.parameter_names())
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; its hyper-parameters replace those of this run. Raises as `compare_with_saved`."""
-        changes = compare_with_saved(
-            self.optimizer.param_groups, state_dict["optimizer"]["param_groups"]
-        )
-        state, adapt = state_dict["optimizer"], getattr(self.model, "optimizer_state_to_load", None)
-        kernels = [
-            {name: group[name] for name in _KERNELS & group.keys()}
-            for group in self.optimizer.param_groups
-        ]
-        self.optimizer.load_state_dict(adapt(state, self.optimizer) if adapt else state)
-        for group, own in zip(self.optimizer.param_groups, kernels, strict=True):
-            group.update(own)
-        for parameter in parameters_of(self.optimizer, self.model):
-            values = getattr(self.optimizer, "state", {}).get(parameter, {})
-            for (
-                name,
-                value,
-            ) in values.items():  # fused optimizers need the memory format of the parameter
-                if (
-                    getattr(value, "shape", None) == parameter.shape
-                    and value.stride() != parameter.stride()
-                ):
-                    values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        if changes:
+        """Load a state; its hyper-parameters replace those of this run.
+
+        Raises:
+            CheckpointError: the optimizer, its groups or the shapes of its parameters are others.
+        """
+        if "optimizer" not in state_dict:
             logger.warning(
-                "The optimizer uses the values of the checkpoint, not of this run:\n%s", changes
+                "The checkpoint has no entry 'optimizer': %s starts anew",
+                type(self.optimizer).__name__,
             )
+            return
+        load_optimizer(
+            self.optimizer,
+            state_dict["optimizer"],
+            state_dict.get("optimizer_groups", []),  # not in files of detectron2
+            self.parameter_names(),
+            getattr(self.model, "optimizer_state_to_load", None),
+        )
 
 
 def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
@@ -451,45 +459,3 @@ def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
     if groups is None:
         return [*model.parameters()]
     return [parameter for group in groups for parameter in group["params"]]
-
-
-def compare_with_saved(
-    groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
-) -> str:
-    """A table of the values that differ in saved groups of an optimizer, at the start of their schedules; "" if none.
-
-    Raises:
-        ConfigError: the saved groups are of another kind of optimizer, or their sizes differ.
-    """
-    old_sizes, sizes = ([len(group["params"]) for group in each] for each in (saved, groups))
-    if old_sizes != sizes:
-        raise ConfigError(
-            f"the sizes of the checkpoint's parameter groups are {old_sizes}, those of this run {sizes}"
-        )
-    rows = []
-    for number, (new, old) in enumerate(
-        zip(map(_values_at_start, groups), map(_values_at_start, saved), strict=True)
-    ):
-        if (only_old := old.keys() - new) and (
-            only_new := new.keys() - old
-        ):  # one alone: another version of torch
-            raise ConfigError(
-                f"the optimizer in the checkpoint has {sorted(only_old)}, this one {sorted(only_new)}"
-            )
-        rows += [
-            (number, name, new[name], old[name])
-            for name in new
-            if new[name] != old.get(name, new[name])
-        ]
-    headers = ("group", "setting", "of this run", "in the checkpoint")
-    return format_table(rows, headers, max_rows=20) if rows else ""
-
-
-def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: value for name, value in group.items() if name not in {"params", *_KERNELS}}
-    first = {name: group.get(f"initial_{name}", value) for name, value in own.items()}
-    plain = {
-        name: value.tolist() if isinstance(value, Tensor) else value
-        for name, value in first.items()
-    }
-    return {name: value for name, value in plain.items() if not name.startswith("initial_")}

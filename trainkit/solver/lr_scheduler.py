@@ -76,7 +76,8 @@ def _last_where(scheduler: ParamScheduler) -> float:
 class ScheduledLR(LRScheduler):
     """Sets the learning rate of each parameter group to ``schedule(iter, base rate)``, times all ``factors``.
 
-    Step it once after each optimizer step. Groups with ``fixed_lr: True`` keep their base rate.
+    Step it once after each optimizer step. Groups with ``fixed_lr: True`` keep their base rate. The base rate of a
+    group is its ``initial_lr``; a group that is added later and has none gets its ``lr`` as its base rate.
 
     Args:
         last_iter: the last iteration done, if training continues; -1 at its start.
@@ -85,13 +86,17 @@ class ScheduledLR(LRScheduler):
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_iter: int = -1) -> None:
         # not torch's constructor, which replaces optimizer.step()
         self.optimizer, self.schedule, self.factors = optimizer, schedule, list[float]()
-        for group in optimizer.param_groups:
-            lr = group["lr"]
-            group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
-        self.base_lrs: list[float] = [
-            float(group["initial_lr"]) for group in optimizer.param_groups
-        ]  # type: ignore
         self.seek(last_iter + 1)
+
+    @property  # type: ignore[override]
+    def base_lrs(self) -> list[float]:
+        """The base rate of each group. The groups hold them, so they stay with their parameters."""
+        return [_base_lr_of(group) for group in self.optimizer.param_groups]
+
+    @base_lrs.setter
+    def base_lrs(self, base_lrs: list[float]) -> None:
+        for group, base in zip(self.optimizer.param_groups, base_lrs, strict=True):
+            group["initial_lr"] = base
 
     def step(self, epoch: int | None = None) -> None:
         """Set the learning rates of the next iteration, or of iteration ``epoch``."""
@@ -104,9 +109,12 @@ class ScheduledLR(LRScheduler):
         self.step(iter)
 
     def refresh(self) -> None:
-        """Set the rates of the present iteration by the present schedule, but not one that somebody has changed."""
+        """Set the rates of the present iteration by the present schedule, but not one that somebody has changed.
+
+        The rate of a group that the last step did not know, or whose place has changed, counts as changed.
+        """
         rates = self._rates()
-        for group, last, lr in zip(self.optimizer.param_groups, self._last_lr, rates, strict=True):
+        for group, last, lr in zip(self.optimizer.param_groups, self._last_lr, rates, strict=False):
             if float(group["lr"]) == last:
                 _set_lr(group, lr)
         self._last_lr = rates
@@ -115,7 +123,8 @@ class ScheduledLR(LRScheduler):
         """The rate of each group in iteration ``last_epoch``."""
         values: dict[float, float] = {}
         rates: list[float | Tensor] = []
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+        for group in self.optimizer.param_groups:
+            base = _base_lr_of(group)
             if base not in values:
                 values[base] = self.schedule(self.last_epoch, base)
             is_fixed = group.get("fixed_lr", False)
@@ -123,7 +132,10 @@ class ScheduledLR(LRScheduler):
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """The base rates, iteration, factors and present rates; the schedule and its length come from the config."""
+        """The iteration, factors and present rates; the schedule and its length come from the config.
+
+        The base rates are for readers: when a state is loaded, those in the optimizer's groups count.
+        """
         return {
             "base_lrs": self.base_lrs,
             "last_epoch": self.last_epoch,
@@ -132,12 +144,11 @@ class ScheduledLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; the learning rates in use are part of the optimizer's state."""
-        self.base_lrs = list(state_dict["base_lrs"])
+        """Load a state; the learning rates in use, and the base rates, are part of the optimizer's state."""
         self.last_epoch = state_dict["last_epoch"]
-        # states of detectron2 have neither; a rate that nobody knows counts as changed
+        # states of detectron2 have neither
         self.factors = list(state_dict.get("factors", []))
-        self._last_lr = list(state_dict.get("last_lr", [math.nan] * len(self.base_lrs)))
+        self._last_lr = list(state_dict.get("last_lr", []))
 
 
 def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
@@ -145,6 +156,15 @@ def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
         group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
     else:
         group["lr"] = lr
+
+
+def _base_lr_of(group: dict[str, Any]) -> float:
+    """The base rate; the ``lr`` of a group becomes its base rate when it is seen first."""
+    base = group.get("initial_lr", group["lr"])
+    if not isinstance(base, float) or "initial_lr" not in group:
+        base = float(base)  # once: to read a tensor on a device is to wait for the device
+        group["initial_lr"] = base
+    return base
 
 
 LRFunction = ScheduledLR

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Weight, sgd
+from trainkit.config import ConfigError
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.hooks import CallbackHook, LRScheduler
 from trainkit.engine.step import SimpleTrainer
@@ -116,3 +117,79 @@ def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchron
     assert trainer.storage.history("lr").values() == [
         (0.5 * (1 - iter / 8), iter) for iter in range(8)
     ]
+
+
+def with_a_later_group(make_scheduler, added, start=2):
+    """Base rate 0.5; in iteration ``start`` a hook adds a parameter to the optimizer."""
+    model = Weight()
+    later = nn.Parameter(torch.ones(()))
+    optimizer = sgd(model, lr=0.5)
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer)
+    trainer.scheduler = make_scheduler(optimizer)
+    rates = []
+
+    def add(trainer):
+        if trainer.iter == start:
+            optimizer.add_param_group({"params": [later], **added})
+        rates.append([group["lr"] for group in optimizer.param_groups])
+
+    trainer.register_hooks([LRScheduler(), CallbackHook(before_step=add)])
+    return trainer, rates
+
+
+@pytest.mark.parametrize(
+    ("added", "base"), [({"lr": 0.25}, 0.25), ({"lr": 0.1, "initial_lr": 0.125}, 0.125), ({}, 0.5)]
+)
+def test_the_rate_of_a_group_that_is_added_later_is_its_base_rate_times_the_schedule(
+    added, base, caplog
+):
+    caplog.set_level("INFO")
+    trainer, rates = with_a_later_group(
+        lambda optimizer: LRMultiplier(optimizer, lambda where: 1 - where, ITERS), added
+    )
+    trainer.train(0, 5)
+    assert rates[:2] == [[0.5], [0.4375]]
+    assert rates[2] == [0.375, added.get("lr", 0.5)]  # as it was given, until the next iteration
+    assert rates[3:] == [[0.5 * 5 / 8, base * 5 / 8], [0.5 * 4 / 8, base * 4 / 8]]
+    assert f"their lr, [{base}], are base rates, which the schedule multiplies" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda t: 0.5),
+        lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda t: 0.5),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, 10, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+    ],
+)
+def test_a_scheduler_that_has_no_rate_for_a_later_group_is_an_error_that_names_it(make_scheduler):
+    trainer, _ = with_a_later_group(make_scheduler, {"lr": 0.25})
+    name = type(trainer.scheduler).__name__
+    text = f"had 1 parameter groups when training started, and has 2 now: {name} has no rate for"
+    with pytest.raises(ValueError, match=text):
+        trainer.train(0, 5)
+    assert trainer.iter == 2
+
+
+def test_a_scheduler_of_torch_that_multiplies_what_is_there_takes_a_later_group():
+    trainer, rates = with_a_later_group(
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5), {"lr": 0.25}
+    )
+    trainer.train(0, 5)
+    assert rates[2:] == [[0.5, 0.25], [0.25, 0.125], [0.25, 0.125]]
+
+
+def test_groups_in_another_order_are_refused_for_a_scheduler_that_keeps_rates_by_their_places():
+    def make(*rates):
+        groups = [{"params": [nn.Parameter(torch.ones(()))], "lr": lr} for lr in rates]
+        optimizer = torch.optim.SGD(groups)
+        trainer = SimpleTrainer(Weight(), [torch.tensor(1.0)], optimizer)
+        trainer.scheduler = lr_scheduler.LambdaLR(optimizer, lambda t: 0.5)
+        trainer.register_hooks([LRScheduler()])
+        return trainer
+
+    trainer = make(0.5, 0.25)
+    trainer.scheduler.load_state_dict(make(0.25, 0.5).scheduler.state_dict())
+    with pytest.raises(ConfigError, match=r"LambdaLR keeps its rates by .* \[0.25, 0.5\], the gr"):
+        trainer.train(0, 1)

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR
+from trainkit.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,10 @@ _PROGRESS = {"last_epoch", "base_lrs"}  # of a scheduler's state; the optimizer 
 class LRScheduler(HookBase):
     """Step a schedule after each iteration, and store the ``lr`` that the iteration used.
 
-    The ``lr`` is that of the largest parameter group; if each group has one parameter, the most common one.
+    The ``lr`` is that of the largest parameter group; if each group has one parameter, the most common one. It is
+    stored from the first update of the optimizer on: the rate of an optimizer that is not used says nothing.
+
+    The ``lr`` of a parameter group that is added during training is its base rate, which the schedule multiplies.
 
     Args:
         optimizer: default is ``trainer.optimizer``.
@@ -35,6 +40,8 @@ class LRScheduler(HookBase):
     ) -> None:
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self._scheduler: TorchLRScheduler | None = None  # of the current or last run
+        self._is_used = True  # whether the optimizer has made an update
+        self._update_handle: Any = None  # of the function that notes the first update
 
     def before_train(self) -> None:
         """Raises ValueError if the schedule belongs to another optimizer."""
@@ -56,12 +63,15 @@ class LRScheduler(HookBase):
             raise ValueError(
                 "LRScheduler has a scheduler that changes the learning rates of another optimizer"
             )
+        _check_base_rates(scheduler, groups)
         if isinstance(scheduler, ScheduledLR):
             if scheduler.last_epoch != iter:
                 scheduler.seek(iter)  # this may be a second run
             else:
                 scheduler.refresh()  # a resumed run may have another schedule than its checkpoint
         self._scheduler = scheduler
+        self._num_groups = len(groups)
+        self._note_first_update()
         self._best_param_group_id = self.get_best_param_group_id(self._optimizer)
         if len(groups) > 1:
             logger.info(
@@ -70,10 +80,67 @@ class LRScheduler(HookBase):
                 len(groups),
             )
 
+    def _note_first_update(self) -> None:
+        if self._update_handle is not None:  # of an earlier run
+            self._update_handle.remove()
+            self._update_handle = None
+        optimizer = self._optimizer
+        can_be_asked = isinstance(optimizer, torch.optim.Optimizer)
+        self._is_used = not can_be_asked or "lr" in self.trainer.storage.histories()
+        self._has_warned = False
+        if self._is_used:
+            return
+
+        def note(*args: Any) -> None:
+            self._is_used = True
+
+        self._update_handle = optimizer.register_step_post_hook(note)
+
     def after_step(self) -> None:
-        lr = self._optimizer.param_groups[self._best_param_group_id]["lr"]
-        self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
-        self._scheduler.step()  # type: ignore[union-attr]
+        if self._update_handle is not None:
+            self._look_for_update()
+        groups = self._optimizer.param_groups
+        if self._is_used:
+            lr = groups[self._best_param_group_id]["lr"]
+            self.trainer.storage.put_scalar("lr", lr, smoothing_hint=False)
+        if len(groups) == self._num_groups:
+            self._scheduler.step()  # type: ignore[union-attr]
+        else:
+            self._step_with_new_groups()
+
+    def _look_for_update(self) -> None:
+        if self._is_used:
+            self._update_handle.remove()
+            self._update_handle = None
+        elif not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The optimizer of LRScheduler (%s) made no update in iteration %d: `lr` is stored from its first "
+                "update on. If your run_step() uses other optimizers, register LRScheduler(optimizer, scheduler) for "
+                "them, or store their rates by storage.put_scalar()",
+                type(self._optimizer).__name__,
+                self.trainer.iter,
+            )
+
+    def _step_with_new_groups(self) -> None:
+        """Raises ValueError: the scheduler has no rate for a group that was added during training."""
+        groups = self._optimizer.param_groups
+        try:
+            self._scheduler.step()  # type: ignore[union-attr]
+        except (LookupError, ValueError) as error:
+            raise ValueError(
+                f"the optimizer had {self._num_groups} parameter groups when training started, and has {len(groups)} "
+                f"now: {type(self._scheduler).__name__} has no rate for what was added. Give the optimizer all groups "
+                "before its scheduler is made (a group may have frozen parameters), or use a schedule of trainkit, as "
+                "SOLVER.LR_SCHEDULER_NAME builds"
+            ) from error
+        if isinstance(self._scheduler, ScheduledLR):
+            added = [group["initial_lr"] for group in groups[self._num_groups :]]
+            self._num_groups = len(groups)
+            logger.info(
+                "Parameter groups were added; their lr, %s, are base rates, which the schedule multiplies",
+                added,
+            )
 
     @property
     def scheduler(self) -> TorchLRScheduler | ParamScheduler | None:
@@ -92,6 +159,10 @@ class LRScheduler(HookBase):
         """The torch scheduler; None for a ``ParamScheduler``, which is a function of the iteration."""
         scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
         return scheduler if isinstance(scheduler, TorchLRScheduler) else None
+
+    def saved_objects(self) -> Sequence[Any]:
+        scheduler = self._stateful()
+        return () if scheduler is None else (scheduler,)
 
     def state_dict(self) -> dict[str, Any]:
         scheduler = self._stateful()
@@ -120,3 +191,17 @@ class LRScheduler(HookBase):
                 type(scheduler).__name__,
                 ", ".join(sorted(changed)),
             )
+
+
+def _check_base_rates(scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError if a scheduler of torch has loaded base rates in another order than that of the groups."""
+    if isinstance(scheduler, ScheduledLR) or not hasattr(scheduler, "base_lrs"):
+        return
+    base_rates = [float(rate) for rate in scheduler.base_lrs]
+    of_groups = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    if base_rates != of_groups and sorted(base_rates) == sorted(of_groups):
+        raise ConfigError(
+            f"the parameter groups have another order than in the checkpoint, and {type(scheduler).__name__} keeps "
+            f"its rates by their places: it has {base_rates}, the groups have {of_groups}. Define the modules in "
+            "their former order, or use a schedule of trainkit"
+        )

@@ -1,0 +1,465 @@
+"""The state of an optimizer in a checkpoint, which is given to the parameters of the same names.
+
+``optimizer.state_dict()`` knows parameters only by their places. So a checkpoint also holds, for each group, the class
+of the optimizer, and the names and the global shapes of the parameters. What does not fit is an error before the
+optimizer sees it: torch's fused kernels compare no sizes, and would read and write beyond a state of another shape.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.utils.logger import format_table
+
+_logger = logging.getLogger(__name__)
+
+Groups = list[dict[str, Any]]
+"""For each parameter group: ``optimizer``, ``names`` and ``shapes``."""
+
+_WRAPPERS = {"module", "_orig_mod"}  # of DistributedDataParallel and torch.compile
+_UNNAMED = (
+    "#"  # the start of the name of a parameter that is in none of the modules; a number follows
+)
+
+# of the run, not of its checkpoint: which kernels can be used, and torch's own list of names
+_OF_THE_RUN = {"foreach", "fused", "param_names"}
+
+_ONE_VALUE = {
+    "step",
+    "eta",
+    "mu",
+    "mu_product",
+}  # entries that torch's optimizers keep as one number
+_LIKE_PARAMETER = {
+    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg"),
+    *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
+}
+_OTHER_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
+
+_REMEDY = (
+    "Resume with the same model and optimizer, or start a new run from the weights (MODEL.WEIGHTS)"
+)
+
+
+# ---------------------------------------------------------------------- names
+
+
+def names_in(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """name -> parameter, for the modules under their prefixes ("" or "generator."); a tied one under all its names.
+
+    The names have no ``module.`` and ``_orig_mod.``, unless two parameters would get one name.
+    """
+    found: dict[str, Tensor] = {}
+    for prefix, module in modules.items():
+        named = dict(module.named_parameters(remove_duplicate=False))
+        plain = {_without_wrappers(name): parameter for name, parameter in named.items()}
+        if len(plain) < len(named):
+            plain = named
+        for name, parameter in plain.items():
+            found[prefix + name] = parameter
+    return found
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def describe_groups(optimizer: Any, names: Mapping[str, Tensor]) -> Groups:
+    """What a checkpoint holds beside ``optimizer.state_dict()``; [] if the optimizer has no ``param_groups``."""
+    first_names = _first_names(names)
+    groups: Groups = []
+    num_unnamed = 0
+    for group in getattr(optimizer, "param_groups", ()):
+        own_names = []
+        for parameter in group["params"]:
+            name = first_names.get(id(parameter))
+            if name is None:
+                name = f"{_UNNAMED}{num_unnamed}"
+                num_unnamed += 1
+            own_names.append(name)
+        shapes = [_shape_of(parameter) for parameter in group["params"]]
+        kind = _class_name(_optimizer_of(optimizer, group))
+        groups.append({"optimizer": kind, "names": own_names, "shapes": shapes})
+    return groups
+
+
+def _first_names(names: Mapping[str, Tensor]) -> dict[int, str]:
+    first_names: dict[int, str] = {}
+    for name, parameter in names.items():
+        first_names.setdefault(id(parameter), name)
+    return first_names
+
+
+def _shape_of(parameter: Tensor) -> list[int] | None:
+    """The global shape; None if it is not known before the first forward pass."""
+    return None if is_lazy(parameter) else list(parameter.shape)
+
+
+def _optimizer_of(optimizer: Any, group: Mapping[str, Any]) -> Any:
+    """The optimizer that updates the group: itself, or one that it is made of (``optimizers``, ``optimizer``)."""
+    parts = [*getattr(optimizer, "optimizers", ()), getattr(optimizer, "optimizer", None)]
+    for part in parts:
+        if any(each is group for each in getattr(part, "param_groups", ())):
+            return _optimizer_of(part, group)
+    return optimizer
+
+
+def _torch_class(optimizer: Any) -> type | None:
+    """torch's own class of an optimizer, such as AdamW; None if it is not derived from one."""
+    for each in type(optimizer).__mro__:
+        if each is not Optimizer and each.__module__.startswith("torch.optim."):
+            return each
+    return None
+
+
+def _class_name(optimizer: Any) -> str:
+    """The class whose state this is; "" if it is not known. A subclass, such as one that clips, has its state."""
+    torch_class = _torch_class(optimizer)
+    if torch_class is not None:
+        return torch_class.__name__
+    if not isinstance(optimizer, Optimizer):
+        return ""
+    derived = [each for each in type(optimizer).__mro__ if issubclass(each, Optimizer)]
+    return derived[-2].__name__ if len(derived) > 1 else ""
+
+
+# ---------------------------------------------------------------------- fitting a saved state
+
+
+def fit_state(
+    optimizer: Any,
+    state: Mapping[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Tensor],
+) -> Mapping[str, Any]:
+    """The saved ``state`` in the order of the optimizer's groups and parameters; nothing is changed.
+
+    Args:
+        saved: what `describe_groups` gave at the save; [] (as in files of detectron2): the places count.
+        names: of this run, see `names_in`.
+
+    Raises:
+        CheckpointError: the optimizer is of another class; parameters, groups or shapes differ.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None or ("param_groups" not in state and not isinstance(optimizer, Optimizer)):
+        return state  # a wrapper with a state of its own kind
+    try:
+        return _fit(optimizer, state, saved, names)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the state of the optimizer is damaged ({reason})") from error
+
+
+def _fit(
+    optimizer: Any,
+    state: Mapping[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    own = describe_groups(optimizer, names)
+    saved_groups = _groups_with_names(state, saved)
+    _check_classes(own, saved_groups)
+    fitting = _in_own_order(own, saved_groups, names)
+    entries = dict(state["state"])
+    fitted: dict[str, Any] = {**state, "param_groups": [], "state": {}}
+    position = 0
+    for group, saved_group in zip(optimizer.param_groups, fitting, strict=True):
+        _check_settings(group, saved_group.values)
+        places = []
+        for parameter, place in zip(group["params"], saved_group.places, strict=True):
+            if place in entries:
+                entry = entries.pop(place)
+                _check_shapes(_optimizer_of(optimizer, group), parameter, entry, position)
+                fitted["state"][position] = entry
+            places.append(position)
+            position += 1
+        # a setting that the checkpoint lacks, as that of a newer version of torch, stays as it is
+        fitted["param_groups"].append({**group, **saved_group.values, "params": places})
+    for key, value in entries.items():
+        if not isinstance(key, int):  # values of the optimizer as a whole
+            fitted["state"][key] = value
+    return fitted
+
+
+class _SavedGroup:
+    """A group of the checkpoint: its values, and for each parameter its place, its name and its shape."""
+
+    def __init__(self, values: Mapping[str, Any], description: Mapping[str, Any] | None) -> None:
+        self.values = values
+        self.places = list(values["params"])
+        self.optimizer = "" if description is None else str(description["optimizer"])
+        self.names: list[str] | None = None
+        self.shapes: list[Any] = [None] * len(self.places)
+        if description is not None:
+            self.names = [str(name) for name in description["names"]]
+            self.shapes = list(description["shapes"])
+            if not len(self.names) == len(self.shapes) == len(self.places):
+                raise ValueError(
+                    f"a group has {len(self.places)} parameters, {len(self.names)} names and {len(self.shapes)} shapes"
+                )
+
+    def reorder(self, order: Sequence[int]) -> None:
+        self.places = [self.places[i] for i in order]
+        self.shapes = [self.shapes[i] for i in order]
+
+
+def _groups_with_names(
+    state: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
+) -> list[_SavedGroup]:
+    values = list(state["param_groups"])
+    if not saved:
+        return [_SavedGroup(each, None) for each in values]
+    if len(saved) != len(values):
+        raise ValueError(f"it has {len(values)} groups, and names for {len(saved)}")
+    return [_SavedGroup(each, names) for each, names in zip(values, saved, strict=True)]
+
+
+def _check_classes(own: Groups, saved_groups: Sequence[_SavedGroup]) -> None:
+    now = {group["optimizer"] for group in own} - {""}
+    before = {group.optimizer for group in saved_groups} - {""}
+    if now and before and now != before:
+        raise CheckpointError(
+            f"the checkpoint has the state of {', '.join(sorted(before))}, the optimizer of this run is "
+            f"{', '.join(sorted(now))}. {_REMEDY}"
+        )
+
+
+def _in_own_order(
+    own: Groups,
+    saved_groups: list[_SavedGroup],
+    names: Mapping[str, Tensor],
+) -> list[_SavedGroup]:
+    """The saved groups in the order of this run's groups, each in the order of its parameters."""
+    first_names = _first_names(names)
+    for group in saved_groups:
+        if group.names is not None:  # a tied parameter may have another first name in this run
+            group.names = [
+                first_names[id(names[name])] if name in names else name for name in group.names
+            ]
+    if not _are_comparable(own, saved_groups):
+        fitting = saved_groups
+        _check_sizes(own, fitting)
+    else:
+        fitting = _by_name(own, saved_groups)
+    for own_group, saved_group in zip(own, fitting, strict=True):
+        _check_classes([own_group], [saved_group])
+        for name, shape, saved_shape in zip(
+            own_group["names"], own_group["shapes"], saved_group.shapes, strict=True
+        ):
+            if shape is not None and saved_shape is not None and shape != list(saved_shape):
+                raise CheckpointError(
+                    f"the parameter {name} has the shape {list(saved_shape)} in the checkpoint's optimizer, and "
+                    f"{shape} in this run. {_REMEDY}"
+                )
+    return fitting
+
+
+def _are_comparable(own: Groups, saved_groups: list[_SavedGroup]) -> bool:
+    """Whether both sides have names for the same number of parameters."""
+    num_unnamed = 0
+    for group in own:
+        num_unnamed += sum(name.startswith(_UNNAMED) for name in group["names"])
+    for saved_group in saved_groups:
+        if saved_group.names is None:
+            return False
+        num_unnamed -= sum(name.startswith(_UNNAMED) for name in saved_group.names)
+    return num_unnamed == 0
+
+
+def _check_sizes(own: Groups, saved_groups: list[_SavedGroup]) -> None:
+    sizes = [len(group["names"]) for group in own]
+    saved_sizes = [len(group.places) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise CheckpointError(
+            f"the sizes of the checkpoint's parameter groups are {saved_sizes}, those of this run {sizes}. {_REMEDY}"
+        )
+
+
+def _by_name(own: Groups, saved_groups: list[_SavedGroup]) -> list[_SavedGroup]:
+    group_of: dict[str, int] = {}
+    saved_group_of: dict[str, int] = {}
+    for number, group in enumerate(own):
+        for name in group["names"]:
+            group_of[name] = number
+    for number, saved_group in enumerate(saved_groups):
+        for name in saved_group.names or ():
+            saved_group_of[name] = number
+    gone = [name for name in saved_group_of if name not in group_of]
+    new = [name for name in group_of if name not in saved_group_of]
+    if gone or new:
+        raise CheckpointError(
+            f"parameters only in the checkpoint's optimizer: {_first_of(gone)}; only in that of this run: "
+            f"{_first_of(new)}. {_REMEDY}"
+        )
+    left = list(saved_groups)
+    fitting = []
+    for number, group in enumerate(own):
+        wanted = sorted(group["names"])
+        found = [each for each in left if sorted(each.names or ()) == wanted]
+        if not found:
+            raise CheckpointError(
+                _describe_change(number, group["names"], group_of, saved_group_of)
+            )
+        match = found[0]
+        left.remove(match)
+        saved_names = match.names or []
+        place_of = {name: place for place, name in enumerate(saved_names)}
+        match.reorder([place_of[name] for name in group["names"]])
+        fitting.append(match)
+    if left:  # groups without a parameter
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved_groups)} groups, that of this run {len(own)}. {_REMEDY}"
+        )
+    return fitting
+
+
+def _first_of(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _describe_change(
+    number: int,
+    names: Sequence[str],
+    group_of: Mapping[str, int],
+    saved_group_of: Mapping[str, int],
+) -> str:
+    """Names a parameter that has left the others of its group, or has come to them."""
+    former = saved_group_of[names[0]] if names else number
+    came = [name for name in names if saved_group_of[name] != former]
+    left = [name for name in saved_group_of if saved_group_of[name] == former]
+    left = [name for name in left if group_of[name] != number]
+    moved = [*came, *left]
+    if not moved:
+        return (
+            f"the optimizer has an empty group {number}, that of the checkpoint has none. {_REMEDY}"
+        )
+    name = moved[0]
+    return (
+        f"the parameter {name} is in group {saved_group_of[name]} of the checkpoint's optimizer and in group "
+        f"{group_of[name]} of this run, with other parameters: its settings are not known. {_REMEDY}"
+    )
+
+
+def _check_shapes(optimizer: Any, parameter: Tensor, entry: Any, position: int) -> None:
+    """Compare what torch's kernels will use with the parameter. Raises CheckpointError."""
+    if not isinstance(entry, Mapping):
+        if _torch_class(optimizer) is None:
+            return
+        raise CheckpointError(f"the state of parameter {position} is no dict but {entry!r:.80}")
+    torch_class = _torch_class(optimizer)
+    if torch_class is None or issubclass(torch_class, _OTHER_SHAPES) or is_lazy(parameter):
+        return
+    is_own_class = type(optimizer) is torch_class
+    for name, value in entry.items():
+        if not isinstance(value, Tensor):
+            continue
+        if name in _ONE_VALUE:
+            fits = value.numel() == 1
+            expected = "one value"
+        elif name in _LIKE_PARAMETER or is_own_class:
+            fits = value.shape == parameter.shape
+            expected = f"shape {list(parameter.shape)}, as its parameter"
+        else:  # what a subclass has added
+            continue
+        if not fits:
+            raise CheckpointError(
+                f"the entry {name!r} in the state of parameter {position} ({torch_class.__name__}) has shape "
+                f"{list(value.shape)}; accepted: {expected}"
+            )
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def load_optimizer(
+    optimizer: Any,
+    state: Mapping[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Tensor],
+    adapt: Callable[[Any, Any], Any] | None = None,
+) -> None:
+    """Load a saved state; its hyper-parameters replace those of this run, and the log has a table of the differences.
+
+    Args:
+        adapt: called with the fitting state and the optimizer; returns what is loaded, such as sharded tensors.
+        optimizer, state, saved, names: as in `fit_state`, which names the errors.
+    """
+    fitting = fit_state(optimizer, state, saved, names)
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None or fitting is state:
+        optimizer.load_state_dict(state)
+        return
+    changes = _compare_values(groups, fitting["param_groups"])
+    own_values = [_values_of_the_run(group) for group in groups]
+    optimizer.load_state_dict(fitting if adapt is None else adapt(fitting, optimizer))
+    for group, own in zip(optimizer.param_groups, own_values, strict=True):
+        for name in _OF_THE_RUN:
+            group.pop(name, None)
+        group.update(own)
+    _lay_out_like_parameters(optimizer)
+    if changes:
+        _logger.warning(
+            "The optimizer uses the values of the checkpoint, not of this run:\n%s", changes
+        )
+
+
+def _values_of_the_run(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name in _OF_THE_RUN}
+
+
+def _lay_out_like_parameters(optimizer: Any) -> None:
+    """Give states the memory format of their parameters, which fused kernels assume."""
+    states = getattr(optimizer, "state", {})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entry = states.get(parameter, {})
+            for name, value in entry.items():
+                if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                    continue
+                if value.shape == parameter.shape and value.stride() != parameter.stride():
+                    entry[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _compare_values(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the values that differ in saved groups, at the start of their schedules; "" if none does."""
+    rows = []
+    for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
+        old = _values_at_start(saved_group)
+        for name, value in _values_at_start(group).items():
+            former = old.get(name, value)
+            if value != former:
+                rows.append((number, name, value, former))
+    headers = ("group", "setting", "of this run", "in the checkpoint")
+    return format_table(rows, headers, max_rows=20) if rows else ""
+
+
+def _check_settings(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if a saved group is of another kind of optimizer."""
+    own = _values_at_start(group).keys()
+    saved = _values_at_start(saved_group).keys()
+    only_saved = saved - own
+    only_own = own - saved
+    if only_saved and only_own:  # one alone: another version of torch
+        raise CheckpointError(
+            f"the optimizer in the checkpoint has {sorted(only_saved)}, this one {sorted(only_own)}. {_REMEDY}"
+        )
+
+
+def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, value in group.items():
+        if name == "params" or name in _OF_THE_RUN or name.startswith("initial_"):
+            continue
+        first = group.get(f"initial_{name}", value)
+        values[name] = first.tolist() if isinstance(first, Tensor) else first
+    return values

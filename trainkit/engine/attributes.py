@@ -1,0 +1,281 @@
+"""The attributes of a trainer that are part of its state: optimizers, schedules, gradient scalers and modules."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from fvcore.common.checkpoint import Checkpointer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.optimizer_state import (
+    describe_groups,
+    fit_state,
+    load_optimizer,
+)
+from trainkit.utils.device import unwrap_model
+from trainkit.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SAVED = (Optimizer, LRScheduler, torch.amp.GradScaler, nn.Module)
+
+
+def stateful_attributes(trainer: Any, *, private: bool = False) -> dict[str, Any]:
+    """name -> object, of the public attributes, and of one level of lists, tuples and dicts ("optimizers.judge").
+
+    Args:
+        private: of the attributes whose names start with an underscore instead.
+    """
+    found: dict[str, Any] = {}
+    for attribute, value in vars(trainer).items():
+        if attribute.startswith("_") != private:
+            continue
+        for name, item in _items(attribute, value):
+            if isinstance(item, _SAVED) and all(item is not other for other in found.values()):
+                found[name] = item
+    return found
+
+
+def _items(attribute: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"{attribute}.{key}", item
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield f"{attribute}.{number}", item
+    else:
+        yield attribute, value
+
+
+def checkpointers_of(trainer: Any) -> list[Checkpointer]:
+    """The checkpointers that are attributes of the trainer or of its hooks."""
+    owners = [trainer, *trainer.hooks]
+    found: list[Checkpointer] = []
+    for owner in owners:
+        for value in vars(owner).values():
+            if isinstance(value, Checkpointer) and all(value is not other for other in found):
+                found.append(value)
+    return found
+
+
+class Attributes:
+    """The states of a trainer's attributes; one that is made after loading gets its state when the run starts.
+
+    Args:
+        trainer: a weak reference.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._waiting: dict[str, Any] = {}  # name -> state, of attributes that do not exist yet
+        self._groups: dict[str, Any] = {}  # of the optimizers among them, see `describe_groups`
+        self._loaded: set[str] | None = None  # names; None: nothing was loaded since the last start
+        self._logged: set[str] = set()
+
+    def objects(self) -> dict[str, Any]:
+        """name -> object, of all whose state is saved here.
+
+        Raises:
+            ConfigError: ranks hold parts of one; the message has the line that saves it.
+        """
+        found = self._not_saved_elsewhere(stateful_attributes(self._trainer))
+        for name, value in found.items():
+            _refuse_divided(name, value)
+        return found
+
+    def private(self) -> list[str]:
+        """The names of private attributes that would be saved if they were public."""
+        return [*self._not_saved_elsewhere(stateful_attributes(self._trainer, private=True))]
+
+    def _not_saved_elsewhere(self, candidates: Mapping[str, Any]) -> dict[str, Any]:
+        saved = _saved_elsewhere(self._trainer)
+        saved_ids = {id(each) for each in saved}
+        left = {}
+        for name, value in candidates.items():
+            if not self._is_left_out(name) and id(_unwrap(value)) not in saved_ids:
+                left[name] = value
+        if not any(isinstance(value, nn.Module) for value in left.values()):
+            return left
+        part_ids = _ids_of_parts(saved)
+        found = {}
+        for name, value in left.items():
+            if not isinstance(value, nn.Module) or not _is_within(value, part_ids):
+                found[name] = value
+        return found
+
+    def _is_left_out(self, name: str) -> bool:
+        unsaved = self._trainer.unsaved
+        return name in unsaved or name.partition(".")[0] in unsaved
+
+    def names(self) -> dict[str, Tensor]:
+        """The names of the parameters of this run, see `names_in`."""
+        return self._trainer.parameter_names()
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries ``attributes`` and ``attribute_groups`` of a trainer's state; {} if there is no attribute."""
+        states = dict(self._waiting)
+        groups = dict(self._groups)
+        sizes = {}
+        for name, value in self.objects().items():
+            state = _unwrap(value).state_dict()
+            if not state:
+                continue
+            states[name] = state
+            sizes[name] = f"{name} ({type(value).__name__}, {_size_of(state) / 2**20:.1f} MiB)"
+            if isinstance(value, Optimizer):
+                groups[name] = describe_groups(value, self.names())
+        if not sizes.keys() <= self._logged:
+            self._logged.update(sizes)
+            logger.info(
+                "Attributes of the trainer that checkpoints hold: %s. `unsaved` of the class leaves them out",
+                ", ".join(sizes.values()),
+            )
+        if not states:
+            return {}
+        return {"attributes": states, "attribute_groups": groups}
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the state of an optimizer does not fit; nothing is changed."""
+        states = state_dict.get("attributes", {})
+        groups = state_dict.get("attribute_groups", {})
+        for name, value in self.objects().items():
+            if name in states and isinstance(value, Optimizer):
+                try:
+                    fit_state(value, states[name], groups.get(name, []), self.names())
+                except CheckpointError as error:
+                    raise CheckpointError(f"trainer.{name}: {error}") from error
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the states of the attributes that exist; the others wait. Raises CheckpointError."""
+        self._waiting = dict(state_dict.get("attributes", {}))
+        self._groups = dict(state_dict.get("attribute_groups", {}))
+        self._loaded = set()
+        self.hand_out()
+
+    def hand_out(self) -> None:
+        """Give the waiting states to the attributes that exist now."""
+        if not self._waiting:
+            return
+        for name, value in self.objects().items():
+            if name not in self._waiting:
+                continue
+            state = self._waiting.pop(name)
+            groups = self._groups.pop(name, [])
+            try:
+                if isinstance(value, Optimizer):
+                    load_optimizer(value, state, groups, self.names())
+                else:
+                    _unwrap(value).load_state_dict(state)
+            except CheckpointError as error:
+                raise CheckpointError(f"trainer.{name}: {error}") from error
+            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                text = f"trainer.{name} ({type(value).__name__}) does not fit its state"
+                raise CheckpointError(f"{text} ({reason})") from error
+            if self._loaded is not None:
+                self._loaded.add(name)
+
+    def finish_loading(self) -> None:
+        """Call when the run starts: hand out the rest, and warn of what has no counterpart."""
+        if self._loaded is None:
+            return
+        self.hand_out()
+        untaken = [name for name in self._waiting if not self._is_left_out(name)]
+        if untaken:
+            logger.warning(
+                "The checkpoint has states of attributes that the trainer does not have: %s",
+                untaken,
+            )
+        new = []
+        for name, value in self.objects().items():
+            if name not in self._loaded and _unwrap(value).state_dict():
+                new.append(name)
+        if new:
+            logger.warning(
+                "The checkpoint has no state of these attributes of the trainer, which start anew: %s",
+                new,
+            )
+        self._waiting = {}
+        self._groups = {}
+        self._loaded = None
+
+    def check_start(self) -> None:
+        """Raises TypeError if ``unsaved`` is no tuple or list, and as `objects`; warns of unknown names."""
+        self.objects()
+        unsaved = self._trainer.unsaved
+        if not isinstance(unsaved, tuple | list):
+            raise TypeError(f'unsaved has to be names, such as ("teacher",); got {unsaved!r}')
+        attributes = vars(self._trainer)
+        unknown = [name for name in unsaved if name.partition(".")[0] not in attributes]
+        if unknown:
+            logger.warning("`unsaved` names %s, which the trainer does not have", unknown)
+
+
+def _saved_elsewhere(trainer: Any) -> list[Any]:
+    """The objects whose state a checkpoint has in another entry."""
+    saved = list(trainer.saved_objects())
+    for hook in trainer.hooks:
+        saved += hook.saved_objects()
+    for checkpointer in checkpointers_of(trainer):
+        saved.append(checkpointer.model)
+        saved += checkpointer.checkpointables.values()
+    return [_unwrap(each) for each in saved]
+
+
+def _unwrap(value: Any) -> Any:
+    """The module inside DistributedDataParallel and torch.compile; anything else as it is."""
+    if not isinstance(value, nn.Module):
+        return value
+    inner = unwrap_model(value)
+    compiled = getattr(inner, "_orig_mod", None)
+    return _unwrap(compiled) if isinstance(compiled, nn.Module) else inner
+
+
+def _ids_of_parts(objects: Iterable[Any]) -> set[int]:
+    """The ids of all modules and tensors of the modules among ``objects``."""
+    ids: set[int] = set()
+    for each in objects:
+        if isinstance(each, nn.Module):
+            ids.update(map(id, each.modules()))
+            ids.update(map(id, each.parameters()))
+            ids.update(map(id, each.buffers()))
+    return ids
+
+
+def _is_within(module: nn.Module, ids: set[int]) -> bool:
+    """Whether the module is one of these parts, or all that its state holds is."""
+    if id(_unwrap(module)) in ids:
+        return True
+    return all(id(value) in ids for value in module.state_dict(keep_vars=True).values())
+
+
+def _refuse_divided(name: str, value: Any) -> None:
+    parameters: Iterable[Tensor] = ()
+    if isinstance(value, nn.Module):
+        parameters = value.parameters()
+    elif isinstance(value, Optimizer):
+        parameters = [each for group in value.param_groups for each in group["params"]]
+    if any(hasattr(parameter, "full_tensor") for parameter in parameters):
+        key = name.replace(".", "_")
+        raise ConfigError(
+            f"ranks hold parts of trainer.{name} ({type(value).__name__}), which a trainer does not save by itself. "
+            f'Save it by checkpointer.add_checkpointable("{key}", trainer.{name}), or leave it out by '
+            f'unsaved = ("{name}",) in the class'
+        )
+
+
+def _size_of(state: Any) -> int:
+    """Bytes of all tensors in nested containers."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(_size_of(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(_size_of(value) for value in state)
+    return 0
