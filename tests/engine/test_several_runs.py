@@ -12,6 +12,7 @@ import torch
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Steps, Weight, metrics_by_worker, scalars, sgd
+from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, default_setup
 from trainkit.engine.amp import AMPTrainer, fixed_scaler
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
@@ -19,6 +20,7 @@ from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import DatasetEvaluator, inference_on_dataset, observe_inference
 from trainkit.evaluation.observer import InferenceObserver
 from trainkit.utils.events import EventStorage, EventWriter, get_event_storage, has_event_storage
+from trainkit.utils.run_folder import is_owned
 
 PATIENCE_SEC = 60  # for a thread that waits for another one; reached only if a test fails
 
@@ -257,10 +259,169 @@ def test_jobs_in_two_threads_write_their_own_folders_and_say_that_they_share_ran
     assert any("another thread of this process trains too" in text for text in caplog.messages)
 
 
-def test_a_second_job_says_in_both_files_that_it_takes_over_the_log(tmp_path):
+def test_a_second_job_says_that_it_takes_over_the_log_and_a_run_that_still_trains_is_told(tmp_path):
     for name in ("a", "b", "b"):
         default_setup(tiny_cfg(tmp_path / name), Namespace())
     logs = [(tmp_path / name).read_text() for name in ("a/log.txt", "b/previous_1/log.txt")]
-    assert f"A job in {tmp_path / 'b'} takes over the log of this process" in logs[0]
     assert f"takes over the log of this process, which was {tmp_path / 'a' / 'log.txt'}" in logs[1]
+    assert "takes over" not in logs[0]  # the folder of a run that has ended is left alone
     assert "takes over" not in (tmp_path / "b/log.txt").read_text()
+
+    trainer = DefaultTrainer(tiny_cfg(tmp_path / "b"))
+    other = tiny_cfg(tmp_path / "c")
+    trainer.register_hooks(
+        [AfterStep(lambda trainer: trainer.iter == 4 and default_setup(other, Namespace()))]
+    )
+    trainer.train()
+    assert f"A job in {tmp_path / 'c'} takes over the log" in (tmp_path / "b/log.txt").read_text()
+
+
+def plain_lr(folder, *options):
+    return tiny_cfg(folder, "SOLVER.STEPS", (), *options)
+
+
+def iterations(path):
+    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("key", ["OUTPUT_DIR", "CHECKPOINT.DIR"])
+def test_a_trainer_in_a_hook_is_refused_the_folder_of_its_run_which_stays_locked(tmp_path, key):
+    outer = DefaultTrainer(tiny_cfg(tmp_path / "run"))
+    inner_cfg = tiny_cfg(tmp_path / "inner", key, str(tmp_path / "inner/../run"))
+    inner = DefaultTrainer(inner_cfg)
+    found = []
+
+    def act(trainer):
+        if trainer.iter not in (1, 2):
+            return
+        before = sorted(path.name for path in (tmp_path / "run").iterdir())
+        for start in (inner.train, lambda: default_setup(inner_cfg, Namespace()), outer.train):
+            with pytest.raises(ConfigError, match=r"belongs to another run of this process"):
+                start()
+        inner.status = "finished"  # a finished run, which only unlocks what `default_setup` locked
+        inner.train()
+        inner.status = "not started"
+        after = sorted(path.name for path in (tmp_path / "run").iterdir())
+        found.append((after == before, is_owned(tmp_path / "run"), inner.status))
+
+    outer.register_hooks([AfterStep(act)])
+    outer.train()
+    assert found == [(True, True, "not started")] * 2
+    assert (outer.status, outer.iter, iterations(tmp_path / "run/metrics.json")[-1]) == (
+        "finished",
+        10,
+        10,
+    )
+    assert not is_owned(tmp_path / "run")
+    inner.train()  # now it is free
+    assert inner.status == "finished"
+
+
+def test_of_two_threads_with_one_folder_one_trains_and_the_other_is_refused(tmp_path):
+    together = threading.Barrier(2)
+
+    def train():
+        trainer = DefaultTrainer(tiny_cfg(tmp_path))
+        trainer.register_hooks(
+            [
+                CallbackHook(
+                    before_step=lambda trainer: trainer.iter == 3 and together.wait(PATIENCE_SEC)
+                )
+            ]
+        )
+        together.wait(PATIENCE_SEC)
+        try:
+            trainer.train()
+        except ConfigError as error:
+            assert is_owned(tmp_path)
+            together.wait(PATIENCE_SEC)  # the other one goes on only now
+            return str(error)
+        return trainer.status
+
+    found = in_threads(train, train)
+    assert "finished" in found
+    assert any("OUTPUT_DIR" in text and "another run of this process" in text for text in found)
+    assert not is_owned(tmp_path)
+    written = iterations(tmp_path / "metrics.json")
+    assert written == sorted(set(written))
+
+
+def test_a_second_new_run_moves_the_files_of_the_first_away_but_not_log_and_config(
+    tmp_path, caplog
+):
+    cfg = tiny_cfg(tmp_path)
+    default_setup(cfg, Namespace())
+    DefaultTrainer(cfg).train()
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    second = DefaultTrainer(cfg)
+    second.register_hooks([AfterStep(lambda trainer: trainer.iter == 2 and 1 / 0)])
+    with pytest.raises(ZeroDivisionError):
+        second.train()
+
+    moved = {path.name: path.read_bytes() for path in (tmp_path / "previous_1").iterdir()}
+    stayed = {name: moved.get(name, first[name]) for name in first}
+    assert stayed == first
+    assert first.keys() - moved.keys() == {"log.txt", "config.yaml"}
+    assert iterations(tmp_path / "metrics.json") == [1, 2]
+    third = DefaultTrainer(cfg)
+    third.resume_or_load(resume=True)  # no file of the first run is taken
+    assert third.start_iter == 0
+    third.train()
+    assert iterations(tmp_path / "previous_2/metrics.json") == [1, 2]
+    assert iterations(tmp_path / "metrics.json") == iterations(tmp_path / "previous_1/metrics.json")
+    assert "The files of an earlier run" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_folder_of_checkpoints_is_emptied_too_and_weights_in_it_are_an_error(tmp_path):
+    options = "CHECKPOINT.DIR", str(tmp_path / "weights")
+    DefaultTrainer(tiny_cfg(tmp_path / "run", *options)).train()
+    before = sorted(path.name for path in (tmp_path / "weights").iterdir())
+    weights = tmp_path / "weights/model_final.pth"
+    tuned = DefaultTrainer(tiny_cfg(tmp_path / "run", *options, "MODEL.WEIGHTS", str(weights)))
+    with pytest.raises(ConfigError, match=r"MODEL.WEIGHTS '.*' lies in .* move it"):
+        tuned.train()
+    assert not is_owned(tmp_path / "run")
+    assert weights.exists()
+    DefaultTrainer(tiny_cfg(tmp_path / "run", *options)).train()
+    moved = sorted(path.name for path in (tmp_path / "weights/previous_1").iterdir())
+    assert moved == before
+    assert (tmp_path / "run/previous_1/metrics.json").exists()
+
+
+def test_a_run_that_goes_on_in_this_process_goes_on_in_its_files(tmp_path):
+    first = DefaultTrainer(plain_lr(tmp_path))
+    first.register_hooks([AfterStep(lambda t: t.iter == 3 and t.request_stop("enough"))])
+    first.train()
+    first.train()  # a notebook
+    first.train(max_iter=12)
+    second = DefaultTrainer(plain_lr(tmp_path, "SOLVER.MAX_ITER", 14))
+    second.resume_or_load(resume=True)
+    second.train()
+    third = DefaultTrainer(plain_lr(tmp_path, "SOLVER.MAX_ITER", 14))
+    third.resume_or_load(resume=True)
+    third.train(max_iter=16)  # it has finished, and goes on
+    assert (second.start_iter, third.iter) == (12, 16)
+    assert not [*tmp_path.glob("previous_*")]
+    written = iterations(tmp_path / "metrics.json")
+    assert written == sorted(set(written))
+    assert written[-1] == 16
+
+
+def test_a_run_that_starts_over_or_goes_on_after_another_one_does_not_mix_files(tmp_path):
+    first, second = (DefaultTrainer(plain_lr(tmp_path)) for _ in range(2))
+    first.train(0, 4)
+    first.train(0, 6)  # again from the start
+    second.train(0, 8)
+    first.train(6, 10)
+    written = [iterations(path)[-1] for path in sorted(tmp_path.glob("previous_*/metrics.json"))]
+    assert written == [4, 6, 8]
+    assert min(iterations(tmp_path / "metrics.json")) >= 6
+
+
+def test_files_that_default_setup_has_moved_already_are_not_moved_twice(tmp_path):
+    for _ in range(2):
+        cfg = tiny_cfg(tmp_path)
+        default_setup(cfg, Namespace())
+        DefaultTrainer(cfg).train()
+    assert [path.name for path in tmp_path.glob("previous_*")] == ["previous_1"]
+    assert (tmp_path / "previous_1/log.txt").exists()

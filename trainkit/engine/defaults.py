@@ -28,7 +28,7 @@ from trainkit.config.projects import wrap_by_projects
 from trainkit.engine import hooks
 from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
 from trainkit.engine.data_size import DataSize
-from trainkit.engine.folders import checkpoint_dir, own_folders, release_folders, use_local_folders
+from trainkit.engine.folders import checkpoint_dir, release_folders, use_folders, use_local_folders
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
@@ -94,6 +94,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     """
 
     own_keys = (*TrainerBase.own_keys, "data", "results")
+    _has_loaded = False  # a state since the last ``train()``
 
     # what the trainer of a step has and a run replaces
     model = forwarded("_trainer.model")
@@ -212,13 +213,14 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         """Train from the current position (see ``resume_or_load``), or from ``start_iter``, to SOLVER.MAX_ITER.
 
         If a run was stopped or failed in this process, training continues with the next iteration. A finished run is
-        not started again.
+        not started again. What another trainer of this process has written to the folders is moved to ``previous_<n>``
+        there, unless this one has loaded a state to go on from.
 
         Returns:
             The results of the last evaluation, on rank 0.
 
         Raises:
-            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR.
+            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR, also one of this process.
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
             OSError: the run is at its end, but not all of its results are on the disk.
         """
@@ -240,8 +242,14 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             self.max_iter if max_iter is None else max_iter,
             Path(checkpoint_dir(self.cfg), "finished"),
         )
+        starts_over = start_iter == 0 and self.last_done_iter >= 0
+        has_loaded, self._has_loaded = self._has_loaded, False
+        uses_folders = False
         try:
-            own_folders(self.cfg)
+            notes = use_folders(self.cfg, self, starts_over=starts_over, has_loaded=has_loaded)
+            uses_folders = True
+            for note in notes:
+                logger.info(note)
             if comm.is_main_process():
                 mark.unlink(missing_ok=True)
             super().train(start_iter, max_iter)
@@ -257,7 +265,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         finally:
             if comm.is_main_process() and self.status not in ("not started", "running"):
                 logger.info("%s", self._summary())
-            release_folders(self.cfg)
+            if uses_folders:
+                release_folders(self.cfg, after_use=True)
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
             verify_results(self.cfg, self._results)
         return self._results
@@ -319,6 +328,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._has_loaded = self.status != "running"
         self.__dict__.pop(
             "_last_eval_results", None
         )  # the results of an earlier run of this trainer

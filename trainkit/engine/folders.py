@@ -4,7 +4,10 @@ import contextlib
 import os
 import re
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
@@ -12,7 +15,13 @@ from trainkit.checkpoint.folder import is_file_of, local_folder, mirrors, tagged
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
-from trainkit.utils.run_folder import own_folder, release_folder
+from trainkit.utils.run_folder import (
+    is_in_use,
+    leave_folder,
+    own_folder,
+    release_folder,
+    use_folder,
+)
 
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
@@ -20,6 +29,12 @@ _RUN_FILES = re.compile(
     r"|last_checkpoint|finished|slurm_job|.+\.pth|.+_published-\w{8}\.safetensors"
     r"|events\.out\.tfevents\..+|events\.cut_\d+"
 )
+
+# those of them that `prepare_folders` and the log write, maybe for a run of this process that has not started
+_FILES_OF_SETUP = re.compile(r"log\.txt(\.rank\d+)?|config\.yaml|slurm_job")
+
+# real path of a folder -> the trainer of this process that has trained there last, since `prepare_folders`
+_last_trainers: "dict[str, weakref.ref[Any]]" = {}
 
 
 def checkpoint_dir(cfg: CfgNode) -> str:
@@ -34,21 +49,27 @@ def use_local_folders(cfg: CfgNode) -> None:
             node[key] = os.path.abspath(os.path.expanduser(local_folder(node[key])))
 
 
-def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
-    """Make and lock both folders for this run, on rank 0; returns lines for the log.
+def _folders_of(cfg: CfgNode) -> dict[str, str]:
+    """Key -> folder; one key if it is the same folder."""
+    folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR}
+    if os.path.realpath(checkpoint_dir(cfg)) != os.path.realpath(cfg.OUTPUT_DIR):
+        folders["CHECKPOINT.DIR"] = checkpoint_dir(cfg)
+    return folders
+
+
+def own_folders(
+    cfg: CfgNode, resume: bool | None = None, own: Callable[[str], None] = own_folder
+) -> list[str]:
+    """Make and lock both folders for this run, on rank 0, by ``own(folder)``; returns lines for the log.
 
     ``resume`` is for an address; None: as it was said before. Raises ConfigError if another run uses a folder or it
     cannot be written, and CheckpointError if an address cannot be used.
     """
     notes = []
-    folders = (
-        {"OUTPUT_DIR": cfg.OUTPUT_DIR, "CHECKPOINT.DIR": checkpoint_dir(cfg)}
-        if comm.is_main_process()
-        else {}
-    )
+    folders = _folders_of(cfg) if comm.is_main_process() else {}
     for key, folder in folders.items():
         try:
-            own_folder(folder)
+            own(folder)
         except OSError as error:
             raise ConfigError(
                 f"{key} {folder!r} cannot be written, choose another: {error}"
@@ -61,16 +82,62 @@ def own_folders(cfg: CfgNode, resume: bool | None = None) -> list[str]:
     return notes
 
 
-def release_folders(cfg: CfgNode) -> None:
-    """Unlock both folders. Raises CheckpointError if the run has no error, but not all its files are at its address."""
-    folders = (cfg.OUTPUT_DIR, checkpoint_dir(cfg))
+def use_folders(cfg: CfgNode, trainer: Any, *, starts_over: bool, has_loaded: bool) -> list[str]:
+    """Lock both folders for the training of ``trainer``, on rank 0; returns lines for the log.
+
+    What another trainer of this process has written there since `prepare_folders` is moved away, unless this one goes
+    on from it. `release_folders` ends the use; if this function raises, nothing is in use. Raises as `own_folders`.
+
+    Args:
+        starts_over: the trainer begins again with its first iteration, so its own files are moved away too.
+        has_loaded: it goes on from a state that it has loaded.
+    """
+    used: list[str] = []
+
+    def use(folder: str) -> None:
+        use_folder(folder)
+        used.append(folder)
+
+    try:
+        notes = own_folders(cfg, own=use)
+        for folder in used:
+            key = os.path.realpath(folder)
+            former = _last_trainers.get(key)
+            is_of_another = former is not None and former() is not trainer
+            if former is not None and (starts_over or (is_of_another and not has_loaded)):
+                notes += _note_of(
+                    folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, True, keep=_FILES_OF_SETUP)
+                )
+            _last_trainers[key] = weakref.ref(trainer)
+    except BaseException:
+        for folder in used:
+            leave_folder(folder)
+        raise
+    return notes
+
+
+def _note_of(folder: str, aside: Path | None) -> list[str]:
+    return [f"The files of an earlier run in {folder} are now in {aside}"] if aside else []
+
+
+def release_folders(cfg: CfgNode, *, after_use: bool = False) -> None:
+    """Unlock both folders, but those that another run of this process uses; ``after_use``: this run has used them.
+
+    Raises CheckpointError if the run has no error, but not all its files are at its address.
+    """
+    folders = list(_folders_of(cfg).values())
+    if not after_use:
+        folders = [folder for folder in folders if not is_in_use(folder)]
     errors = [
         error
         for folder in folders
         if (mirror := mirrors.get(folder)) and (error := mirror.release())
     ]
     for folder in folders:
-        release_folder(folder)
+        if after_use:
+            leave_folder(folder)
+        else:
+            release_folder(folder)
     if errors and sys.exc_info()[0] is None:
         raise CheckpointError(
             f"the run is at its end, but {'; '.join(errors)}; the local folders have them"
@@ -95,8 +162,8 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
     notes, is_new = own_folders(cfg, resume), not (resume and tagged_file(checkpoints))
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
-        if aside := _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new):
-            notes.append(f"The files of an earlier run in {folder} are now in {aside}")
+        notes += _note_of(folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new))
+        _last_trainers.pop(os.path.realpath(folder), None)
     write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
     if (
         resume
@@ -114,12 +181,16 @@ def can_log(folder: str) -> bool:
     return os.access(folder, os.W_OK) and is_file_of(folder, "log.txt")
 
 
-def _move_aside(folder: Path, weights: str, is_new: bool) -> Path | None:
+def _move_aside(
+    folder: Path, weights: str, is_new: bool, *, keep: "re.Pattern[str] | None" = None
+) -> Path | None:
     """Move the files of a run into a new folder ``previous_<n>``, which is returned; None if there are none."""
     found = sorted(
         folder.iterdir(), key=lambda path: not path.is_dir()
     )  # a checkpoint after its further files
     old = [path for path in found if owner_of_part(path.name) or _RUN_FILES.fullmatch(path.name)]
+    if keep is not None:
+        old = [path for path in old if not keep.fullmatch(path.name)]
     if not is_new:
         old = [
             path for path in old if path.suffix != ".pth" and not is_file_of(str(folder), path.name)

@@ -29,6 +29,7 @@ from trainkit.utils.errors import unknown_name
 from trainkit.utils.loading import installed, load_plugin
 from trainkit.utils.logger import log_file, setup_logger
 from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, type_name
+from trainkit.utils.run_folder import is_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def user_errors_exit() -> Iterator[None]:
 def default_setup(cfg: Any, args: Any) -> None:
     """Make the output folder, set up the log, write ``config.yaml``, seed everything; every rank calls it.
 
-    A process has one log: a second call takes it over, and says so in both files.
+    A process has one log: a second call takes it over, and says so.
 
     A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that torchrun has restarted
     counts as resumed. Raises ConfigError if a folder cannot be written, or a setting is not accepted.
@@ -137,8 +138,12 @@ def default_setup(cfg: Any, args: Any) -> None:
     level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
     has_log = not eval_only or can_log(cfg.OUTPUT_DIR)
     former_log = log_file()
-    if former_log and os.path.dirname(former_log) != cfg.OUTPUT_DIR:
-        logger.info("A job in %s takes over the log of this process", cfg.OUTPUT_DIR)
+    former_folder = os.path.dirname(former_log)
+    if former_log and former_folder != cfg.OUTPUT_DIR and is_in_use(former_folder):
+        logger.warning(
+            "A job in %s takes over the log of this process, also the lines of the run that still trains here",
+            cfg.OUTPUT_DIR,
+        )
     setup_logger(
         cfg.OUTPUT_DIR if has_log else None, distributed_rank=comm.get_rank(), stdout_level=level
     )
