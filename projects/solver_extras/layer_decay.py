@@ -1,12 +1,15 @@
 """Learning rates that fall from the last layer of a model to the first."""
 
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.utils.registry import Registry
+
+_logger = logging.getLogger(__name__)
 
 LAYER_DEPTH_REGISTRY = Registry("LAYER_DEPTH")
 """Functions from a parameter's full name to ``(depth, num_layers)``: depth 0 is first, ``num_layers - 1`` last."""
@@ -34,11 +37,15 @@ def build_layer_decay(
     ``rate`` is in (0, 1]; ``num_layers`` the number of blocks (``vit``) or layers (``convnext``); ``depths`` the number
     of blocks of each stage. Names of the backbone's parameters start with ``prefix``; all others are the rest. None:
     ``backbone.`` or the ``base_model_prefix`` of a Hugging Face model, if there are such parameters, else nothing.
-    Raises ValueError: the scheme is unknown or does not fit the model's names; an argument is missing or wrong.
+    The log names the rest. A shared parameter has the smallest depth of its names.
+
+    Raises ValueError: the scheme is unknown or does not fit the model's names; a parameter of the backbone that is
+    defined before the first block would be the rest; an argument is missing or wrong.
     """
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")
-    names = [name for name, _ in model.named_parameters()]
+    names_of = names_of_parameters(model)
+    names = [name for names in names_of.values() for name in names]
     if scheme in _SCHEMES:
         if prefix is None:
             usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
@@ -50,7 +57,7 @@ def build_layer_decay(
             raise ValueError(
                 f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay"
             )
-        found = _named_depths(argument, scheme, names, prefix)
+        found = _named_depths(argument, scheme, names, prefix, names_of.values())
     elif scheme in LAYER_DEPTH_REGISTRY or (
         scheme == "model" and hasattr(model, "get_layer_depth")
     ):
@@ -70,7 +77,19 @@ def build_layer_decay(
             raise ValueError(
                 f"scheme {scheme!r}: the depth of {name} must be in [0, {count}), got {depth}"
             )
-    return {name: rate ** (count - 1 - depth) for name, (depth, count) in found.items()}.__getitem__
+    factors: dict[str, float] = {}
+    for shared_names in names_of.values():
+        depth, count = min(found[name] for name in shared_names)
+        factors |= dict.fromkeys(shared_names, rate ** (count - 1 - depth))
+    return factors.__getitem__
+
+
+def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Each parameter with all its names, in the order of the model; a shared one has several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
 
 
 class _Scheme(NamedTuple):
@@ -85,15 +104,27 @@ class _Scheme(NamedTuple):
 
 
 def _named_depths(
-    argument: Any, scheme: str, names: Sequence[str], prefix: str
+    argument: Any,
+    scheme: str,
+    names: Sequence[str],
+    prefix: str,
+    shared: Iterable[Sequence[str]],
 ) -> dict[str, tuple[int, int]]:
-    """Name -> depth and number of layers; ``argument``: the number of blocks, or the numbers of each stage."""
+    """Name -> depth and number of layers.
+
+    ``argument``: the number of blocks, or the numbers of each stage. ``shared``: all names of each parameter.
+    """
     rule, num_blocks = _SCHEMES[scheme], argument if isinstance(argument, int) else sum(argument)
     own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     depths = {
         own[key]: 0 if re.match(rule.stem, key) else rule.depth_of(argument, key, [*own])
         for key in own
     }
+    for shared_names in shared:
+        known_depths = [depth for name in shared_names if (depth := depths.get(name)) is not None]
+        if known_depths:
+            depths |= dict.fromkeys(shared_names, min(known_depths))
+    _refuse_rest_before_blocks(scheme, depths)
     known = {depth: name for name, depth in depths.items() if depth is not None}
     if not known:
         text = f"no parameter has a name of the scheme {scheme!r} after the prefix {prefix!r}"
@@ -105,9 +136,36 @@ def _named_depths(
             f"num_layers or depths put the last layer at {last}, but the deepest one is {deepest}"
         )
     of_rest, count = num_blocks + rule.rest, num_blocks + rule.num_layers
+    rest = [name for name in names if depths.get(name) is None]
+    _logger.info(
+        "Layer decay %r: %d parameters are the rest, at depth %d of %d: %s",
+        scheme,
+        len(rest),
+        of_rest,
+        count - 1,
+        ", ".join(rest[:20]) + (", ..." if len(rest) > 20 else "") or "none",
+    )
     return {
         name: (of_rest if (depth := depths.get(name)) is None else depth, count) for name in names
     }
+
+
+def _refuse_rest_before_blocks(scheme: str, depths: Mapping[str, int | None]) -> None:
+    """Raises ValueError if a parameter before the first block has no depth: it is no part of the last layer."""
+    before: list[str] = []
+    for name, depth in depths.items():
+        if depth is None:
+            before.append(name)
+        elif depth > 0:
+            break
+    else:
+        return  # no block; the caller raises an error
+    if before:
+        raise ValueError(
+            f"scheme {scheme!r} would give the rate of the last layer to {', '.join(before[:5])}, which the model "
+            "defines before its first block. If it is a part of a head, define it after the blocks; else say its "
+            "depth by a method get_layer_depth of the model and the scheme 'model', or in LAYER_DEPTH_REGISTRY"
+        )
 
 
 def _in_vit(_: int, name: str, __: Sequence[str]) -> int | None:
@@ -153,15 +211,17 @@ def _in_stages_of_convnext(_: int, name: str, __: Sequence[str]) -> int | None:
 
 
 # names in OpenMMLab, timm and Hugging Face
-_STEM = r"(?:cls_token|mask_token|pos_embed)$|(?:patch_embed|embeddings)\."
-_STEM_OF_MIXMIM = r"(?:absolute_)?pos_embed$|patch_embed\."
+_STEM = (
+    r"(?:cls|class|dist|distillation|reg|register|mask)_tokens?$|(?:absolute_)?pos_embed(?:$|\.)"
+    r"|(?:patch_embed|embeddings|norm_pre|pre_norm|ln_pre|rel_pos_bias)\."
+)
 _STEM_OF_CONVNEXT = rf"{_STEM}|stem\."
 _VIT = _Scheme("num_layers", _STEM, _in_vit)
 _SCHEMES = {
     **{"vit": _VIT, "beit": _VIT, "mae": _VIT},
-    "swin": _Scheme("depths", r"mask_token$|(?:patch_embed|embeddings)\.", _in_stages),
-    "mixmim": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0, num_layers=1),
-    "mixmim_mmselfsup": _Scheme("depths", _STEM_OF_MIXMIM, _in_stages, rest=0),
+    "swin": _Scheme("depths", _STEM, _in_stages),
+    "mixmim": _Scheme("depths", _STEM, _in_stages, rest=0, num_layers=1),
+    "mixmim_mmselfsup": _Scheme("depths", _STEM, _in_stages, rest=0),
     "convnext": _Scheme("num_layers", _STEM_OF_CONVNEXT, _in_convnext),
     "convnext_stage": _Scheme("", _STEM_OF_CONVNEXT, _in_stages_of_convnext, deepest=4),
     "convnext_stage_mmseg": _Scheme(

@@ -3,17 +3,22 @@
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from trainkit.projects.solver_extras.layer_decay import build_layer_decay
+from trainkit.projects.solver_extras.layer_decay import build_layer_decay, names_of_parameters
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.solver.build import PARAM_GROUP_REGISTRY, collect_arguments
-from trainkit.solver.param_groups import NORM_LAYERS, reduce_param_groups
+from trainkit.solver.param_groups import (
+    NORM_LAYERS,
+    is_bias,
+    reduce_param_groups,
+    warn_of_missed_biases,
+)
 from trainkit.utils.errors import not_accepted
 from trainkit.utils.logger import format_table
 from trainkit.utils.periods import check_number
@@ -32,10 +37,13 @@ class ParamRules:
     several kinds; only the first kind in this order that has a factor counts:
 
     - ``norm``: weight or bias of a norm layer of ``torch.nn`` or of a subclass
-    - ``bias``: a parameter named ``bias``; for the bias of a norm layer, ``lr_factors`` of this kind never count
+    - ``bias``: a parameter named ``bias``, with ``all_biases`` also others; for the bias of a norm layer,
+      ``lr_factors`` of this kind never count
     - ``dwconv``: a parameter of a convolution with as many groups as input channels (depth-wise)
     - ``embedding``: a parameter of an ``nn.Embedding`` or ``nn.EmbeddingBag``
     - ``flat``: a parameter with one dimension
+
+    A shared parameter is of the kinds of all modules that have it; for the rules by name its first name counts.
 
     Args:
         weight_decay_norm, weight_decay_bias: base weight decay of parameters of norm layers, and of those named
@@ -50,6 +58,8 @@ class ParamRules:
             MMSegmentation's layer decay: its key ``pos_embed`` does not match ``backbone.pos_embed``.
         custom_keys_only: a custom key switches off all other rules for its parameters, as in OpenMMLab.
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``; see `build_layer_decay`.
+        all_biases: also biases with other names are of the kind ``bias``, see `trainkit.solver.param_groups.is_bias`.
+            Without it they are named in a warning.
 
     Raises ValueError: a kind, a factor, a key or ``key_match`` is not accepted.
     """
@@ -63,6 +73,7 @@ class ParamRules:
     key_match: Literal["longest", "shortest", "exact"] = "longest"
     custom_keys_only: bool = False
     lr_factor_func: Callable[[str], float] | None = None
+    all_biases: bool = False
 
     def __post_init__(self) -> None:
         if self.key_match not in ("longest", "shortest", "exact"):
@@ -105,58 +116,107 @@ def build_param_groups(
     """Put the trainable parameters of a model into as few groups for an optimizer as possible.
 
     Frozen parameters are left out; a shared parameter is listed once, under its first name. The same model and
-    arguments give the same groups in the same order, so that a run can resume. If a custom key matches no parameter, a
-    warning is logged. ``weight_decay``: None leaves the value to the optimizer; the rules for it then have no effect.
+    arguments give the same groups in the same order, so that a run can resume. A warning names custom keys and factors
+    that no parameter has. ``weight_decay``: None leaves the value to the optimizer; the rules for it then have no
+    effect.
     """
-    named_params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    named_params = dict(model.named_parameters())
     if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
         _logger.warning(
             "Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused))
         )
+    kinds_of = _kinds_by_name(model, rules)
+    _warn_of_rules_without_effect(model, rules, [*kinds_of.values()], weight_decay)
     return reduce_param_groups(
-        {"params": [param], **_hyperparams(modules, name, param, base_lr, weight_decay, rules)}
+        {"params": [param], **_hyperparams(name, kinds_of[name], base_lr, weight_decay, rules)}
         for name, param in named_params.items()
         if param.requires_grad
     )
 
 
-def _hyperparams(
-    modules: Mapping[str, nn.Module],
-    name: str,
-    param: Tensor,
-    lr: float,
-    decay: float | None,
+def _kinds_by_name(model: nn.Module, rules: ParamRules) -> dict[str, list[ParamKind]]:
+    """The kinds of each parameter by its first name; none if a custom key switches them off."""
+    # a module is not found if the model renames its parameters
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds_of: dict[str, list[ParamKind]] = {}
+    for param, names in names_of_parameters(model).items():
+        found: set[ParamKind] = set()
+        if not (rules.custom_keys_only and rules.key_of(names[0]) is not None):
+            for name in names:
+                module = modules.get(name.rpartition(".")[0])
+                found.update(_kinds(module, name, param, rules.all_biases))
+        kinds_of[names[0]] = [kind for kind in get_args(ParamKind) if kind in found]
+    return kinds_of
+
+
+def _kind_of_decay(kinds: Iterable[ParamKind], rules: ParamRules) -> ParamKind | None:
+    """The kind whose factor of the weight decay counts."""
+    return next((kind for kind in kinds if kind in rules.decay_factors), None)
+
+
+def _kind_of_lr(kinds: Iterable[ParamKind], rules: ParamRules) -> ParamKind | None:
+    """The kind whose factor of the learning rate counts."""
+    kinds = [*kinds]
+    if kinds[:2] == ["norm", "bias"]:
+        kinds.remove("bias")
+    return next((kind for kind in kinds if kind in rules.lr_factors), None)
+
+
+def _warn_of_rules_without_effect(
+    model: nn.Module,
     rules: ParamRules,
+    kinds_of_all: Sequence[Sequence[ParamKind]],
+    decay: float | None,
+) -> None:
+    lr_kinds = {_kind_of_lr(kinds, rules) for kinds in kinds_of_all}
+    decay_kinds = {_kind_of_decay(kinds, rules) for kinds in kinds_of_all if decay is not None}
+    unused = [f"{kind} of lr_factors" for kind in rules.lr_factors if kind not in lr_kinds]
+    unused += [
+        f"{kind} of decay_factors" for kind in rules.decay_factors if kind not in decay_kinds
+    ]
+    if unused:
+        _logger.warning(
+            "Factors that count for no parameter and have no effect: %s", ", ".join(unused)
+        )
+    has_rule = rules.bias_lr_factor != 1.0 or rules.weight_decay_bias not in (None, decay)
+    has_factor = "bias" in rules.lr_factors or "bias" in rules.decay_factors
+    if (has_rule or has_factor) and not rules.all_biases:
+        warn_of_missed_biases(model)
+
+
+def _hyperparams(
+    name: str, kinds: Sequence[ParamKind], lr: float, decay: float | None, rules: ParamRules
 ) -> dict[str, Any]:
-    (owner, _, leaf_name), key = name.rpartition("."), rules.key_of(name)
+    key = rules.key_of(name)
     options = {} if key is None else dict(rules.custom_keys[key])
     lr, decay_factor = lr * options.pop("lr_factor", 1.0), options.pop("decay_factor", 1.0)
     kind_factor = 1.0
     if key is None or not rules.custom_keys_only:
-        kinds = [
-            *_kinds(modules.get(owner), leaf_name, param)
-        ]  # no module: the model renames its parameters
         for kind, base in (("norm", rules.weight_decay_norm), ("bias", rules.weight_decay_bias)):
             if kind in kinds and base is not None and decay is not None:
                 decay = base
-        kind_factor = next(
-            (rules.decay_factors[kind] for kind in kinds if kind in rules.decay_factors), 1.0
-        )
-        lr *= rules.bias_lr_factor if "bias" in kinds else 1.0
-        if kinds[:2] == ["norm", "bias"]:
-            kinds.remove("bias")
-        lr *= next((rules.lr_factors[kind] for kind in kinds if kind in rules.lr_factors), 1.0)
-        lr *= 1.0 if rules.lr_factor_func is None else rules.lr_factor_func(name)
+        decay_kind = _kind_of_decay(kinds, rules)
+        if decay_kind is not None:
+            kind_factor = rules.decay_factors[decay_kind]
+        if "bias" in kinds:
+            lr *= rules.bias_lr_factor
+        lr_kind = _kind_of_lr(kinds, rules)
+        if lr_kind is not None:
+            lr *= rules.lr_factors[lr_kind]
+        if rules.lr_factor_func is not None:
+            lr *= rules.lr_factor_func(name)
     return {**options, "lr": lr} | (
         {} if decay is None else {"weight_decay": decay * decay_factor * kind_factor}
     )
 
 
-def _kinds(module: nn.Module | None, leaf_name: str, param: Tensor) -> Iterator[ParamKind]:
-    """The kinds of a parameter of a module, in the order in which their factors count."""
+def _kinds(
+    module: nn.Module | None, name: str, param: Tensor, all_biases: bool
+) -> Iterator[ParamKind]:
+    """The kinds of a parameter with this full name in a module."""
     if isinstance(module, NORM_LAYERS):
         yield "norm"
-    if leaf_name == "bias":
+    if is_bias(name, all_biases):
         yield "bias"
     if (
         isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -257,6 +317,7 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
             # without custom keys it has no effect, so any value is accepted
             key_match=options.KEY_MATCH if custom_keys else "longest",
             custom_keys_only=options.CUSTOM_KEYS_ONLY,
+            all_biases=cfg.SOLVER.ALL_BIASES,
             lr_factor_func=None if layers["rate"] == 1.0 else build_layer_decay(model, **layers),
         )
         groups = build_param_groups(model, values["lr"], decay, rules)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from trainkit.config.config import CfgNode
-from trainkit.solver.build import LR_SCHEDULER_BUILDER_REGISTRY
+from trainkit.solver.build import LR_SCHEDULER_BUILDER_REGISTRY, warn_if_base_is_not_reached
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
 from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
 from trainkit.utils.periods import check_number, check_period, exact, is_whole, periods_done
@@ -70,6 +70,36 @@ def MultiStep(milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
     check_number("gamma", gamma, "[0, inf)")
     milestones = sorted(milestones)
     return lambda t, base: base * gamma ** bisect_right(milestones, t)
+
+
+@SCHEDULE_REGISTRY.register()
+def PiecewiseLinear(milestones: Sequence[int], factors: Sequence[float]) -> Schedule:
+    """Straight lines through points: at each of ``milestones`` the base times the factor at the same place.
+
+    ``milestones`` are iterations from the start, which grow. Before the first the first factor counts, after the last
+    the last one: ``[0, 100, 1000]`` and ``[0, 1, 0.1]`` is a warm-up of 100 iterations, then a line to a tenth.
+    """
+    _check_milestones(milestones)
+    if not milestones or [*milestones] != sorted({*milestones}):
+        raise ValueError(f"milestones must be iterations that grow, got {milestones!r}")
+    if not isinstance(factors, list | tuple) or len(factors) != len(milestones):
+        raise ValueError(
+            f"factors must be one for each of milestones {milestones!r}, got {factors!r}"
+        )
+    for factor in factors:
+        check_number("each of factors", factor, "[0, inf)")
+
+    def schedule(t: int, base: float) -> float:
+        after = bisect_right(milestones, t)
+        if after == 0:
+            return base * factors[0]
+        if after == len(milestones):
+            return base * factors[-1]
+        start, end = milestones[after - 1], milestones[after]
+        done = (t - start) / (end - start)
+        return base * (factors[after - 1] * (1 - done) + factors[after] * done)
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
@@ -259,9 +289,20 @@ def listed_schedules(cfg: CfgNode, optimizer: Optimizer) -> ScheduledLR:
         "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect"
     )
     max_iter = _iters("SOLVER.MAX_ITER", cfg.SOLVER.MAX_ITER, at_least=1)
-    return ScheduledLR(
+    scheduler = ScheduledLR(
         optimizer, build_schedule(cfg.SOLVER.SCHEDULES, max_iter, "SOLVER.SCHEDULES")
     )
+    # all iterations of a short run; of a long one some, and those at which an entry begins or ends
+    looked_at = {*range(0, max_iter, max(max_iter // 2000, 1)), max_iter - 1}
+    for entry in cfg.SOLVER.SCHEDULES:
+        for edge in (entry.get("BEGIN", 0), entry.get("END", max_iter)):
+            looked_at |= {edge - 1, edge}
+    warn_if_base_is_not_reached(
+        scheduler,
+        sorted(iter for iter in looked_at if 0 <= iter < max_iter),
+        "give the later entry of SOLVER.SCHEDULES a BEGIN, since entries that overlap are multiplied",
+    )
+    return scheduler
 
 
 def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedule:

@@ -2,8 +2,10 @@ import logging
 import math
 
 import pytest
+import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from trainkit.config import ConfigError, check_values, get_cfg
 from trainkit.solver import (
@@ -177,3 +179,86 @@ def test_steps_beyond_the_end_are_warned_about_if_they_were_set(settings, num_wa
     with caplog.at_level(logging.WARNING):
         lrs_of(cfg)
     assert caplog.text.count("SOLVER.STEPS are (30000,)") == num_warnings
+
+
+def never_reached(caplog):
+    return [text for text in caplog.messages if text.startswith("The learning rate never reaches")]
+
+
+@pytest.mark.parametrize(
+    ("solver", "largest", "at"),
+    [
+        # (1 + cos(0.6 pi)) / 2 and (1 + cos(0.8 pi)) / 2; the last one falls from 0.001 to 0
+        ({"LR_SCHEDULER_NAME": "WarmupCosineLR", "WARMUP_ITERS": 60}, 0.3454915, 60),
+        ({"LR_SCHEDULER_NAME": "WarmupCosineLR", "WARMUP_ITERS": 80}, 0.0954915, 80),
+        ({"LR_SCHEDULER_NAME": "WarmupCosineLR", "WARMUP_ITERS": 100}, 0.001, 0),
+        ({"LR_SCHEDULER_NAME": "WarmupLinearLR", "WARMUP_ITERS": 25}, 0.75, 25),
+        ({"WARMUP_ITERS": 60, "STEPS": (30, 50)}, 0.01, 60),
+        ({"WARMUP_ITERS": 60, "STEPS": (30,), "WARMUP_FACTOR": 0.5}, 0.5, 0),
+        (
+            {
+                "LR_SCHEDULER_NAME": "WarmupStepWithFixedGammaLR",
+                "WARMUP_ITERS": 60,
+                "NUM_DECAYS": 1,
+            },
+            0.1,
+            60,
+        ),
+    ],
+    ids=str,
+)
+def test_a_warm_up_that_never_reaches_the_rate_is_a_warning_with_the_largest_rate(
+    solver, largest, at, caplog
+):
+    rates = lrs_of(make_cfg(**{"MAX_ITER": 100, "BASE_LR": 0.2, **solver}), 99)
+    assert max(rates) == pytest.approx(0.2 * largest, rel=1e-5)
+    assert rates.index(max(rates)) == at
+    [text] = never_reached(caplog)
+    assert f"reaches 0.2: the largest is {max(rates):g}, {max(rates) / 0.2:.3g} times this" in text
+    assert f"in iteration {at}." in text
+    assert "SOLVER.RESCALE_INTERVAL True" in text
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        {"LR_SCHEDULER_NAME": "WarmupCosineLR", "WARMUP_ITERS": 60, "RESCALE_INTERVAL": True},
+        {"LR_SCHEDULER_NAME": "WarmupLinearLR", "WARMUP_ITERS": 60, "RESCALE_INTERVAL": True},
+        {"LR_SCHEDULER_NAME": "WarmupCosineLR", "WARMUP_ITERS": 5},
+        {"WARMUP_ITERS": 60, "STEPS": (70,)},
+        {"WARMUP_ITERS": 60, "STEPS": (30,), "WARMUP_FACTOR": 1.0},
+        {"BASE_LR": 0.0},
+    ],
+    ids=str,
+)
+def test_a_warm_up_that_reaches_the_rate_within_a_hundredth_is_no_warning(solver, caplog):
+    build_lr_scheduler(
+        cfg := make_cfg(MAX_ITER=100, **solver), build_optimizer(cfg, nn.Linear(1, 1))
+    )
+    assert never_reached(caplog) == []
+
+
+def test_a_linear_decay_by_name_is_a_line_to_its_end():
+    line = [0.5 - 0.4 * iter / 10 for iter in range(11)]
+    cfg = make_cfg("WarmupLinearLR", BASE_LR=0.5, BASE_LR_END=0.1)
+    assert lrs_of(cfg) == pytest.approx(line)
+    assert lrs_of(make_cfg("WarmupLinearLR"))[10] == 0.0
+
+
+def test_a_linear_decay_after_the_warm_up_is_that_of_hugging_face():
+    """transformers' get_linear_schedule_with_warmup as a LambdaLR."""
+
+    def lr_lambda(step):
+        if step < 4:
+            return step / 4
+        return max(0.0, (20 - step) / (20 - 4))
+
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler, expected = LambdaLR(optimizer, lr_lambda), []
+    for _ in range(20):
+        expected += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    options = {"WARMUP_ITERS": 4, "WARMUP_FACTOR": 0.0, "RESCALE_INTERVAL": True}
+    cfg = make_cfg("WarmupLinearLR", MAX_ITER=20, BASE_LR=0.3, **options)
+    assert lrs_of(cfg, 19) == pytest.approx(expected)

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.solver import get_default_optimizer_params, reduce_param_groups
+from trainkit.config import get_cfg
+from trainkit.solver import build_optimizer, get_default_optimizer_params, reduce_param_groups
 
 
 class Net(nn.Module):
@@ -109,3 +110,70 @@ def test_reducing_merges_equal_groups_and_the_last_mention_of_a_parameter_wins()
         {"params": [b], "lr": 1.0},
     ]
     assert groups == [{"params": [a, b], "lr": 1.0}, {"params": [a], "weight_decay": 0.5}]
+
+
+class Biases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2, 1, add_bias_kv=True)
+        self.lstm = nn.LSTM(2, 2, bidirectional=True)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2), name="bias", dim=None)
+        self.q_bias = nn.Parameter(torch.zeros(2))
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(3, 2))
+        self.biased = nn.Parameter(torch.zeros(2))
+
+
+# written by hand from the documentation of torch
+NAMED_BIAS = {"attention.out_proj.bias"}
+OTHER_BIASES = {"q_bias", "attention.in_proj_bias", "attention.bias_k", "attention.bias_v"}
+OTHER_BIASES |= {
+    f"lstm.bias_{gate}_l0{direction}" for gate in ("ih", "hh") for direction in ("", "_reverse")
+}
+OTHER_BIASES |= {f"head.parametrizations.bias.original{part}" for part in (0, 1)}
+
+
+def biases_in(model, **arguments):
+    groups = get_default_optimizer_params(
+        model, 1.0, 0.5, bias_lr_factor=2.0, weight_decay_bias=0.0, **arguments
+    )
+    found = {name: group for group in named_groups(model, groups) for name in group["params"]}
+    assert {group["lr"] for group in found.values() if group["weight_decay"] == 0.0} == {2.0}
+    return {name for name, group in found.items() if group["lr"] == 2.0}
+
+
+def test_only_parameters_named_bias_are_biases_as_in_detectron2_and_the_log_names_the_others(
+    caplog,
+):
+    assert biases_in(Biases()) == NAMED_BIAS
+    [text] = caplog.messages
+    assert "and not to 10 others: q_bias, attention.in_proj_bias, attention.bias_k" in text
+    assert "SOLVER.ALL_BIASES True takes them in" in text
+
+
+def test_one_argument_takes_in_all_biases(caplog):
+    assert biases_in(Biases(), all_biases=True) == NAMED_BIAS | OTHER_BIASES
+    assert caplog.messages == []
+
+
+def test_without_a_rule_for_biases_or_without_other_biases_nothing_is_said(caplog):
+    get_default_optimizer_params(Biases(), 1.0, 0.5, weight_decay_norm=0.0)
+    get_default_optimizer_params(Biases(), 1.0, 0.5, weight_decay_bias=0.5)
+    get_default_optimizer_params(Net(), 1.0, 0.5, bias_lr_factor=2.0)
+    get_default_optimizer_params(nn.LSTM(2, 2).requires_grad_(False), 1.0, 0.5, bias_lr_factor=2.0)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("solver", [{"WEIGHT_DECAY_BIAS": 0.0}, {"BIAS_LR_FACTOR": 2.0}], ids=str)
+@pytest.mark.parametrize("all_biases", [False, True])
+def test_a_key_takes_in_all_biases(solver, all_biases, caplog):
+    cfg = get_cfg()
+    rates = {"BASE_LR": 1.0, "WEIGHT_DECAY": 0.5}
+    cfg.merge_from_other_cfg({"SOLVER": {**rates, **solver, "ALL_BIASES": all_biases}})
+    model = nn.LSTM(2, 2)
+    groups = build_optimizer(cfg, model).param_groups
+    assert len(groups) == 1 + all_biases
+    if all_biases:
+        found = named_groups(model, groups)[1]
+        assert found["params"] == ["bias_ih_l0", "bias_hh_l0"]
+        assert (found["lr"], found["weight_decay"]) in ((1.0, 0.0), (2.0, 0.5))
+    assert ("bias_ih_l0, bias_hh_l0" in caplog.text) is not all_biases

@@ -85,6 +85,7 @@ def _unused_of_schedule(solver: CfgNode) -> str:
     unused = {
         "WarmupMultiStepLR": "NUM_DECAYS BASE_LR_END",
         "WarmupCosineLR": "STEPS GAMMA NUM_DECAYS",
+        "WarmupLinearLR": "STEPS GAMMA NUM_DECAYS",
         "WarmupStepWithFixedGammaLR": "STEPS BASE_LR_END",
     }.get(solver.LR_SCHEDULER_NAME, "")
     if solver.WARMUP_ITERS == 0:

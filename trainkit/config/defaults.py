@@ -99,9 +99,9 @@ _C.SOLVER.MAX_ITER = 40000
 _C.SOLVER.IMS_PER_BATCH = 16
 # Micro-batches per iteration.
 _C.SOLVER.ACCUMULATION_STEPS = 1
-# The learning rate after the warm-up, before any factors.
+# The learning rate that the schedule multiplies. A warning if the run never reaches it.
 _C.SOLVER.BASE_LR = 0.001
-# WarmupCosineLR: the learning rate at the end.
+# WarmupCosineLR and WarmupLinearLR: the learning rate at the end.
 _C.SOLVER.BASE_LR_END = 0.0
 # For SGD, LARS, RMSprop, ... An error if you set it and the optimizer does not take it.
 _C.SOLVER.MOMENTUM = 0.9
@@ -111,11 +111,13 @@ _C.SOLVER.NESTEROV = False
 _C.SOLVER.WEIGHT_DECAY = 0.0001
 # The weight decay of parameters of normalization layers.
 _C.SOLVER.WEIGHT_DECAY_NORM = 0.0
-# The weight decay of biases. None: WEIGHT_DECAY.
+# The weight decay of parameters called bias. None: WEIGHT_DECAY.
 _C.SOLVER.WEIGHT_DECAY_BIAS = None
-# Multiplies the learning rate of biases.
+# Multiplies the learning rate of parameters called bias.
 _C.SOLVER.BIAS_LR_FACTOR = 1.0
-# Or "WarmupCosineLR", "WarmupStepWithFixedGammaLR".
+# True: also others are biases, such as in_proj_bias of attention and bias_ih_l0 of an LSTM.
+_C.SOLVER.ALL_BIASES = False
+# Or "WarmupCosineLR", "WarmupLinearLR", "WarmupStepWithFixedGammaLR".
 _C.SOLVER.LR_SCHEDULER_NAME = "WarmupMultiStepLR"
 # The learning rate is multiplied by this factor at each of STEPS.
 _C.SOLVER.GAMMA = 0.1

@@ -55,6 +55,11 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
     """
 
     def resolve(key: str, value: Any) -> Any:
+        if isinstance(value, CfgNode):  # a copy that knows what was set
+            node = value.clone()
+            for name, item in value.items():
+                node[name] = resolve(f"{key}.{name}", item)
+            return node
         if isinstance(value, Mapping):
             return {name: resolve(f"{key}.{name}", item) for name, item in value.items()}
         if isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ from trainkit.solver.clipping import (
     GradientClipType as GradientClipType,
 )  # detectron2's users find these here
 from trainkit.solver.clipping import maybe_add_gradient_clipping
-from trainkit.solver.lr_scheduler import LRMultiplier, WarmupParamScheduler
+from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR, WarmupParamScheduler
 from trainkit.solver.param_groups import _expand_param_groups as _expand_param_groups
 from trainkit.solver.param_groups import get_default_optimizer_params, start_momentum
 from trainkit.solver.param_groups import reduce_param_groups as reduce_param_groups
@@ -123,7 +123,13 @@ def _build_groups(
         (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) if decay is not None else (None, None)
     )
     return get_default_optimizer_params(
-        model, arguments["lr"], decay, norm, solver.BIAS_LR_FACTOR, bias
+        model,
+        arguments["lr"],
+        decay,
+        norm,
+        solver.BIAS_LR_FACTOR,
+        bias,
+        all_biases=solver.ALL_BIASES,
     )
 
 
@@ -198,10 +204,12 @@ def base_lr(solver: CfgNode) -> tuple[str, Any]:
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Build the schedule ``SOLVER.LR_SCHEDULER_NAME`` with its warm-up, or by ``SOLVER.LR_SCHEDULER_BUILDER``.
 
-    ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` falls to ``BASE_LR_END``, and
-    ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` evenly spaced times. All lengths are in
-    iterations. ``STEPS`` beyond ``MAX_ITER`` are cut off, with a warning if they were set. If ``WARMUP_ITERS`` was not
-    set, it is at most 5 % of the run.
+    ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` and ``WarmupLinearLR`` fall
+    to ``BASE_LR_END`` along a half cosine or a line, and ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at
+    ``NUM_DECAYS`` evenly spaced times. A warning says if the run never reaches ``BASE_LR``.
+
+    All lengths are in iterations. ``STEPS`` beyond ``MAX_ITER`` are cut off, with a warning if they were set. If
+    ``WARMUP_ITERS`` was not set, it is at most 5 % of the run.
     """
     solver = prepare_projects(cfg).SOLVER
     if solver.LR_SCHEDULER_BUILDER:
@@ -234,12 +242,40 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
         ) from error
     base = scheduler.base_lrs[0]
     rates = scheduler.schedule(0, base), scheduler.schedule(min(warmup, max_iter - 1), base)
+    # the schedules rise in the warm-up and fall after it, or with GAMMA above 1 rise to the end
+    turns = [iter for iter in (0, warmup - 1, warmup, max_iter - 1) if 0 <= iter < max_iter]
+    advice = "a shorter warm-up, or SOLVER.RESCALE_INTERVAL True: the schedule then starts after it"
+    warn_if_base_is_not_reached(scheduler, turns, advice)
     _logger.info(
         "The learning rate is %g at the start, and %g after %d iterations of warm-up",
         *rates,
         warmup,
     )
     return scheduler
+
+
+def warn_if_base_is_not_reached(
+    scheduler: ScheduledLR, iterations: Iterable[int], advice: str
+) -> None:
+    """Warn if the learning rate stays below that of the optimizer by more than 1 %.
+
+    Args:
+        iterations: those that are looked at; the largest rate must be in one of them.
+    """
+    base = scheduler.base_lrs[0]
+    rates = {iter: scheduler.schedule(iter, base) for iter in iterations}
+    if rates and 0 <= max(rates.values()) < 0.99 * base:
+        largest = max(rates.values())
+        at = min(iter for iter, rate in rates.items() if rate == largest)
+        _logger.warning(
+            "The learning rate never reaches %g: the largest is %g, %.3g times this, in iteration "
+            "%d. To change that: %s",
+            base,
+            largest,
+            largest / base,
+            at,
+            advice,
+        )
 
 
 def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
@@ -257,12 +293,21 @@ def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
 
 
 def _cosine(solver: CfgNode) -> param_scheduler.ParamScheduler:
+    return param_scheduler.CosineParamScheduler(1.0, _end_factor(solver))
+
+
+def _linear(solver: CfgNode) -> param_scheduler.ParamScheduler:
+    return param_scheduler.LinearParamScheduler(1.0, _end_factor(solver))
+
+
+def _end_factor(solver: CfgNode) -> float:
+    """SOLVER.BASE_LR_END as a factor of the learning rate."""
     key, lr = base_lr(solver)
     if not 0.0 <= solver.BASE_LR_END <= lr or lr == 0:
         raise not_accepted(
             "SOLVER.BASE_LR_END", solver.BASE_LR_END, f"from 0 to {key}, {lr}, which must not be 0"
         )
-    return param_scheduler.CosineParamScheduler(1.0, solver.BASE_LR_END / lr)
+    return float(solver.BASE_LR_END / lr)
 
 
 def _fixed_gamma(solver: CfgNode) -> param_scheduler.ParamScheduler:
@@ -274,5 +319,6 @@ def _fixed_gamma(solver: CfgNode) -> param_scheduler.ParamScheduler:
 _SCHEDULES = {
     "WarmupMultiStepLR": _multi_step,
     "WarmupCosineLR": _cosine,
+    "WarmupLinearLR": _linear,
     "WarmupStepWithFixedGammaLR": _fixed_gamma,
 }

@@ -1,5 +1,7 @@
 """Sort the parameters of a model into groups with their hyper-parameters."""
 
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch.optim import Optimizer
 
 from trainkit.utils.errors import ConfigError
 from trainkit.utils.periods import check_number
+
+_logger = logging.getLogger(__name__)
 
 # _NormBase: all batch and instance norms
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm)
@@ -24,6 +28,8 @@ def get_default_optimizer_params(
     weight_decay_bias: float | None = None,
     lr_factor_func: Callable[[str], float] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    all_biases: bool = False,
 ) -> list[dict[str, Any]]:
     """Put the trainable parameters of a model into as few groups for an optimizer as possible, as in detectron2.
 
@@ -37,8 +43,13 @@ def get_default_optimizer_params(
         bias_lr_factor: multiplies the learning rate of every parameter named ``bias``.
         lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``, and gives a further factor.
         overrides: leaf name (``bias``) or full name of a parameter (which wins) -> hyper-parameters.
+        all_biases: also treat other biases as those named ``bias``, see `is_bias`. Without it, biases that a rule
+            misses are named in a warning.
     """
     overrides, modules, groups = overrides or {}, dict(model.named_modules()), []
+    has_rule = bias_lr_factor != 1.0 or weight_decay_bias not in (None, weight_decay)
+    if has_rule and not all_biases:
+        warn_of_missed_biases(model)
     if base_lr is None and (bias_lr_factor != 1.0 or lr_factor_func is not None):
         raise ValueError("bias_lr_factor and lr_factor_func multiply base_lr, which is None")
     for argument, value in {
@@ -55,16 +66,52 @@ def get_default_optimizer_params(
         own, (owner, _, leaf) = {"lr": base_lr, "weight_decay": weight_decay}, name.rpartition(".")
         if isinstance(modules.get(owner), NORM_LAYERS) and weight_decay_norm is not None:
             own["weight_decay"] = weight_decay_norm
-        if leaf == "bias" and weight_decay_bias is not None:
+        counts_as_bias = is_bias(name, all_biases)
+        if counts_as_bias and weight_decay_bias is not None:
             own["weight_decay"] = weight_decay_bias
         if base_lr is not None:
-            lr = base_lr * (bias_lr_factor if leaf == "bias" else 1.0)
+            lr = base_lr * (bias_lr_factor if counts_as_bias else 1.0)
             own["lr"] = lr if lr_factor_func is None else lr * lr_factor_func(name)
         own = {key: value for key, value in own.items() if value is not None}
         groups.append(
             {"params": [param], **own, **overrides.get(leaf, {}), **overrides.get(name, {})}
         )
     return reduce_param_groups(groups)
+
+
+_PARAMETRIZED_BIAS = re.compile(r"parametrizations\.bias\.original\d*\Z")
+
+
+def is_bias(name: str, all_biases: bool) -> bool:
+    """Whether the parameter with this full name is a bias: it is called ``bias``, as in detectron2.
+
+    With ``all_biases`` also one whose name starts or ends with this word, such as ``in_proj_bias`` and ``bias_k`` of
+    nn.MultiheadAttention and ``bias_ih_l0`` of nn.LSTM, and a bias that torch has parametrized. A table such as
+    ``relative_position_bias_table`` is none.
+    """
+    words = name.rpartition(".")[2].split("_")
+    if words == ["bias"]:
+        return True
+    if not all_biases:
+        return False
+    return "bias" in (words[0], words[-1]) or bool(_PARAMETRIZED_BIAS.search(name))
+
+
+def warn_of_missed_biases(model: nn.Module) -> None:
+    """Name the trained biases that are not called ``bias``, to which rules for biases do not apply."""
+    missed = [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and is_bias(name, True) and not is_bias(name, False)
+    ]
+    if missed:
+        shown = ", ".join(missed[:5]) + (", ..." if len(missed) > 5 else "")
+        _logger.warning(
+            "The rules for biases apply only to parameters called bias, as in detectron2, and not to "
+            "%d others: %s. SOLVER.ALL_BIASES True takes them in",
+            len(missed),
+            shown,
+        )
 
 
 def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

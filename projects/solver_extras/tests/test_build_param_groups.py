@@ -149,6 +149,73 @@ def test_custom_keys_that_count_for_nothing_draw_a_warning(caplog):
     assert caplog.messages == ["Custom keys that match no parameter and have no effect: hea, hed"]
 
 
+class Tied(nn.Module):
+    """A language model whose head is declared first; it has the weight of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 3, bias=False)
+        self.embedding = nn.Embedding(3, 2)
+        self.head.weight = self.embedding.weight
+        self.body = nn.Linear(2, 2)
+
+
+def test_a_shared_parameter_is_of_the_kinds_of_all_its_owners(caplog):
+    model = Tied()
+    rules = ParamRules(lr_factors={"embedding": 2.0}, decay_factors={"embedding": 0.0})
+    [shared, others] = named_groups(model, build_param_groups(model, 1.0, 0.5, rules))
+    assert shared == {"params": ["head.weight"], "lr": 2.0, "weight_decay": 0.0}
+    assert others == {"params": ["body.weight", "body.bias"], "lr": 1.0, "weight_decay": 0.5}
+    assert caplog.messages == []
+    # a whole module that two names share
+    model.twin = nn.ModuleDict({"norm": nn.LayerNorm(2)})
+    model.body.weight = nn.Parameter(torch.zeros(2))
+    model.body.bias = model.twin["norm"].bias
+    groups = build_param_groups(model, 1.0, 0.5, ParamRules(decay_factors={"norm": 0.0}))
+    decays = values_by_name(model, groups, "weight_decay")
+    assert decays["body.bias"] == decays["twin.norm.weight"] == 0.0
+    assert rates(Tied(), {"EMBEDDING_DECAY_FACTOR": 0.0})["head.weight"] == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("factors", "decay", "message"),
+    [
+        ({"lr_factors": {"embedding": 2.0}}, 0.5, "embedding of lr_factors"),
+        (
+            {"lr_factors": {"bias": 2.0}, "decay_factors": {"embedding": 0.0, "bias": 0.0}},
+            0.5,
+            "embedding of decay_factors",
+        ),
+        # each flat parameter is a bias, or of a norm layer, whose factors count
+        (
+            {"decay_factors": {"norm": 0.0, "bias": 0.0, "flat": 0.0}},
+            0.5,
+            "flat of decay_factors",
+        ),
+        ({"decay_factors": {"norm": 0.0}}, None, "norm of decay_factors"),
+    ],
+    ids=str,
+)
+def test_a_factor_that_counts_for_no_parameter_draws_a_warning(factors, decay, message, caplog):
+    build_param_groups(Net(), 1.0, decay, ParamRules(**factors))
+    assert caplog.messages == [f"Factors that count for no parameter and have no effect: {message}"]
+
+
+def test_the_rules_for_biases_take_in_others_by_a_key_and_else_name_them(caplog):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(2, 1)
+
+    groups = {"BIAS_DECAY_FACTOR": 0.0}
+    assert rates(Model(), groups)["attention.in_proj_bias"] == (1.0, 1.0)
+    assert "and not to 1 others: attention.in_proj_bias" in caplog.text
+    caplog.clear()
+    found = rates(Model(), groups, ALL_BIASES=True)
+    assert found["attention.in_proj_bias"] == found["attention.out_proj.bias"] == (1.0, 0.0)
+    assert caplog.messages == []
+
+
 def test_wrong_rules_are_an_error():
     with pytest.raises(ValueError, match=r"\['nrom'\] are no kinds; accepted: norm, bias"):
         ParamRules(lr_factors={"nrom": 1.0})

@@ -64,13 +64,14 @@ NAMES = {
     (
         "vit",
         "",
-    ): "cls_token pos_embed patch_embed.proj.w | blocks.0.attn.qkv.b | blocks.1.attn.qkv.b | norm.w",
+    ): "cls_token reg_token dist_token register_tokens pos_embed patch_embed.proj.w norm_pre.w"
+    " | blocks.0.attn.qkv.b | blocks.1.attn.qkv.b | norm.w",
     (
         "vit",
         "vit.",
     ): "embeddings.cls_token embeddings.proj.w | encoder.layer.0.w | encoder.layer.1.w | layernorm.w",
-    ("swin", "backbone."): "mask_token patch_embed.proj.w | stages.0.blocks.0.w"
-    " | stages.0.blocks.1.w stages.0.downsample.norm.w | stages.1.blocks.0.w | norm3.w absolute_pos_embed",
+    ("swin", "backbone."): "mask_token absolute_pos_embed patch_embed.proj.w | stages.0.blocks.0.w"
+    " | stages.0.blocks.1.w stages.0.downsample.norm.w | stages.1.blocks.0.w | norm3.w",
     ("swin", ""): "patch_embed.proj.w | layers.0.blocks.0.w"
     " | layers.0.blocks.1.w layers.1.downsample.norm.w | layers.1.blocks.0.w | norm.w",
     ("swin", "swin."): "embeddings.norm.w | encoder.layers.0.blocks.0.w"
@@ -209,3 +210,36 @@ def test_what_does_not_fit_the_model_is_an_error(arguments, message):
     ]
     with pytest.raises(ValueError, match=message):
         build_layer_decay(Named(names), 0.5, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names", "refused"),
+    [
+        ("vit", ["tok_embed.w", "cls_token", "blocks.0.w", "head.w"], "tok_embed.w"),
+        ("vit", ["embed_tokens.weight", "layers.0.w", "norm.w"], "embed_tokens.weight"),
+        ("swin", ["rope_freqs", "layers.0.blocks.0.w", "norm.w"], "rope_freqs"),
+        ("convnext_stage", ["tokenizer.w", "stages.3.blocks.0.w", "head.w"], "tokenizer.w"),
+        ("vit", ["head.w", "patch_embed.w", "blocks.0.w"], "head.w"),
+    ],
+)
+def test_a_parameter_before_the_first_block_is_no_rest(scheme, names, refused):
+    arguments = {"vit": {"num_layers": 1}, "swin": {"depths": (1,)}, "convnext_stage": {}}[scheme]
+    with pytest.raises(ValueError, match=f"would give the rate of the last layer to {refused}, "):
+        build_layer_decay(Named(names), 0.5, scheme, **arguments)
+
+
+def test_the_rest_is_named_in_the_log_and_may_come_first_outside_the_backbone(caplog):
+    caplog.set_level("INFO")
+    names = ["decode_head.w", "backbone.patch_embed.w", "backbone.layers.0.w", "backbone.ln1.w"]
+    found = factors(names, 0.5, "vit", num_layers=1)
+    assert [*found.values()] == [1.0, 0.25, 0.5, 1.0]
+    assert caplog.messages == [
+        "Layer decay 'vit': 2 parameters are the rest, at depth 2 of 2: decode_head.w, backbone.ln1.w"
+    ]
+
+
+def test_a_shared_parameter_has_the_depth_of_its_first_layer():
+    model = Named(["head.weight", "embeddings.w", "layer.0.w", "z.w"])
+    model.embeddings.word = model.head.weight
+    factor_of = build_layer_decay(model, 0.5, "vit", num_layers=1)
+    assert [factor_of(name) for name in ("head.weight", "layer.0.w", "z.w")] == [0.25, 0.5, 1.0]

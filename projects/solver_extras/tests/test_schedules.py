@@ -5,6 +5,7 @@ import logging
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from trainkit.projects.solver_extras.schedules import (
     Linear,
     MultiStep,
     OneCycle,
+    PiecewiseLinear,
     Polynomial,
     Segment,
     Step,
@@ -156,6 +158,52 @@ def test_an_inverse_square_root_continues_a_warmup_of_its_timescale():
     )
     vaswani = [min(t**-0.5, t * 100**-1.5) for t in range(1, 900)]
     assert [schedule(t, 0.1) for t in range(1, 900)] == pytest.approx(vaswani, rel=1e-12)
+
+
+def test_a_schedule_by_points_is_the_interpolation_of_numpy():
+    points = ([2, 5, 11], [0.25, 1.0, 0.0])
+    values = values_of(PiecewiseLinear(*points), 0.3, 15)
+    assert values == pytest.approx(0.3 * np.interp(range(15), *points), rel=1e-12, abs=1e-12)
+    entry = {"NAME": "PiecewiseLinear", "MILESTONES": ["1ep", "3ep"], "FACTORS": [0.5, 1.0]}
+    cfg = resolve_lengths(make_cfg(entry), 2)
+    assert lrs_of(cfg, 8) == [0.5, 0.5, 0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
+    held = resolve_lengths(make_cfg({**entry, "STEP_SIZE": "1ep"}, MAX_ITER="5ep"), 2)
+    assert lrs_of(held, 10) == [0.5] * 4 + [0.75] * 2 + [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("milestones", "factors"), [([5, 2], [1, 2]), ([2, 2], [1, 2]), ([], []), ([1, 2], [1])]
+)
+def test_points_that_are_no_function_are_an_error(milestones, factors):
+    with pytest.raises(ValueError, match="milestones"):
+        PiecewiseLinear(milestones, factors)
+
+
+@pytest.mark.parametrize(
+    ("entries", "largest"),
+    [
+        # the largest t / 60 * (1 + cos(pi * t / 100)) / 2 of whole t
+        ([{"NAME": "Linear", "START_FACTOR": 0.0, "END": 61}, {"NAME": "Cosine"}], 0.43704),
+        ([{"NAME": "Linear", "END_FACTOR": 0.5}], 0.5),
+        ([{"NAME": "Constant", "FACTOR": 0.1, "END": 200}], 0.1),
+    ],
+    ids=str,
+)
+def test_entries_that_never_reach_the_rate_are_a_warning_with_the_largest_rate(
+    entries, largest, caplog
+):
+    rates = lrs_of(make_cfg(*entries, MAX_ITER=100), 100)
+    assert max(rates) == pytest.approx(largest, abs=1e-4)
+    [text] = [text for text in caplog.messages if "never reaches" in text]
+    assert f"reaches 1: the largest is {max(rates):.6g}" in text
+
+
+def test_entries_in_a_row_reach_the_rate_and_are_no_warning(caplog):
+    warmup = {"NAME": "Linear", "START_FACTOR": 0.0, "END": 61}
+    for rest in ({"NAME": "Cosine", "BEGIN": 60}, {"NAME": "OneCycle", "BEGIN": 60}):
+        build(make_cfg(warmup, rest, MAX_ITER=100))
+    build(make_cfg({"NAME": "OneCycle"}, MAX_ITER=1_000_003))
+    assert [text for text in caplog.messages if "never reaches" in text] == []
 
 
 def test_segments_continue_each_other_and_keep_their_last_value():
