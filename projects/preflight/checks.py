@@ -17,10 +17,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset
+from trainkit.projects.evaluators.counting import num_samples
+from trainkit.projects.preflight.divided import READ_SEC, Draw, missing
+from trainkit.projects.preflight.evaluated import (
+    Evaluation,
+    ask_model,
+    confused,
+    moved,
+    outputs_differ,
+)
+from trainkit.projects.preflight.fields import Field, compare, fields_of, has_enough
 from trainkit.projects.preflight.findings import LOOK, Finding, NotAsked, check, judge, some
-from trainkit.projects.preflight.job import STEPS, Job, classes_of, digest
+from trainkit.projects.preflight.job import EVALUATED, STEPS, Job, digest
 from trainkit.projects.preflight.options import KILLED, reads
+from trainkit.projects.preflight.rates import ends_early, first_rates, never_come, rates_of
+from trainkit.projects.preflight.samples import (
+    classes_of,
+    draw_batches,
+    has_indices,
+    is_random,
+    read_samples,
+)
+from trainkit.projects.preflight.shared import declared_as_tied, same_memory, several_names
 from trainkit.projects.replay.checkpoints import Saved, prove_equal
 
 from trainkit.checkpoint.file import read_file
@@ -51,8 +70,10 @@ def learns(job: Job) -> Iterator[Finding]:
         "SOLVER.LR_SCHEDULER_NAME",
         "WarmupMultiStepLR",
     )
-    trainer.data_loader = job.batches[:1] * 30
-    trainer.train(0, min(30, trainer.max_iter))
+    trainer.data_loader = job.batches[:1] * 32
+    job.evaluation = job.make(trainer, 30, Evaluation)
+    job.learned = trainer
+    job.answers = ask_model(unwrap_model(trainer.model), job.batches[1:])
     if "total_loss" not in trainer.storage.latest():
         raise NotAsked("this trainer stores no total_loss", "learns, first_loss, labels")
     losses = [value for value, _ in trainer.storage.history("total_loss").values()]
@@ -67,30 +88,36 @@ def learns(job: Job) -> Iterator[Finding]:
     classes = Counter(label for labels in (known, *others) for label in labels)
     if len(classes) < 2:
         raise NotAsked("no classification", "first_loss, labels")
-    ratio = losses[0] / math.log(len(classes))
-    text = f"{losses[0]:.3g}, {ratio:.2g} times that of a guess among {len(classes)} classes"
-    is_far = not job.cfg.MODEL.WEIGHTS and not 0.5 < ratio < 2
-    yield judge("first_loss", is_far, text, "let the first outputs be small", LOOK)
+    if job.cfg.MODEL.WEIGHTS:
+        yield Finding("first_loss", "not asked", "MODEL.WEIGHTS may know the classes already")
+    else:
+        ratio = losses[0] / math.log(len(classes))
+        text = f"{losses[0]:.3g}, {ratio:.2g} times that of a guess among {len(classes)} classes"
+        is_far = not 0.5 < ratio < 2
+        yield judge("first_loss", is_far, text, "let the first outputs be small", LOOK)
 
-    model = trainer.model.eval()
-    with torch.no_grad():
-        outputs = [model(batch) for batch in job.batches[1:]]
-    if len(known) < 4 * len(classes) or not all(
-        isinstance(each, Tensor) and each.ndim == 2 for each in outputs
-    ):
+    if len(known) < 4 * len(classes) or job.answers is None:
         raise NotAsked(
             "a batch has few samples of each class, or the model returns no logits", "labels"
         )
-    truth = torch.tensor([label for labels in others for label in labels])
-    share = (torch.cat(outputs).argmax(1).cpu() == truth).double().mean().item()
-    chance = max(classes.values()) / classes.total()
-    text = f"with one batch learned, {share:.0%} of others are right; the most frequent class has {chance:.0%}"
-    yield judge(
-        "labels",
-        share <= chance + 2 * math.sqrt(chance / len(truth)),
-        text,
-        "do they belong to the inputs?",
+    text = f"with one batch learned, {job.answers.share:.0%} of others are right"
+    text += f"; by chance it would be {job.answers.chance:.0%}"
+    yield judge("labels", job.answers.is_guessed, text, "do they belong to the inputs?")
+
+
+@check
+def scores(job: Job) -> Finding:
+    """Does the loss get what it takes?"""
+    if not job.watcher.squashed:
+        raise NotAsked("no cross entropy was seen in the forward pass")
+    found = [
+        f"the input of {place} is {what}" for place, what in job.watcher.squashed.items() if what
+    ]
+    text = some(found) if found else "cross entropies get scores"
+    advice = (
+        "cross_entropy takes scores before softmax or sigmoid, nll_loss the logarithm of softmax"
     )
+    return judge("scores", found, text, advice, LOOK)
 
 
 @check
@@ -114,6 +141,14 @@ def optimizer(job: Job) -> Iterator[Finding]:
     unused = [name for name in named if name not in (*frozen, *job.watcher.trained)]
     text = f"zero or missing in {STEPS} steps: {some(unused)}"
     yield judge("gradients", unused, text, "are they used in the loss?", LOOK)
+    yield from _dead(job)
+    yield from _norms_and_shared(job)
+
+
+def _dead(job: Job) -> Iterator[Finding]:
+    if not job.watcher.fired:
+        yield Finding("dead", "not asked", "no ReLU was seen in the forward pass")
+        return
     silent = [
         ((~fires).double().mean(), place)
         for (_, place), fires in job.watcher.fired.items()
@@ -128,6 +163,50 @@ def optimizer(job: Job) -> Iterator[Finding]:
         "lower the rate, or initialize otherwise",
         LOOK,
     )
+
+
+def _norms_and_shared(job: Job) -> Iterator[Finding]:
+    if not job.watcher.smallest:
+        yield Finding("batch_norm", "not asked", "no batch norm is trained")
+    else:
+        alone = [name for name, number in job.watcher.smallest.items() if number == 1]
+        rest = _last_batch(job.trainer.data_loader)
+        text = f"with one sample: {some(alone)}"
+        if rest == 1:
+            text += "; the last batch of each pass has one"
+        advice = "larger batches, drop_last, or another norm"
+        yield judge("batch_norm", alone or rest == 1, text, advice, LOOK)
+
+    model = job.model
+    twice = [" = ".join(names) for names in same_memory(model)]
+    tied = [
+        " = ".join(names)
+        for names in several_names(model)
+        if not any(declared_as_tied(model, name) for name in names)
+    ]
+    if twice:
+        text = f"parameters with the same memory: {some(twice)}"
+        yield judge(
+            "shared", True, text, "the optimizer updates it several times; share the parameter"
+        )
+    else:
+        text = f"parameters of several modules: {some(tied)}"
+        advice = (
+            "a list [layer] * 6 has one layer; if it is intended, name them in _tied_weights_keys"
+        )
+        yield judge("shared", tied, text, advice, LOOK)
+
+
+def _last_batch(loader: Any) -> int | None:
+    """The number of samples in the last batch of a pass, if it is smaller; None if that is not known."""
+    size = getattr(loader, "batch_size", None)
+    sampler = getattr(loader, "sampler", None)
+    if not size or not isinstance(sampler, Sized) or loader.drop_last:
+        return None
+    try:
+        return len(sampler) % size
+    except TypeError:  # it is endless
+        return None
 
 
 @check
@@ -150,6 +229,8 @@ def values(job: Job) -> Iterator[Finding]:
                 and first.ndim > 1
                 and not (0.02 < std < 2 and abs(mean) < 2)
             )
+    if not texts:
+        raise NotAsked("a batch has no tensors", "values, picture, repeats, augmentation")
     yield judge(
         "values",
         is_bad,
@@ -168,10 +249,9 @@ def values(job: Job) -> Iterator[Finding]:
     yield judge("repeats", steps, text, "shuffle the samples", LOOK)
     again, state = digest(job.build().fetch()), digest(get_rng_state())
     names = job.cfg.DATASETS
-    datasets = [
-        _indexed(each) for each in (names.TRAIN, {*names.VAL, *names.TEST} - {*names.TRAIN})
-    ]
-    is_idle = len({digest(dataset[0]) for dataset in datasets[0][:1] for _ in range(8)}) == 1
+    train = _indexed(names.TRAIN)
+    others = _indexed({*names.VAL, *names.TEST} - {*names.TRAIN})
+    is_idle = bool(train) and len({digest(train[0]) for _ in range(8)}) == 1
     is_idle = is_idle and digest(get_rng_state()) != state
     text = (
         "first batches of two runs with one seed"
@@ -180,27 +260,142 @@ def values(job: Job) -> Iterator[Finding]:
     yield judge(
         "augmentation", is_idle or again != digests[0], text, "use the global random generators"
     )
+    yield from _divided(train, others)
 
-    train, others = ([*_facts(each)] for each in datasets)
-    of_train, of_others = (
-        {label for labels, _ in each for label in labels} for each in (train, others)
-    )
-    if not train or not others or len(of_train) < min(2, len(of_others)):
-        raise NotAsked("no datasets with indices, or TRAIN has no labels", "overlap, classes")
-    known = {each for _, each in train}
-    common = sum(each in known for _, each in others)
-    text = f"{common} of {len(others)} samples of VAL and TEST are among {len(train)} of TRAIN"
-    yield judge("overlap", common > len(others) / 100, text, "divide the data before anything else")
-    text = f"only in TRAIN: {some(sorted(of_train - of_others))}; not in it: {some(sorted(of_others - of_train))}"
-    if of_others:
-        yield judge(
-            "classes", of_train != of_others, text, "divide each class in the same way", LOOK
+
+def _divided(train: Any, others: Any) -> Iterator[Finding]:
+    """Are TRAIN, and VAL and TEST, different samples of the same classes?"""
+    if not train or not others:
+        raise NotAsked("no datasets with indices", "overlap, classes")
+    of_others = [*read_samples(others, READ_SEC)]
+    wanted = {each.content for each in of_others}
+    classes_of_others = Counter(label for each in of_others for label in each.classes)
+    common, contents, classes_of_train, number = set[str](), set[str](), Counter[int](), 0
+    for each in read_samples(train, READ_SEC):
+        number += 1
+        classes_of_train.update(each.classes)
+        if each.content in wanted:
+            common.add(each.content)
+        if len(contents) < 2:
+            contents.add(each.content)
+    if classes_of_others and not classes_of_train:
+        raise NotAsked("TRAIN has no labels, but VAL and TEST have", "overlap, classes")
+
+    found = sum(each.content in common for each in of_others)
+    draw = Draw(number, len(train), len(of_others))
+    if is_random(train) or is_random(others):
+        text = "a sample of TRAIN, VAL or TEST is random: one index gives different contents"
+        yield Finding("overlap", "not asked", text)
+    elif len(contents) < 2:
+        yield Finding(
+            "overlap", "not asked", "the samples of TRAIN have nothing that tells them apart"
         )
+    elif draw.smallest_leak > 1:
+        text = f"in {READ_SEC:.0f} s only {number} of {len(train)} samples of TRAIN could be read"
+        yield Finding("overlap", "not asked", text)
+    else:
+        text = f"{found} of {len(of_others)} samples of VAL and TEST are among {number} of TRAIN"
+        if number < len(train):
+            text += f", which has {len(train)}: a leak of {draw.smallest_leak:.0%} would be found"
+        yield judge("overlap", found > draw.limit, text, "divide the data before anything else")
+
+    if classes_of_others:
+        only_train = missing(classes_of_train, classes_of_others, len(of_others) == len(others))
+        only_others = missing(classes_of_others, classes_of_train, number == len(train))
+        text = f"only in TRAIN: {some(only_train)}; not in it: {some(only_others)}"
+        if number < len(train) or len(of_others) < len(others):
+            text += f", of {number} and {len(of_others)} random samples"
+        is_bad = only_train or only_others
+        yield judge("classes", is_bad, text, "divide each class in the same way", LOOK)
+    else:
+        yield Finding("classes", "not asked", "VAL and TEST have no labels")
+
+
+@check
+def evaluates(job: Job) -> Iterator[Finding]:
+    """Is it evaluated as it is trained?"""
+    every = "evaluates, val_labels, val_inputs"
+    evaluation = job.evaluation
+    if evaluation is None:
+        raise NotAsked("the job could not learn one batch", every)
+    if not evaluation.phases:
+        raise NotAsked("the job has no hook that evaluates", every)
+    if evaluation.error:
+        text = f"with up to {EVALUATED} batches: {evaluation.error}"
+        yield judge("evaluates", True, text, "the evaluation has to run")
+        raise NotAsked("the evaluation fails", "val_labels, val_inputs")
+    model = unwrap_model(job.learned.model)
+    names = job.cfg.DATASETS.VAL or job.cfg.DATASETS.TEST
+    batches = list[Any]()
+    if names:
+        loader = job.learned.build_test_loader(job.learned.cfg, names[0])
+        number = min(max(64, 8 * num_samples(job.batches[0])), 512)
+        batches = moved(draw_batches(loader, number), model)
+    faults = [f"it changes {name} of the model" for name in evaluation.changed]
+    if evaluation.different:
+        faults.append(f"a second evaluation gives other values of {some(evaluation.different)}")
+    if batches and outputs_differ(model, batches[0]):
+        faults.append(
+            "in eval mode the model gives two outputs for one batch: does dropout stay on?"
+        )
+    text = "; ".join(faults) or "twice the same, and the model is as before"
+    yield judge(
+        "evaluates", faults, text, "an evaluation must change nothing, and be the same again"
+    )
+
+    if not batches:
+        raise NotAsked("DATASETS.VAL and TEST name no data", "val_labels, val_inputs")
+    yield _val_labels(job.answers, ask_model(model, batches))
+    yield _val_inputs(fields_of(job.batches), fields_of(batches))
+
+
+def _val_labels(train: Any, val: Any) -> Finding:
+    if train is None or val is None:
+        return Finding("val_labels", "not asked", "no classification")
+    if not train.is_known:
+        text = "with one batch learned, the model knows too little of others in TRAIN"
+        return Finding("val_labels", "not asked", text)
+    if train.share < val.chance + 5 * val.error:
+        text = f"{len(val.truth)} samples of VAL are too few, or most have one class"
+        return Finding("val_labels", "not asked", text)
+    text = (
+        f"with one batch learned, {train.share:.0%} are right in TRAIN and {val.share:.0%} in VAL"
+    )
+    text += f"; by chance it would be {val.chance:.0%}"
+    advice = "do its labels belong to its inputs, with the same numbers of classes?"
+    if val.is_guessed:
+        return judge("val_labels", True, text, advice)
+    classes = [*confused(train, val)]
+    if classes:
+        text += f"; {some(classes)}"
+    is_worse = val.share < 0.75 * train.share - 3 * val.error
+    return judge("val_labels", classes or is_worse, text, advice, LOOK)
+
+
+def _val_inputs(train: dict[str, Field], val: dict[str, Field]) -> Finding:
+    common = [name for name in train if name in val and has_enough(val[name])]
+    if not common:
+        text = "TRAIN and VAL share no input of real numbers, or VAL has fewer than 8 samples"
+        return Finding("val_inputs", "not asked", text)
+    faults, texts = list[str](), list[str]()
+    for name in common:
+        found = [*compare(train[name], val[name])]
+        faults += found
+        text = f"{name} in TRAIN: {train[name].describe()}, in VAL: {val[name].describe()}"
+        texts.append("; ".join([text, *found]))
+    advice = "normalize both in the same way, with the same order of channels"
+    return judge("val_inputs", faults, "; ".join(texts[:4]), advice, LOOK)
+
+
+def _check_that_it_evaluates(job: Job) -> None:
+    if job.evaluation is not None and job.evaluation.error:
+        raise NotAsked("the evaluation fails, and ends the new processes")
 
 
 @check
 def reproducible(job: Job) -> Finding:
     """Is it reproducible?"""
+    _check_that_it_evaluates(job)
     whole, killed = job.start("whole"), job.start("killed", code=-signal.SIGKILL, **{KILLED: "1"})
     text = prove_equal(
         [read_file(whole / "model_0000002.pth")], Saved(2, 2, f"{killed}/model_0000002.pth", {})
@@ -224,6 +419,7 @@ def reproducible(job: Job) -> Finding:
 @check
 def resumes(job: Job) -> Finding:
     """Does it resume?"""
+    _check_that_it_evaluates(job)
     whole, killed = (
         Path(job.folder, "whole", "fast_dev_run"),
         job.start("killed", "--resume", **{KILLED: "1"}),
@@ -259,7 +455,6 @@ def disk(job: Job) -> Iterator[Finding]:
     """Does it fit?"""
     trainer, cfg, steps = job.ordinary, job.trainer.cfg, job.trainer.max_iter
     save_sec = timeit(lambda: trainer.checkpointer.save("preflight"), number=1)
-    eval_sec = timeit(lambda: job.trainer.test(cfg, job.trainer.model), number=1)
     periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
     saves, evaluations = (steps // period if period else 0 for period in periods)
     files = Path(trainer.checkpointer.save_dir).rglob("preflight*")
@@ -271,8 +466,15 @@ def disk(job: Job) -> Iterator[Finding]:
     ).free
     text = f"a checkpoint has {size / 2**20:.1f} MiB and takes {save_sec:.1f} s; all need {need / 2**30:.2f} of "
     yield judge("disk", need > free, f"{text}{free / 2**30:.0f} GiB", "set CHECKPOINT.MAX_TO_KEEP")
-    total = steps * sum(job.sec.values()) + saves * save_sec + (evaluations + 1) * eval_sec
-    yield judge("time", False, f"about {total / 60:.1f} min; an evaluation takes {eval_sec:.1f} s")
+    total = steps * sum(job.sec.values()) + saves * save_sec
+    sec = _sec_of_evaluations(job)
+    if sec:
+        first = sec.get("val", 0.0)
+        total += evaluations * first + sec.get("test", first)
+        text = f"about {total / 60:.1f} min; an evaluation takes {first:.1f} s"
+    else:
+        text = f"about {total / 60:.1f} min without evaluations"
+    yield judge("time", False, text)
 
     peak = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -282,32 +484,43 @@ def disk(job: Job) -> Iterator[Finding]:
     text = f"{peak / 2**20:,.0f} of {memory / 2**20:,.0f} MiB; a batch can have {job.largest_batch(memory / peak)}"
     yield judge("memory", peak > 0.9 * memory, f"{text} samples", "make the batch smaller", LOOK)
 
+    held = job.watcher.steps_with_tensors()
+    graphs = job.watcher.steps_with_graph()
+    faults = list[str]()
+    if graphs > STEPS // 2:
+        faults.append(f"the graphs of {graphs} steps are still there")
+    if len(held) > max(3, len(job.watcher.watched) // 2):
+        size = sum(held.values()) / len(held)
+        faults.append(f"each step leaves {size / 2**10:.1f} KiB of tensors of its forward pass")
+    text = "; ".join(faults) or "nothing of earlier steps is left"
+    yield judge("growth", faults, text, "detach what you keep, and keep no list of it")
+
+
+def _sec_of_evaluations(job: Job) -> dict[str, float]:
+    """Phase -> seconds of a whole evaluation; those of some batches are multiplied."""
+    if job.evaluation is None or job.evaluation.error:
+        return {}
+    names = job.cfg.DATASETS
+    sec = dict(job.evaluation.sec)
+    for phase, of_phase in (("val", names.VAL or names.TEST), ("test", names.TEST)):
+        done = job.evaluation.num_batches[phase]
+        if phase in sec and done:
+            loaders = [job.learned.build_test_loader(job.learned.cfg, name) for name in of_phase]
+            if all(isinstance(loader, Sized) for loader in loaders):
+                number = sum(map(len, loaders))
+                limit = job.cfg.TEST.MAX_BATCHES * len(loaders)
+                sec[phase] *= max(1, (min(number, limit) if limit else number) / done)
+    return sec
+
 
 @check
 def schedule(job: Job) -> Iterator[Finding]:
     """Is the schedule what you think?"""
-    named, scheduler, length = (
-        job.model.named_parameters(),
-        job.trainer.scheduler,
-        job.trainer.max_iter,
-    )
-    if hasattr(scheduler, "schedule"):  # it is not one of torch
-        rates = {
-            i: scheduler.schedule(i, scheduler.base_lrs[0])
-            for i in range(0, length, max(1, length // 30))
-        }
-        peak = max(rates, key=rates.__getitem__)
-        bars = "".join(
-            "▁▂▃▄▅▆▇█"[min(7, int(8 * rate / (rates[peak] or 1)))] for rate in rates.values()
-        )
-        text = f"{bars} from {rates[0]:.2g} to {rates[peak]:.2g} at {peak}, then {[*rates.values()][-1]:.2g}"
-        yield judge(
-            "schedule",
-            peak > length / 2,
-            text,
-            "the rate rises for more than half of the run",
-            LOOK,
-        )
+    named = job.model.named_parameters()
+    if job.trainer.max_iter < 1 or not hasattr(job.trainer, "scheduler"):
+        yield Finding("schedule", "not asked", "the trainer has no scheduler")
+    else:
+        yield from _schedule(job)
     decaying = [group for group in job.trainer.optimizer.param_groups if group.get("weight_decay")]
     held = {id(value) for group in decaying for value in group["params"]}
     norms = [part for part in job.model.modules() if isinstance(part, NORM_LAYERS)]
@@ -326,6 +539,23 @@ def schedule(job: Job) -> Iterator[Finding]:
     text = f"{clip.CLIP_VALUE:g} clips {number} of {len(seen)} steps; norms from {min(seen):.2g} to {max(seen):.2g}"
     is_bad = number == 0 or min(seen) > 10 * clip.CLIP_VALUE  # the first norms of a run are large
     yield judge("clipping", is_bad, text, "choose a value near the norms", LOOK)
+
+
+def _schedule(job: Job) -> Iterator[Finding]:
+    trainer = job.build()
+    length = job.trainer.max_iter
+    try:
+        rates = rates_of(trainer, length)
+    except NotAsked as error:
+        yield Finding("schedule", "not asked", error.args[0])
+        return
+    peak = max(rates, key=rates.__getitem__)
+    faults = [ends_early(rates), never_come(job.trainer.cfg, trainer.scheduler, rates)]
+    if peak > length / 2:
+        faults.append("the rate rises for more than half of the run")
+    faults = [fault for fault in faults if fault]
+    text = "; ".join([first_rates(rates), *faults])
+    yield judge("schedule", faults, text, "give lengths in parts of SOLVER.MAX_ITER", LOOK)
 
 
 @check
@@ -370,21 +600,11 @@ def processes(job: Job) -> Finding:
     )
 
 
-def _indexed(names: Iterable[str]) -> list[Any]:
-    """The datasets that have indices."""
+def _indexed(names: Iterable[str]) -> Any:
+    """The datasets that have indices, as one."""
     found = [DatasetCatalog.get(name) for name in names if name in DatasetCatalog]
-    return [one for one in found if isinstance(one, Sized) and not isinstance(one, IterableDataset)]
-
-
-def _facts(datasets: list[Any]) -> Iterator[tuple[list[int], str]]:
-    """The class of a sample, and the digest of all but single numbers; of up to 2,000 of each dataset."""
-    for dataset in datasets:
-        for i in range(0, len(dataset), len(dataset) // 2000 + 1):
-            sample = dataset[i]
-            yield (
-                classes_of(sample),
-                digest([x for x in tree_leaves(sample) if not isinstance(x, int | float)]),
-            )
+    datasets = [dataset for dataset in found if has_indices(dataset) and len(dataset)]
+    return ConcatDataset(datasets) if datasets else ()
 
 
 def _drawn(images: Tensor) -> str:

@@ -7,15 +7,17 @@ import shlex
 import subprocess
 import time
 import traceback
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from numbers import Integral
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainkit.projects.graph.recorder import CudaRecorder
@@ -31,6 +33,8 @@ from trainkit.utils.env import seed_all_rng
 from trainkit.utils.periods import exact
 
 STEPS = 20  # of the ordinary run
+NEVER = 10**9  # iterations
+EVALUATED = 4  # batches of an evaluation
 _READS = {
     "_local_scalar_dense",
     "equal",
@@ -40,6 +44,12 @@ _READS = {
     "_unique2",
     "unique_dim",
 }
+_OF_SCORES = (
+    "_log_softmax",
+    "nll_loss_forward",
+    "nll_loss2d_forward",
+    "binary_cross_entropy_with_logits",
+)
 _LIBRARIES = (
     "<",
     __file__,
@@ -47,6 +57,27 @@ _LIBRARIES = (
     f"{Path(comm.__file__).parents[1]}{os.sep}",
 )
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+
+
+class Until(HookBase):
+    """Ends a run after some steps as "stopped", so that nothing is evaluated at its end."""
+
+    priority = Priority.LOWEST
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def after_step(self) -> None:
+        if self.trainer.iter + 1 == self._steps:
+            self.at_end()
+            self.trainer.request_stop("the check has seen enough")
+
+    def at_end(self) -> None:
+        """Called after the last step."""
+
+
+class _Mark:
+    """Lives as long as the node of a graph that holds it."""
 
 
 class Watcher(HookBase, TorchDispatchMode):
@@ -58,6 +89,9 @@ class Watcher(HookBase, TorchDispatchMode):
         reads: the place of each read of a tensor, and of each copy from or to the host; on CUDA of all that waits for
             the device. A place is the innermost line that is not in torch or trainkit.
         fired: (number of the ReLU in its pass, place) -> for each channel, whether it was ever above zero.
+        squashed: place of a loss of scores -> what its input was in all steps; "" if it may be scores.
+        smallest: name of a batch norm that is trained -> the smallest number of samples that it got.
+        watched: the steps whose forward passes were watched.
     """
 
     priority = Priority.HIGHEST
@@ -67,11 +101,29 @@ class Watcher(HookBase, TorchDispatchMode):
         super().__init__()
         self.sec, self.trained, self.reads = defaultdict[str, float](float), set[str](), list[str]()
         self.fired, self._pass = dict[tuple[int, str], Tensor](), ExitStack()
+        self.squashed: dict[str, str] = {}
+        self.smallest: dict[str, int] = {}
+        self.watched: set[int] = set()
+        self._marks: list[tuple[int, Any]] = []  # (step, weak reference to the mark of its graph)
+        self._made: list[tuple[int, Any]] = []  # (step, weak reference to a result of its pass)
 
     def before_train(self) -> None:
         model = unwrap_model(self.trainer.model)  # another hook may copy it, but not this hook
         model.register_forward_pre_hook(lambda model, _: self._enter(model))
-        model.register_forward_hook(lambda model, *_: self._leave(model), always_call=True)
+        model.register_forward_hook(
+            lambda model, _, outputs: self._leave(model, outputs), always_call=True
+        )
+        for name, part in model.named_modules():
+            if isinstance(part, _BatchNorm):
+                part.register_forward_pre_hook(partial(self._count_samples, name))
+
+    @torch.compiler.disable
+    def _count_samples(self, name: str, norm: nn.Module, inputs: Any) -> None:
+        if norm.training:
+            number = len(inputs[0])
+            if isinstance(norm, nn.SyncBatchNorm):
+                number *= comm.get_world_size()
+            self.smallest[name] = min(number, self.smallest.get(name, number))
 
     def before_step(self) -> None:
         self._end("hooks")
@@ -104,13 +156,66 @@ class Watcher(HookBase, TorchDispatchMode):
                     next(model.parameters()).is_cuda and self.trainer.iter % 4 == 0
                 )  # the dispatcher does not
                 self._pass.enter_context(CudaRecorder.watching(self.reads) if sees_all else self)
+                if not sees_all:
+                    self.watched.add(self.trainer.iter)
 
     @torch.compiler.disable
-    def _leave(self, model: nn.Module) -> None:
+    def _leave(self, model: nn.Module, outputs: Any) -> None:
         self._pass.close()
         if model.training:
+            self._mark_graph(outputs)
             self._end("forward")
             self._before = "backward"  # of this micro-batch, before the next one
+
+    def _mark_graph(self, outputs: Any) -> None:
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                mark = _Mark()
+                metadata: Any = leaf.grad_fn.metadata
+                metadata["preflight"] = mark
+                self._marks.append((self.trainer.iter, weakref.ref(mark)))
+
+    def steps_with_graph(self) -> int:
+        """The number of steps whose graphs are still there."""
+        return len({step for step, mark in self._marks if mark() is not None})
+
+    def steps_with_tensors(self) -> dict[int, int]:
+        """Step -> the bytes of the tensors that its forward pass has made and that are still there."""
+        model = unwrap_model(self.trainer.model)
+        tensors = [*model.parameters(), *model.buffers()]
+        own = {_address(value) for value in tensors if _is_plain(value)}
+        held: dict[int, int] = {}
+        for step, reference in self._made:
+            tensor = reference()
+            if tensor is not None and _address(tensor) not in own:
+                own.add(_address(tensor))  # the later ones share its memory
+                held[step] = held.get(step, 0) + tensor.untyped_storage().nbytes()
+        return held
+
+    def _look_at_scores(self, name: str, args: Any) -> None:
+        """Note whether the input of a loss that takes scores, or their logarithms, is something else."""
+        values = args[0].detach().float()
+        if name == "nll_loss_forward" or name == "nll_loss2d_forward":
+            is_squashed = bool((values.logsumexp(1).abs() > 0.05).any())
+            what = "no logarithms of probabilities"
+        elif name == "_log_softmax" and values.shape[args[1]] == 1:
+            return
+        else:
+            is_squashed = bool(values.min() >= 0) and bool(values.max() <= 1)
+            what = "all between 0 and 1"
+        place = self._place(name)
+        before = self.squashed.get(place, what)
+        self.squashed[place] = before if is_squashed else ""
+
+    @staticmethod
+    def _place(name: str) -> str:
+        """The innermost line that is not in torch or trainkit."""
+        stack = [
+            frame
+            for frame in traceback.extract_stack()
+            if not frame.filename.startswith(_LIBRARIES)
+        ][-1:]
+        return "".join(f"{name} at {frame.filename}:{frame.lineno}" for frame in stack)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results, name = (
@@ -120,13 +225,13 @@ class Watcher(HookBase, TorchDispatchMode):
         devices = {
             leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)
         }
+        for leaf in tree_leaves(results):
+            if _is_plain(leaf):
+                self._made.append((self.trainer.iter, weakref.ref(leaf)))
+        if name in _OF_SCORES and args[0].numel():
+            self._look_at_scores(name, args)
         if name in ("relu", *_READS) or (name in ("copy", "_to_copy") and len(devices) > 1):
-            stack = [
-                frame
-                for frame in traceback.extract_stack()
-                if not frame.filename.startswith(_LIBRARIES)
-            ][-1:]
-            place = "".join(f"{name} at {frame.filename}:{frame.lineno}" for frame in stack)
+            place = self._place(name)
             if name != "relu":
                 self.reads.append(place)
                 return results
@@ -152,6 +257,9 @@ class Job:
             *(["--num-gpus", "1"] if comm.get_world_size() > 1 else []),
         ]
         self.watcher, self.cfg, self._number = Watcher(), get_cfg(), 0
+        self.learned: Any = None  # a trainer that has learned one batch
+        self.evaluation: Any = None  # its `Evaluation`
+        self.answers: Any = None  # the `Answers` of its model for other batches of TRAIN
         self.cfg.merge_from_other_cfg(given)
         record_reads(self.cfg)
 
@@ -179,18 +287,32 @@ class Job:
             "SEED",
             max(cfg.SEED, 0),
         ]
-        own += ["LOG.WRITERS", ["json"], "TEST.MAX_BATCHES", 1, "TEST.EXPECTED_RESULTS", []]
+        number = min(cfg.TEST.MAX_BATCHES or EVALUATED, EVALUATED)
+        own += ["LOG.WRITERS", ["json"], "TEST.MAX_BATCHES", number, "TEST.EXPECTED_RESULTS", []]
+        # only `Evaluation` evaluates; early stopping needs a period
+        period = NEVER if cfg.TEST.EVAL_PERIOD else 0
+        own += ["TEST.EVAL_PERIOD", period, "TEST.EVAL_START", 0, "TEST.EVAL_AT_START", False]
+        own += ["STOP_CHECK_PERIOD", 1]
         cfg.merge_from_list([*own, *options])
         seed_all_rng(cfg.SEED)
         trainer = self.trainer.__class__(cfg)
         trainer.resume_or_load(resume=False)
         return trainer
 
+    @staticmethod
+    def make(trainer: Any, steps: int, end: type[Until] = Until) -> Any:
+        """Train some steps, fewer if the run is shorter, without an evaluation; returns the hook that ends them."""
+        steps = min(steps, trainer.max_iter)
+        until = end(steps)
+        trainer.register_hooks([until])
+        trainer.train(0, steps + 1)  # it is stopped before, so it does not finish
+        return until
+
     def make_steps(self) -> None:
         """``ordinary``: a trainer after `STEPS` steps; ``sec``: of a step's parts; ``batches``: 8, on the device."""
         self.ordinary = self.build()
         self.ordinary.register_hooks([self.watcher])
-        self.ordinary.train(0, min(STEPS, self.ordinary.max_iter))
+        self.make(self.ordinary, STEPS)
         self.sec = {part: sec / (self.ordinary.iter // 2) for part, sec in self.watcher.sec.items()}
         trainer = self.build()
         self.batches = [trainer.fetch() for _ in range(8)]
@@ -207,7 +329,7 @@ class Job:
         )
 
         def fits(size: int) -> bool:
-            return has_room(lambda: self.build("SOLVER.IMS_PER_BATCH", size).train(0, 2))
+            return has_room(lambda: self.make(self.build("SOLVER.IMS_PER_BATCH", size), 2))
 
         return str(search(fits, min(size, of_epoch), lambda: of_epoch))
 
@@ -244,23 +366,25 @@ class Job:
         return comm.broadcast(subprocess.run(words, **options) if comm.is_main_process() else None)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor of no subclass, such as those of sharding, which have no address."""
+    return type(value) in (Tensor, nn.Parameter)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def digest(value: Any) -> str:
-    leaves = [
-        leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else leaf
-        for leaf in tree_leaves(value)
-    ]
-    return hashlib.sha256(pickle.dumps(leaves)).hexdigest()
+    """Of all leaves of nested containers."""
+    found = hashlib.sha256()
+    for leaf in tree_leaves(value):
+        found.update(_bytes_of(leaf) if isinstance(leaf, Tensor) else pickle.dumps(leaf))
+    return found.hexdigest()
 
 
-def classes_of(item: Any, ndim: int = 0) -> list[int]:
-    """The class of a sample, or those of a batch (``ndim`` 1); none if it has none."""
-    is_pair = isinstance(item, list | tuple) and len(item) == 2
-    found = (
-        item.get("label", item.get("labels"))
-        if isinstance(item, dict)
-        else item[1]
-        if is_pair
-        else None
-    )
-    label = torch.as_tensor(found) if isinstance(found, Tensor | Integral) else torch.empty(())
-    return [] if label.is_floating_point() or label.ndim != ndim else label.reshape(-1).tolist()
+def _bytes_of(tensor: Any) -> Any:
+    if hasattr(tensor, "to_local"):  # it is sharded
+        tensor = tensor.to_local()
+    # NumPy has no bfloat16
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -6,12 +6,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.preflight import job
+from trainkit.projects.preflight import checks, job
+from trainkit.projects.preflight.divided import Draw, missing
+from trainkit.projects.preflight.evaluated import Answers
 
 from tests.cuda import needs_cuda
 from tests.docs.pages import blocks, page
@@ -36,6 +40,11 @@ ADAMW = [
     "SOLVER.BASE_LR",
     0.01,
 ]
+LATE = ["SOLVER.SCHEDULES"]
+LATE += [[{"NAME": "Linear", "END": 10}, {"NAME": "Polynomial", "BEGIN": 150, "POWER": 0.9}]]
+JUDGED = ["TEST.EVAL_PERIOD", 5, "TEST.EVAL_AT_START", True]
+JUDGED += ["CHECKPOINT.BEST_METRIC", "classification/top1"]
+JUDGED += ["EARLY_STOPPING.METRIC", "classification/top1"]
 LONG = ["SOLVER", {"MAX_ITER": 10**10, "WARMUP_ITERS": 9 * 10**9, "CHECKPOINT_PERIOD": 1}]
 LONG += ["CHECKPOINT.MAX_TO_KEEP", 10**9]
 
@@ -103,6 +112,51 @@ def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
         ("no class 3, repeated batches, idle augmentation", "classes repeats augmentation", []),
         ("unseeded augmentation", "augmentation", []),
         ("", "disk schedule decay clipping", [*LONG, "SOLVER.WEIGHT_DECAY_NORM", 0.1, *CLIP, 1e6]),
+        ("many, leak", "overlap", []),
+        ("overlap, with paths", "overlap", []),
+        ("shuffled labels in VAL", "val_labels", []),
+        ("shifted labels in VAL", "val_labels", []),
+        ("two classes swapped in VAL", "val_labels", []),
+        ("a third of the labels shuffled in VAL", "val_labels", []),
+        ("other normalization in VAL", "val_inputs", []),
+        ("not divided by 255 in VAL", "val_inputs", []),
+        ("colors, in another order in VAL", "val_inputs", []),
+        ("colors, turned by one in VAL", "val_inputs", []),
+        ("dropout stays on", "evaluates", []),
+        ("evaluation changes weights", "evaluates", []),
+        ("evaluation changes statistics", "evaluates", []),
+        ("evaluation changes modes", "evaluates", []),
+        ("evaluation freezes", "evaluates", []),
+        ("evaluation draws", "evaluates", []),
+        ("evaluation fails", "evaluates", []),
+        ("kept graph", "growth", []),
+        ("kept losses", "growth", []),
+        ("kept features", "growth", []),
+        ("batch norm of one sample", "batch_norm", ["SOLVER.IMS_PER_BATCH", 1]),
+        ("last batch of one", "batch_norm", []),
+        ("", "schedule", ["SOLVER.STEPS", (10, 20)]),
+        ("", "schedule", ["SOLVER.STEPS", (500,)]),
+        ("steps of epochs", "schedule", []),
+        ("short cycle", "schedule", []),
+        ("softmax", "scores", []),
+        ("sigmoid", "scores", []),
+        ("no logarithm", "scores", []),
+        ("probabilities with logits", "scores", []),
+        ("one layer three times", "shared", []),
+        ("same memory", "shared", []),
+        ("", "schedule", ["SOLVER.WARMUP_ITERS", 100, "SOLVER.WARMUP_METHOD", "constant"]),
+        ("", "schedule", [*LATE]),
+        # no mistakes
+        ("", "", [*JUDGED]),
+        ("many", "", []),
+        ("labels in turn", "", []),
+        ("sorted by class in VAL", "", []),
+        ("colors", "", []),
+        ("short queue", "", []),
+        ("log softmax", "", []),
+        ("tied, as declared", "", []),
+        ("cosine of torch", "", []),
+        ("random augmentation", "", []),
         pytest.param("random hook", "reproducible", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("loader without state", "resumes", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("never resumed", "resumes", ["--preflight"], marks=pytest.mark.slow),
@@ -114,12 +168,85 @@ def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
         ("own step", "", []),
     ],
 )
-def test_a_planted_mistake_is_named(tmp_path, plant, names, options):
+def test_a_planted_mistake_is_named(tmp_path, monkeypatch, plant, names, options):
+    monkeypatch.setattr(checks, "READ_SEC", 1.0)
     options = options if "--preflight" in options else ["--preflight-quick", *options]
     code, problems, verdicts, text = preflight(tmp_path, "MODEL.PLANT", plant, *options)
     assert code == (3 if names else 0), text
     assert {*names.split()} <= problems, text
     assert ("reproducible" in verdicts) == ("--preflight" in options)
+
+
+@pytest.mark.parametrize(
+    ("plant", "names"),
+    [
+        ("overlap, random augmentation", "overlap"),
+        ("many, leak", "overlap"),  # there is no time to read enough
+        ("evaluation fails", "val_labels val_inputs"),
+        ("shuffled labels", "val_labels"),  # a model that knows nothing cannot judge others
+        ("", "clipping"),
+    ],
+)
+def test_a_question_that_cannot_be_asked_says_so(tmp_path, monkeypatch, plant, names):
+    monkeypatch.setattr(checks, "READ_SEC", 0.001)
+    _, problems, verdicts, text = preflight(
+        tmp_path, "--preflight-quick", "MODEL.PLANT", plant, "SOLVER.MAX_ITER", 40
+    )
+    not_asked = " ".join(name for name in verdicts if verdicts[name] == "not asked")
+    assert {*names.split()} <= {*re.findall(r"\w+", not_asked)}, text
+    assert problems <= {"evaluates", "labels"}, text
+
+
+def test_a_failing_evaluation_is_told_once(tmp_path):
+    code, problems, verdicts, text = preflight(
+        tmp_path, "--preflight", "MODEL.PLANT", "evaluation fails"
+    )
+    assert (code, problems) == (3, {"evaluates"}), text
+    assert "RuntimeError: no such metric" in text
+    assert [verdicts[name] for name in ("reproducible", "resumes")] == ["not asked"] * 2
+
+
+@pytest.mark.parametrize(("read", "train", "others"), [(2_000, 400_000, 2_000), (900, 1_000, 300)])
+def test_a_leak_of_one_percent_is_no_finding_and_the_smallest_leak_that_is_promised_is_one(
+    read, train, others
+):
+    draw = Draw(read, train, others)
+    rng = np.random.default_rng(0)
+
+    def share_of_findings(leak):
+        in_train = round(leak * others)
+        found = rng.hypergeometric(in_train, train - in_train, read, 2_000)
+        return (found > draw.limit).mean()
+
+    assert share_of_findings(0.01) < 0.02
+    assert share_of_findings(draw.smallest_leak) > 0.95
+    assert share_of_findings(draw.smallest_leak / 10) < 0.5
+    whole = Draw(train, train, others)
+    assert whole.limit == pytest.approx(others / 100)
+    assert Draw(10, train, others).smallest_leak > 1
+
+
+def test_the_share_that_is_right_by_chance_is_that_of_shuffled_answers():
+    generator = torch.Generator().manual_seed(0)
+    truth = (torch.rand(300, generator=generator) < 0.9).long()
+    given = (torch.rand(300, generator=generator) < 0.8).long()
+    shuffled = [
+        (truth == given[torch.randperm(300, generator=generator)]).double().mean()
+        for _ in range(2_000)
+    ]
+    answers = Answers(truth, given)
+    assert answers.chance == pytest.approx(float(sum(shuffled) / 2_000), abs=0.002)
+    assert answers.is_guessed
+    assert not answers.is_known
+    assert Answers(truth, truth).is_known
+
+
+def test_a_class_is_missing_only_if_so_many_samples_of_it_were_to_be_expected():
+    here = Counter({0: 500, 1: 480, 2: 20})
+    there = Counter({0: 60, 1: 40})
+    assert missing(here, there, is_whole=True) == [2]
+    assert missing(here, there, is_whole=False) == []  # two of 100 were to be expected
+    assert missing(here, Counter({0: 600, 1: 400}), is_whole=False) == [2]
 
 
 def test_a_finding_is_allowed_by_its_name_also_that_of_ones_own_check(tmp_path, monkeypatch):

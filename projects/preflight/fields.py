@@ -1,0 +1,117 @@
+"""The inputs of two sets of batches, compared by the mean and the deviation of each channel."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
+
+_MIN_SAMPLES = 8
+_IS_SURE = 5.0  # standard errors
+_MOST_CHANNELS = 1000
+
+
+class Field(NamedTuple):
+    """One input of all samples.
+
+    Attributes:
+        kind: type and number of channels.
+        means, squares: ``[samples, channels]``, of the values and of their squares.
+        is_image: whether the channels are those of images.
+    """
+
+    kind: str
+    means: Tensor
+    squares: Tensor
+    is_image: bool
+
+    def describe(self) -> str:
+        mean = self.means.mean()
+        std = (self.squares.mean() - mean**2).clamp(min=0).sqrt()
+        return f"mean {mean:.2g}, std {std:.2g}"
+
+
+def fields_of(batches: list[Any]) -> dict[str, Field]:
+    """Path -> input. An input is a tensor of numbers that are not whole, or of images ``[N, C, H, W]``."""
+    parts: dict[str, list[Field]] = {}
+    for batch in batches:
+        for path, leaf in tree_leaves_with_path(batch):
+            is_tensor = isinstance(leaf, Tensor) and leaf.ndim > 1
+            if is_tensor and (leaf.is_floating_point() or leaf.dtype == torch.uint8):
+                parts.setdefault(keystr(path).strip("[]'"), []).append(_field_of(leaf))
+    fields = {}
+    for name, of_batches in parts.items():
+        if len({part.kind for part in of_batches}) == 1:
+            means = torch.cat([part.means for part in of_batches])
+            squares = torch.cat([part.squares for part in of_batches])
+            fields[name] = Field(of_batches[0].kind, means, squares, of_batches[0].is_image)
+    return fields
+
+
+def _field_of(leaf: Tensor) -> Field:
+    values = leaf.detach().double().cpu()
+    if values.ndim == 4 and values.shape[-1] <= 4 < values.shape[1]:  # [N, H, W, C]
+        values = values.movedim(-1, 1)
+    if values.ndim == 3 or values.shape[1] > _MOST_CHANNELS:
+        values = values.flatten(1).unsqueeze(1)
+    values = values.flatten(2) if values.ndim > 2 else values.unsqueeze(2)
+    kind = f"{str(leaf.dtype).removeprefix('torch.')} with {values.shape[1]} channels"
+    return Field(kind, values.mean(2), values.square().mean(2), leaf.ndim == 4)
+
+
+def compare(train: Field, val: Field) -> Iterator[str]:
+    """What is different between TRAIN and VAL, in words.
+
+    A difference counts if it is large and no chance: means that differ by half a deviation, deviations by a factor
+    of two, or two channels of which the brighter one is the other one in VAL.
+    """
+    if train.kind != val.kind:
+        yield f"TRAIN has {train.kind}, VAL {val.kind}"
+        return
+    center = train.means.mean(0)
+    spread_train = _spread(train, center)
+    spread_val = _spread(val, center)
+    difference = val.means.mean(0) - center
+    scale = spread_train.mean(0).sqrt()
+    has_moved = difference.abs() > 0.5 * scale
+    has_moved &= difference.abs() > _IS_SURE * _error(train.means, val.means)
+    if has_moved.any():
+        yield f"the means differ (in {int(has_moved.sum())} of {len(center)} channels)"
+    growth = spread_val.mean(0) - spread_train.mean(0)
+    is_other = (spread_val.mean(0) > 4 * spread_train.mean(0)) | (
+        spread_val.mean(0) < spread_train.mean(0) / 4
+    )
+    is_other &= growth.abs() > _IS_SURE * _error(spread_train, spread_val)
+    if is_other.any():
+        yield f"the deviations differ (in {int(is_other.sum())} of {len(center)} channels)"
+    if train.is_image and len(center) <= 4:
+        for i, k in itertools.combinations(range(len(center)), 2):
+            if _is_swapped(
+                train.means[:, i] - train.means[:, k], val.means[:, i] - val.means[:, k]
+            ):
+                yield f"channels {i} and {k} have changed places"
+
+
+def _spread(field: Field, center: Tensor) -> Tensor:
+    """``[samples, channels]``: the mean square distance to ``center``."""
+    return field.squares - 2 * center * field.means + center**2
+
+
+def _error(first: Tensor, second: Tensor) -> Tensor:
+    """The standard error of the difference of two means over samples."""
+    return (first.var(0) / len(first) + second.var(0) / len(second)).sqrt()
+
+
+def _is_swapped(train: Tensor, val: Tensor) -> bool:
+    """Whether the difference of two channels has the opposite sign, and about the same size."""
+    sure_train = train.mean() / (train.std() / len(train) ** 0.5).clamp(min=1e-12)
+    sure_val = val.mean() / (val.std() / len(val) ** 0.5).clamp(min=1e-12)
+    if sure_train.sign() == sure_val.sign() or min(sure_train.abs(), sure_val.abs()) < _IS_SURE:
+        return False
+    return bool(0.5 < (train.mean() / val.mean()).abs() < 2)
+
+
+def has_enough(field: Field) -> bool:
+    return len(field.means) >= _MIN_SAMPLES
