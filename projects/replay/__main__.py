@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainkit.projects.replay.search import first_bad, replay_range, worst
+from trainkit.projects.replay.search import first_bad, is_equal, replay_range, worst
+from trainkit.projects.replay.session import FailedOnTheWay
 from trainkit.projects.replay.step import replay
 
 from trainkit.config import ConfigError
@@ -29,27 +30,37 @@ from trainkit.engine import user_errors_exit
 def main(args: argparse.Namespace) -> int:
     # the output of the run's script is not part of the report
     with user_errors_exit(), contextlib.redirect_stdout(sys.stderr):
-        text, is_equal = _answer(args)
+        try:
+            text, equals_run = _answer(args)
+        except FailedOnTheWay as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     if os.environ.get("RANK", "0") == "0":  # there may be no process group yet
         print(text)
-    return int(not is_equal)
+    return int(not equals_run)
 
 
 def _answer(args: argparse.Namespace) -> tuple[str, bool]:
+    """The text to print, and whether it says that all equals the run, as far as it was compared."""
+    if args.range or args.first_bad:
+        text = _answer_of_many(args)
+        return text, is_equal(text)
+    found = replay(
+        args.run,
+        args.iter,
+        args.command,
+        prove=args.prove,
+        verdict=not args.once,
+        bisect=args.bisect,
+    )
+    return str(found), found.is_equal
+
+
+def _answer_of_many(args: argparse.Namespace) -> str:
     if args.first_bad:
-        return first_bad(args.run, args.iter, args.quantity, args.times, args.command), True
-    if not args.range:
-        found = replay(
-            args.run,
-            args.iter,
-            args.command,
-            prove=args.prove,
-            verdict=not args.once,
-            bisect=args.bisect,
-        )
-        return str(found), found.is_equal
+        return first_bad(args.run, args.iter, args.quantity, args.times, args.command)
     if args.worst:
-        return worst(args.run, *args.range, args.worst, args.command), True
+        return worst(args.run, *args.range, args.worst, args.command)
     run, (file, _, name) = Path(args.run).resolve(), args.hook.rpartition(":")
     out = Path(args.out or f"replay_of_{run.name}")
     if run in [out.resolve(), *out.resolve().parents]:
@@ -59,7 +70,7 @@ def _answer(args: argparse.Namespace) -> tuple[str, bool]:
     if not os.path.isfile(file):
         raise ConfigError(f"--hook is {args.hook!r}; accepted with --range: FILE.py:CLASS")
     line = replay_range(args.run, *args.range, runpy.run_path(file)[name], out, args.command)
-    return f"{line}\nwritten: {out / 'metrics.json'}", not ("DIFFERENT" in line or "FAILED" in line)
+    return f"{line}\nwritten: {out / 'metrics.json'}"
 
 
 def iterations(text: str) -> tuple[int, int]:

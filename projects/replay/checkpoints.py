@@ -3,12 +3,14 @@
 import logging
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from trainkit.projects.replay.failure import Failure
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
@@ -16,7 +18,6 @@ from trainkit.utils.plugins import FORMATS
 
 logger = logging.getLogger(__name__)
 
-CAPSULES = "capsule.rank*.pt"
 _OF_SCHEDULE = re.compile(
     r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch"
 )  # logged values that no sample changes
@@ -119,47 +120,135 @@ class Saved(NamedTuple):
         return self.done + (self.stage == 1)
 
 
-def saved_in(run: str, pattern: str = "[!.]*.pth") -> list[Saved]:
-    """The checkpoints of a run from which a replay can start, by iteration; only entries that are used are read."""
+class Files(NamedTuple):
+    """The files of a run, by iteration; only entries that are used are read.
+
+    Attributes:
+        checkpoints: those from which a replay can start.
+        capsules: one of each process whose step has failed.
+        damaged: the name of a damaged checkpoint -> what is wrong with it.
+    """
+
+    checkpoints: list[Saved]
+    capsules: list[Saved]
+    damaged: dict[str, str]
+
+
+def files_of(run: str) -> Files:
+    """The checkpoints and the capsules of a run, and the files that cannot be used."""
+    damaged: dict[str, str] = {}
+    return Files(
+        _read_all(run, "[!.]*.pth", damaged), _read_all(run, "capsule.rank*.pt", damaged), damaged
+    )
+
+
+def _read_all(run: str, pattern: str, damaged: dict[str, str]) -> list[Saved]:
     found = list[Saved]()
     for path in map(str, Path(run).glob(pattern)):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             _ = state["trainer"]["origin"]["facts"]  # a file of an early version has none
-            found.append(
-                Saved(
-                    state["trainer"]["iteration"],
-                    state["trainer"]["position"]["stage"],
-                    path,
-                    state,
-                )
-            )
+            iteration = state["trainer"]["iteration"]
+            stage = state["trainer"]["position"]["stage"]
+            found.append(Saved(iteration, stage, path, state))
         except Exception as error:  # torch and pickle raise many types
             logger.info("%s does not say how its run was started: %s", path, error)
+            if damage := damage_of(path):
+                damaged[os.path.basename(path)] = damage
     return sorted(found, key=lambda saved: (saved.done, saved.iteration, saved.path))
 
 
-def around(run: str, iteration: int) -> tuple[Saved | None, Saved | None]:
-    """The newest checkpoint from which ``iteration`` can be reached, and the first checkpoint after its update.
+def damage_of(path: str) -> str:
+    """What is wrong with the content of a file; "" if it matches its checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip()
+    except Exception as error:  # zipfile raises many types
+        return f"{type(error).__name__}: {error}"
+    return f"its record '{record}' does not match its checksum" if record else ""
 
-    If no checkpoint was written after the update, the second result is the capsule of this step or of a later step.
+
+class Place(NamedTuple):
+    """Where an iteration is in a run.
+
+    Attributes:
+        before: the newest checkpoint from which the iteration can be reached; None: the run starts there.
+        after: the first checkpoint after its update; if there is none, the capsule of this step or of a later step.
+        done: the last iteration that the run has done, as far as its files say.
+        failures: of the run, one of each process.
+        notes: the damaged checkpoints that the replay would have used.
+    """
+
+    before: Saved | None
+    after: Saved | None
+    done: int
+    failures: Sequence[Failure] = ()
+    notes: Sequence[str] = ()
+
+
+def around(run: str, iteration: int) -> Place:
+    """The checkpoints of a run around an iteration.
+
     Raises CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
     """
-    found = saved_in(run)
-    capsules = [saved for saved in saved_in(run, CAPSULES) if saved.iteration >= iteration]
-    if not found and not capsules:
-        raise CheckpointError(
-            f"'{run}' has no checkpoint of a DefaultTrainer that says how its run was started"
-        )
-    if sharded := [saved.path for saved in found if saved.state.keys() & FORMATS]:
+    files = files_of(run)
+    if sharded := [saved.path for saved in files.checkpoints if saved.state.keys() & FORMATS]:
         raise CheckpointError(
             f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed"
         )
-    before, after = (
-        [saved for saved in found if (saved.done < iteration) == is_before]
-        for is_before in (True, False)
-    )
-    return next(reversed(before), None), next(iter(after or capsules), None)
+    earlier = [saved for saved in files.checkpoints if saved.done < iteration]
+    later = [saved for saved in files.checkpoints if saved.done >= iteration]
+    later += [saved for saved in files.capsules if saved.iteration >= iteration]
+    before = _first_intact(earlier[::-1], files.damaged)
+    after = _first_intact(later, files.damaged)
+    if before is None and after is None:
+        reasons = [f"{name}: {damage}" for name, damage in files.damaged.items()]
+        text = f"'{run}' has no checkpoint of a DefaultTrainer that says how its run was started"
+        raise CheckpointError("; damaged is ".join([text, *reasons]))
+    done = max(saved.done for saved in (*files.checkpoints, *files.capsules))
+    notes = [
+        f"{name} is damaged, so another file is used: {damage}"
+        for name, damage in files.damaged.items()
+        if _is_between(name, before, after)
+    ]
+    return Place(before, after, done, failures_of(files), notes)
+
+
+def _first_intact(candidates: Sequence[Saved], damaged: dict[str, str]) -> Saved | None:
+    """The first file that matches its checksums, which are not looked at when single entries are read."""
+    for saved in candidates:
+        damage = damage_of(saved.path)
+        if not damage:
+            return saved
+        damaged[os.path.basename(saved.path)] = damage
+    return None
+
+
+def _is_between(name: str, before: Saved | None, after: Saved | None) -> bool:
+    """Whether the replay would have used the file; only the number in its name says where it belongs."""
+    number = re.fullmatch(r"model_(\d+)\.pth", name)
+    if number is None:
+        return after is None or "capsule" in after.state
+    is_early = before is not None and int(number[1]) < before.done
+    is_late = after is not None and int(number[1]) > after.done
+    return not is_early and not is_late
+
+
+def failures_of(files: Files) -> list[Failure]:
+    """The failures of a run: the newest one of each process."""
+    last_done = max((saved.done for saved in files.checkpoints), default=-1)
+    found = []
+    for saved in files.capsules:
+        rank = re.search(r"rank(\d+)", os.path.basename(saved.path))
+        found.append(failure_in(saved, int(rank[1]) if rank else 0, last_done))
+    return found
+
+
+def failure_in(capsule: Saved, rank: int = 0, last_done: int = -1) -> Failure:
+    """The failure that a capsule has recorded."""
+    facts = capsule.state["capsule"]
+    iteration = facts["iteration"]
+    return Failure(iteration, facts["error"], facts["losses"], rank, iteration <= last_done)
 
 
 def prove_equal(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.projects.replay.checkpoints import Saved, saved_in
+from trainkit.projects.replay.checkpoints import Saved, files_of
 from trainkit.projects.replay.origin import (
     changes_since,
     refuse_imports,
@@ -100,7 +100,7 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
 
 def _find(run: str, iteration: int) -> Saved:
     """The checkpoint after this iteration; -1: the newest one."""
-    found = {saved.done: saved for saved in saved_in(run)}
+    found = {saved.done: saved for saved in files_of(run).checkpoints}
     if not found or iteration not in (-1, *found):
         there = (
             f"; there are those after {', '.join(str(done + 1) for done in found)}" if found else ""

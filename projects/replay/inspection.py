@@ -12,6 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from trainkit.projects.replay.checkpoints import CLOCK_READINGS
+from trainkit.projects.replay.failure import (
+    Comparison,
+    Failure,
+    describe_error,
+    without_process,
+)
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.utils.device import unwrap_model
@@ -19,6 +25,7 @@ from trainkit.utils.logger import format_table
 from trainkit.utils.losses import non_finite_names
 
 Part = tuple[str, str]  # a part of a step, and its digest
+_BEFORE_THE_STEP = "before the step"
 
 
 class Inspection(HookBase):
@@ -35,6 +42,7 @@ class Inspection(HookBase):
         losses: if the trainer does not know them, the values that are logged in this iteration.
         gradients: before clipping; with several optimizers, those that each uses.
         first_bad_module: whose output is the first one that is not finite; ``error``: of the step; "" if there is none.
+        failure: the error as the run would have recorded it.
     """
 
     def __init__(self, samples: Sequence[list[str]] = ()) -> None:
@@ -48,6 +56,7 @@ class Inspection(HookBase):
         self.losses, self.gradients = dict[str, Tensor](), dict[str, Tensor]()
         self.not_finite_before: list[str] = []
         self.first_bad_module = self.error = ""
+        self.failure: Failure | None = None
         self._first_bad: tuple[int, list[Tensor]] = (
             0,
             [],
@@ -64,10 +73,10 @@ class Inspection(HookBase):
         self.not_finite_before = [
             f"{p}{n}" for model, p in self._models.items() for n in non_finite_names(model)
         ]
-        self._see_models("before the step")
+        self._see_models(_BEFORE_THE_STEP)
         for optimizer, prefix in optimizers.items():
             self.parts.append(
-                (f"{prefix}optimizer before the step", digest(optimizer.state_dict()))
+                (f"{prefix}optimizer {_BEFORE_THE_STEP}", digest(optimizer.state_dict()))
             )
             if hasattr(optimizer, "register_step_pre_hook"):
                 self._handles.append(
@@ -175,6 +184,14 @@ class Inspection(HookBase):
         self.parts += [
             (f"gradient of {name}", digest(gradient)) for name, gradient in self.gradients.items()
         ]
+
+    def note_failure(self, error: Exception | None, failure: Failure | None) -> None:
+        """Call after ``close`` with the error of the step, if it has failed."""
+        if error is None or failure is None:
+            return
+        self.failure = failure
+        self.error = "; ".join([describe_error(error), *getattr(error, "__notes__", [])])
+        self.parts.append(("error", digest(without_process(failure.error))))
 
     @property
     def bad_samples(self) -> list[str]:
@@ -284,6 +301,7 @@ class Replay:
         changed_files: the files of the batch of this rank that have changed since the run.
         findings: the faults that each rank has found: name -> text.
         failure, samples_at_fault, on_the_way, proof, verdict: texts of the report; "" if there is nothing to say.
+        is_equal: whether the replay equals the run, and all executions are equal, as far as they were compared.
     """
 
     run: str
@@ -299,6 +317,7 @@ class Replay:
     on_the_way: str = ""
     proof: str = ""
     verdict: str = ""
+    is_equal: bool = True
 
     def __post_init__(self) -> None:
         seen = self.inspection
@@ -317,12 +336,6 @@ class Replay:
             (name for name, grad in reversed(self.gradients.items()) if not grad.isfinite().all()),
             "",
         )
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the replay equals the run, and all executions are equal, as far as they were compared."""
-        text = f"{self.failure} {self.on_the_way} {self.proof} {self.verdict}"
-        return "DIFFERENT" not in text and "differs" not in text
 
     def find(self) -> dict[str, str]:
         """The faults on this rank: name -> text."""
@@ -388,39 +401,109 @@ def _shortened(names: Sequence[str], most: int = 4) -> str:
 # by whether all bits are equal in this process, and in a new one (None: it was not repeated there)
 _VERDICTS = {
     (False, None): "transient, or with a state that no checkpoint holds",
-    (False, True): "with a state that no checkpoint holds (a counter, a cache, an iterator)",
+    (
+        False,
+        True,
+    ): "with a state that no checkpoint holds (a counter, a cache, an iterator), or by chance",
     (False, False): "transient (hardware, a race, a clock, random numbers of another source)",
-    (True, False): "other in each process (the order of a set, an address, the environment)",
+    (True, False): (
+        "other in each process (the order of a set, an address, the environment), or by chance"
+    ),
 }
+# if the way to the step, which was repeated in this process too, differs there
+_ON_THE_WAY = (
+    "differs on the way (before the step: chance, a clock, a state that no checkpoint holds)"
+)
 # if they are equal, by whether the values equal those of the run (None: nothing of the data was compared)
 _AGAINST_THE_RUN = {
     True: "reproducible",
-    False: "different on this machine: the run has stored other values",
-    None: "reproducible, but not compared with the run, which has stored no value of the data (--prove compares)",
+    False: (
+        "different from the run, which has stored other values (another machine or code, "
+        "a state that no checkpoint holds, chance)"
+    ),
+    None: (
+        "reproducible, but not compared with the run, which has stored no value of the data "
+        "(--prove compares)"
+    ),
 }
+# by how the failure of the run compares with that of the replay
+_OF_THE_FAILURE: dict[Comparison, str] = {
+    "has not come back": "the failure has not come back",
+    "only here": "the failure is not that of the run, which has done this step",
+}
+_CAUSES = (
+    "a counter in the model or the data set that is no buffer, a loader worker that goes bad, "
+    "a clock, chance, another machine or code"
+)
+
+
+def is_on_the_way(first: Inspection, elsewhere: list[Part] | str | Exception) -> bool:
+    """Whether a new process differs before the step, or does not reach it."""
+    if isinstance(elsewhere, list):
+        return find_difference(first.parts, elsewhere).endswith(_BEFORE_THE_STEP)
+    return isinstance(elsewhere, Exception)
 
 
 def judge(
-    first: Inspection, again: Inspection, elsewhere: list[Part] | str, equals_run: bool | None
-) -> str:
-    """Whether the executions of a step agree with each other, and with the values that the run has stored.
+    first: Inspection,
+    again: Inspection,
+    elsewhere: list[Part] | str | Exception,
+    equals_run: bool | None,
+    failure: Comparison = "not known",
+    from_start: Inspection | Exception | None = None,
+) -> tuple[str, bool]:
+    """Whether the executions of a step agree with each other, and with what the run has stored.
 
-    Two are in this process; ``elsewhere``: the parts of one in a new process, or why there was none.
+    Args:
+        first, again: two executions in this process.
+        elsewhere: the parts of one in a new process, why there was none, or how the process has failed.
+        equals_run: whether the values are those of the run; None: none was compared.
+        failure: whether the step fails as in the run.
+        from_start: one more in this process, with all iterations from the checkpoint on, or how it has
+            failed; None: it is not needed, see `is_on_the_way`.
+
+    Returns:
+        The verdict as text, and whether everything is equal, as far as it was compared.
     """
-    differs = find_difference(first.parts, again.parts)
-    here = (
-        f"in this process it differs in {differs}"
-        if differs
-        else "repeated in this process, every bit is equal"
-    )
-    equal: tuple[bool, bool | None] = not differs, None
-    there = f"not repeated in a new process: {elsewhere}"
-    if not isinstance(elsewhere, str):
-        differs = find_difference(first.parts, elsewhere)
-        there = (
-            f"in a new process it differs in {differs}"
-            if differs
-            else "in a new process, every bit is equal"
-        )
-        equal = equal[0], not differs
-    return f"{_VERDICTS.get(equal) or _AGAINST_THE_RUN[equals_run]}: {here}; {there}"
+    difference = find_difference(first.parts, again.parts)
+    is_equal_here = not difference
+    here = "repeated in this process, every bit is equal"
+    if difference:
+        here = f"in this process it differs in {difference}"
+    is_equal_there: bool | None = None
+    if isinstance(elsewhere, str):
+        there = f"not repeated in a new process: {elsewhere}"
+    elif isinstance(elsewhere, Exception):
+        there = str(elsewhere)
+        is_equal_there = False
+    else:
+        difference = find_difference(first.parts, elsewhere)
+        there = "in a new process, every bit is equal"
+        if difference:
+            there = f"in a new process it differs in {difference}"
+        is_equal_there = not difference
+    is_same_way = True
+    if isinstance(from_start, Exception):
+        here = f"{here}, but from the checkpoint on it has failed: {from_start}"
+        is_same_way = False
+    elif from_start is not None:
+        difference = find_difference(first.parts, from_start.parts)
+        is_same_way = not difference
+        if difference:
+            here = f"{here}, but from the checkpoint on it differs in {difference}"
+
+    if is_equal_here and is_equal_there is not False:
+        kind = _AGAINST_THE_RUN[equals_run]
+        is_equal = equals_run is not False
+    elif is_equal_here and not is_same_way:
+        kind = _ON_THE_WAY
+        is_equal = False
+    else:
+        kind = _VERDICTS[is_equal_here, is_equal_there]
+        is_equal = False
+    if failure in _OF_THE_FAILURE:
+        # executions that differ say more about the cause than a list
+        cause = _CAUSES if is_equal else kind
+        kind = f"{_OF_THE_FAILURE[failure]} ({cause})"
+        is_equal = False
+    return f"{kind}: {here}; {there}", is_equal

@@ -41,13 +41,15 @@ _OF_CHECKPOINT = re.compile(
 _ENVIRONMENT = re.compile(
     r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO"
 )
+# sys.argv of python -c, and of a program from stdin; in a notebook only __main__ has no file
+_NO_FILE: tuple[list[str], ...] = ([], [""], ["-"], ["-c"])
 _LATE_IMPORT = re.compile(rb"^[ \t]+(from [\w.]+ )?import ", re.MULTILINE)  # in a function
 
 
 def command_of(origin: Mapping[str, Any]) -> str:
     """The command of the run as text, for people: it is never run. Without control characters of a stranger."""
     argv, module = origin.get("argv"), origin.get("module")
-    if not isinstance(argv, list) or not argv:
+    if not isinstance(argv, list) or not argv or not origin.get("has_file", True):
         return "(not known)"
     words = map(str, ["python", *(["-m", module] if module else argv[:1]), *argv[1:]])
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in shlex.join(words))
@@ -71,13 +73,15 @@ def use_a_device_of_this_machine(cfg: CfgNode) -> None:
 
 def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:
     """How this run was started, as plain values for a checkpoint; ``config`` is the YAML of the settings as given."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
     return {
         "config": config,
         "argv": [*sys.argv],
         "module": spec.name.removesuffix(".__main__")
         if spec is not None
         else "",  # the module of python -m
+        "has_file": hasattr(main, "__file__") and sys.argv[:1] not in _NO_FILE,
         "folder": os.getcwd(),
         "seed": torch.initial_seed(),
         "facts": _facts(device),

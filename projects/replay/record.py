@@ -5,7 +5,6 @@ A capsule is a file with a step that has failed, and the command that repeats th
 
 import logging
 import os
-import re
 import shlex
 import time
 import traceback
@@ -16,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from trainkit.projects.replay import origin as facts
+from trainkit.projects.replay.failure import describe_error, failed_iteration, losses_of
 from trainkit.projects.replay.fork import adapt
 
 from trainkit.checkpoint.file import ordinary, plain_state, write_file
@@ -134,57 +134,39 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     """
     inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     is_of_step = trainer.position.stage == 1 and bool({"run_step", "before_step"} & inside)
-    # the trainer may be in a later iteration
-    named = (
-        re.search(r"not finite in iteration (\d+)", str(error))
-        if isinstance(error, FloatingPointError)
-        else None
-    )
+    is_of_loss = isinstance(error, FloatingPointError) and "not finite in iteration" in str(error)
     if (
         isinstance(error, ConfigError)
         or not isinstance(error, Exception)
-        or not (is_of_step or named)
+        or not (is_of_step or is_of_loss)
     ):
         return ""
-    iteration, has_logical_ranks = (
-        int(named[1]) if named else trainer.iter,
-        trainer.cfg.SOLVER.get("LOGICAL_RANKS"),
-    )
-    is_file = origin["module"] or os.path.isfile(
-        origin["argv"][0]
-    )  # not python -c, nor a program from stdin
-    command = facts.command_of(origin) if is_file else "and the command of the run"
+    iteration = failed_iteration(error, trainer.iter)  # the trainer may be in a later one
+    has_logical_ranks = trainer.cfg.SOLVER.get("LOGICAL_RANKS")
     num_ranks = 1 if has_logical_ranks else comm.get_world_size()
-    start = (
-        REPLAY.replace("python", f"torchrun --nproc-per-node {num_ranks}")
-        if num_ranks > 1
-        else REPLAY
-    )
     folder = os.path.abspath(trainer.checkpointer.save_dir)
-    commands = [f"{start} {shlex.quote(folder)} --iter {iteration} -- {command}"]
+    commands = [_call(origin, folder, iteration, num_ranks)]
     # of several micro-batches, or with logical ranks, this process has only one batch of the step
     is_whole = trainer.accumulation_steps == 1 and not has_logical_ranks
     is_whole = is_whole and is_of_step and iteration == trainer.iter and "update" not in inside
-    capsule: dict[str, Any] = {
-        "iteration": trainer.iter,
-        "error": f"{type(error).__name__}: {error}",
-    }
+    capsule: dict[str, Any] = {"iteration": iteration, "error": describe_error(error)}
     capsule |= {"command": commands[0], "batches": [], "samples": [], "losses": {}}
     # not .pth, so that no run resumes from it
     path = os.path.abspath(
         os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt")
     )
     try:
-        with suppress(
-            RuntimeError, TypeError
-        ):  # there is no batch yet, or a file cannot hold it; or no loss
-            if is_whole:
+        if is_whole:
+            with suppress(RuntimeError, TypeError):  # there is none, or a file cannot hold it
                 # copies: a file would hold the whole memory of a tensor of which a sample is a part
                 batch = plain_state(
                     trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone()
                 )
                 capsule |= {"batches": [batch], "samples": _names_of_last(trainer, 1)}
-                capsule["losses"] = {name: float(loss) for name, loss in trainer.losses.items()}
+        # with logical ranks they depend on the number of processes
+        if is_of_step and iteration == trainer.iter and not has_logical_ranks:
+            with suppress(RuntimeError):  # there are none yet
+                capsule["losses"] = losses_of(trainer)
         state = {
             key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()
         }
@@ -193,10 +175,26 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
         state["trainer"] |= {"world_size": 1, "origin": origin}
         model = unwrap_model(trainer.model).state_dict() if capsule["batches"] else {}
         write_file({"model": model, **state, "capsule": capsule}, path)
+        if folder != os.path.dirname(path):  # a replay of the checkpoints compares the failure too
+            without_step = {**capsule, "batches": [], "samples": []}
+            beside = os.path.join(folder, os.path.basename(path))
+            write_file({"model": {}, **state, "capsule": without_step}, beside)
         if capsule["batches"]:
-            commands.insert(0, f"{REPLAY} {shlex.quote(path)} -- {command}")
+            commands.insert(0, _call(origin, path))
     except Exception as other:
         logger.warning(
             "The capsule of the failed step is not written: %s: %s", type(other).__name__, other
         )
     return ", or from the checkpoint: ".join(commands)
+
+
+def _call(origin: Mapping[str, Any], path: str, iteration: int | None = None, num: int = 1) -> str:
+    """What repeats a step from a capsule, or from the checkpoints of a run of ``num`` processes."""
+    if origin["has_file"]:
+        start = REPLAY.replace("python", f"torchrun --nproc-per-node {num}") if num > 1 else REPLAY
+        step = "" if iteration is None else f" --iter {iteration}"
+        return f"{start} {shlex.quote(path)}{step} -- {facts.command_of(origin)}"
+    if num > 1:
+        return f"put the code of the run into a file, which torchrun starts, and replay {path!r}"
+    call = f"trainkit.projects.replay.replay({path!r}, {iteration}, main)"
+    return f"{call} in Python, with a function main() that does what the run has done"

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from trainkit.projects.replay.checkpoints import (
-    CAPSULES,
     Saved,
     Values,
     around,
     compare_way,
+    files_of,
     logged_values,
-    saved_in,
 )
+from trainkit.projects.replay.failure import describe_error
 from trainkit.projects.replay.inspection import floating_tensors
 from trainkit.projects.replay.session import Folder, Session, Start
 
@@ -58,20 +58,20 @@ def replay_range(
     return text
 
 
+def is_equal(answer: str) -> bool:
+    """Whether an answer of this module says that all iterations are there and equal those of the run."""
+    return not any(line.startswith(("DIFFERENT", "FAILED")) for line in answer.splitlines())
+
+
 def worst(run: Folder, first: int, end: int, num: int, start: Start = None) -> str:
     """The iterations from ``first`` to ``end`` - 1 with the largest losses, with their samples, as text."""
     losses = Quantity("loss")
     _, way = _repeat(run, first, end, lambda: losses, start)
     rows = heapq.nlargest(num, losses.found, lambda row: _nan_is_largest(row[1]))
-    return "\n".join(
-        [
-            *(
-                f"iteration {iter}: loss {value:.4g}; {', '.join(names)}"
-                for iter, value, names in rows
-            ),
-            way,
-        ]
-    )
+    lines = [
+        f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows
+    ]
+    return "\n".join([*lines, way])
 
 
 def _repeat(
@@ -79,24 +79,34 @@ def _repeat(
 ) -> tuple[Values, str]:
     """The values of the iterations, and their comparison with those of the run."""
     run = os.path.abspath(run)
-    session, after = Session(run, first, *around(run, first)), around(run, end - 1)[1]
+    end_place = around(run, end - 1)
+    session = Session(run, first, around(run, first))
 
     def work(trainer: Any) -> tuple[Values, str]:
         if end > trainer.max_iter:
             raise ConfigError(
                 f"--range ends with {end}; the run ends with {trainer.max_iter}; make it smaller"
             )
+        start_iter = trainer.start_iter
         session.go_on(first - 1)
         error = session.go_on(end - 1, make_hook())
         values = logged_values(trainer.storage.state_dict(), first, end)
-        way = compare_way(values, after, end - 1)[0] if comm.is_main_process() else ""
-        failure = (
-            f"FAILED in iteration {trainer.iter}: {error.partition('. ')[0]}; " if error else ""
-        )
-        return values, comm.broadcast(failure + way)
+        text = compare_way(values, end_place.after, end - 1)[0] if comm.is_main_process() else ""
+        failure, comparison = session.compare_endings(start_iter, end - 1, error)
+        if error is not None and comparison != "only here":
+            text = f"FAILED in iteration {trainer.iter}: {_first_sentence(error)}; {text}"
+        if failure.startswith("DIFFERENT"):
+            text = f"{failure}; {text}"
+        notes = dict.fromkeys([*session.place.notes, *end_place.notes])
+        lines = [text, *(f"not as in the run: {note}" for note in notes)]
+        return values, comm.broadcast("\n".join(lines))
 
     found: tuple[Values, str] = session.perform(start, work)
     return found
+
+
+def _first_sentence(error: Exception) -> str:
+    return describe_error(error).partition(". ")[0]
 
 
 Found = tuple[int, float, list[str]]  # iteration, value, names of the samples
@@ -162,27 +172,30 @@ def _nan_is_largest(value: float) -> float:
 def first_bad(
     run: Folder, last: int | None, quantity: str = "loss", times: float = 10.0, start: Start = None
 ) -> str:
-    """The first iteration, up to ``last`` (None: the end), in which a `Quantity` is out of its band."""
+    """The first iteration, up to ``last`` (None: the end), in which a `Quantity` is out of its band.
+
+    A line of the text says if an iteration that was repeated last is not as in the run.
+    """
     run = os.path.abspath(run)
+    files = files_of(run)
     if last is None:
-        last = max(
-            (saved.iteration for saved in saved_in(run) + saved_in(run, CAPSULES)), default=0
-        )
-    checkpoints = [saved for saved in saved_in(run) if saved.done < last]
+        last = max((saved.iteration for saved in files.checkpoints + files.capsules), default=0)
+    checkpoints = [saved for saved in files.checkpoints if saved.done < last]
     if not checkpoints:
         raise CheckpointError(
             f"'{run}' has no checkpoint before iteration {last}, from which a search could start"
         )
-    session = Session(run, last, checkpoints[0], around(run, last)[1])
+    session = Session(run, last, around(run, last)._replace(before=checkpoints[0]))
 
-    def measure(saved: Saved, num: int) -> list[Found]:
+    def measure(saved: Saved, num: int) -> tuple[list[Found], Exception | None]:
         """The values of at most ``num`` steps from a checkpoint; a step that fails is the last one."""
         session.trainer.checkpointer.load(saved.path, strict=True)
         hook = Quantity(quantity)
         session.at = -1  # an error of a step is a result
-        if session.go_on(min(session.trainer.last_done_iter + num, last), hook):
+        error = session.go_on(min(session.trainer.last_done_iter + num, last), hook)
+        if error is not None:
             hook.after_step()
-        return hook.found
+        return hook.found, error
 
     def first_outside(found: list[Found], usual: list[float]) -> Found | None:
         """The first value outside of the band around the running median; None if there is none."""
@@ -196,16 +209,25 @@ def first_bad(
         return None
 
     def work(trainer: Any) -> str:
-        usual = [value for _, value, _ in measure(checkpoints[0], 5) if math.isfinite(value)]
+        usual = [value for _, value, _ in measure(checkpoints[0], 5)[0] if math.isfinite(value)]
         # the first checkpoint counts as good
         later = bisect_left(
-            checkpoints[1:], True, key=lambda saved: bool(first_outside(measure(saved, 1), usual))
+            checkpoints[1:],
+            True,
+            key=lambda saved: bool(first_outside(measure(saved, 1)[0], usual)),
         )
-        found = first_outside(measure(checkpoints[later], last + 1), usual)
-        band, name = (
-            f"{times:g} times its running median",
-            os.path.basename(checkpoints[later].path),
-        )
+        rows, error = measure(checkpoints[later], last + 1)
+        lines = [describe(first_outside(rows, usual), os.path.basename(checkpoints[later].path))]
+        first = checkpoints[later].iteration
+        values = logged_values(trainer.storage.state_dict(), first, last + 1)
+        way = compare_way(values, session.next, last)[0]
+        failure = session.compare_endings(first, last, error)[0]
+        differences = [text for text in (failure, way) if text.startswith("DIFFERENT")]
+        notes = [f"{name} is damaged: {damage}" for name, damage in files.damaged.items()]
+        return "\n".join([*lines, *differences, *notes])
+
+    def describe(found: Found | None, name: str) -> str:
+        band = f"{times:g} times its running median"
         if found is None:
             return f"{quantity} stays within {band} at the checkpoints that were tried, and from {name} on"
         iter, value, names = found

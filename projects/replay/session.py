@@ -6,16 +6,24 @@ import os
 import re
 import runpy
 import shlex
-import shutil
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from trainkit.projects.replay import origin as facts
-from trainkit.projects.replay.checkpoints import Saved
+from trainkit.projects.replay.checkpoints import Place
+from trainkit.projects.replay.failure import (
+    Comparison,
+    Failure,
+    compare_endings,
+    describe_error,
+    failed_iteration,
+)
 from trainkit.projects.replay.inspection import Inspection
 from trainkit.projects.replay.record import RunRecord
 
@@ -25,9 +33,11 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.data.loader import ResumableLoader
 from trainkit.engine import DefaultTrainer, HookBase, hooks, setup
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.stopping import Stop
+from trainkit.engine.stopping import Stop, StopRequests
 from trainkit.utils import comm
 from trainkit.utils.device import device_of
+from trainkit.utils.env import stop_signals
+from trainkit.utils.events.writers import WRITER_REGISTRY
 from trainkit.utils.plugins import OPTIONS
 from trainkit.utils.run_folder import release_folder
 
@@ -45,6 +55,10 @@ class _Done(SystemExit):
     """Raised to end the script whose training was taken over."""
 
 
+class FailedOnTheWay(RuntimeError):
+    """An iteration before the step has failed, so the step cannot be performed."""
+
+
 class Session:
     """Runs the command of a run again, and does something else where it would train."""
 
@@ -55,15 +69,15 @@ class Session:
     trainer: Any  # without the hooks that save, evaluate and write
     _result: Any = None
 
-    def __init__(self, run: str, at: int, start: Saved | None, after: Saved | None) -> None:
-        """``start``: the checkpoint before iteration ``at``, None: the run starts there; ``after``: the next one."""
-        governing: Any = (
-            after or start
-        )  # the process that wrote `after` has done the step; it may have other settings
+    def __init__(self, run: str, at: int, place: Place) -> None:
+        """``place``: that of iteration ``at`` in the run."""
+        # the process that wrote `after` has done the step; it may have other settings
+        governing: Any = place.after or place.before
         self.origin = governing.state["trainer"]["origin"]
         self.num_ranks = self.origin["facts"]["number of processes"]  # that the replay needs
-        self.run, self.at, self.start, self.next = run, at, start, after
-        self.notes: list[str] = []  # differences from the run
+        self.run, self.at, self.start, self.next = run, at, place.before, place.after
+        self.place = place
+        self.notes = [*place.notes]  # differences from the run
 
     def perform(self, start: Start, work: Callable[[Any], Any]) -> Any:
         """Run the command, and return what ``work(trainer)`` returns in place of the training; raises as `replay`."""
@@ -72,19 +86,22 @@ class Session:
             raise ConfigError(
                 f"give the command of the run after `--`; '{self.run}' says that it was: {known}"
             )
-        self._work, self._folder = work, tempfile.mkdtemp(prefix="replay-")
+        self._work = work
         disabled, threads = logging.root.manager.disable, torch.get_num_threads()
-        logging.disable(logging.ERROR)
         try:
+            logging.disable(logging.ERROR)
             torch.set_num_threads(min(self.origin["facts"][facts.THREADS], 1024))
-            with self._taking_over(), contextlib.suppress(_Done), warnings.catch_warnings():
+            with (
+                _temporary_folder() as self._folder,
+                self._taking_over(),
+                contextlib.suppress(_Done),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 start() if callable(start) else run_command(start)
         finally:
             torch.set_num_threads(threads)
             logging.disable(disabled)
-            release_folder(self._folder)
-            shutil.rmtree(self._folder, ignore_errors=True)
         if self._result is None:
             raise ConfigError(
                 "the command after `--` has ended before it trained; give the one that trains"
@@ -121,6 +138,7 @@ class Session:
             (setup, "apply_options", apply_options),
             (setup, "setup_logger", lambda *args, **kwargs: None),
             (RunRecord, "after_failure", lambda record, error: None),
+            (StopRequests, "listening", _not_listening),
             (setup, "seed_all_rng", lambda number: seed(drawn if number is None else number)),
         ]
         with contextlib.ExitStack() as stack:
@@ -151,7 +169,12 @@ class Session:
             self.notes.append(
                 f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now"
             )
+        self._output_dir = os.path.join(self.origin["folder"], cfg.OUTPUT_DIR)
         cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.IMPORTS = self._folder, "", given.IMPORTS
+        for name in cfg.LOG.WRITERS:
+            with contextlib.suppress(ImportError):
+                # imports the module of the writer, as the run did, so that it is no difference
+                _ = name in WRITER_REGISTRY
         cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
         cfg.MODEL.WEIGHTS = "" if self.start else cfg.MODEL.WEIGHTS
         if frozen:
@@ -191,11 +214,11 @@ class Session:
             trainer.reset_data_loader(tuple)
         raise _Done(0)
 
-    def go_on(self, last: int, *own: HookBase) -> str:
-        """Train up to iteration ``last`` (included); return the error of the inspected step, "" if it did not fail."""
+    def go_on(self, last: int, *own: HookBase) -> Exception | None:
+        """Train up to iteration ``last`` (included); return the error of the inspected step, None if there is none."""
         trainer = self.trainer
         if trainer.last_done_iter >= last:
-            return ""
+            return None
         kept = trainer.hooks
 
         def stop(_: Any) -> None:
@@ -212,11 +235,46 @@ class Session:
         except Exception as error:
             if trainer.iter < self.at:
                 text = f"the replay has failed in iteration {trainer.iter}, on the way to {self.at}"
-                raise RuntimeError(f"{text}: {type(error).__name__}: {error}") from error
-            return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+                raise FailedOnTheWay(f"{text}: {describe_error(error)}") from error
+            return error
         finally:
             trainer._hooks = [*kept]
-        return ""
+        return None
+
+    def failure_here(
+        self, error: Exception | None, last: int, losses: Mapping[str, float]
+    ) -> Failure | None:
+        """The failure of the iterations up to ``last``, as the run would have recorded it."""
+        if error is None:
+            return None
+        text = describe_error(error).replace(self._folder, self._output_dir)
+        # what is noticed at the end has a number too large
+        iteration = min(failed_iteration(error, self.trainer.iter), last)
+        return Failure(iteration, text, losses)
+
+    def failure_of_run(self, first: int, last: int, step: int = -1) -> Failure | None:
+        """The first failure in a range of iterations: of this rank, or of any if there were more processes.
+
+        If the run was resumed and has done the iteration, its failure counts only in ``step``.
+        """
+        are_as_many = comm.get_world_size() == self.num_ranks
+        found = [
+            failure
+            for failure in self.place.failures
+            if first <= failure.iteration <= last
+            and (not failure.is_overtaken or failure.iteration == step)
+            and (not are_as_many or failure.rank == comm.get_rank())
+        ]
+        return min(found, key=lambda failure: failure.iteration, default=None)
+
+    def compare_endings(
+        self, first: int, last: int, error: Exception | None
+    ) -> tuple[str, Comparison]:
+        """Compare how iterations ``first`` to ``last`` have ended, without losses; see the function."""
+        run = self.failure_of_run(first, last)
+        if run is not None:
+            run = run._replace(losses={})
+        return compare_endings(run, self.failure_here(error, last, {}), self.place.done)
 
     def load_start(self) -> None:
         if self.start is not None:
@@ -232,6 +290,39 @@ class Session:
         checkpointer._load_file = lambda path: copy_of(state)
         checkpointer.load(self.run, strict=strict)
         del checkpointer._load_file
+
+
+@contextlib.contextmanager
+def _not_listening(stops: StopRequests) -> Iterator[None]:
+    """In the place of ``listening``: a signal ends a replay at once, since it has nothing to save."""
+    yield
+    stops._read_exchange()  # every rank has started it
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Context with a folder, which is removed also if a signal ends the process."""
+    former: dict[signal.Signals, Any] = {}
+
+    def end(signum: int, frame: Any) -> None:
+        for each in former:
+            signal.signal(each, signal.SIG_IGN)  # the folder is removed now
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is threading.main_thread():
+        for each in stop_signals() - {signal.SIGINT}:
+            if signal.getsignal(each) == signal.SIG_DFL:
+                former[each] = signal.signal(each, end)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="replay-", ignore_cleanup_errors=True) as folder,
+            contextlib.ExitStack() as stack,
+        ):
+            stack.callback(release_folder, folder)
+            yield folder
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
 
 
 def copy_of(state: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from trainkit.projects.evaluators.counting import num_samples
 from trainkit.projects.replay.checkpoints import (
+    Place,
     Saved,
     Values,
     around,
@@ -21,9 +22,10 @@ from trainkit.projects.replay.checkpoints import (
     logged_values,
     prove_equal,
 )
-from trainkit.projects.replay.inspection import Inspection, Part, Replay, judge
+from trainkit.projects.replay.failure import Comparison, Failure, compare_endings
+from trainkit.projects.replay.inspection import Inspection, Part, Replay, is_on_the_way, judge
 from trainkit.projects.replay.origin import sizes_and_times
-from trainkit.projects.replay.session import Folder, Session, Start, copy_of
+from trainkit.projects.replay.session import FailedOnTheWay, Folder, Session, Start, copy_of
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
@@ -69,7 +71,7 @@ def replay(
         raise ConfigError(
             f"got {run!r} (there: {os.path.exists(run)}), iter={iter}, prove={prove}; {accepted}"
         )
-    session = _Capsule(run) if iter is None else _Step(run, iter, *around(run, iter))
+    session = _Capsule(run) if iter is None else _Step(run, iter, around(run, iter))
     if prove and (session.next is None or "capsule" in session.next.state):
         raise CheckpointError(
             f"'{run}' has no checkpoint after iteration {iter}; leave out --prove"
@@ -88,28 +90,47 @@ class _Step(Session):
         first, reached = trainer.start_iter, list[dict[str, Any]]()
         if self.keeps_all_hooks:
             self._collect_at_next(reached)
+        beginning = self.collect() if self.start is None and first < self.at else None
         self.go_on(self.at - 1)
         before, seen = self.collect(), self.look()
         origin = os.path.basename(self.start.path) if self.start else "the beginning"
         result = Replay(self.run, self.at, origin, self.at - first, self.notes, seen)
+        text, failure = self.compare_failure(first, seen)
+        result.failure = _of_ranks(text)
+        failure = _worst(comm.all_gather(failure))
         equals_run = self.compare(
             result, logged_values(trainer.storage.state_dict(), first, self.at + 1)
         )
+        if failure == "has come back" and equals_run is not False:
+            equals_run = not result.failure.startswith("DIFFERENT")
+        is_equal = equals_run is not False and failure in ("not known", "has come back")
         if self.keeps_all_hooks and self.next is not None:
             self.go_on(self.next.done)
             result.proof = comm.broadcast(
                 prove_equal(reached, self.next) if comm.is_main_process() else ""
             )
-        if bisect:
-            self.load(before)
-            result.samples_at_fault = _of_ranks(self._find_samples(seen))
+            is_equal = is_equal and not result.proof.startswith("DIFFERENT")
         if verdict:
             self.load(before)
-            result.verdict = _of_ranks(
-                judge(seen, self.look(), self._perform_elsewhere(command), equals_run)
-            )
+            again = self.look()
+            elsewhere = self._perform_elsewhere(command)
+            from_start = None
+            if first < self.at and is_on_the_way(seen, elsewhere):
+                from_start = self._look_from_start(beginning)
+            text, is_same = judge(seen, again, elsewhere, equals_run, failure, from_start)
+            result.verdict = _of_ranks(text)
+            is_equal = is_equal and is_same
+        if bisect:  # last: it calls the model many times, which a counter in it would notice
+            self.load(before)
+            result.samples_at_fault = self._name_samples(seen)
+        result.is_equal = all(comm.all_gather(is_equal))
         result.findings = comm.all_gather(result.find())
         return result
+
+    def compare_failure(self, first: int, seen: Inspection) -> tuple[str, Comparison]:
+        """Compare how the way and the step have ended here and in the run."""
+        run = self.failure_of_run(first, self.at, step=self.at)
+        return compare_endings(run, seen.failure, self.place.done)
 
     def compare(self, result: Replay, values: Values) -> bool | None:
         """Compare with what the run has stored; returns whether the values are equal, None if that is not known."""
@@ -140,33 +161,61 @@ class _Step(Session):
     def look(self) -> Inspection:
         """Perform and inspect the step now."""
         self.inspection = seen = Inspection(self.samples)
-        seen.error = self.go_on(self.at, seen)
+        error = self.go_on(self.at, seen)
         seen.close()
+        losses = {name: loss.item() for name, loss in seen.losses.items()}
+        seen.note_failure(error, self.failure_here(error, self.at, losses))
         self.inspection = None
         return seen
 
-    def _find_samples(self, seen: Inspection) -> str:
-        """Try each sample of the step alone, from the state before the step, which was just loaded."""
-        self.trainer._restore_rng()
-        found, reason = (
-            [],
-            "the step has not called the model, or the trainer makes its steps itself",
-        )
+    def _look_from_start(self, beginning: Any) -> Inspection | Exception:
+        """Repeat the way too, and inspect the step; or how the way has failed. ``beginning``: without a checkpoint."""
+        if beginning is None:
+            self.load_start()
+        else:
+            self.load(beginning)
         try:
-            for number, batch in enumerate([] if seen.is_own_step else seen.batches):
-                found.append(
-                    find_samples(
-                        self.trainer._trainer, batch, next(iter(seen.samples[number:]), [])
-                    )
-                )
-        except TypeError as error:
-            found, reason = [], str(error)
-        return "; ".join(found) or f"they cannot be looked at one by one: {reason}"
+            self.go_on(self.at - 1)
+        except FailedOnTheWay as error:
+            return error
+        return self.look()
 
-    def _perform_elsewhere(self, command: Start) -> list[Part] | str:
+    def _name_samples(self, seen: Inspection) -> str:
+        """Name the samples with which the step fails, over all micro-batches and ranks."""
+        found, reason = self._find_samples(seen)
+        everywhere = [text for of_rank in comm.all_gather(found) for text in of_rank]
+        failed = [text for has_failed, text in everywhere if has_failed]
+        if failed:
+            return "; ".join(failed)  # a good micro-batch has no sample at fault
+        if everywhere and seen.error:
+            return "the forward pass does not fail again, so this names none of them"
+        return "; ".join(dict.fromkeys(text for _, text in everywhere)) or (
+            f"they cannot be looked at one by one: {reason}"
+        )
+
+    def _find_samples(self, seen: Inspection) -> tuple[list[tuple[bool, str]], str]:
+        """Try each sample of the step alone, from the state before the step, which was just loaded.
+
+        Returns for each micro-batch whether it fails, and a text; or why there is none.
+        """
+        self.trainer._restore_rng()
+        found = list[tuple[bool, str]]()
+        if seen.is_own_step or not seen.batches:
+            reason = "the step has not called the model, or the trainer makes its steps itself"
+            return found, reason
+        try:
+            for number, batch in enumerate(seen.batches):
+                names: list[str] = next(iter(seen.samples[number:]), [])
+                found.append(find_samples(self.trainer._trainer, batch, names))
+        except TypeError as error:
+            return found, str(error)
+        return found, ""
+
+    def _perform_elsewhere(self, command: Start) -> list[Part] | str | Exception:
+        """The parts of the step in a new process, why there is none, or how it has failed."""
         if "RANK" in os.environ or callable(command):
             return "it is under torchrun" if "RANK" in os.environ else "no command is given"
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(prefix="replay-", ignore_cleanup_errors=True) as folder:
             arguments = (
                 self.run,
                 self.at if os.path.isdir(self.run) else None,
@@ -174,10 +223,17 @@ class _Step(Session):
                 f"{folder}/parts",
             )
             code = f"import sys; sys.path = {sys.path}; from {__name__} import write_parts; write_parts(*{arguments!r})"
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                capture_output=True,
+                text=True,
+                # its temporary files end with this folder, also if it is killed
+                env={**os.environ, "TMPDIR": folder},
+            )
             if os.path.exists(arguments[-1]):
                 return list(torch.load(arguments[-1]))
-            return (done.stderr.strip().splitlines() or ["it has ended"])[-1]
+            last_line = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+            return RuntimeError(f"a new process has failed: {last_line}")
 
 
 def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
@@ -188,9 +244,14 @@ def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
 def _of_ranks(text: str) -> str:
     """The text of rank 0, and those of other ranks that differ."""
     texts = comm.all_gather(text)
-    return "; ".join(
-        [texts[0], *(f"{text} (on rank {i})" for i, text in enumerate(texts) if text != texts[0])]
-    )
+    others = [f"{text} (on rank {i})" for i, text in enumerate(texts) if text and text != texts[0]]
+    return "; ".join(filter(None, [texts[0], *others]))
+
+
+def _worst(found: Sequence[Comparison]) -> Comparison:
+    """Of all ranks: a failure has come back only if no rank misses it."""
+    order: tuple[Comparison, ...] = ("has not come back", "only here", "has come back", "not known")
+    return min(found, key=order.index)
 
 
 class _Capsule(_Step):
@@ -207,23 +268,19 @@ class _Capsule(_Step):
                 f"'{path}' holds no step: {reason}. Give {self._capsule['command']}"
             )
         at = self._capsule["iteration"]
-        super().__init__(path, at, Saved(at - 1, 1, path, state), None)
+        super().__init__(path, at, Place(Saved(at - 1, 1, path, state), None, at - 1))
         self.num_ranks, self.samples, self.notes = 1, self._capsule["samples"], [*_NOT_IN_CAPSULES]
 
-    def compare(self, result: Replay, values: Values) -> bool | None:
+    def compare_failure(self, first: int, seen: Inspection) -> tuple[str, Comparison]:
         """Whether the step fails as in the capsule, and how many of its losses are equal."""
-        losses, former = (
-            {n: loss.item() for n, loss in result.losses.items()},
-            self._capsule["losses"],
-        )
-        same = [name for name, loss in former.items() if repr(losses.get(name)) == repr(loss)]
-        text = f"; {len(same)} of {len(former)} losses equal those of the run" if former else ""
-        if result.error.partition(":")[0] == self._capsule["error"].partition(":")[0]:
-            result.failure = f"it has come back{text}"
-        else:
-            text = f"{self._capsule['error'].partition('. ')[0]:.200}{text}. From the checkpoint: "
-            result.failure = f"DIFFERENT: in the run it was {text}{self._capsule['command']}"
-        return True  # the failure says it
+        run = Failure(self.at, self._capsule["error"], self._capsule["losses"])
+        text, failure = compare_endings(run, seen.failure, self.at - 1, is_exact=False)
+        if failure == "has not come back":
+            text = f"{text}. From the checkpoint: {self._capsule['command']}"
+        return text, failure
+
+    def compare(self, result: Replay, values: Values) -> bool | None:
+        return None  # the run has stored no value of a step that has failed
 
     def load_start(self) -> None:
         self.load(self._state)
@@ -244,12 +301,13 @@ class _Capsule(_Step):
         return seen
 
 
-def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
+def find_samples(step: Any, batch: Any, names: Sequence[str]) -> tuple[bool, str]:
     """Run the forward pass of a `SimpleTrainer` with each sample of a batch alone, to find those with which it fails.
 
     Each pass starts from the same random state and buffers; no hook is called. The sample is in its batch twice, since
     batch norm does not accept a single one. If the step does not fail, the sample with the largest loss is named.
-    ``batch``: a list of samples, or nested containers of tensors whose first dimension is the sample.
+    ``batch``: a list of samples, or nested containers of tensors whose first dimension is the sample. Returns whether
+    the whole batch fails, and a text.
     """
     model, rng, size = unwrap_model(step.model), get_rng_state(), num_samples(batch)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -278,8 +336,10 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     if failure:
         bad = [name for name, (found, _) in alone.items() if found == failure]
         if len(bad) == size:
-            return f"{failure} with each of the {size} samples alone, so this names none of them"
-        return f"{failure} with {', '.join(bad[:8]) or 'none'} ({len(bad)} of {size} samples, each alone)"
+            text = f"{failure} with each of the {size} samples alone, so this names none of them"
+            return True, text
+        named = ", ".join(bad[:8]) or "none"
+        return True, f"{failure} with {named} ({len(bad)} of {size} samples, each alone)"
     losses = sorted((loss, name) for name, (_, loss) in alone.items())
     (largest, name), (median, _) = losses[-1], losses[size // 2]
     text = (
@@ -287,7 +347,7 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     )
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
         text += "; batch norm used the statistics of each sample alone, so in the batch another one may be larger"
-    return text
+    return False, text
 
 
 def _twice(batch: Any, row: int, size: int) -> Any:

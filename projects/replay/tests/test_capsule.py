@@ -1,6 +1,7 @@
 """A step that fails leaves a file with which it is repeated, and the command for that."""
 
 import errno
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from trainkit.projects.replay.tests.job import At, Job, Scans
 from tests.engine.job import TinyClassifier
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
+from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
 from trainkit.modeling import MODEL_REGISTRY
 
@@ -75,17 +77,36 @@ def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp
 
 def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr("__main__.__spec__", None)
-    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("sys.argv", ["train.py", "a"])
     start = f"{record.REPLAY} {tmp_path}/run"
-    script = f"{tmp_path}/train.py"
-    for name, command in ((script, f"python {script} a"), ("-c", "and the command of the run")):
-        monkeypatch.setattr("sys.argv", [name, "a"])
-        line = failed(failing(tmp_path / "run", 7, KeyError()), KeyError)[2]
+    line = failed(failing(tmp_path / "run", 7, KeyError()), KeyError)[2]
 
-        capsule = f"{start}/capsule.rank0.pt -- {command}"
-        assert line.endswith(
-            f"To repeat the step: {capsule}, or from the checkpoint: {start} --iter 7 -- {command}"
-        )
+    capsule = f"{start}/capsule.rank0.pt -- python train.py a"
+    checkpoint = f"{start} --iter 7 -- python train.py a"
+    assert line.endswith(f"To repeat the step: {capsule}, or from the checkpoint: {checkpoint}")
+
+
+@pytest.mark.parametrize("name", ["-c", "ipykernel_launcher.py"])
+def test_the_log_of_a_run_without_a_file_has_calls_that_repeat_its_step(
+    tmp_path, monkeypatch, name
+):
+    """A notebook and python -c: ``__main__`` has no file, and a notebook has the file of its kernel in argv."""
+    (tmp_path / name).touch()
+    monkeypatch.setattr("__main__.__spec__", None)
+    monkeypatch.delattr("__main__.__file__")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / name), "-f", "kernel.json"])
+    job, _, line = failed(failing(tmp_path / "run", 7, KeyError("mine")), KeyError)
+
+    calls = re.findall(r"trainkit\.projects\.replay\.replay\((.*?)\) in Python", line)
+
+    assert "python -m" not in line
+    assert len(calls) == 2
+    for call in calls:
+        found = eval(f"replay({call})", {"replay": replay, "main": job})
+        assert (found.iteration, found.error) == (7, "KeyError: 'mine'")
+        assert found.failure.startswith("it has come back")
+    with pytest.raises(ConfigError, match=r"says that it was: \(not known\)"):
+        replay(tmp_path / "run", 7)
 
 
 def test_a_hook_that_fails_after_the_backward_pass_leaves_losses_gradients_and_a_small_file(
@@ -112,7 +133,8 @@ def test_a_failure_that_does_not_come_back_is_told_with_the_command_that_starts_
     failed(failing(tmp_path, 7, KeyError("once")), KeyError)
     found = replay(tmp_path / "capsule.rank0.pt", start=Job(tmp_path), bisect=True)
     assert found.failure.startswith(
-        "DIFFERENT: in the run it was KeyError: 'once'; 0 of 1 losses equal"
+        "DIFFERENT: it has not come back: in the run iteration 7 has ended with KeyError: 'once'; "
+        "here it has not failed"
     )
     assert f"From the checkpoint: {record.REPLAY} {tmp_path} --iter 7 -- " in found.failure
     assert not found.is_equal
@@ -152,7 +174,10 @@ def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sampl
         == found.inspection.samples_of_first_bad_output
         == ["scan_017.png"]
     )
-    assert found.samples_at_fault.count("not finite with scan_017.png (1 of ") == 1
+    assert re.fullmatch(
+        r"the loss is not finite with scan_017.png \(1 of \d+ samples, each alone\)",
+        found.samples_at_fault,
+    )
 
 
 def test_a_failure_before_the_batch_in_the_update_or_after_it_leaves_no_step(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_each_question_has_its_options(plant, capsys, tmp_path):
         ),
         (["--range", "5:7", "--worst", "1"], "iteration "),
         (
-            ["--first-bad", "--quantity", "weight"],
+            ["--first-bad", "--iter", "6", "--quantity", "weight"],
             "weight stays within 10 times its running median",
         ),
     ]:

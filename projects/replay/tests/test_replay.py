@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 from trainkit.projects.graph.tests.recorded_graph import CpuRecorder
-from trainkit.projects.replay import replay
-from trainkit.projects.replay.inspection import Inspection, judge
+from trainkit.projects.replay import replay, replay_range
+from trainkit.projects.replay.inspection import Inspection, is_on_the_way, judge
 from trainkit.projects.replay.step import find_samples
 from trainkit.projects.replay.tests.job import Job, Keep, digest_of_folder, plant_nan, stop_at
 
@@ -20,6 +20,7 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, GraphTrainer
+from trainkit.engine.hooks import CallbackHook
 from trainkit.modeling import MODEL_REGISTRY
 
 SAME = "repeated in this process, every bit is equal"
@@ -179,7 +180,7 @@ def test_no_innocent_sample_is_named():
     step = SimpleNamespace(
         model=nn.Identity(), compute_losses=lambda batch: SimpleNamespace(total=values[1])
     )
-    alone = [find_samples(step, torch.zeros(size), []) for size in (1, 3)]
+    alone = [find_samples(step, torch.zeros(size), [])[1] for size in (1, 3)]
     assert seen.bad_samples == ["b"]
     text = "the loss is not finite with each of the {} samples alone, so this names none of them"
     assert alone == [text.format(size) for size in (1, 3)]
@@ -275,29 +276,85 @@ def test_a_difference_from_the_next_checkpoint_is_named(run, tmp_path):
     assert found.proof.startswith(
         "DIFFERENT from model_final.pth in model/layers.4.bias: 1 of 2 values"
     )
-    assert found.verdict.startswith("different on this machine: ")
+    assert found.verdict.startswith("different from the run, which has stored other values (")
     assert not found.is_equal
 
 
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def flip_a_bit_of_a_weight(path):
+    content = bytearray(path.read_bytes())
+    weight = read_file(path)["model"]["layers.0.weight"].numpy().tobytes()
+    content[content.index(weight) + 1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip_a_bit_of_a_weight])
+def test_the_report_names_a_damaged_checkpoint_that_the_replay_would_have_used(tmp_path, damage):
+    job = Job(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 2, "DATASETS.TEST", ())
+    job()
+    for number in (1, 5, 7):
+        damage(tmp_path / f"model_000000{number}.pth")
+
+    found = replay(tmp_path, 6, job)
+    ranged = replay_range(tmp_path, 6, 7, CallbackHook, tmp_path / "out", job)
+
+    assert (found.start, found.num_before) == ("model_0000003.pth", 2)
+    assert found.on_the_way.endswith(" in model_final.pth, iterations 4 to 6")
+    assert found.verdict.startswith("reproducible: ")
+    assert [text.partition(":")[0] for text in sorted(found.differences)] == [
+        "model_0000005.pth is damaged, so another file is used",
+        "model_0000007.pth is damaged, so another file is used",
+    ]
+    assert [line.partition(": model")[0] for line in ranged.splitlines()[1:]] == [
+        "not as in the run"
+    ] * 2
+
+
 def test_the_verdict_says_no_more_than_the_executions_show():
-    first, same, other, third = ([("batch", "1"), ("module", output)] for output in "2234")
-    for again, new, equals_run, start in [
-        (same, same, True, f"reproducible: {SAME}; in a new process, every bit is equal"),
+    first, same, other, third = (
+        [("model before the step", "0"), ("batch", "1"), ("module", output)] for output in "2234"
+    )
+    moved = [("model before the step", "9"), *third[1:]]
+    failed = RuntimeError("the replay has failed")
+    for again, new, way, equals_run, start in [
         (
             same,
             same,
             None,
-            "reproducible, but not compared with the run, which has stored no value of the data",
+            True,
+            f"reproducible: {SAME}; in a new process, every bit is equal",
         ),
-        (same, same, False, "different on this machine: the run has stored other values"),
-        (other, same, True, "with a state that no checkpoint holds (a counter"),
-        (same, other, True, "other in each process (the order of a set"),
-        (other, third, True, "transient (hardware, "),
+        (same, same, None, None, "reproducible, but not compared with the run, which has stored"),
+        (same, same, None, False, "different from the run, which has stored other values"),
+        (other, same, None, True, "with a state that no checkpoint holds (a counter"),
+        (same, other, None, True, "other in each process (the order of a set"),
+        (same, moved, same, True, "other in each process (the order of a set"),
+        (same, moved, third, True, "differs on the way (before the step: chance"),
+        (same, failed, failed, True, "differs on the way (before the step: chance"),
+        (same, failed, same, True, "other in each process (the order of a set"),
+        (other, third, None, True, "transient (hardware, "),
     ]:
-        verdict = judge(SimpleNamespace(parts=first), SimpleNamespace(parts=again), new, equals_run)
+        if isinstance(way, list):
+            way = SimpleNamespace(parts=way)
+        verdict, is_equal = judge(
+            SimpleNamespace(parts=first),
+            SimpleNamespace(parts=again),
+            new,
+            equals_run,
+            from_start=way,
+        )
 
         assert verdict.startswith(start)
-        assert verdict.count("differs in the module") == (again is not same) + (new is not same)
+        assert is_equal == (again == new == same and equals_run is not False)
+    assert not is_on_the_way(SimpleNamespace(parts=first), third)
+    assert is_on_the_way(SimpleNamespace(parts=first), moved)
 
 
 SCRIPT = """
@@ -375,6 +432,27 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
         "code: gone.py is not imported now",
     ]
     assert str(found).splitlines()[2] == f"not as in the run: {found.differences[0]}"
+
+
+@pytest.mark.slow
+def test_modules_that_only_writers_import_are_no_difference(tmp_path, monkeypatch):
+    """They are in the repository, which is the current folder, and a replay has no writers."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "train.py").write_text(
+        "from trainkit.projects.replay.tests.job import train\n"
+        f"train({str(tmp_path / 'run')!r}, options=('LOG.WRITERS', ['tensorboard', 'csv']))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    train = [sys.executable, str(tmp_path / "train.py")]
+    subprocess.run(train, check=True, env=environ, capture_output=True)
+    origin = read_file(tmp_path / "run/model_final.pth")["trainer"]["origin"]
+    words = ["tools/replay.py", str(tmp_path / "run"), "--iter", "6", "--once", "--", *train]
+    found = subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True)
+
+    writers = {"projects/loggers/tensorboard_writer.py", "projects/loggers/csv_writer.py"}
+    assert writers <= origin["files"].keys()
+    assert "settings, code, versions and machine are as in the run" in found.stdout, found
+    assert "not as in the run" not in found.stdout
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
