@@ -10,7 +10,7 @@ from projects.selfsup.data import EVALUATED, LABELLED
 from trainkit.config import CfgNode, configurable
 from trainkit.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
 from trainkit.utils import comm
-from trainkit_selfsup.clustering import kmeans
+from trainkit_selfsup.clustering import check_finite_rows, kmeans, row_chunks
 
 _NUM_NEIGHBOURS = 20
 _TEMPERATURE = 0.07  # for the votes of the neighbours, as in arXiv:1805.01978
@@ -54,13 +54,14 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
             On rank 0 ``{"frozen": {"probe": ..., "knn": ..., "nmi": ...}}``, on the other ranks ``{}``.
 
         Raises:
-            ValueError: there was no labelled scan, or no scan to evaluate.
+            ValueError: there was no labelled scan, or no scan to evaluate; a feature is NaN or inf.
         """
         mine = [[column.cpu() for column in batch] for batch in self._batches]
         batches = [batch for rank in comm.gather(mine) for batch in rank]
         if not comm.is_main_process():
             return {}
         features, labels, parts = map(torch.cat, zip(*batches, strict=True))
+        check_finite_rows("the features that the model returns", features)
         features = features.double()
         train, labelled, evaluated = (
             _Part(features[chosen], labels[chosen])
@@ -87,13 +88,18 @@ def nearest_neighbours(features: Tensor, labels: Tensor, queries: Tensor) -> Ten
     Args:
         features, labels: ``[N, C]`` and ``[N]``.
         queries: ``[M, C]``.
+
+    Memory: at most 0.5 GB, since the similarities are computed for a part of the queries at a time.
     """
-    similarities = F.normalize(queries) @ F.normalize(features).T
-    nearest = similarities.topk(min(_NUM_NEIGHBOURS, len(features)), dim=1)
-    votes = queries.new_zeros(len(queries), int(labels.max()) + 1)
-    return votes.scatter_add_(
-        1, labels[nearest.indices], (nearest.values / _TEMPERATURE).exp()
-    ).argmax(dim=1)
+    directions = F.normalize(features)
+    found = labels.new_empty(len(queries))
+    for chunk in row_chunks(len(queries), len(features)):
+        similarities = F.normalize(queries[chunk]) @ directions.T
+        nearest = similarities.topk(min(_NUM_NEIGHBOURS, len(features)), dim=1)
+        votes = queries.new_zeros(len(similarities), int(labels.max()) + 1)
+        votes.scatter_add_(1, labels[nearest.indices], (nearest.values / _TEMPERATURE).exp())
+        found[chunk] = votes.argmax(dim=1)
+    return found
 
 
 def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
@@ -104,7 +110,8 @@ def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: 
         features, labels: ``[N, C]`` and ``[N]``, the training data.
         queries: ``[M, C]``.
     """
-    deviation, mean = torch.std_mean(unlabelled, dim=0)
+    correction = min(1, len(unlabelled) - 1)  # one sample has the deviation 0, not NaN
+    deviation, mean = torch.std_mean(unlabelled, dim=0, correction=correction)
     scale = deviation.clamp(min=1e-6)
     x, queries = (features - mean) / scale, (queries - mean) / scale
     weight, bias = (

@@ -48,7 +48,9 @@ class SimSiam(SelfSupModel):
             negative_cosine(predictions[0], targets[1])
             + negative_cosine(predictions[1], targets[0])
         ) / 2
-        spread = F.normalize(targets[0]).std(dim=0).mean() * targets[0].shape[1] ** 0.5
+        correction = min(1, len(targets[0]) - 1)  # one sample has the deviation 0, not NaN
+        deviations = F.normalize(targets[0]).std(dim=0, correction=correction)
+        spread = deviations.mean() * targets[0].shape[1] ** 0.5
         return {"loss_sim": loss, "output_std": spread}
 
 

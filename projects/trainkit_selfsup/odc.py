@@ -9,7 +9,13 @@ from torch.nn import functional as F
 
 from trainkit.engine.hooks import HOOK_REGISTRY, check_period, is_due
 from trainkit.utils import comm
-from trainkit_selfsup.clustering import kmeans, means
+from trainkit_selfsup.clustering import (
+    check_finite_rows,
+    kmeans,
+    means,
+    most_similar_centroids,
+    nearest_centroids,
+)
 from trainkit_selfsup.protocol import ClusterHook
 
 
@@ -61,7 +67,12 @@ class ODCMemory(nn.Module):
         return torch.bincount(self.label_bank, minlength=self.num_classes)
 
     def init_memory(self, feature: Tensor, label: Tensor) -> None:
-        """Take the features ``[length, feat_dim]`` and labels ``[length]`` of all samples."""
+        """Take the features ``[length, feat_dim]`` and labels ``[length]`` of all samples.
+
+        Raises:
+            ValueError: a feature is NaN or inf.
+        """
+        check_finite_rows("feature", feature)
         self.feature_bank.copy_(F.normalize(feature))
         self.label_bank.copy_(label)
         self.update_centroids_memory()
@@ -116,8 +127,9 @@ class ODCMemory(nn.Module):
 
     def _assign(self, features: Tensor, centroids: Tensor) -> Tensor:
         if self.assign_by == "distance":
-            return torch.cdist(features, centroids).argmin(1)
-        return (features @ centroids.T).argmax(1)
+            _, nearest = nearest_centroids(features, centroids)
+            return nearest
+        return most_similar_centroids(features, centroids)
 
 
 def _of_all_ranks(tensor: Tensor) -> Tensor:

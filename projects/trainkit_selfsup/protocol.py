@@ -60,5 +60,6 @@ class ClusterHook(HookBase):
 
 def loss_weights(sizes: Tensor, power: float) -> Tensor:
     """The weights of clusters with these sizes ``[K]``, see `DeepClusterHook`."""
-    weights = (sizes.float() + 1e-10) ** -power
-    return weights / weights.sum()
+    # by logarithms: the power of an empty cluster overflows float32 from an exponent of 4 on
+    logarithms = -power * (sizes.double() + 1e-10).log()
+    return logarithms.softmax(0).float()

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from projects.selfsup import FrozenFeatureEvaluator, compare, load_frozen, load_unlabeled
 from projects.selfsup.data import EVALUATED, LABELLED, UNLABELLED
 from projects.selfsup.densecl import DenseCL
+from projects.selfsup.evaluation import linear_probe, nearest_neighbours
 from projects.selfsup.simsiam import SimSiam, negative_cosine
 from projects.selfsup.swav import SwAV, sinkhorn
 from tests.two_ranks import on_two_ranks
@@ -124,6 +126,38 @@ def test_the_probe_sees_few_labels_and_the_neighbours_all():
     process(evaluator, SAMPLES[40:])
     # among the twenty nearest, at most one says 0
     assert evaluator.evaluate() == SCORES
+
+
+def test_neighbours_found_part_by_part_are_those_of_all_at_once(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(60, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (60,), generator=generator)
+    queries = torch.randn(33, 5, generator=generator, dtype=torch.float64)
+    expected = []
+    for query in queries:
+        cosines = [float(query @ row / query.norm() / row.norm()) for row in features]
+        votes = [0.0] * 3
+        for place in sorted(range(60), key=cosines.__getitem__)[-20:]:
+            votes[labels[place]] += math.exp(cosines[place] / 0.07)
+        expected.append(votes.index(max(votes)))
+    monkeypatch.setattr("trainkit_selfsup.clustering._CHUNK_ENTRIES", 256)
+    assert nearest_neighbours(features, labels, queries).tolist() == expected
+
+
+def test_features_that_are_not_finite_are_no_score():
+    evaluator = FrozenFeatureEvaluator()
+    process(evaluator, [(LABELLED, 0, [2.0, math.nan]), *SAMPLES[1:]])
+    with pytest.raises(ValueError, match=r"must be finite, but 1 of .* the first is row 0"):
+        evaluator.evaluate()
+
+
+def test_statistics_of_one_sample_are_not_nan():
+    model = SimSiam(width=2, dim=8, hidden_dim=4).eval()
+    batch = {name: images[:1] for name, images in views().items()}
+    assert model.losses(batch)["output_std"].item() == 0.0
+    one = torch.ones(1, 3, dtype=torch.float64)
+    found = linear_probe(one, torch.eye(3).double(), torch.tensor([0, 1, 2]), torch.eye(3).double())
+    assert found.tolist() == [0, 1, 2]
 
 
 def test_simsiam_compares_each_prediction_with_the_other_projection_which_gets_no_gradient():

@@ -1,12 +1,17 @@
 """DeepCluster and ODC, of the project and written as MMSelfSup's."""
 
 import itertools
+import math
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from projects.digits import load_split
 from projects.selfsup import normalized_mutual_info
@@ -120,6 +125,130 @@ def test_whitened_features_have_equal_weight_and_a_cluster_counts_by_the_power_o
     assert loss_weights(torch.tensor([1, 4, 0]), 0.5).tolist() == pytest.approx(
         [1 / 1e5, 0.5 / 1e5, 1.0], rel=1e-4
     )
+
+
+def directions(num, dim, seed=0):
+    return F.normalize(torch.randn(num, dim, generator=torch.Generator().manual_seed(seed)))
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the number of entries of the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.entries = max(self.entries, tensor.numel())
+        return result
+
+
+def brute_force_means(features, labels, num_clusters):
+    features = features.double().numpy()
+    return np.stack([features[labels.numpy() == k].mean(0) for k in range(num_clusters)])
+
+
+def brute_force_nearest(features, centroids):
+    differences = features.double().numpy()[:, None] - centroids[None]
+    return np.square(differences).sum(2).argmin(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clusters_that_are_computed_part_by_part_are_those_of_all_at_once_in_less_memory(
+    dtype, monkeypatch
+):
+    features = directions(900, 3).to(dtype)
+
+    def run():
+        with LargestResult() as largest:
+            labels, centroids = kmeans(features, 40, torch.Generator().manual_seed(1))
+        return labels, centroids, largest.entries
+
+    labels, centroids, entries = run()
+    assert entries == 900 * 40
+    monkeypatch.setattr("trainkit_selfsup.clustering._CHUNK_ENTRIES", 1024)  # 25 rows at a time
+    labels_by_part, centroids_by_part, entries = run()
+    assert entries <= 1024
+
+    assert torch.equal(labels, labels_by_part)
+    torch.testing.assert_close(centroids, centroids_by_part)
+    # Lloyd's algorithm has come to its end: each sample is with the nearest mean, in float64 without parts
+    expected = brute_force_means(features, labels, 40)
+    np.testing.assert_allclose(centroids_by_part.numpy(), expected, atol=1e-6)
+    assert labels_by_part.tolist() == brute_force_nearest(features, expected).tolist()
+
+
+@pytest.mark.parametrize("assign_by", ["inner_product", "distance"])
+def test_a_memory_assigns_samples_part_by_part(assign_by, monkeypatch):
+    monkeypatch.setattr("trainkit_selfsup.clustering._CHUNK_ENTRIES", 128)  # the matrix has 6,000
+    memory = ODCMemory(300, 4, 0.5, 20, 1, assign_by=assign_by)
+    features = directions(300, 4)
+    with LargestResult() as largest:
+        memory.init_memory(features, torch.arange(300) % 20)
+        memory.update_samples_memory(torch.arange(300), features)
+    assert largest.entries == 300 * 4
+    by_class = [features.double()[torch.arange(300) % 20 == k].mean(0) for k in range(20)]
+    means_of_all = torch.stack(by_class).numpy()
+    if assign_by == "distance":
+        expected = brute_force_nearest(features, means_of_all)
+    else:
+        expected = (features.double().numpy() @ means_of_all.T).argmax(1)
+    assert memory.label_bank.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -1234.567])
+def test_features_without_variance_are_whitened_to_zeros(value):
+    white = whiten(torch.full((50, 8), value), 4)
+    assert white.dtype == torch.float64
+    assert torch.equal(white, torch.zeros(50, 4).double())
+    # one direction has variance: the other three of four are zero, and each row has length 1
+    rows = torch.full((50, 8), value)
+    rows[:, 2] += torch.tensor([-1.0, 1.0]).repeat(25)
+    white = whiten(rows, 4)
+    assert torch.equal(white[:, :3], torch.zeros(50, 3).double())
+    assert white[:, 3].abs().tolist() == [1.0] * 50
+    assert torch.equal(whiten(rows[:1], 4), torch.zeros(1, 4).double())
+
+
+def test_whitening_part_by_part_is_that_of_all_at_once(monkeypatch):
+    features = directions(200, 6) * torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.5]) + 3
+    monkeypatch.setattr("trainkit_selfsup.clustering._CHUNK_ENTRIES", 64)
+    white = whiten(features, 2)
+    # the textbook's way: singular values of the centred data
+    centered = features.double() - features.double().mean(0)
+    u, s, _ = torch.linalg.svd(centered, full_matrices=False)
+    variances = s[:2].square() / 200
+    expected = u[:, :2] * s[:2] * (variances + 1e-5 * variances[0]).rsqrt()
+    expected = expected / expected.square().sum(1, keepdim=True).sqrt()
+    torch.testing.assert_close(white.flip(1).abs(), expected.abs(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_are_an_error_that_names_the_first(value):
+    features = directions(30, 4)
+    features[[7, 11], 2] = value
+    text = "must be finite, but 2 of 30 rows have NaN or inf, the first is row 7"
+    memory = ODCMemory(30, 4, 0.5, 2, 1)
+    for call in (
+        lambda: whiten(features, 2),
+        lambda: kmeans(features, 2, torch.Generator()),
+        lambda: memory.init_memory(features, torch.zeros(30).long()),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(ValueError, match="dim must be 1 to the 4 features, got 5"):
+        whiten(directions(30, 4), 5)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 4.0, 40.0])
+def test_weights_of_clusters_are_finite_with_any_power(power):
+    weights = loss_weights(torch.tensor([0, 0, 1, 1_000_000]), power).tolist()
+    exact = [(n + Fraction(1, 10**10)) ** -1 for n in (0, 0, 1, 1_000_000)]
+    powers = [math.exp(power * (math.log(value) - math.log(exact[0]))) for value in exact]
+    assert weights == pytest.approx([value / sum(powers) for value in powers], rel=1e-5)
 
 
 def state_of(trainer):
