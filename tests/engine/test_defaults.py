@@ -408,3 +408,35 @@ def test_none_in_place_of_an_empty_text_switches_a_feature_off(tmp_path, monkeyp
     assert {"model_0000004.pth", "model_final.pth"} <= {
         path.name for path in (tmp_path / "run").iterdir()
     }
+
+
+class Unfreeze(HookBase):
+    def before_step(self):
+        if self.trainer.iter == 4:
+            self.trainer.model.requires_grad_(True)
+
+
+class PartlyFrozen(DefaultTrainer):
+    @classmethod
+    def build_model(cls, cfg):
+        model = super().build_model(cfg)
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+
+class WithCritic(PartlyFrozen):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.critic = torch.optim.SGD([next(self.model.parameters())], lr=0.1)
+
+
+@pytest.mark.parametrize(("trainer_class", "num_warnings"), [(PartlyFrozen, 1), (WithCritic, 0)])
+def test_a_parameter_that_is_unfrozen_but_in_no_optimizer_of_the_trainer_is_named(
+    tmp_path, caplog, trainer_class, num_warnings
+):
+    trainer = trainer_class(tiny_cfg(tmp_path))
+    trainer.register_hooks([Unfreeze()])
+    trainer.train()
+    name = next(iter(trainer.model.state_dict()))
+    texts = [text for text in caplog.messages if "but are in no optimizer" in text]
+    assert [f": {name}. " in text for text in texts] == [True] * num_warnings

@@ -579,3 +579,114 @@ def test_outputs_of_the_model_are_for_hooks_until_the_save_point_and_no_metric(a
     trainer.train(0, 1)
     assert seen == 2 * [2.0 if accumulation_steps == 1 else [2.0, 6.0]]
     assert {*scalars(trainer)} == {"total_loss"}
+
+
+class Backbone(nn.Module):
+    """The batch times the weights of all parts that are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(2))
+        self.head = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        return sum(parameter * batch for parameter in self.parameters())
+
+
+def untrained(caplog):
+    return [text for text in caplog.messages if "in no optimizer" in text]
+
+
+def frozen_and_unfrozen_at(iteration, caplog, act=lambda trainer: None, max_iter=6, **kwargs):
+    """Train with a backbone that is frozen when the optimizer is built; the iteration of each warning."""
+    model = Backbone()
+    model.backbone.requires_grad_(False)
+    optimizer = torch.optim.SGD([model.head], lr=0.1)
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], optimizer, **kwargs)
+    found = []
+
+    def unfreeze(trainer):
+        if trainer.iter == iteration:
+            act(trainer)
+            trainer.model.backbone.requires_grad_(True)
+
+    def look(trainer):
+        found.extend([trainer.iter] * (len(untrained(caplog)) - len(found)))
+
+    trainer.register_hooks([CallbackHook(before_step=unfreeze, after_step=look)])
+    trainer.train(0, max_iter)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}])
+def test_a_parameter_that_a_hook_unfreezes_is_named_in_the_first_step_with_its_gradient(
+    caplog, options
+):
+    assert frozen_and_unfrozen_at(3, caplog, **options) == [3]
+    [text] = untrained(caplog)
+    assert text.startswith("2 parameters have gradients, but are in no optimizer, so they are not ")
+    assert "backbone.0, backbone.1. " in text
+
+
+def test_a_parameter_that_stays_frozen_or_gets_into_an_optimizer_is_not_named(caplog):
+    def add_group(trainer):
+        trainer.optimizer.add_param_group({"params": [*trainer.model.backbone]})
+
+    def other_optimizer(trainer):
+        trainer.further = {"backbone": torch.optim.SGD(trainer.model.backbone, lr=0.1)}
+
+    assert frozen_and_unfrozen_at(-1, caplog) == []
+    assert frozen_and_unfrozen_at(3, caplog, add_group) == []
+    assert frozen_and_unfrozen_at(3, caplog, other_optimizer) == []
+
+
+def test_an_optimizer_that_was_built_without_a_part_of_the_model_is_noticed(caplog):
+    model = Backbone()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], torch.optim.SGD(model.backbone, lr=0.1))
+    trainer.train(0, 3)
+    trainer.train(0, 3)
+    [text] = untrained(caplog)
+    assert ": head. " in text
+
+
+def test_a_parameter_that_is_added_during_the_run_is_noticed_after_the_next_check_of_the_model(
+    caplog,
+):
+    def add(trainer):
+        if trainer.iter == 1:
+            trainer.model.late = nn.Parameter(torch.ones(()))
+            trainer.check_finite()  # as before a checkpoint
+
+    model = Backbone()
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model))
+    trainer.register_hooks([CallbackHook(after_step=add)])
+    trainer.train(0, 4)
+    assert [": late. " in text for text in untrained(caplog)] == [True]
+
+
+def test_several_optimizers_are_found_wherever_a_trainer_or_a_hook_has_them(caplog):
+    class Gan(SimpleTrainer):
+        def __init__(self, model):
+            super().__init__(model, [torch.tensor(1.0)], torch.optim.SGD([model.head], lr=0.1))
+            self._critic = [torch.optim.SGD([model.backbone[0]], lr=0.1)]
+
+        def run_step(self):
+            super().run_step()
+            self._critic[0].step()
+
+    class Own(CallbackHook):
+        def __init__(self, optimizer):
+            super().__init__(after_backward=lambda trainer: optimizer.step())
+            self.optimizer = optimizer
+
+    model = Backbone()
+    trainer = Gan(model)
+    trainer.register_hooks([Own(torch.optim.SGD([model.backbone[1]], lr=0.1))])
+    trainer.train(0, 3)
+    assert untrained(caplog) == []
+
+
+def test_a_parameter_in_an_optimizer_has_no_function_that_a_step_would_call():
+    model = Backbone()
+    SimpleTrainer(model, [torch.tensor(1.0)], sgd(model)).train(0, 2)
+    assert [parameter._post_accumulate_grad_hooks for parameter in model.parameters()] == [None] * 3

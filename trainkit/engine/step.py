@@ -26,6 +26,7 @@ from trainkit.engine.feed import Feed
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
 from trainkit.engine.parallel import settle_buckets, without_gradient_sync
+from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
 from trainkit.utils.logger import format_table
 from trainkit.utils.losses import (
@@ -163,6 +164,8 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self._fix_epochs()
         self._data_sec = 0.0
         self._is_first_step = True
+        self._owner = weakref.proxy(self)  # the trainer whose steps these are
+        self._untrained = UntrainedParameters()
         self._look_at_model()
         if accumulation_steps > 1 and any(
             isinstance(module, _BatchNorm) for module in model.modules()
@@ -364,6 +367,17 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
             self._look_at_model()  # it was replaced or moved since the last run
         self.metrics.reset()
         self.feed.drawn = 0
+        self._watch_untrained()
+
+    def share_run(self, owner: Any) -> None:
+        super().share_run(owner)
+        self._owner = weakref.proxy(owner)
+
+    def _watch_untrained(self) -> None:
+        """Warn of parameters that are in no optimizer when they get a gradient."""
+        if hasattr(self.optimizer, "param_groups"):  # else it does not say what it trains
+            owners = [weakref.proxy(self), self._owner, *self.hooks]
+            self._untrained.watch(self.model, owners)
 
     def make_iterators(self) -> None:
         _ = self.feed.iterator
@@ -372,6 +386,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self._batch = self._losses = None
 
     def find_failure(self, everywhere: bool = True) -> str | None:
+        self._watch_untrained()  # a hook may have added parameters
         if everywhere:
             self.metrics.finish(self.storage_in_use())
         if self.non_finite == "ignore":
