@@ -141,6 +141,8 @@ def test_each_question_has_its_options(plant, capsys, tmp_path):
     ]:
         assert tool.main(tool.parse_args([str(run), *words, "--", "train.py"])) == 0
         assert start in capsys.readouterr().out.splitlines()[0]
+    assert tool.main(tool.parse_args([str(run), "--first-bad", "--", "train.py"])) == 1
+    assert "it has not come back: in the run iteration 7 has ended" in capsys.readouterr().out
     assert '"ten": 10.0' in (tmp_path / "project/replay_of_run/metrics.json").read_text()
 
 
