@@ -20,6 +20,7 @@ from trainkit.engine import (
     default_writers,
     user_errors_exit,
 )
+from trainkit.utils.device import resolve_device
 from trainkit.utils.events import CommonMetricPrinter, EventStorage, JSONWriter, TensorboardXWriter
 from trainkit.utils.run_folder import LOCK_FILE, release_folder
 
@@ -105,6 +106,8 @@ def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(t
         default_setup({}, NEW)
     again = get_cfg()
     again.merge_from_file(str(tmp_path / "run/config.yaml"))
+    assert ("auto", str(resolve_device("auto"))) == (again.MODEL.DEVICE, cfg.MODEL.DEVICE)
+    again.MODEL.DEVICE = cfg.MODEL.DEVICE
     assert again == cfg
     log = (tmp_path / "run/log.txt").read_text()
     assert "  SOLVER.BASE_LR: 0.5\n" in log

@@ -298,9 +298,12 @@ def test_a_trainer_in_a_hook_is_refused_the_folder_of_its_run_which_stays_locked
         for start in (inner.train, lambda: default_setup(inner_cfg, Namespace()), outer.train):
             with pytest.raises(ConfigError, match=r"belongs to another run of this process"):
                 start()
-        inner.status = "finished"  # a finished run, which only unlocks what `default_setup` locked
+        # a finished run, which only unlocks what `default_setup` locked
+        inner.status = "finished"
+        inner.max_iter = 0
         inner.train()
         inner.status = "not started"
+        inner.max_iter = 10
         after = sorted(path.name for path in (tmp_path / "run").iterdir())
         found.append((after == before, is_owned(tmp_path / "run"), inner.status))
 

@@ -257,7 +257,7 @@ def test_after_train_and_the_writers_see_everything_that_waited_in_each_run(tmp_
         [1, 0.5, None],
         [2, 1.0, None],
         [3, None, 3.0],
-        [3, 1.5, 3.0],
+        [3, 1.5, None],
         [4, None, 3.5],
     ]
     assert [

@@ -8,7 +8,7 @@ from typing import Any
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hook_list import is_timed
 from trainkit.engine.hooks.evaluation import EvalHook
-from trainkit.utils.events import EventWriter, estimate_eta_sec, get_event_storage
+from trainkit.utils.events import EventStorage, EventWriter, estimate_eta_sec, get_event_storage
 from trainkit.utils.periods import check_period, is_due, next_due
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,13 @@ class PeriodicWriter(HookBase):
             None  # states for the writers when training continues
         )
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
+        self._ended_storage: EventStorage | None = None  # its storage
         self._lost: list[str] = []  # the errors of the last write
 
     def before_train(self) -> None:
         left = list(self._waiting or ()) if self.trainer.start_iter > 0 else []
+        if self._ended is not None and self._ended_storage is self.trainer.storage:
+            left = list(self._ended)  # the finished run goes on
         for writer in (
             self._writers
         ):  # writers may have changed: the first of a class gets the first state of the class
@@ -47,7 +50,9 @@ class PeriodicWriter(HookBase):
             ) is not None:
                 left.remove(found)
                 writer.load_state_dict(found["state"])
-        self._waiting, self._ended = None, None
+        self._waiting = None
+        self._ended = None
+        self._ended_storage = None
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
         for writer in self._writers:
             writer.begin(self.trainer)
@@ -100,9 +105,9 @@ class PeriodicWriter(HookBase):
             storage.clear_images()
             storage.clear_histograms()
         if at_end and not interrupted:
-            self._ended = (
-                self._writer_states()
-            )  # not for the next run, which may train these iterations again
+            # for a run that goes on; another one may train these iterations again
+            self._ended = self._writer_states()
+            self._ended_storage = self.trainer.storage
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
