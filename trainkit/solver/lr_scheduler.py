@@ -76,6 +76,8 @@ def _last_where(scheduler: ParamScheduler) -> float:
 class ScheduledLR(LRScheduler):
     """Sets the learning rate of each parameter group to ``schedule(iter, base rate)``, times all ``factors``.
 
+    The factors lower a rate at most to the group's number in ``min_lrs``; an empty list is 0 for all.
+
     Step it once after each optimizer step. Groups with ``fixed_lr: True`` keep their base rate.
 
     Args:
@@ -85,6 +87,7 @@ class ScheduledLR(LRScheduler):
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_iter: int = -1) -> None:
         # not torch's constructor, which replaces optimizer.step()
         self.optimizer, self.schedule, self.factors = optimizer, schedule, list[float]()
+        self.min_lrs: list[float] = []
         for group in optimizer.param_groups:
             lr = group["lr"]
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
@@ -98,10 +101,17 @@ class ScheduledLR(LRScheduler):
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         values: dict[Any, float] = {}
         self._last_lr: list[float | Tensor] = []
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+        min_lrs = self.min_lrs or [0.0] * len(self.base_lrs)
+        groups = self.optimizer.param_groups
+        for group, base, min_lr in zip(groups, self.base_lrs, min_lrs, strict=True):
             if base not in values:
                 values[base] = self.schedule(self.last_epoch, base)
-            lr = base if group.get("fixed_lr") else math.prod(self.factors, start=values[base])
+            if group.get("fixed_lr"):
+                lr = base
+            else:
+                lr = math.prod(self.factors, start=values[base])
+                # no reduction goes below the bound, and the bound raises no rate of the schedule
+                lr = max(lr, min(min_lr, values[base]))
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
             else:
