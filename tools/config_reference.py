@@ -34,7 +34,8 @@ This page lists the keys of trainkit with their defaults. `tools/config_referenc
 python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_LR 0.05 SOLVER.MAX_ITER 20ep
 ```
 
-- Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`).
+- Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`). `SOLVER.CHECKPOINT_PERIOD` also takes a time
+  (`30min`, `1h 30min`).
 - `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the node of that file.
 - `config.yaml` in the output folder has the settings of the last start, also of a `--resume` that was
   then refused: start it again with the right settings before you use the file. A run from this file trains the same.

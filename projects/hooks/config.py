@@ -1,10 +1,9 @@
 """The config keys of this project."""
 
-from trainkit.projects.hooks.time_limit import parse_time
-
 from trainkit.config import CfgNode
 from trainkit.config.checks import check_accepted, check_conflicts
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
+from trainkit.utils.periods import parse_time
 
 
 def add_config(cfg: CfgNode) -> None:
@@ -34,7 +33,7 @@ def check(cfg: CfgNode) -> None:
     if cfg.TEST.PRECISE_BN.ENABLED:
         check_accepted(cfg, {"[1, inf)": "TEST.PRECISE_BN.NUM_ITER"})
     if cfg.MAX_TIME:
-        parse_time(cfg.MAX_TIME)
+        parse_time(cfg.MAX_TIME, "MAX_TIME")
     check_conflicts(
         cfg,
         [("SOLVER.LOGICAL_RANKS", "TEST.PRECISE_BN.ENABLED", "it depends on the number of ranks")],

@@ -122,6 +122,8 @@ class ReduceOnPlateau(MetricHook):
             difference ("abs").
         cooldown: number of evaluations after a reduction that are not counted.
         min_factor: the product of all reductions stays at or above it.
+        min_lr: no reduction lowers a learning rate below this; a list has a number for each parameter group. A schedule
+            that is lower itself is not raised.
     """
 
     priority = SAVE_POINT + 2  # after the evaluation, before the best checkpoint
@@ -138,6 +140,7 @@ class ReduceOnPlateau(MetricHook):
         threshold_mode: Literal["rel", "abs"] = "rel",
         cooldown: int = 0,
         min_factor: float = 0.0,
+        min_lr: float | Sequence[float] = 0.0,
     ) -> None:
         check_period("eval_period", eval_period, minimum=1)
         check_number("factor", factor, "[0, 1)")
@@ -147,6 +150,8 @@ class ReduceOnPlateau(MetricHook):
             raise ValueError(f'threshold_mode must be "rel" or "abs", got {threshold_mode!r}')
         check_period("cooldown", cooldown)
         check_number("min_factor", min_factor, "[0, 1]")
+        for bound in min_lr if isinstance(min_lr, list | tuple) else [min_lr]:
+            check_number("min_lr", bound, "[0, inf)")
         super().__init__(eval_period, val_metric, mode, threshold)
         self._factor, self._min_factor, self._is_relative = (
             factor,
@@ -154,21 +159,34 @@ class ReduceOnPlateau(MetricHook):
             threshold_mode == "rel",
         )
         self._patience, self._cooldown = patience, cooldown
+        self._min_lr: Any = min_lr
 
     def _forget(self) -> None:
         super()._forget()
         self._cooling = 0
 
     def before_train(self) -> None:
-        """Raises ConfigError if ``trainer.scheduler`` cannot be reduced."""
+        """Raises ConfigError if ``trainer.scheduler`` cannot be reduced, or has another number of groups."""
         super().before_train()
         scheduler = getattr(self.trainer, "scheduler", None)
         if not isinstance(scheduler, ScheduledLR):
             raise ConfigError(
                 f"ReduceOnPlateau needs a trainer.scheduler of trainkit, got {scheduler!r}"
             )
+        num_groups = len(scheduler.base_lrs)
+        if isinstance(self._min_lr, list | tuple):
+            scheduler.min_lrs = [*self._min_lr]
+        else:
+            scheduler.min_lrs = [self._min_lr] * num_groups
+        if len(scheduler.min_lrs) != num_groups:
+            raise ConfigError(
+                f"ReduceOnPlateau: min_lr has {len(scheduler.min_lrs)} numbers, but the optimizer has {num_groups} "
+                "parameter groups; give a number for each, or one number for all"
+            )
         if self.trainer.start_iter == 0:
             self._set_factors([])
+        else:
+            scheduler.refresh()  # LRScheduler has set the rates before it knew the bounds
 
     def bound(self, best: float) -> float:
         return (

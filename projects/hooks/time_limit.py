@@ -1,10 +1,9 @@
 """A limit of the time of a run."""
 
-import re
 import time
 
-from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
+from trainkit.utils.periods import parse_time
 
 
 @HOOK_REGISTRY.register()
@@ -17,7 +16,7 @@ class TimeLimit(HookBase):
     config_keys = (("max_time", "MAX_TIME"),)
 
     def __init__(self, max_time: str) -> None:
-        self._max_time, self._limit_sec = max_time, parse_time(max_time)
+        self._max_time, self._limit_sec = max_time, parse_time(max_time, "MAX_TIME")
 
     def before_train(self) -> None:
         self._end = time.monotonic() + self._limit_sec
@@ -26,15 +25,3 @@ class TimeLimit(HookBase):
         if time.monotonic() >= self._end:
             self._end += self._limit_sec  # ask once
             self.trainer.request_stop(f"MAX_TIME {self._max_time} is over")
-
-
-def parse_time(text: object) -> float:
-    """The seconds of a text such as ``1d 12h``. Raises ConfigError if it is another text."""
-    if not re.fullmatch(r"(?=.*[1-9])( *\d+(\.\d+)?[dhms])+", str(text)):
-        raise ConfigError(
-            f"MAX_TIME: got {text!r}; accepted: a time above 0, such as 23h, 90m or 1d 12h"
-        )
-    units = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
-    return sum(
-        float(part) * units[unit] for part, unit in re.findall(r"([\d.]+)([dhms])", str(text))
-    )

@@ -50,6 +50,7 @@ from trainkit.solver.param_groups import NORM_LAYERS
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, unwrap_model
 from trainkit.utils.env import get_rng_state
+from trainkit.utils.periods import parse_time
 from trainkit.utils.plugins import CONFIG_KEYS
 
 
@@ -455,8 +456,12 @@ def disk(job: Job) -> Iterator[Finding]:
     """Does it fit?"""
     trainer, cfg, steps = job.ordinary, job.trainer.cfg, job.trainer.max_iter
     save_sec = timeit(lambda: trainer.checkpointer.save("preflight"), number=1)
-    periods = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
-    saves, evaluations = (steps // period if period else 0 for period in periods)
+    period, eval_period = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
+    if isinstance(period, str):  # a time
+        saves = int(steps * sum(job.sec.values()) // parse_time(period, "SOLVER.CHECKPOINT_PERIOD"))
+    else:
+        saves = steps // period if period else 0
+    evaluations = steps // eval_period if eval_period else 0
     files = Path(trainer.checkpointer.save_dir).rglob("preflight*")
     size = sum(file.stat().st_size for file in files if file.is_file())
     need = size * (min(saves, cfg.CHECKPOINT.MAX_TO_KEEP or saves) + 2)

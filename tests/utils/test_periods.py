@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainkit.config import ConfigError
 from trainkit.utils.periods import (
     check_period,
     is_due,
     is_last,
     is_nth,
     next_due,
+    parse_time,
     periods_done,
     say_done,
     whole_or_rounded,
@@ -109,3 +111,12 @@ def test_a_hook_is_next_due_where_it_is_due_or_after_the_run():
         for done in range(10):
             due = [iter + 1 for iter in range(done, 10) if is_due(trainer_at(iter), period)]
             assert next_due(trainer_at(done), done, period) == (due[0] if due else 10)
+
+
+def test_times_have_units_and_other_texts_are_errors():
+    texts = ["150m", "30min", "0.25d", "1h 3600s", "1d12h", "1h 1min 1s"]
+    seconds = [9000, 1800, 21600, 7200, 129600, 3661]
+    assert [parse_time(text, "MAX_TIME") for text in texts] == seconds
+    for wrong in ("23", "h", "3x", "0h", "3h later", "3 h", "", -1, None, 3):
+        with pytest.raises(ConfigError, match="MAX_TIME: got .*; accepted: a time above 0, such"):
+            parse_time(wrong, "MAX_TIME")

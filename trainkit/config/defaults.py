@@ -133,7 +133,7 @@ _C.SOLVER.WARMUP_ITERS = 1000
 _C.SOLVER.WARMUP_METHOD = "linear"
 # True: the schedule starts after the warm-up. False: both start together.
 _C.SOLVER.RESCALE_INTERVAL = False
-# How often a checkpoint is saved. 0: only at the end.
+# How often a checkpoint is saved; also a time, "30min" or "1h 30min". 0: only at the end.
 _C.SOLVER.CHECKPOINT_PERIOD = 5000
 # True: zero the gradients before the forward pass, not after it.
 _C.SOLVER.ZERO_GRAD_BEFORE_FORWARD = False

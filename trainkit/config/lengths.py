@@ -1,5 +1,6 @@
 """Lengths and periods: iterations (``500``) or epochs (``"3ep"``)."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 from fvcore.common.config import CfgNode
 
 from trainkit.utils.errors import ConfigError, not_accepted
-from trainkit.utils.periods import exact, whole_or_rounded
+from trainkit.utils.periods import exact, parse_time, whole_or_rounded
 
 LENGTH_KEYS = frozenset(
     {
@@ -18,6 +19,8 @@ LENGTH_KEYS = frozenset(
     }
 )
 """Keys of a config that take iterations or epochs; SOLVER.STEPS takes a list of them."""
+TIME_KEYS = frozenset({"SOLVER.CHECKPOINT_PERIOD"})
+"""Those of LENGTH_KEYS that also take a time, such as ``30min``."""
 _PERIODS = frozenset({"SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD", "LOG.PERIOD", "VIS_PERIOD"})
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 _Cfg = TypeVar("_Cfg", bound=CfgNode)
@@ -34,16 +37,29 @@ class Epochs:
         return whole_or_rounded(Fraction(str(self.count)) * exact(iters_per_epoch))
 
 
-def parse_length(value: object, key: str = "length") -> int | Epochs:
-    """Read one length, the value of ``key``. Raises ConfigError if it is neither an int nor a text such as "3ep"."""
+@dataclass(frozen=True)
+class Seconds:
+    """A length in time."""
+
+    count: float
+
+
+def parse_length(value: object, key: str = "length") -> int | Epochs | Seconds:
+    """Read one length, the value of ``key``. Raises ConfigError if it is neither an int nor a text such as "3ep".
+
+    A key of `TIME_KEYS` also takes a time, see `trainkit.utils.periods.parse_time`.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     match = _EPOCHS.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise not_accepted(
-            key, value, 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
-        )
-    return Epochs(float(match[1]))
+    if match is not None:
+        return Epochs(float(match[1]))
+    accepted = 'iterations (an int, such as 500) or epochs (such as "3ep" or "0.5ep")'
+    if key in TIME_KEYS:
+        with contextlib.suppress(ConfigError):
+            return Seconds(parse_time(value, key))
+        accepted = accepted.replace(" or epochs", ", epochs") + ', or a time (such as "30min")'
+    raise not_accepted(key, value, accepted)
 
 
 def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:

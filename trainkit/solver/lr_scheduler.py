@@ -79,6 +79,8 @@ class ScheduledLR(LRScheduler):
     Step it once after each optimizer step. Groups with ``fixed_lr: True`` keep their base rate. The base rate of a
     group is its ``initial_lr``; a group that is added later and has none gets its ``lr`` as its base rate.
 
+    The factors lower a rate at most to the group's number in ``min_lrs``; an empty list is 0 for all.
+
     Args:
         last_iter: the last iteration done, if training continues; -1 at its start.
     """
@@ -86,6 +88,7 @@ class ScheduledLR(LRScheduler):
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_iter: int = -1) -> None:
         # not torch's constructor, which replaces optimizer.step()
         self.optimizer, self.schedule, self.factors = optimizer, schedule, list[float]()
+        self.min_lrs: list[float] = []
         self.seek(last_iter + 1)
 
     @property  # type: ignore[override]
@@ -123,12 +126,19 @@ class ScheduledLR(LRScheduler):
         """The rate of each group in iteration ``last_epoch``."""
         values: dict[float, float] = {}
         rates: list[float | Tensor] = []
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
             base = _base_lr_of(group)
             if base not in values:
                 values[base] = self.schedule(self.last_epoch, base)
-            is_fixed = group.get("fixed_lr", False)
-            rates.append(base if is_fixed else math.prod(self.factors, start=values[base]))
+            if group.get("fixed_lr"):
+                rates.append(base)
+                continue
+            min_lr = 0.0
+            if number < len(self.min_lrs):  # a group may have been added later
+                min_lr = self.min_lrs[number]
+            lr = math.prod(self.factors, start=values[base])
+            # no reduction goes below the bound, and the bound raises no rate of the schedule
+            rates.append(max(lr, min(min_lr, values[base])))
         return rates
 
     def state_dict(self) -> dict[str, Any]:

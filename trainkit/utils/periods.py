@@ -1,7 +1,10 @@
 """Numbers, and the one rule that says in which iterations periodic actions are due."""
 
+import re
 from fractions import Fraction
 from typing import Any, TypeGuard
+
+from trainkit.utils.errors import not_accepted
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -30,6 +33,21 @@ def check_number(name: str, value: Any, interval: str) -> Any:
     if not is_in(value, interval):
         raise ValueError(f"{name} must be a number in {interval}, got {value!r}")
     return value
+
+
+_TIME = re.compile(r"( *\d+(\.\d+)?(d|h|min|m|s))+")
+_SECONDS = {"d": 86_400.0, "h": 3_600.0, "min": 60.0, "m": 60.0, "s": 1.0}
+
+
+def parse_time(text: object, name: str) -> float:
+    """The seconds of a text such as ``1d 12h`` or ``30min``. Raises ConfigError, with ``name``, for another value."""
+    seconds = 0.0
+    if isinstance(text, str) and _TIME.fullmatch(text):
+        for number, unit in re.findall(r"([\d.]+)(d|h|min|m|s)", text):
+            seconds += float(number) * _SECONDS[unit]
+    if seconds <= 0:
+        raise not_accepted(name, text, "a time above 0, such as 23h, 30min or 1d 12h")
+    return seconds
 
 
 class RoundedLength(int):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.engine.tiny import Steps, Weight, sgd
+from trainkit.config import ConfigError
 from trainkit.engine.hooks import (
     CallbackHook,
     EvalHook,
@@ -100,10 +101,10 @@ def test_a_field_that_no_group_has_is_an_error_before_the_first_step():
 CONSTANT = ConstantParamScheduler(1.0)
 
 
-def on_plateau(values, schedule=CONSTANT, lr=0.7, period=1, **kwargs):
+def on_plateau(values, schedule=CONSTANT, lr=0.7, period=1, optimizer=None, **kwargs):
     """A trainer that is evaluated every ``period`` iterations, and the learning rate of each iteration."""
     results, used = iter(values), []
-    optimizer = sgd(Weight(), lr=lr)
+    optimizer = optimizer or sgd(Weight(), lr=lr)
 
     def step(iter):
         optimizer.step()
@@ -154,6 +155,64 @@ def test_the_rates_are_those_of_torchs_scheduler_bit_by_bit():
         assert (
             used != torchs(values, **{**options, "patience": options.get("patience", 0) + 1})[:60]
         )
+
+
+def two_groups(lrs):
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs]
+    return torch.optim.SGD(groups)
+
+
+@pytest.mark.parametrize("min_lr", [0.0, 0.05, [0.2, 0.001], (0.0, 0.03)], ids=str)
+def test_each_group_has_the_lower_bound_of_torchs_scheduler(min_lr):
+    lrs, values = (0.7, 0.09), [1.0] * 12
+    optimizer, found = two_groups(lrs), []
+    trainer, _ = on_plateau(values, optimizer=optimizer, factor=0.5, min_lr=min_lr)
+    note = CallbackHook(
+        before_step=lambda trainer: found.append([group["lr"] for group in optimizer.param_groups])
+    )
+    trainer.register_hooks([note])
+    trainer.train(0, 12)
+
+    optimizer, expected = two_groups(lrs), []
+    bounds = [*min_lr] if isinstance(min_lr, tuple) else min_lr
+    scheduler = lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, min_lr=bounds, eps=0.0
+    )
+    for value in values:
+        expected.append([group["lr"] for group in optimizer.param_groups])
+        scheduler.step(value)
+    assert found == [pytest.approx(rates, rel=1e-12) for rates in expected]
+    assert (found[-1] == found[-2]) is (min_lr not in (0.0, (0.0, 0.03)))
+
+
+def test_a_lower_bound_does_not_raise_a_schedule_that_is_lower_itself():
+    line = LinearParamScheduler(1.0, 0.0)
+    trainer, used = on_plateau([1.0] * 8, line, lr=1.0, factor=0.5, min_lr=0.4)
+    trainer.train(0, 8)
+    # the line, at once lowered to the bound, until it is below the bound itself
+    assert used == pytest.approx([1.0, 0.875, 0.4, 0.4, 0.4, 0.375, 0.25, 0.125])
+
+
+def test_a_resumed_run_has_the_rate_at_the_lower_bound_at_once():
+    options = {"lr": 1.0, "factor": 0.5, "min_lr": 0.4}
+    first, used = on_plateau([1.0] * 4, **options)
+    first.train(0, 4)
+    state = {**first.state_dict(), "optimizer": first.optimizer.state_dict()}
+    second, rest = on_plateau([1.0] * 4, **options)
+    second.load_state_dict(state)
+    second.optimizer.load_state_dict(state["optimizer"])
+    second.train(second.next_iter, 8)
+    # halved after the second value, then at the bound
+    assert used + rest == pytest.approx([1.0, 1.0, 0.5, 0.4, 0.4, 0.4, 0.4, 0.4])
+
+
+def test_a_wrong_lower_bound_is_an_error():
+    for wrong in (-0.1, [0.1, math.nan], "low"):
+        with pytest.raises(ValueError, match="min_lr must be a number in"):
+            ReduceOnPlateau(1, "loss", "min", min_lr=wrong)
+    trainer, _ = on_plateau([1.0], optimizer=two_groups((0.7, 0.1)), min_lr=[0.1])
+    with pytest.raises(ConfigError, match="min_lr has 1 numbers, but the optimizer has 2 param"):
+        trainer.train(0, 1)
 
 
 def test_the_factor_multiplies_the_schedule_which_goes_on():

@@ -1,14 +1,20 @@
+import itertools
 import math
+from types import SimpleNamespace
 
 import fvcore.common.checkpoint
 import pytest
 import torch
 from torch import nn
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Steps, Weight, fail_at, sgd, stop_at
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.config import LENGTH_KEYS, ConfigError, get_cfg, resolve_lengths
+from trainkit.config import LENGTH_KEYS, ConfigError, check_values, get_cfg, resolve_lengths
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import BestCheckpointer, CallbackHook, EvalHook, PeriodicCheckpointer
+from trainkit.engine.hooks import checkpoint as checkpoint_module
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.step import SimpleTrainer
 
@@ -304,3 +310,105 @@ def test_each_of_several_metrics_has_a_file_and_of_another_metric_or_mode_no_bes
         assert ("model_best_a_top1", 3) in recorder.saved
     ignored = "The best value of BestCheckpointer is ignored: it is of another metric or mode"
     assert caplog.messages.count(ignored) >= 2
+
+
+class Clock:
+    """A step takes ``step_sec`` seconds."""
+
+    def __init__(self, monkeypatch, step_sec):
+        self.now = 1000.0
+        self.step_sec = step_sec
+        monkeypatch.setattr(checkpoint_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def step(self, iter):
+        self.now += self.step_sec
+
+
+@pytest.mark.parametrize(
+    ("period", "saved"),
+    [
+        # steps of 700 s: 1800 s are over after the third one
+        ("30min", [2, 5, 8]),
+        ("1h 10min", [5]),
+        ("699s", [*range(9)]),
+        ("1d", []),
+    ],
+)
+def test_a_period_in_time_counts_from_the_last_save(monkeypatch, period, saved):
+    clock, recorder = Clock(monkeypatch, 700.0), Recorder()
+    trainer = Steps([PeriodicCheckpointer(recorder, period)], step=clock.step)
+    trainer.train(0, 10)
+    names = [(f"model_{iter:07d}", iter) for iter in saved]
+    assert recorder.saved == [*names, ("model_final", 9)]
+
+
+def test_a_run_that_goes_on_saves_after_a_whole_period_and_none_twice(monkeypatch):
+    clock, recorder = Clock(monkeypatch, 700.0), Recorder()
+    trainer = Steps([PeriodicCheckpointer(recorder, "30min"), stop_at(2)], step=clock.step)
+    trainer.train(0, 10)
+    assert {*recorder.saved} == {("model_0000002", 2)}  # due and stopped in one iteration
+    clock.now += 10**6  # between the two processes
+    recorder = Recorder()
+    again = Steps([PeriodicCheckpointer(recorder, "30min")], step=clock.step)
+    again.load_state_dict(trainer.state_dict())
+    again.train(3, 10)
+    assert recorder.saved == [("model_0000005", 5), ("model_0000008", 8), ("model_final", 9)]
+
+
+def test_the_rotation_counts_saves_of_a_period_in_time(monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, 700.0)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path)
+    hook = PeriodicCheckpointer(checkpointer, "20min", max_to_keep=2)
+    Steps([hook], step=clock.step).train(0, 9)
+    assert [path.name for path in sorted(tmp_path.glob("*.pth"))] == [
+        "model_0000005.pth",
+        "model_0000007.pth",
+        "model_final.pth",
+    ]
+
+
+def test_a_config_takes_a_period_in_time_beside_iterations_and_epochs(tmp_path):
+    for text, accepted in (("30min", True), ("2ep", True), ("30 minutes", False), ("0s", False)):
+        cfg = get_cfg()
+        if accepted:
+            cfg.merge_from_list(["SOLVER.CHECKPOINT_PERIOD", text])
+            check_values(cfg)
+            assert resolve_lengths(cfg, 10).SOLVER.CHECKPOINT_PERIOD in ("30min", 20)
+        else:
+            with pytest.raises(ConfigError, match="CHECKPOINT_PERIOD: got .* or a time"):
+                cfg.merge_from_list(["SOLVER.CHECKPOINT_PERIOD", text])
+    with pytest.raises(ConfigError, match="LOG.PERIOD: got '30min' .*accepted: iterations"):
+        get_cfg().merge_from_list(["LOG.PERIOD", "30min"])
+    cfg = tiny_cfg(tmp_path, "SOLVER.CHECKPOINT_PERIOD", "30min", "CHECKPOINT.START", 5)
+    with pytest.raises(ConfigError, match="PeriodicCheckpointer: start must be 0 if the period is"):
+        DefaultTrainer(cfg)
+    cfg = tiny_cfg(tmp_path, "SOLVER.CHECKPOINT_PERIOD", "1d")
+    DefaultTrainer(cfg).train()
+    assert [path.name for path in tmp_path.glob("*.pth")] == ["model_final.pth"]
+
+
+def saves_by_the_clock_of_rank_0(rank, folder):
+    """Rank 1 has a clock that runs three times as fast."""
+    clock = SimpleNamespace(now=0.0)
+    checkpoint_module.time = SimpleNamespace(monotonic=lambda: clock.now)
+
+    def step(iter):
+        clock.now += 100.0 * (1 + 2 * rank)
+
+    recorder = Recorder()
+    trainer = Steps([PeriodicCheckpointer(recorder, "10min")], step=step)
+    trainer.stop_check_period = 4
+    trainer.train(0, 31)
+    return [iter for _, iter in recorder.saved]
+
+
+@pytest.mark.slow
+def test_all_ranks_save_in_the_same_iteration_by_the_clock_of_rank_0(tmp_path):
+    checks = [saves_by_the_clock_of_rank_0]
+    [found, of_rank_1] = on_two_ranks(checks, tmp_path)["saves_by_the_clock_of_rank_0"]
+    assert found == of_rank_1
+    # 600 s are 6 steps; the ranks exchange after every second step, and read at the next time
+    assert found[-1] == 30
+    gaps = [after - before for before, after in itertools.pairwise([-1, *found[:-1]])]
+    assert len(gaps) >= 3
+    assert all(6 <= gap <= 6 + 4 for gap in gaps)

@@ -1,18 +1,23 @@
 """Hooks that save the model: periodically, and at the best value of a metric."""
 
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.utils.periods import is_last, next_due, say_done
+from trainkit.utils import comm
+from trainkit.utils.periods import is_last, next_due, parse_time, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +28,10 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
 
     A stopped run is saved too. If a save fails (a full disk), the error is logged and the run continues; if it is the
     last save, the run fails on every rank.
+
+    ``period`` may also be a time, such as ``30min``. It counts from the start of ``train()`` and from each save. With
+    several ranks the clock of rank 0 counts, and a save comes at most ``trainer.stop_check_period`` iterations later.
+    ``start`` is then 0.
     """
 
     priority = SAVE_POINT
@@ -38,6 +47,35 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
     _writing: Any = None
     _failure = ""
 
+    def __init__(
+        self,
+        checkpointer: Any,
+        period: int | str,
+        max_iter: int | None = None,
+        max_to_keep: int | None = None,
+        file_prefix: str = "model",
+        *,
+        start: int = 0,
+        save_last: bool = True,
+    ) -> None:
+        self._clock: _SaveClock | None = None
+        if isinstance(period, str):
+            self._clock = _SaveClock(parse_time(period, "period"))
+            period = 0
+            if start != 0:
+                raise ValueError(
+                    f"start must be 0 if the period is a time, got {start!r}; give the period in iterations or epochs"
+                )
+        super().__init__(
+            checkpointer,
+            period,
+            max_iter,
+            max_to_keep,
+            file_prefix,
+            start=start,
+            save_last=save_last,
+        )
+
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
         # a larger number is from another run
@@ -51,6 +89,8 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self._writing, self._failure = None, ""
         if self._final_iter == self.trainer.start_iter and self.max_iter > self._final_iter > 0:
             self._keep_former_final()
+        if self._clock is not None:
+            self._clock.begin(self.trainer)
         if not hasattr(self.trainer, "cfg"):
             logger.info(
                 "These checkpoints do not say how the run was started, so its steps cannot be repeated later"
@@ -63,10 +103,15 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
 
     def after_step(self) -> None:
-        if name := self.name_at(self.trainer.iter):
+        name = self.name_at(self.trainer.iter)
+        if self._clock is not None and self._clock.is_over(self.trainer.iter) and name is None:
+            name = f"{self.file_prefix}_{self.trainer.iter:07d}"
+        if name is not None:
             self._request(name, self.trainer.iter, is_final=is_last(self.trainer))
 
     def next_due(self, done: int) -> int:
+        if self._clock is not None:
+            return done + 1
         return next_due(self.trainer, done, self.period, offset=self.start)
 
     def after_train(self) -> None:
@@ -74,6 +119,8 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         if status == "failed":
             self._settle()
             return
+        if self._clock is not None:
+            self._clock.end()
         if status == "finished" and self.save_last and self._final_iter != iteration + 1:
             self._request(f"{self.file_prefix}_final", iteration, is_final=True)
         elif status == "stopped" and iteration >= 0:
@@ -87,6 +134,8 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             raise CheckpointError("; ".join(failures))
 
     def _request(self, name: str, iteration: int, *, is_final: bool = False) -> None:
+        if self._clock is not None:
+            self._clock.restart()
         if is_final:
             self._final_iter = iteration + 1
         self.trainer.request_save(name, partial(self._save, name, iteration))
@@ -104,6 +153,57 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         # an overridden save may return anything
         error = self._writing.exception() if isinstance(self._writing, Future) else None
         return self._failure or str(error or "")
+
+
+class _SaveClock:
+    """Whether the time from one save to the next is over, with the same answer on all ranks.
+
+    Rank 0 sends its answer in the background, so no rank waits for another: at every n-th iteration the ranks read the
+    answer of the last time, and start to exchange the next one.
+    """
+
+    def __init__(self, period_sec: float) -> None:
+        self._period_sec = period_sec
+
+    def begin(self, trainer: Any) -> None:
+        """Start at 0; every rank calls it in the thread of the loop."""
+        self._every = max(trainer.stop_check_period // 2, 1)
+        self._start_iter = trainer.start_iter
+        # without rank_keys not all ranks have this hook, so they cannot exchange
+        self._group = comm.side_group("time of saves") if trainer.rank_keys else None
+        self._exchange: tuple[dist.Work, torch.Tensor] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """The time counts from now."""
+        self._end_sec = time.monotonic() + self._period_sec
+
+    def is_over(self, iter: int) -> bool:
+        """Every rank calls it after each iteration."""
+        if self._group is None:
+            return time.monotonic() >= self._end_sec
+        # not in the first iteration: an exchange there would turn an error of DDP into a hang
+        if iter == self._start_iter or iter % self._every != 0:
+            return False
+        is_over = self._read()
+        if is_over:
+            self.restart()
+        answer = torch.tensor([time.monotonic() >= self._end_sec], dtype=torch.int32, device="cpu")
+        work = dist.broadcast(answer, src=0, group=self._group, async_op=True)
+        self._exchange = (work, answer)
+        return is_over
+
+    def end(self) -> None:
+        """Wait for the last exchange, which every rank has started."""
+        self._read()
+
+    def _read(self) -> bool:
+        if self._exchange is None:
+            return False
+        work, answer = self._exchange
+        self._exchange = None
+        work.wait()
+        return bool(answer)
 
 
 @HOOK_REGISTRY.register()
