@@ -433,6 +433,19 @@ def test_the_names_that_torch_keeps_in_a_group_are_those_of_this_run():
     assert optimizer.param_groups[0]["param_names"] == [*by_name(model)]
 
 
+def test_a_loaded_state_has_its_settings_in_their_order_so_that_digests_of_it_are_equal():
+    def make():
+        model = Layers(("first", "last"))
+        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False)
+
+    model, optimizer = make()
+    state = saved_state(model, optimizer)
+    other, restored = make()
+    SimpleTrainer(other, data(), restored).load_state_dict(state)
+    [group] = restored.state_dict()["param_groups"]
+    assert [*group] == [*optimizer.state_dict()["param_groups"][0]]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -180,8 +180,10 @@ def _fit(
                 fitted["state"][position] = entry
             places.append(position)
             position += 1
-        # a setting that the checkpoint lacks, as that of a newer version of torch, stays as it is
-        fitted["param_groups"].append({**group, **saved_group.values, "params": places})
+        values = {**saved_group.values, "params": places}
+        for name, value in group.items():  # a newer version of torch may have more settings
+            values.setdefault(name, value)
+        fitted["param_groups"].append(values)
     for key, value in entries.items():
         if not isinstance(key, int):  # values of the optimizer as a whole
             fitted["state"][key] = value
@@ -403,9 +405,9 @@ def load_optimizer(
     own_values = [_values_of_the_run(group) for group in groups]
     optimizer.load_state_dict(fitting if adapt is None else adapt(fitting, optimizer))
     for group, own in zip(optimizer.param_groups, own_values, strict=True):
-        for name in _OF_THE_RUN:
+        for name in _OF_THE_RUN - own.keys():
             group.pop(name, None)
-        group.update(own)
+        group.update(own)  # in their places: the order of the settings stays
     _lay_out_like_parameters(optimizer)
     if changes:
         _logger.warning(
