@@ -72,10 +72,11 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
         return saved.state["trainer"]["origin"]["config"], saved.done
 
     text, iteration = _of_rank_0(find_settings)
+    own_device = cfg.MODEL.DEVICE
     frozen, options = cfg.is_frozen(), getattr(args, "opts", [])
     cfg.defrost()
     use_settings(cfg, text, run)
-    use_a_device_of_this_machine(cfg)
+    use_a_device_of_this_machine(cfg, own_device)
     before = cfg.clone()
     cfg.merge_from_list(options)
     if "IMPORTS" not in options[::2]:

@@ -63,12 +63,12 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
         raise ConfigError(f'{text}; if you trust it, add to your command: IMPORTS "{names!s:.200}"')
 
 
-def use_a_device_of_this_machine(cfg: CfgNode) -> None:
-    """Set MODEL.DEVICE to "auto" if the device of the run is not here, such as a GPU."""
+def use_a_device_of_this_machine(cfg: CfgNode, own_device: str) -> None:
+    """Set MODEL.DEVICE to that of the command if the device of the run, such as a GPU, is not here."""
     try:
         resolve_device(cfg.MODEL.DEVICE)
     except ValueError:
-        cfg.MODEL.DEVICE = "auto"
+        cfg.MODEL.DEVICE = own_device
 
 
 def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:

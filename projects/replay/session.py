@@ -162,9 +162,9 @@ class Session:
         cfg.defrost()
         facts.use_settings(cfg, self.origin["config"], self.run)
         facts.refuse_imports(cfg.IMPORTS, given.IMPORTS)
+        facts.use_a_device_of_this_machine(cfg, given.MODEL.DEVICE)
         if given.MODEL.DEVICE == "auto":  # default_setup named a device in the run; no difference
-            given.MODEL.DEVICE = cfg.MODEL.DEVICE
-        facts.use_a_device_of_this_machine(cfg)
+            given.MODEL["DEVICE"] = cfg.MODEL.DEVICE  # by item, since it may be frozen
         for key, now, value in () if has_options else facts.changes_since(cfg, given):
             self.notes.append(
                 f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now"

@@ -455,6 +455,27 @@ def test_modules_that_only_writers_import_are_no_difference(tmp_path, monkeypatc
     assert "not as in the run" not in found.stdout
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_run_on_a_gpu_that_is_not_here_is_replayed_on_the_device_of_the_command(
+    run, tmp_path, device
+):
+    def change(state):
+        origin = state["trainer"]["origin"]
+        assert "DEVICE: cpu\n" in origin["config"]
+        origin["config"] = origin["config"].replace("DEVICE: cpu\n", "DEVICE: cuda:99\n")
+
+    copy = changed_copy(run, tmp_path, change)
+    found = replay(copy, 6, Job(tmp_path, "MODEL.DEVICE", device), verdict=False)
+    assert next(iter(found.gradients.values())).device.type == "cpu"
+    assert found.differences == []  # the tests of trainkit run on a CPU here
+
+
+def test_a_run_on_auto_is_replayed_by_its_command_without_a_difference(tmp_path):
+    job = Job(tmp_path, "MODEL.DEVICE", "auto")
+    job()
+    assert replay(tmp_path, 6, job, verdict=False).differences == []
+
+
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run, tmp_path):
     for kind, arguments, message in [
         (
