@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 from torch.utils.data import ConcatDataset
-from trainkit.projects.evaluators.counting import num_samples
 from trainkit.projects.preflight.divided import READ_SEC, Draw, missing
 from trainkit.projects.preflight.evaluated import (
     Evaluation,
@@ -202,7 +201,7 @@ def _last_batch(loader: Any) -> int | None:
     """The number of samples in the last batch of a pass, if it is smaller; None if that is not known."""
     size = getattr(loader, "batch_size", None)
     sampler = getattr(loader, "sampler", None)
-    if not size or not isinstance(sampler, Sized) or loader.drop_last:
+    if not size or not isinstance(sampler, Sized) or getattr(loader, "drop_last", True):
         return None
     try:
         return len(sampler) % size
@@ -251,7 +250,8 @@ def values(job: Job) -> Iterator[Finding]:
     again, state = digest(job.build().fetch()), digest(get_rng_state())
     names = job.cfg.DATASETS
     train = _indexed(names.TRAIN)
-    others = _indexed({*names.VAL, *names.TEST} - {*names.TRAIN})
+    names_of_others = {*names.VAL, *names.TEST}
+    others = _indexed(names_of_others - {*names.TRAIN})
     is_idle = bool(train) and len({digest(train[0]) for _ in range(8)}) == 1
     is_idle = is_idle and digest(get_rng_state()) != state
     text = (
@@ -261,6 +261,10 @@ def values(job: Job) -> Iterator[Finding]:
     yield judge(
         "augmentation", is_idle or again != digests[0], text, "use the global random generators"
     )
+    if names_of_others and names_of_others <= {*names.TRAIN}:
+        text = "all datasets of VAL and TEST are in TRAIN"
+        yield judge("overlap", True, text, "evaluate on other samples", LOOK)
+        raise NotAsked("VAL and TEST are TRAIN", "classes")
     yield from _divided(train, others)
 
 
@@ -326,12 +330,7 @@ def evaluates(job: Job) -> Iterator[Finding]:
         yield judge("evaluates", True, text, "the evaluation has to run")
         raise NotAsked("the evaluation fails", "val_labels, val_inputs")
     model = unwrap_model(job.learned.model)
-    names = job.cfg.DATASETS.VAL or job.cfg.DATASETS.TEST
-    batches = list[Any]()
-    if names:
-        loader = job.learned.build_test_loader(job.learned.cfg, names[0])
-        number = min(max(64, 8 * num_samples(job.batches[0])), 512)
-        batches = moved(draw_batches(loader, number), model)
+    batches, reason = _val_batches(job, model)
     faults = [f"it changes {name} of the model" for name in evaluation.changed]
     if evaluation.different:
         faults.append(f"a second evaluation gives other values of {some(evaluation.different)}")
@@ -345,9 +344,22 @@ def evaluates(job: Job) -> Iterator[Finding]:
     )
 
     if not batches:
-        raise NotAsked("DATASETS.VAL and TEST name no data", "val_labels, val_inputs")
+        raise NotAsked(reason, "val_labels, val_inputs")
     yield _val_labels(job.answers, ask_model(model, batches))
     yield _val_inputs(fields_of(job.batches), fields_of(batches))
+
+
+def _val_batches(job: Job, model: nn.Module) -> tuple[list[Any], str]:
+    """Random samples of the first dataset of VAL, on the device; or none, with the reason."""
+    names = job.cfg.DATASETS.VAL or job.cfg.DATASETS.TEST
+    if not names:
+        return [], "DATASETS.VAL and TEST are empty"
+    number = min(max(64, 8 * job.cfg.SOLVER.IMS_PER_BATCH), 512)
+    try:
+        loader = job.learned.build_test_loader(job.learned.cfg, names[0])
+        return moved(draw_batches(loader, number), model), "the loader of VAL gives no batch"
+    except Exception as error:  # the evaluation works, so it has its own loader
+        return [], f"build_test_loader gives no batches: {type(error).__name__}: {error}"[:200]
 
 
 def _val_labels(train: Any, val: Any) -> Finding:

@@ -182,6 +182,8 @@ class Trainer(DefaultTrainer):
         plant = cfg.MODEL.PLANT
         if plant == "evaluation fails":
             raise RuntimeError("no such metric")
+        if plant == "evaluation of its own":
+            return {"classification": {"top1": 50.0}}
         results = super().test(cfg, model, evaluators)
         if plant == "evaluation changes weights":
             model.head.weight.data.mul_(0.99)
@@ -194,6 +196,12 @@ class Trainer(DefaultTrainer):
         if plant == "evaluation draws":
             results["classification"]["top1"] += float(torch.rand(()))
         return results
+
+    @classmethod
+    def build_test_loader(cls, cfg, dataset_name):
+        if cfg.MODEL.PLANT == "evaluation of its own":
+            raise NotImplementedError("test() has its own data")
+        return super().build_test_loader(cfg, dataset_name)
 
     @classmethod
     def build_lr_scheduler(cls, cfg, optimizer):
