@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
-from trainkit.projects.evaluators.counting import num_samples
+from trainkit.projects.evaluators.samples import SampleCounter
 from trainkit.projects.replay.checkpoints import (
     Saved,
     Values,
@@ -251,7 +251,11 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     batch norm does not accept a single one. If the step does not fail, the sample with the largest loss is named.
     ``batch``: a list of samples, or nested containers of tensors whose first dimension is the sample.
     """
-    model, rng, size = unwrap_model(step.model), get_rng_state(), num_samples(batch)
+    model = unwrap_model(step.model)
+    rng = get_rng_state()
+    count = SampleCounter(model, step.data_loader)
+    size = count(batch)
+    is_list = count.is_list(batch)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def try_batch(batch: Any) -> tuple[str, float]:
@@ -271,7 +275,7 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     try:
         failure, alone = (
             try_batch(batch)[0],
-            {names[i]: try_batch(_twice(batch, i, size)) for i in range(size)},
+            {names[i]: try_batch(_twice(batch, i, size, is_list)) for i in range(size)},
         )
     finally:
         del step.call_model
@@ -290,12 +294,8 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> str:
     return text
 
 
-def _twice(batch: Any, row: int, size: int) -> Any:
-    if (
-        isinstance(batch, list)
-        and len(batch) == size
-        and not any(isinstance(value, Tensor) for value in batch)
-    ):
+def _twice(batch: Any, row: int, size: int, is_list: bool) -> Any:
+    if is_list:
         return [batch[row]] * 2
     return tree_map_only(
         Tensor, lambda value: value[[row, row]] if value.shape[:1] == (size,) else value, batch

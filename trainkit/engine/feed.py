@@ -23,6 +23,7 @@ class Feed:
         drawn: the number of batches drawn in this iteration; the trainer sets it to 0 at the start.
         move: a function ``(batch, device)`` that brings a batch to the device of the model, if this is not a CPU.
         before_pass: called with ``drawn`` before the loader is iterated again.
+        watchers: functions that are called with each batch, such as one that counts samples.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -30,6 +31,7 @@ class Feed:
         self.drawn = 0
         self.before_pass: Callable[[int], None] | None = None
         self.move = move_to_device
+        self.watchers: list[Callable[[Any], None]] = []
 
     @property
     def loader(self) -> Iterable[Any]:
@@ -83,6 +85,8 @@ class Feed:
                     "again and has at least one batch (is the dataset smaller than a batch, with drop_last?)"
                 )
         self.drawn += 1
+        for watch in self.watchers:
+            watch(batch)
         return batch if device.type == "cpu" else self.move(batch, device)
 
     def iters_per_epoch(self, accumulation_steps: int) -> int:

@@ -46,6 +46,26 @@ def observe_inference(observer: Any, phase: Phase) -> Iterator[None]:
         observers.pop()
 
 
+labels: list[str] = [""]  # the last one counts
+
+
+@contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Context in which tables of results have a label, such as "ema", if a dataset is evaluated more than once."""
+    labels.append(label)
+    try:
+        yield
+    finally:
+        labels.pop()
+
+
+def say_results_of(name: str) -> str:
+    """The title of a table of results: ``Results on digits_test (ema):``."""
+    if labels[-1]:
+        return f"Results on {name} ({labels[-1]}):"
+    return f"Results on {name}:"
+
+
 def for_details() -> int:
     """The level of a log line with details of an evaluation."""
     return logging.DEBUG if observers[-1][0].is_training() else logging.INFO
