@@ -29,7 +29,7 @@ LAYERS = [
     ["trainkit.engine.folders"],
     ["trainkit.engine.setup"],
     ["trainkit.engine.build"],
-    ["trainkit.engine.parts"],
+    ["trainkit.engine.parts", "trainkit.engine.monitored"],
     ["trainkit.engine.defaults"],
     ["trainkit.engine.entry"],
     ["trainkit.engine"],

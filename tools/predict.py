@@ -45,7 +45,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
-from trainkit.projects.evaluators.counting import num_samples
+from trainkit.projects.evaluators.samples import SampleCounter
 from user_job import SCRIPT_HELP, find_trainer, positive
 
 from trainkit.checkpoint import CheckpointError
@@ -237,7 +237,8 @@ def predict_dataset(
     batches: Iterable[tuple[list[Any], Any]]
     if not trainer.is_default("build_test_loader"):
         loader = trainer.build_test_loader(predictor.cfg, name)
-        batches = ((_told_of_batch(batch), batch) for batch in loader)
+        count = SampleCounter(predictor.model, loader)
+        batches = ((_told_of_batch(batch, count(batch)), batch) for batch in loader)
     elif name not in DatasetCatalog:
         raise ConfigError(f"--dataset: {DatasetCatalog.explain_unknown(name)}")
     elif hasattr(dataset := DatasetCatalog.get(name), "__getitem__"):
@@ -392,8 +393,7 @@ def _told(sample: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if type(value) in (int, str)}
 
 
-def _told_of_batch(batch: Any) -> list[dict[str, Any]]:
-    num = num_samples(batch)
+def _told_of_batch(batch: Any, num: int) -> list[dict[str, Any]]:
     if isinstance(batch, Mapping):
         columns = {name: batch[name] for name in TOLD if name in batch and len(batch[name]) == num}
         return [_told({name: values[i] for name, values in columns.items()}) for i in range(num)]

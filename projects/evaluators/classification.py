@@ -78,6 +78,11 @@ class ClassificationEvaluator(CountingEvaluator):
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
         return {}
 
+    def metric_names(self) -> Sequence[str] | None:
+        if type(self).__module__ != __name__:
+            return None  # a subclass that may report more
+        return [*(f"top{k}" for k in self._topk), "mean_class_accuracy"]
+
     def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """``hits_at[j]``: how often the label has the j-th highest score."""
         return {"samples": (num_classes,), "right": (num_classes,), "hits_at": (self._topk[-1],)}

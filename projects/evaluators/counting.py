@@ -1,4 +1,4 @@
-"""The common part of evaluators that compare scores with labels and count, and the samples of a batch."""
+"""The common part of evaluators that compare scores with labels and count."""
 
 import logging
 import math
@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from trainkit.evaluation.evaluator import DatasetEvaluator
+from trainkit.evaluation.evaluator import DatasetEvaluator, KnownResults
 from trainkit.evaluation.observer import for_details
 from trainkit.utils import comm
 from trainkit.utils.logger import format_table
@@ -72,6 +71,15 @@ class CountingEvaluator(DatasetEvaluator):
         confusion = self._counts["confusion"]
         entries = torch.where(valid, labels * len(confusion) + predicted, 0)
         confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().long())
+
+    def known_results(self) -> KnownResults | None:
+        if type(self).evaluate is not CountingEvaluator.evaluate:
+            return None  # a subclass that may report something else
+        return {self._task: self.metric_names()}
+
+    def metric_names(self) -> Sequence[str] | None:
+        """The names that ``compute_metrics`` gives, if they are known before; None: they depend on the data."""
+        return None
 
     def evaluate(self) -> dict[str, Any]:
         """``{task: metrics}`` of all ranks, on rank 0; ValueError, on every rank, if a label was out of range."""
@@ -141,15 +149,3 @@ def labels_of(inputs: Any, key: str) -> Tensor:
         for sample in samples
     ]
     return labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)
-
-
-def num_samples(batch: Any) -> int:
-    """The first dimension of the first tensor; for a list of samples, its length."""
-    if isinstance(batch, list) and not any(isinstance(entry, Tensor) for entry in batch):
-        return len(batch)
-    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
-    raise TypeError(
-        f"a batch of type {type(batch).__name__} is no list of samples and holds no tensor to count"
-    )

@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
+from trainkit.evaluation.observer import labelled
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.loading import load_plugin
 from trainkit.utils.periods import check_number, check_period
@@ -76,7 +78,8 @@ class ModelAverage:
     """A running average of the weights of ``model``; of a sharded model each rank averages its shards.
 
     Parameters are averaged; buffers are averaged if ``average_buffers``, else copied, unless they are not persistent.
-    Tensors that are not floating-point are copied. ``steps`` counts the updates. Nothing waits for the device.
+    Tensors that are not floating-point are copied. An average of a 16-bit tensor is in float32: in 16 bits its updates
+    would be rounded away. ``steps`` counts the updates. Nothing waits for the device.
     """
 
     is_held = False  # whether the model holds the average now
@@ -84,14 +87,21 @@ class ModelAverage:
     def __init__(
         self, model: nn.Module, rule: Callable[[int], float], *, average_buffers: bool = False
     ) -> None:
-        self.steps, self._model, self._rule = 0, model, rule
+        self.steps = 0
+        self._model = model
+        self._rule = rule
         self._is_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
-        own = self._tensors()
-        once = {
-            id(tensor): tensor.detach().clone() for tensor in own.values()
-        }  # modules may share a tensor
-        self._averages = {name: once[id(tensor)] for name, tensor in own.items()}
-        # (averages, sources): one foreach call for all tensors of one device and dtype
+        averaged = {id(parameter) for parameter in model.parameters()}
+        if average_buffers:
+            averaged |= {id(buffer) for buffer in model.buffers()}
+        once: dict[int, Tensor] = {}  # modules may share a tensor
+        self._averages: dict[str, Tensor] = {}
+        for name, tensor in self._tensors().items():
+            if id(tensor) not in once:
+                own = tensor.detach().clone()
+                once[id(tensor)] = _widened(own) if id(tensor) in averaged else own
+            self._averages[name] = once[id(tensor)]
+        # (averages, sources): one foreach call for all tensors of one device and dtypes
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in model.named_parameters():
             self._add(self._averages[name], source.detach(), True)
@@ -132,14 +142,18 @@ class ModelAverage:
             _local_part(average).copy_(_local_part(saved))
 
     @contextmanager
-    def held(self) -> Iterator[nn.Module]:
-        """Context in which the model holds the average, without its own weights; every rank enters it."""
+    def held(self, label: str = "") -> Iterator[nn.Module]:
+        """Context in which the model holds the average, without its own weights; every rank enters it.
+
+        Tables of results have the ``label`` there.
+        """
         own = [_local_part(tensor.detach()) for tensor in self._tensors().values()]
         former = [tensor.clone() for tensor in own]
         torch._foreach_copy_(own, [_local_part(average) for average in self._averages.values()])
         self.is_held = True
         try:
-            yield self._model
+            with labelled(label):
+                yield self._model
         finally:
             self.is_held = False
             self._tensors()
@@ -153,9 +167,8 @@ class ModelAverage:
 
     def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
         averaged = averaged and (average.is_floating_point() or average.is_complex())
-        averages, sources = self._groups.setdefault(
-            (averaged, average.device, average.dtype), ([], [])
-        )
+        key = (averaged, average.device, average.dtype, source.dtype)
+        averages, sources = self._groups.setdefault(key, ([], []))
         averages.append(_local_part(average))
         sources.append(_local_part(source))
         return sources
@@ -166,11 +179,30 @@ class ModelAverage:
             sources[i] = buffers[
                 name
             ]  # a model may replace a buffer by a new tensor; parameters stay the same tensors
-        for (averaged, _, _), (averages, sources) in self._groups.items():
+        for (averaged, _, dtype, source_dtype), (averages, sources) in self._groups.items():
             if weight == 1 or not averaged:
                 torch._foreach_copy_(averages, sources)
             elif weight > 0:
+                if dtype != source_dtype:
+                    sources = [source.to(dtype) for source in sources]
                 torch._foreach_lerp_(averages, sources, weight)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In float32, if it has fewer bits."""
+    if tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize:
+        return tensor.float()
+    return tensor
+
+
+def weight_of_start(rule: Callable[[int], float], num_updates: int) -> float:
+    """The weight of the first weights in an average after ``num_updates`` updates; only exact above one half."""
+    weight = 1.0
+    for steps in range(1, num_updates):
+        weight *= 1.0 - rule(steps)
+        if weight <= 0.5:
+            break
+    return weight
 
 
 def _sharding() -> Any:
@@ -183,6 +215,12 @@ def _local_part(tensor: Any) -> Any:
 
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _labelled_raw(model: nn.Module) -> Iterator[nn.Module]:
+    with labelled("raw"):
+        yield model
 
 
 @HOOK_REGISTRY.register()
@@ -219,14 +257,16 @@ class EMAHook(HookBase):
         if buffers not in ("copy", "average") or evaluate not in ("ema", "raw", "both"):
             accepted = 'buffers must be "copy" or "average", and evaluate "ema", "raw" or "both"'
             raise ValueError(f"{accepted}; got {buffers!r} and {evaluate!r}")
-        self._rule, self._begin = (
-            averaging_rule(kind, decay, gamma, interval),
-            check_period("begin", begin),
-        )
-        self._average_buffers, self.evaluate = buffers == "average", evaluate
+        self._rule = averaging_rule(kind, decay, gamma, interval)
+        self._begin = check_period("begin", begin)
+        self._average_buffers = buffers == "average"
+        self.evaluate = evaluate
         if evaluate == "raw":  # then this hook offers no other model
             self.evaluated_models = super().evaluated_models  # type: ignore[method-assign, assignment]
         self._was_evaluated = False  # whether an evaluation has used the average
+        self._has_own_statistics = (
+            False  # whether its buffers are of its own weights, see `compute_statistics`
+        )
         self._average: ModelAverage | None = None
         self._waiting_state: dict[str, Any] = {}
 
@@ -240,7 +280,11 @@ class EMAHook(HookBase):
             raise ConfigError(
                 f"begin of EMAHook is {self._begin}, but the run has only {end} iterations"
             )
+        self._warn_of_a_heavy_start(end)
+        self._name_other_statistics()
         done = self.trainer.start_iter
+        if done == 0:
+            self._has_own_statistics = False
         state = {} if done == 0 else self.state_dict()
         if not state and done >= max(self._begin, 1):
             logger.warning(
@@ -248,8 +292,40 @@ class EMAHook(HookBase):
             )
         self._make_average(self.trainer.model, state)
 
+    def _warn_of_a_heavy_start(self, end: int) -> None:
+        num_updates = end - max(self._begin - 1, 0)
+        if num_updates < 2:
+            return
+        weight = weight_of_start(self._rule, num_updates)
+        if weight > 0.5:
+            text = (
+                "EMAHook: after its %d updates the weights with which the average starts are still %.0f %% of it; "
+                "take a smaller decay, such as %.2g, or another kind"
+            )
+            # one whose start has a weight of 0.1 %
+            smaller = 0.001 ** (1 / num_updates)
+            logger.warning(text, num_updates, 100 * weight, smaller)
+
+    def _name_other_statistics(self) -> None:
+        if self.evaluate == "raw" or self._average_buffers:
+            return
+        if any(type(hook).__name__ == "PreciseBN" for hook in self.trainer.hooks):
+            return
+        layers = [
+            layer
+            for layer in unwrap_model(self.trainer.model).modules()
+            if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
+        ]
+        if layers:
+            text = (
+                "EMAHook: %d batch norm layers have the statistics of the model's own weights, also where the average "
+                "is evaluated; TEST.PRECISE_BN.ENABLED computes those of the average"
+            )
+            logger.info(text, len(layers))
+
     def after_step(self) -> None:
         assert self._average is not None
+        self._has_own_statistics = False
         if self.trainer.iter + 1 < self._begin:
             self._average.restart()
         else:
@@ -257,8 +333,18 @@ class EMAHook(HookBase):
 
     def copy_buffers(self) -> None:
         """Copy the model's buffers again, unless they are averaged: later hooks may have changed them."""
-        if self._average is not None:
+        if self._average is not None and not self._has_own_statistics:
             self._average.copy()
+
+    def compute_statistics(self, compute: Callable[[], None]) -> None:
+        """Call ``compute`` while the model holds the average; it has these buffers until its next update."""
+        if self._average is None or self._average_buffers or self.evaluate == "raw":
+            return
+        self._average.copy()  # the other buffers
+        with self._average.held():
+            compute()
+            self._average.copy()
+        self._has_own_statistics = True
 
     def evaluated_models(self, model: nn.Module) -> dict[str, AbstractContextManager[nn.Module]]:
         """The average, and for "both" the model with the prefix "raw"; without an average only ``model``."""
@@ -269,11 +355,10 @@ class EMAHook(HookBase):
             return {"": nullcontext(model)}
         self.copy_buffers()
         self._was_evaluated = True
-        logger.info("Evaluating the averaged weights")
-        return {
-            "": self._average.held(),
-            **({"raw": nullcontext(model)} if self.evaluate == "both" else {}),
-        }
+        models: dict[str, AbstractContextManager[nn.Module]] = {"": self._average.held(label="ema")}
+        if self.evaluate == "both":
+            models["raw"] = _labelled_raw(model)
+        return models
 
     def before_save(self, state: dict[str, Any]) -> None:
         """Make the average the ``model`` of a best checkpoint that it was chosen for."""
@@ -288,7 +373,9 @@ class EMAHook(HookBase):
         if not is_raw:
             trained, average = state["model"], self.state_dict()["model"]
             state[TRAINED], state["model"] = trained, copy.copy(trained)  # copy keeps _metadata
-            state["model"].update((name, average[name]) for name in trained if name in average)
+            for name, value in trained.items():
+                if name in average:  # in the precision in which it was scored
+                    state["model"][name] = average[name].to(value.dtype)
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
         average = ModelAverage(
@@ -297,15 +384,20 @@ class EMAHook(HookBase):
         if state:
             average.load_state_dict(state["model"])
             average.steps = state["steps"]
+            self._has_own_statistics = state.get("has_own_statistics", False)
         self._average, self._waiting_state = average, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """``model`` (the state of the average), ``steps`` and ``was_evaluated``; empty before the first run."""
+        """``model`` (the state of the average), and what was done with it; empty before the first run."""
         if self._waiting_state or self._average is None:
             return self._waiting_state
         self.copy_buffers()
-        counts = {"steps": self._average.steps, "was_evaluated": self._was_evaluated}
-        return {"model": self._average.state_dict(), **counts}
+        return {
+            "model": self._average.state_dict(),
+            "steps": self._average.steps,
+            "was_evaluated": self._was_evaluated,
+            "has_own_statistics": self._has_own_statistics,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._was_evaluated = state_dict.get("was_evaluated", False)

@@ -33,7 +33,8 @@ class PreciseBN(HookBase):
     ``data_loader``, in train mode and over all ranks, as if these were one batch; see Wu and Johnson, "Rethinking
     'Batch' in BatchNorm", section 3. So a batch counts by its size. The loader, which only this hook uses, starts again
     each time, so the result is a function of the weights. Random state and all other buffers are restored. Layers in
-    eval mode, and layers that no value reaches, keep their statistics. Without batch norm in train mode, the hook does
+    eval mode, and layers that no value reaches, keep their statistics. The average of an `EMAHook` that copies buffers
+    gets statistics of its own. Without batch norm in train mode, the hook does
     nothing. With ``period`` 0 it runs only after the last iteration. ``start``: if not 0, it first runs after this many
     iterations, as an evaluation with TEST.EVAL_START.
 
@@ -100,6 +101,9 @@ class PreciseBN(HookBase):
     def after_step(self) -> None:
         if self._layers and is_due(self.trainer, self._period, offset=self._start, or_last=True):
             self.update_stats()
+            for hook in self.trainer.hooks:
+                if isinstance(hook, EMAHook):
+                    hook.compute_statistics(self.update_stats)
 
     def state_dict(self) -> dict[str, Any]:
         return {"data": self._data_state}  # where the loader starts each time

@@ -111,7 +111,9 @@ def publish_weights(
         raise CheckpointError(
             f"'{path}' has no weights {weights!r} to publish; averages come from an EMAHook"
         )
-    chosen, frozen = {**state["model"], **averaged}, frozen or {}
+    chosen, frozen = dict(state["model"]), frozen or {}
+    for name, average in averaged.items():  # an average of 16-bit weights is in float32
+        chosen[name] = average.to(chosen[name].dtype) if name in chosen else average
     left_out = state.get("frozen_digests", {}).keys() - chosen.keys()
     if absent := sorted(left_out - frozen.keys()):
         raise CheckpointError(

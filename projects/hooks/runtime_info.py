@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trainkit.projects.evaluators.counting import num_samples
+from trainkit.projects.evaluators.samples import SampleCounter
 from trainkit.projects.solver_extras.rules import group_names
 
 from trainkit.config import ConfigError
@@ -137,7 +137,8 @@ class Throughput(HookBase):
     """Store ``samples_per_sec``, over all ranks and the last ``period`` iterations.
 
     The time is the host time of the steps, with data loading, without the hooks between them. The hook does not wait
-    for the device. It counts the samples in ``trainer.batch`` by `num_samples`.
+    for the device. It counts the samples of each micro-batch by a `SampleCounter`; of a trainer without a ``feed``,
+    those of ``trainer.batch``.
 
     If the model has ``flops_per_sample`` (a number, or a method without arguments: operations of forward and backward
     pass), ``mfu_pct`` is stored too: these operations as a percentage of ``peak_tflops``, see Chowdhery et al., "PaLM",
@@ -165,23 +166,31 @@ class Throughput(HookBase):
         if peak is None and any(parameter.is_cuda for parameter in model.parameters()):
             peak = peak_tflops_of(torch.cuda.get_device_name())
         self._mfu_pct_per_sample = 100 * flops / 1e12 / peak if flops and peak else None
+        self._count = SampleCounter(model, getattr(self.trainer, "data_loader", None))
+        if hasattr(self.trainer, "feed"):
+            self.trainer.feed.watchers.append(self._see)
         comm.side_group("metrics")  # created here, in the thread of the loop
+
+    def _see(self, batch: Any) -> None:
+        self._samples += self._count(batch)
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()
 
     def after_step(self) -> None:
         self._sec += time.perf_counter() - self._step_begin
-        number = (
-            self.trainer.feed.drawn if hasattr(self.trainer, "feed") else 1
-        )  # micro-batches, of equal size
-        self._samples += number * num_samples(self.trainer.batch)
+        if not hasattr(self.trainer, "feed"):
+            self._see(self.trainer.batch)
         if is_due(self.trainer, self._period, or_last=True):
             # after the metrics of this step, which use the same process group
             self.trainer.storage.publish(
                 partial(self._store, self.trainer.iter, self._samples, self._sec)
             )
             self._samples, self._sec = 0, 0.0
+
+    def after_train(self) -> None:
+        if hasattr(self.trainer, "feed"):
+            self.trainer.feed.watchers.remove(self._see)
 
     def _store(self, iter: int, samples: int, sec: float) -> None:
         [mean], _ = exchange_rows([Row(iter, sec, {"samples": float(samples)})], 1)

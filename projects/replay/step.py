@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
-from trainkit.projects.evaluators.counting import num_samples
+from trainkit.projects.evaluators.samples import SampleCounter
 from trainkit.projects.replay.checkpoints import (
     Place,
     Saved,
@@ -309,7 +309,11 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> tuple[bool, str
     ``batch``: a list of samples, or nested containers of tensors whose first dimension is the sample. Returns whether
     the whole batch fails, and a text.
     """
-    model, rng, size = unwrap_model(step.model), get_rng_state(), num_samples(batch)
+    model = unwrap_model(step.model)
+    rng = get_rng_state()
+    count = SampleCounter(model, step.data_loader)
+    size = count(batch)
+    is_list = count.is_list(batch)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def try_batch(batch: Any) -> tuple[str, float]:
@@ -329,7 +333,7 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> tuple[bool, str
     try:
         failure, alone = (
             try_batch(batch)[0],
-            {names[i]: try_batch(_twice(batch, i, size)) for i in range(size)},
+            {names[i]: try_batch(_twice(batch, i, size, is_list)) for i in range(size)},
         )
     finally:
         del step.call_model
@@ -350,12 +354,8 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> tuple[bool, str
     return False, text
 
 
-def _twice(batch: Any, row: int, size: int) -> Any:
-    if (
-        isinstance(batch, list)
-        and len(batch) == size
-        and not any(isinstance(value, Tensor) for value in batch)
-    ):
+def _twice(batch: Any, row: int, size: int, is_list: bool) -> Any:
+    if is_list:
         return [batch[row]] * 2
     return tree_map_only(
         Tensor, lambda value: value[[row, row]] if value.shape[:1] == (size,) else value, batch

@@ -68,7 +68,7 @@ def unused_keys(cfg: CfgNode) -> set[str]:
     if test.EVAL_PERIOD == 0:
         add("TEST", "EVAL_START")
     if not cfg.EARLY_STOPPING.METRIC:
-        add("EARLY_STOPPING", "MODE PATIENCE MIN_DELTA THRESHOLD")
+        add("EARLY_STOPPING", "MODE PATIENCE MIN_DELTA MIN_DELTA_MODE THRESHOLD DIVERGENCE START")
     if cfg.MODEL.PARALLEL != "ddp":
         add("MODEL.DDP", "COMPRESSION")
     if cfg.DATALOADER.NUM_WORKERS == 0:

@@ -175,7 +175,7 @@ _C.CHECKPOINT.SAVE_LAST = True
 _C.CHECKPOINT.FORMAT = ""
 # How many periodic files are kept. None: all. model_final and model_best always stay.
 _C.CHECKPOINT.MAX_TO_KEEP = None
-# Such as "classification/top1", or a list of names. None: no best checkpoint.
+# Such as "classification/top1", or a list. None: no best checkpoint. Its evaluator must exist.
 _C.CHECKPOINT.BEST_METRIC = None
 # "max": larger values are better. "min": smaller. "auto": by the metric's name, see the log.
 _C.CHECKPOINT.BEST_MODE = "auto"
@@ -184,7 +184,7 @@ _C.CHECKPOINT.BEST_MODE = "auto"
 _C.HOOKS = []
 
 _C.TEST = CN()
-# Names in EVALUATOR_REGISTRY that DefaultTrainer.build_evaluator uses.
+# Names in EVALUATOR_REGISTRY, or {NAME: LossEvaluator, WEIGHT: num_tokens} with arguments.
 _C.TEST.EVALUATORS = []
 # Samples per batch on each rank.
 _C.TEST.IMS_PER_BATCH = 64
@@ -200,7 +200,7 @@ _C.TEST.EVAL_AT_START = False
 _C.TEST.EXPECTED_RESULTS = []
 
 _C.EARLY_STOPPING = CN()
-# Such as "classification/top1". "": no early stopping.
+# Such as "classification/top1". "": no early stopping. Its evaluator must exist.
 _C.EARLY_STOPPING.METRIC = ""
 # "max": larger values are better. "min": smaller. "auto": by the metric's name, see the log.
 _C.EARLY_STOPPING.MODE = "auto"
@@ -208,8 +208,14 @@ _C.EARLY_STOPPING.MODE = "auto"
 _C.EARLY_STOPPING.PATIENCE = 3
 # A smaller improvement does not count.
 _C.EARLY_STOPPING.MIN_DELTA = 0.0
+# "abs": MIN_DELTA is a difference. "rel": a fraction of the best value.
+_C.EARLY_STOPPING.MIN_DELTA_MODE = "abs"
 # A number: also stop as soon as METRIC is better than it.
 _C.EARLY_STOPPING.THRESHOLD = None
+# A number: also stop as soon as METRIC is worse than it.
+_C.EARLY_STOPPING.DIVERGENCE = None
+# Values count after this many iterations. Those before do not count at all.
+_C.EARLY_STOPPING.START = 0
 
 _C.LOG = CN()
 # The number of iterations from one call of the writers to the next.
@@ -243,13 +249,15 @@ ACCEPTED: dict[Any, str] = {
     "LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH SOLVER.NON_FINITE.MAX_IN_ROW "
     "STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
     "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR "
+    "EARLY_STOPPING.START "
     "SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD SOLVER.GAMMA SOLVER.NUM_DECAYS SOLVER.STEPS "
     "SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM "
     "TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES",
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
-    "(-inf, inf)": "EARLY_STOPPING.THRESHOLD",
+    "(-inf, inf)": "EARLY_STOPPING.DIVERGENCE EARLY_STOPPING.THRESHOLD",
+    ("abs", "rel"): "EARLY_STOPPING.MIN_DELTA_MODE",
     ("auto", "max", "min"): "CHECKPOINT.BEST_MODE EARLY_STOPPING.MODE",
     ("", "highest", "high", "medium"): "FLOAT32_PRECISION",
     ("DEBUG", "INFO", "WARNING", "ERROR"): "LOG.LEVEL",

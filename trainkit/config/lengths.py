@@ -16,6 +16,7 @@ LENGTH_KEYS = frozenset(
     {
         *("SOLVER.MAX_ITER", "SOLVER.STEPS", "SOLVER.WARMUP_ITERS", "SOLVER.CHECKPOINT_PERIOD"),
         *("CHECKPOINT.START", "TEST.EVAL_PERIOD", "TEST.EVAL_START", "LOG.PERIOD", "VIS_PERIOD"),
+        "EARLY_STOPPING.START",
     }
 )
 """Keys of a config that take iterations or epochs; SOLVER.STEPS takes a list of them."""

@@ -2,9 +2,10 @@
 
 import copy
 import io
+import itertools
 import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -128,3 +129,17 @@ class _SamplePickler(pickle.Pickler):
 serialize_methods: list[Callable[[Sequence[Any]], Any]] = [
     _PickledSamples
 ]  # the last one is in use
+
+
+class FirstBatches:
+    """The first ``number`` batches of a loader. What the loader says about its batches stays."""
+
+    def __init__(self, loader: Iterable[Any], number: int) -> None:
+        self._loader = loader
+        self._number = number
+        self.collate_fn = getattr(loader, "collate_fn", None)
+        if hasattr(loader, "num_samples"):
+            self.num_samples = loader.num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._loader, self._number)

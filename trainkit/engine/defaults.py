@@ -33,6 +33,7 @@ from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.loop import TrainerBase
+from trainkit.engine.monitored import check_monitored_metrics
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.parts import DefaultParts
 from trainkit.engine.process import is_restarted
@@ -220,7 +221,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             The results of the last evaluation, on rank 0.
 
         Raises:
-            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR, also one of this process.
+            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR, also one of this process; a hook follows a
+                metric that cannot come.
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
             OSError: the run is at its end, but not all of its results are on the disk.
         """
@@ -242,6 +244,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             self.max_iter if max_iter is None else max_iter,
             Path(checkpoint_dir(self.cfg), "finished"),
         )
+        check_monitored_metrics(self)
         starts_over = start_iter == 0 and self.last_done_iter >= 0
         has_loaded, self._has_loaded = self._has_loaded, False
         uses_folders = False

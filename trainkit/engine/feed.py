@@ -24,6 +24,7 @@ class Feed:
         move: a function ``(batch, device)`` that brings a batch to the device of the model, if this is not a CPU.
         num_passes: the passes over the present loader that have ended.
         before_pass: called before each pass over the loader; `SimpleTrainer` tells samplers and datasets the epoch.
+        watchers: functions that are called with each batch, such as one that counts samples.
     """
 
     num_passes = 0
@@ -33,6 +34,7 @@ class Feed:
         self.drawn = 0
         self.before_pass: Callable[[], None] | None = None
         self.move = move_to_device
+        self.watchers: list[Callable[[Any], None]] = []
 
     @property
     def loader(self) -> Iterable[Any]:
@@ -88,6 +90,8 @@ class Feed:
                     "again and has at least one batch (is the dataset smaller than a batch, with drop_last?)"
                 )
         self.drawn += 1
+        for watch in self.watchers:
+            watch(batch)
         return batch if device.type == "cpu" else self.move(batch, device)
 
     def iters_per_epoch(self, accumulation_steps: int) -> int:

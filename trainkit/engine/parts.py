@@ -1,7 +1,6 @@
 """The parts of the default trainer, each built by a method that a subclass may override."""
 
 import inspect
-import itertools
 import logging
 from collections.abc import Iterable
 from functools import partial
@@ -14,6 +13,7 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.config.projects import wrap_by_projects
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
+from trainkit.data.common import FirstBatches
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import overrides
 from trainkit.evaluation import (
@@ -22,7 +22,7 @@ from trainkit.evaluation import (
     inference_on_dataset,
     print_csv_format,
 )
-from trainkit.evaluation.observer import for_details
+from trainkit.evaluation.observer import for_details, say_results_of
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
@@ -97,10 +97,10 @@ class DefaultParts:
                 continue
             loader: Any = wrap_by_projects("wrap_loader", cfg, cls.build_test_loader(cfg, name))
             if number := cfg.TEST.MAX_BATCHES:  # a loader may do this itself
-                loader = getattr(loader, "first_batches", partial(itertools.islice, loader))(number)
+                loader = getattr(loader, "first_batches", partial(FirstBatches, loader))(number)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
-                logger.log(for_details(), "Results on %s:", name)
+                logger.log(for_details(), "%s", say_results_of(name))
                 print_csv_format(results[name])
         return next(iter(results.values())) if len(results) == 1 else results
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -17,23 +17,34 @@ from trainkit.utils.env import preserve_rng_state
 
 _LOG_PERIOD_SEC = 5.0
 
+# task -> the names of its metrics; None if these are known only after an evaluation
+KnownResults: TypeAlias = Mapping[str, Sequence[str] | None]
+
 logger = logging.getLogger(__name__)
 
 
 class DatasetEvaluator:
     """Gets every batch of a dataset with the model's outputs, and computes results at the end.
 
-    ``inference_on_dataset`` calls ``bind`` and ``reset``, then ``process`` per batch, then ``evaluate``.
+    ``inference_on_dataset`` calls ``bind``, ``bind_loader`` and ``reset``, then ``process`` per batch, then
+    ``evaluate``.
     """
 
     def bind(self, model: Any) -> None:
         """Get the evaluated model; called before ``reset``."""
+
+    def bind_loader(self, data_loader: Iterable[Any]) -> None:
+        """Get the loader of the batches; called after ``bind``."""
 
     def reset(self) -> None:
         """Forget all batches."""
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Process one batch, with its tensors on the model's device, and the model's outputs for it."""
+
+    def known_results(self) -> KnownResults | None:
+        """What `evaluate` will report, so that a wrong name of a metric is found before training; None: not known."""
+        return None
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the results; called on every rank, also on one that processed nothing.
@@ -44,16 +55,39 @@ class DatasetEvaluator:
 
 
 class DatasetEvaluators(DatasetEvaluator):
-    """Several evaluators as one, in the given order."""
+    """Several evaluators as one, in the given order. Raises ValueError if two of them report the same task."""
 
     def __init__(self, evaluators: Sequence[DatasetEvaluator]) -> None:
         self.evaluators = list(evaluators)
+        seen: dict[str, str] = {}
+        for evaluator in self.evaluators:
+            name = type(evaluator).__name__
+            for task in known_results_of(evaluator) or ():
+                if task in seen:
+                    raise ValueError(
+                        f"{seen[task]} and {name} both report {task!r}; leave one out, or give it another task"
+                    )
+                seen[task] = name
+
+    def known_results(self) -> KnownResults | None:
+        known: dict[str, Sequence[str] | None] = {}
+        for evaluator in self.evaluators:
+            of_one = known_results_of(evaluator)
+            if of_one is None:
+                return None
+            known |= of_one
+        return known
 
     def bind(self, model: Any) -> None:
         for evaluator in self.evaluators:
             getattr(evaluator, "bind", lambda model: None)(
                 model
             )  # detectron2's have no such method
+
+    def bind_loader(self, data_loader: Iterable[Any]) -> None:
+        for evaluator in self.evaluators:
+            if hasattr(evaluator, "bind_loader"):
+                evaluator.bind_loader(data_loader)
 
     def reset(self) -> None:
         for evaluator in self.evaluators:
@@ -74,6 +108,13 @@ class DatasetEvaluators(DatasetEvaluator):
                 )
             merged.update(results)
         return merged
+
+
+def known_results_of(evaluator: Any) -> KnownResults | None:
+    """Its `known_results`; detectron2's evaluators do not have the method."""
+    if not hasattr(evaluator, "known_results"):
+        return None
+    return cast(KnownResults | None, evaluator.known_results())
 
 
 def inference_on_dataset(
@@ -117,6 +158,7 @@ def inference_on_dataset(
             device = device_of(model)
         callbacks.get("on_start", _nothing)()
         evaluator.bind(model)
+        evaluator.bind_loader(data_loader)
         evaluator.reset()
         callbacks.get("before_inference", _nothing)()
         observer.before_eval(phase, name)

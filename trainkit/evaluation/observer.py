@@ -52,6 +52,26 @@ def present_observer() -> tuple[Any, Phase]:
     return _present.get()
 
 
+labels: list[str] = [""]  # the last one counts
+
+
+@contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Context in which tables of results have a label, such as "ema", if a dataset is evaluated more than once."""
+    labels.append(label)
+    try:
+        yield
+    finally:
+        labels.pop()
+
+
+def say_results_of(name: str) -> str:
+    """The title of a table of results: ``Results on digits_test (ema):``."""
+    if labels[-1]:
+        return f"Results on {name} ({labels[-1]}):"
+    return f"Results on {name}:"
+
+
 def for_details() -> int:
     """The level of a log line with details of an evaluation."""
     observer, _ = present_observer()

@@ -1,11 +1,18 @@
 """The validation loss; with accuracies also on two ranks."""
 
+import random
+from unittest.mock import ANY
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.two_ranks import on_two_ranks
+from trainkit.data import build_test_loader, trivial_batch_collator
 from trainkit.evaluation import ClassificationEvaluator, LossEvaluator, inference_on_dataset
+from trainkit.utils.env import get_rng_state
+from trainkit.utils.events import EventStorage, get_event_storage
 
 
 class LossesInTrainMode(nn.Module):
@@ -138,3 +145,170 @@ def test_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
     alone = evaluate(PARTS[0] + PARTS[1])
     assert (alone["classification"]["top1"], alone["loss"]["total_loss"]) == (40.0, 0.6)
     assert on_two_ranks([results], tmp_path)["results"] == [(alone, evaluate(PARTS[0])), ({}, {})]
+
+
+class Square(nn.Module):
+    """Its loss is the mean square of all values of a batch; a list of tensors has one sample each."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        if not self.training:
+            return batch
+        values = torch.stack(batch) if isinstance(batch, list) else batch
+        return (self.weight * values).square().mean()
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 12])
+def test_a_list_of_tensors_counts_by_its_length_so_the_size_of_a_batch_does_not_matter(size):
+    samples = [torch.full((5,), float(i)) for i in range(12)]
+    loader = build_test_loader(samples, batch_size=size, collate_fn=trivial_batch_collator)
+    results = inference_on_dataset(Square(), loader, LossEvaluator())
+    expected = sum(i * i for i in range(12)) / 12
+    assert results["loss"]["total_loss"] == pytest.approx(expected)
+
+
+class TimeMajor(Square):
+    """A batch is ``[T, N]``."""
+
+    def num_samples(self, batch):
+        return batch.shape[1]
+
+
+def test_a_model_that_says_its_number_of_samples_is_believed():
+    batches = [torch.full((6, 1), 3.0), torch.full((2, 3), 1.0)]
+    results = inference_on_dataset(TimeMajor(), batches, LossEvaluator())
+    assert results["loss"]["total_loss"] == pytest.approx((9.0 + 3 * 1.0) / 4)
+
+
+class Tokens(nn.Module):
+    """A language model's mean loss over the tokens that are not padding (-100), and their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        if not self.training:
+            return batch
+        counted = batch[batch != -100.0]
+        return {"loss": self.weight * counted.mean(), "num_tokens": torch.tensor(len(counted))}
+
+
+@pytest.mark.parametrize("sizes", [[1] * 24, [23, 1], [1, 23], [24], [5, 8, 11]])
+def test_weighted_by_tokens_the_loss_is_that_of_all_tokens_in_any_division_into_batches(sizes):
+    """The last sequence is all padding: alone its loss is NaN, and its weight is 0."""
+    torch.manual_seed(0)
+    sequences = [
+        torch.cat([torch.rand(i % 7), torch.full((7 - i % 7,), -100.0)]) for i in range(1, 25)
+    ]
+    data = torch.stack(sequences)
+    data[-1] = -100.0
+    counted = data[data != -100.0].double()
+    results = inference_on_dataset(Tokens(), data.split(sizes), LossEvaluator(weight="num_tokens"))
+    assert results == {"loss": {"total_loss": pytest.approx(counted.mean().item()), "loss": ANY}}
+    assert results["loss"]["loss"] == results["loss"]["total_loss"]
+    by_samples = inference_on_dataset(Tokens(), data[:-1].split([22, 1]), LossEvaluator())
+    assert by_samples["loss"]["total_loss"] != pytest.approx(counted.mean().item(), rel=1e-3)
+
+
+def test_a_weight_that_the_model_does_not_return_or_that_is_always_0_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"weight .* is 'tokens', but .* \['loss', 'num_tokens', 'total_loss'\]"
+    ):
+        inference_on_dataset(Tokens(), [torch.ones(2, 3)], LossEvaluator(weight="tokens"))
+    with pytest.raises(ValueError, match="num_tokens of the loss 'total_loss' add up to 0"):
+        inference_on_dataset(
+            Tokens(), [torch.full((2, 3), -100.0)], LossEvaluator(weight="num_tokens")
+        )
+    with pytest.raises(ValueError, match="weight must be the name of an entry, or None, got 3"):
+        LossEvaluator(weight=3)
+
+
+class Random(nn.Module):
+    """``draw(self, x)`` is random in train mode."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.5)
+        self.draw = draw
+
+    def forward(self, batch):
+        get_event_storage().put_scalar("seen", 1.0)
+        x = self.draw(self, self.weight * self.norm(batch))
+        return {"loss": x.square().mean(), "mean": batch.mean()} if self.training else x
+
+
+class RandomButForLosses(Random):
+    def losses(self, batch):
+        return {"loss": self.draw(self, self.weight * self.norm(batch)).square().mean()}
+
+
+def attend(model, x):
+    parts = x.view(-1, 1, 4, 4)
+    dropout_p = 0.3 if model.training else 0.0
+    return nn.functional.scaled_dot_product_attention(parts, parts, parts, dropout_p=dropout_p)
+
+
+RANDOM = {
+    "functional dropout": lambda model, x: nn.functional.dropout(x, 0.5, model.training),
+    "drop path": lambda model, x: x * (torch.rand(len(x), 1) > 0.5) if model.training else x,
+    "attention": attend,
+    "noise": lambda model, x: x + torch.randn_like(x) if model.training else x,
+    "numpy": lambda model, x: x * np.random.rand() if model.training else x,
+    "python": lambda model, x: x * random.random() if model.training else x,
+}
+
+
+def losses_of(model, batches, caplog):
+    """The result and the warnings; random state, modes and buffers are as before."""
+    model.train()
+    states = get_rng_state()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    caplog.clear()
+    with EventStorage() as storage:
+        result = inference_on_dataset(model, batches, LossEvaluator())
+        assert len(storage.histories()["seen"].values()) <= 2 * len(batches)
+    after = get_rng_state()
+    assert str(after["python"]) + str(after["numpy"]) == str(states["python"]) + str(
+        states["numpy"]
+    )
+    assert torch.equal(after["torch"], states["torch"])
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert all(module.training for module in model.modules())
+    return result["loss"]["total_loss"], caplog.messages
+
+
+def exact(model, batches):
+    """Of all values at once, without random numbers."""
+    with EventStorage(), torch.no_grad():
+        return model.eval()(torch.cat(batches)).double().square().mean().item()
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_loss_that_is_random_in_train_mode_draws_one_warning_that_names_losses(kind, caplog):
+    batches = [torch.randn(32, 16) for _ in range(2)]
+    model = Random(RANDOM[kind])
+    _, [message] = losses_of(model, batches, caplog)
+    assert "total_loss of one batch is" in message
+    assert "model a method losses(batch)" in message
+    assert losses_of(model, batches, caplog)[1] == []  # once per model
+    right = RandomButForLosses(RANDOM[kind])
+    right.norm.running_mean.fill_(0.5)
+    expected = exact(right, batches)
+    found, messages = losses_of(right, batches, caplog)
+    assert messages == []
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_that_frozen_modules_make_exact_draws_no_warning(caplog):
+    batches = [torch.randn(32, 16) for _ in range(2)]
+    model = Random(lambda model, x: model.drop(x))
+    expected = exact(model, batches)
+    found, messages = losses_of(model, batches, caplog)
+    assert messages == []
+    assert found == pytest.approx(expected, rel=1e-5)

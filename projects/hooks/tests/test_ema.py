@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from trainkit.projects.hooks import averaging
 from trainkit.projects.hooks.averaging import ModelAverage, averaging_rule
+from trainkit.projects.hooks.publish_weights import publish_weights
 from trainkit.projects.hooks.tests.test_family import Net
 
 from tests.cuda import host_never_waits, needs_cuda
@@ -17,7 +18,7 @@ from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, file
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.hooks import EMAHook
+from trainkit.engine.hooks import BestCheckpointer, EMAHook, EvalHook, PreciseBN
 from trainkit.engine.step import SimpleTrainer
 
 
@@ -88,6 +89,7 @@ def test_parameters_and_averaged_buffers_are_torchs_to_the_last_bit(
     found, expected = ours.state_dict(), theirs.module.state_dict()
     assert found.keys() == model.state_dict().keys()
     names = [name for name in found if average_buffers or "running" not in name]
+    names.remove("small")  # bfloat16, which torch averages in bfloat16
     assert all(torch.equal(found[name], expected[name]) for name in names)
     assert not torch.equal(model.state_dict()["tied"], found["tied"])  # the comparison can fail
 
@@ -108,6 +110,164 @@ def test_buffers_are_averaged_or_copied_and_a_replaced_one_is_followed(average_b
     assert found == (
         [(2, 1), (2, 2), (5, 3), (5, 4)] if average_buffers else [(2, 1), (4, 2), (8, 3), (16, 4)]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+def test_averages_of_16_bit_weights_move_as_those_in_float64(dtype, buffers, tmp_path):
+    """In 16 bits an update of a thousandth of the distance from 1 to 1.5 is rounded away."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).to(dtype)
+    average = ModelAverage(model, averaging_rule(decay=0.999), average_buffers=buffers == "average")
+    expected = {}
+    for step in range(200):
+        with torch.no_grad():
+            for tensor in [*model.parameters(), model[0].running_mean]:
+                tensor.copy_(torch.full_like(tensor, 1.0 if step == 0 else 1.5))
+        average.update()
+        for name, value in model.state_dict().items():
+            value = value.double()
+            old = expected.get(name, value)
+            expected[name] = 0.999 * old + 0.001 * value
+    found = average.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    names += ["0.running_mean"] * (buffers == "average")
+    assert expected["1.weight"][0, 0].item() == pytest.approx(1.5 - 0.5 * 0.999**199)
+    for name in names:
+        torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-5, atol=0)
+    assert found["0.running_var"].dtype == (torch.float32 if buffers == "average" else dtype)
+    with average.held():
+        assert model[1].weight.dtype == dtype
+        assert torch.equal(model[1].weight, found["1.weight"].to(dtype))
+    assert torch.equal(model[1].weight, torch.full((2, 3), 1.5, dtype=dtype))
+    torch.save(found, tmp_path / "average.pth")
+    resumed = ModelAverage(model, averaging_rule(), average_buffers=buffers == "average")
+    resumed.load_state_dict(torch.load(tmp_path / "average.pth", weights_only=True))
+    assert all(torch.equal(value, found[name]) for name, value in resumed.state_dict().items())
+
+
+class HalfNet(Net):
+    """In bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def forward(self, batch):
+        return super().forward(batch.bfloat16())
+
+
+def test_a_best_file_of_16_bit_weights_holds_what_was_scored_in_the_models_precision(tmp_path):
+    model, hook = HalfNet(), EMAHook(0.9)
+    trainer = SimpleTrainer(model, [torch.randn(4, 3)], sgd(model))
+    checkpointer = Checkpointer(model, tmp_path, trainer=trainer)
+    scored = []
+
+    def evaluate():
+        scored.append(average_of(hook, model).state_dict())
+        return {"top1": 1.0}
+
+    evaluation = EvalHook(3, evaluate, eval_after_train=False)
+    trainer.register_hooks([hook, evaluation, BestCheckpointer(3, checkpointer, "top1")])
+    trainer.train(0, 3)
+    state = file.read_file(tmp_path / "model_best.pth")
+    for name, value in state["model"].items():
+        assert value.dtype == model.state_dict()[name].dtype
+        assert torch.equal(value, scored[0][name])
+    assert averaging.averaged_weights(state)["layers.1.weight"].dtype == torch.float32
+    published = torch.load(publish_weights(tmp_path / "model_best.pth", "ema"), weights_only=True)
+    assert torch.equal(published["model"]["layers.1.weight"], scored[0]["layers.1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "iters", "percent"),
+    [
+        ({"decay": 0.999}, 94, 91),  # 0.999 ** 93
+        ({"decay": 0.999}, 692, 50),  # 0.999 ** 691 = 0.5009
+        ({"decay": 0.999}, 694, None),  # 0.999 ** 693 = 0.49991
+        ({"decay": 0.999, "interval": 10}, 694, 93),  # 0.999 ** 69
+        ({"decay": 0.5}, 2, None),
+        ({"decay": 0.75, "begin": 8}, 10, 56),  # the updates after 8, 9 and 10 iterations
+        ({"begin": 10}, 10, None),  # it is a copy of the last weights
+        ({"kind": "annealing", "gamma": 1}, 10, None),
+        ({"kind": "annealing"}, 500, None),
+        ({"kind": "warmup", "decay": 0.9998}, 94, None),
+        ({"kind": "mean"}, 94, None),
+        ({"kind": "mmcv", "decay": 0.9998, "gamma": 100}, 94, 98),  # 0.9998 ** 93
+    ],
+)
+def test_an_average_that_is_mostly_its_start_at_the_end_draws_a_warning(
+    arguments, iters, percent, tmp_path, caplog
+):
+    job = Job(tmp_path, EMAHook(**arguments))
+    job.trainer.max_iter = iters
+    job.trainer.start_iter = 0
+    job.hook.before_train()
+    messages = [message for message in caplog.messages if "still" in message]
+    if percent is None:
+        assert messages == []
+    else:
+        [message] = messages
+        assert f"are still {percent} % of it; take a smaller decay, such as 0." in message
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_averaged_weights_beside_batch_norm_of_others_are_named_and_precise_statistics_are_theirs(
+    precise, caplog
+):
+    caplog.set_level("INFO")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    wrapped = Loss(model)
+    data = [torch.randn(8, 3) for _ in range(4)]
+    hook, found = EMAHook(0.9), []
+    trainer = SimpleTrainer(wrapped, data, sgd(wrapped, lr=0.05))
+
+    def evaluate():
+        with hook.evaluated_models(wrapped)[""] as evaluated:
+            found.append(copy.deepcopy(evaluated.net))
+        return {}
+
+    statistics = [PreciseBN(5, wrapped, data, 4)] if precise else []
+    trainer.register_hooks([hook, *statistics, EvalHook(5, evaluate)])
+    trainer.train(0, 10)
+    assert ("TEST.PRECISE_BN.ENABLED computes those of the average" in caplog.text) != precise
+    for averaged in found:
+        with torch.no_grad():
+            inputs = averaged[0](torch.cat(data)).double()
+        right = [
+            (averaged[1].running_mean, inputs.mean(0)),
+            (averaged[1].running_var, inputs.var(0)),
+        ]
+        assert precise == all(
+            torch.allclose(ours.double(), theirs, rtol=1e-4, atol=1e-5) for ours, theirs in right
+        )
+    own = model[0](torch.cat(data)).double()
+    assert precise == torch.allclose(model[1].running_var.double(), own.var(0), rtol=1e-4)
+
+
+class Loss(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch):
+        return (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "titles"),
+    [
+        ("both", ["tiny_test (ema)", "tiny_test (raw)"]),
+        ("ema", ["tiny_test (ema)"]),
+        ("raw", ["tiny_test"]),
+    ],
+)
+def test_tables_of_results_say_which_weights_they_are_of(evaluate, titles, tmp_path, caplog):
+    hook = {"NAME": "EMAHook", "EVALUATE": evaluate}
+    caplog.set_level("INFO")
+    DefaultTrainer(tiny_cfg(tmp_path, "HOOKS", [hook], "TEST.EVAL_PERIOD", 0)).train()
+    found = [message for message in caplog.messages if message.startswith("Results on")]
+    assert found == [f"Results on {title}:" for title in titles]
 
 
 @needs_cuda

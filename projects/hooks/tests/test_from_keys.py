@@ -102,8 +102,9 @@ after_step: IterationTimer, Throughput, RuntimeInfo, EMAHook, LRScheduler, Param
 -- save point
 after_step: EvalHook, ReduceOnPlateau, BestCheckpointer, BestCheckpointer#2, EarlyStopping, FinalEvalHook,
  GarbageCollection, PeriodicWriter
-after_train: PeriodicCheckpointer, EvalHook, BestCheckpointer, BestCheckpointer#2, FinalEvalHook, PublishWeights,
- IterationTimer, MemorySnapshot, Freeze, TorchProfiler, GarbageCollection, PeriodicWriter"""
+after_train: PeriodicCheckpointer, EvalHook, ReduceOnPlateau, BestCheckpointer, BestCheckpointer#2, EarlyStopping,
+ FinalEvalHook, PublishWeights, IterationTimer, Throughput, MemorySnapshot, Freeze, TorchProfiler,
+ GarbageCollection, PeriodicWriter"""
 
 
 def test_all_hooks_of_a_config_stand_in_their_fixed_order(tmp_path, monkeypatch):

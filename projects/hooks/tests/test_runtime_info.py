@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.evaluators.counting import num_samples
 from trainkit.projects.hooks.runtime_info import peak_tflops_of
 
 from tests.engine.job import tiny_cfg
@@ -106,16 +105,13 @@ def test_samples_of_the_last_period_are_divided_by_the_seconds_of_its_steps(asyn
     assert rates(run(2.0, (2, 2), Throughput(1), 2, accumulation_steps=2)) == [(1.0, 0), (1.0, 1)]
 
 
-def test_samples_are_counted_in_batches_of_every_kind():
-    x = torch.ones(4, 3)
-    for batch in (
-        x,
-        (x, torch.ones(5)),
-        [x, torch.ones(4)],
-        {"scale": 2, "weight": torch.ones(()), "x": [x]},
-    ):
-        assert num_samples(batch) == 4
-    assert num_samples([{"x": x}] * 3) == num_samples([(x, 1)] * 3) == 3
+def test_each_micro_batch_counts_by_its_own_samples_and_so_do_tokens_and_the_use_of_the_device():
+    """8 + 8 + 8 + 1 samples in 4 forward passes of 2 s; a sample has 100 tokens and 10^12 operations."""
+    trainer = run(2.0, (8, 8, 8, 1), Throughput(1, peak_tflops=12.5), 2, accumulation_steps=4)
+    assert rates(trainer) == [(25 / 8, 0), (25 / 8, 1)]
+    assert rates(trainer, "tokens_per_sec") == [(2500 / 8, 0), (2500 / 8, 1)]
+    assert rates(trainer, "mfu_pct") == [(25.0, 0), (25.0, 1)]
+    assert trainer.feed.watchers == []  # so that a second run counts each batch once
 
 
 def test_the_utilization_and_the_rate_of_tokens_are_stored_if_the_model_has_what_they_need():

@@ -15,7 +15,7 @@ from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer
 
-OWN = ("SOLVER.MAX_ITER", 12, "TEST.EVAL_PERIOD", 4, "HOOKS", [{"NAME": "EMAHook"}])
+OWN = ("SOLVER.MAX_ITER", 12, "TEST.EVAL_PERIOD", 4, "HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9}])
 
 
 def train(folder, *words, **more):

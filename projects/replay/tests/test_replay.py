@@ -178,7 +178,9 @@ def test_no_innocent_sample_is_named():
     seen, values = Inspection([["a", "b", "c"]]), torch.tensor([1.0, float("nan"), 1.0])
     seen.batches = [[values, torch.zeros(3)]]  # torch's default_collate makes this of tuples
     step = SimpleNamespace(
-        model=nn.Identity(), compute_losses=lambda batch: SimpleNamespace(total=values[1])
+        model=nn.Identity(),
+        data_loader=[],
+        compute_losses=lambda batch: SimpleNamespace(total=values[1]),
     )
     alone = [find_samples(step, torch.zeros(size), [])[1] for size in (1, 3)]
     assert seen.bad_samples == ["b"]

@@ -242,6 +242,7 @@ class BestCheckpointer(MetricHook):
         super().before_train()
 
     def after_train(self) -> None:
+        super().after_train()
         if self.trainer.status == "finished":
             self.act_now()
             if isinstance(self.checkpointer, Checkpointer):

@@ -2,8 +2,9 @@
 
 import logging
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
+from trainkit.config import ConfigError
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.direction import infer_mode
 from trainkit.utils import comm
@@ -70,6 +71,9 @@ class MetricHook(PeriodicHook):
         self._min_delta = check_number("min_delta", min_delta, "[0, inf)")
         self.mode = self._choose_mode(mode)
         self._sign = 1 if self.mode == "max" else -1
+        self._known: list[str] | None = (
+            None  # the metrics of an evaluation that did not give this one
+        )
         self._forget()
 
     def _choose_mode(self, mode: Mode) -> Literal["max", "min"]:
@@ -108,29 +112,58 @@ class MetricHook(PeriodicHook):
         raise NotImplementedError
 
     def before_train(self) -> None:
+        self._known = None
         if self.trainer.start_iter == 0:
             self._forget()
         elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
             self._seen_iter = None  # the evaluation after training has stored its results under the next iteration
 
+    def after_train(self) -> None:
+        """Raises ConfigError if an evaluation did not give the metric; by now the stopped run is saved."""
+        if self._known is not None and self.trainer.status != "failed":
+            self._raise_missing(self._known)
+
     def act_now(self) -> None:
-        """Judge the newest value if it is new; every rank calls it. Raises ValueError if the storage has none."""
-        value = self._take() if comm.is_main_process() else None
-        if decision := comm.broadcast(None if value is None else self.judge(value)):
-            self.act(decision)
+        """Judge the newest value if it is new; every rank calls it.
+
+        If the storage has none, the run is stopped and saved, and ends with a ConfigError that names known metrics.
+        """
+        decision: Any = None
+        known: list[str] | None = None
+        if comm.is_main_process():
+            latest = self.trainer.storage.latest()
+            if self.monitored_metric in latest:
+                value = self._take()
+                decision = None if value is None else self.judge(value)
+            else:
+                known = sorted(latest)
+        decision, known = comm.broadcast((decision, known))
+        if known is None:
+            if decision:
+                self.act(decision)
+            return
+        if self.trainer.status != "running":
+            self._raise_missing(known)
+        self._known = known
+        self.trainer.request_stop(f"no evaluation has given the metric {self.monitored_metric!r}")
+
+    def _raise_missing(self, known: list[str]) -> NoReturn:
+        metric = self.monitored_metric
+        raise ConfigError(
+            f"{type(self).__name__}: no evaluation has given the metric {metric!r}; {did_you_mean(metric, known)}"
+            f"known are: {', '.join(known) or 'none'}"
+        )
 
     def _take(self) -> float | None:
         """The newest value, if it was not taken before; else None."""
-        latest, metric = self.trainer.storage.latest(), self.monitored_metric
-        if metric not in latest:
-            hint, known = did_you_mean(metric, latest), ", ".join(sorted(latest)) or "none"
-            raise ValueError(
-                f"no evaluation has given the metric {metric!r}; {hint}known are: {known}"
-            )
+        latest = self.trainer.storage.latest()
+        metric = self.monitored_metric
         value, iter = latest[metric]
         if iter == self._seen_iter:
             return None
         self._seen_iter = iter
+        if not self.counts(iter):
+            return None
         if math.isfinite(value) and (
             self.best is None or self.is_better(value, self.bound(self.best))
         ):
@@ -138,6 +171,10 @@ class MetricHook(PeriodicHook):
         else:
             self.not_better += 1
         return float(value)
+
+    def counts(self, iter: int) -> bool:
+        """Whether a value of this iteration counts; else it is as if it were not there."""
+        return True
 
     def bound(self, best: float) -> float:
         """A value is better than ``best`` if it is better than this."""
