@@ -65,7 +65,10 @@ class Scores(nn.Module):
             "give tiny_val/classification/top1, .*tiny_test/loss",
         ),
         ([STOP, "raw/classification/top1"], "give classification/top1"),
-        ([STOP, "top1", "TEST.EVAL_PERIOD", 0], r"TEST.EVAL_PERIOD\) and patience must be >= 1"),
+        (
+            [STOP, "top1", "TEST.EVAL_PERIOD", 0],
+            r"eval_period \(TEST.EVAL_PERIOD in a config\) must be a whole number >= 1, got 0",
+        ),
         (
             [*hooks("ReduceOnPlateau", "top1"), "TEST.EVAL_PERIOD", 0],
             "eval_period must be .* >= 1, got 0",

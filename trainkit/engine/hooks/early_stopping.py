@@ -50,7 +50,7 @@ class EarlyStopping(MetricHook):
         start: int = 0,
         check_finite: bool = False,
     ) -> None:
-        check_period("eval_period", eval_period, minimum=1)
+        check_period("eval_period (TEST.EVAL_PERIOD in a config)", eval_period, minimum=1)
         check_period("patience", patience, minimum=1)
         if threshold is not None:
             check_number("threshold", threshold, "(-inf, inf)")
