@@ -10,19 +10,21 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "trainkit/__init__.py").rea
 
 TENSORBOARD = ["tensorboard"]
 LAZY = ["omegaconf>=2.3", "cloudpickle"]
+# the latter: half of the tests' time is that of processes they start
 TEST = [
     "pytest",
     "pytest-xdist",
-]  # the latter: half of the tests' time is that of processes they start
+]
 TEST += ["ipykernel", "ipywidgets"]  # for the test in a notebook
 
+# examples, which stay in the repository
 JOBS = [
     "charlm",
     "digits",
     "segmentation",
     "selfsup",
     "vision_text",
-]  # examples, which stay in the repository
+]
 # a project is installed as trainkit.projects.NAME, without its tests
 PROJECTS = {
     f"trainkit.projects.{name}": f"projects/{name.replace('.', '/')}"

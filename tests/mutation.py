@@ -59,9 +59,8 @@ FOLDERS = (
 CORE = [*(f"tests/{folder}/**/test_*.py" for folder in FOLDERS), "tests/test_modeling.py"]
 WHOLE_RUNS = ("tests/exactness/", "tests/engine/")
 IS_SLOW = re.compile(r"mark\.slow|\bSLOW\b")
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", "__pycache__", ".*_cache", "output", "build"
-)  # of the copy
+# of the copy
+LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "output", "build")
 OTHER: dict[type, type] = {
     **{
         ast.Lt: ast.LtE,
@@ -232,9 +231,8 @@ def main(args: argparse.Namespace) -> None:
     ]
     known = {mutant["name"] for mutant in record}
     part, num_parts = map(int, args.part.split("/"))
-    stamps = itertools.count(
-        1
-    )  # times of the file: Python takes the bytecode of another mutant otherwise
+    # times of the file: Python takes the bytecode of another mutant otherwise
+    stamps = itertools.count(1)
 
     with tempfile.TemporaryDirectory() as folder:
         plain, copy = (

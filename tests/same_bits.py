@@ -125,9 +125,10 @@ def digests(folder: Path) -> dict[str, str]:
     Raises:
         ValueError: a part is empty, so its digest would say nothing.
     """
+    # here, because a script finds it only after the line at the end
     from tools.inspect_checkpoint import (
         read_whole,
-    )  # here, because a script finds it only after the line at the end
+    )
 
     state = read_whole(str(folder / "model_final.pth"))
     lines = (folder / "metrics.json").read_text().splitlines()

@@ -99,6 +99,7 @@ PURE |= {
     "property",
 }
 PURE |= {"names_on_demand", "startswith", "staticmethod", "timedelta", "vars"}
+# not capabilities
 JOBS = (
     "charlm",
     "digits",
@@ -106,7 +107,7 @@ JOBS = (
     "selfsup",
     "trainkit_selfsup",
     "vision_text",
-)  # not capabilities
+)
 
 
 class Sources:
@@ -114,9 +115,8 @@ class Sources:
 
     def __init__(self, root, packages):
         files = [file for package in packages for file in sorted((root / package).rglob("*.py"))]
-        files = [
-            file for file in files if file.parent.name not in ("configs", "tests")
-        ]  # LazyConfig runs the former
+        # LazyConfig runs the former
+        files = [file for file in files if file.parent.name not in ("configs", "tests")]
         self.trees = {
             self._name(file.relative_to(root)): ast.parse(file.read_text()) for file in files
         }
@@ -127,9 +127,8 @@ class Sources:
     @staticmethod
     def _name(path):
         parts = path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts
-        name = ".".join(parts).removeprefix(
-            "projects." if "trainkit_selfsup" in parts else ""
-        )  # as it is installed
+        # as it is installed
+        name = ".".join(parts).removeprefix("projects." if "trainkit_selfsup" in parts else "")
         return (
             f"trainkit.{name}"
             if parts[0] == "projects" and len(path.parts) > 2 and parts[1] not in JOBS
@@ -175,10 +174,11 @@ def upward_imports(sources):
         for target in sources.imports(module):
             here, there = part_of(module), part_of(target)
             if here is None or there is None:
+                # it reports the version
                 if (module, target) != (
                     "trainkit.utils.collect_env",
                     "trainkit",
-                ):  # it reports the version
+                ):
                     yield f"{module} imports {target}, one of which is in no layer"
             elif here != there and here[0] <= there[0]:
                 yield f"{module} imports {target}, which is not below it"
@@ -263,15 +263,13 @@ def _defines(statement, own):
             return True
         case ast.If(test=test):
             return ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
-        case ast.For(
-            iter=ast.Tuple(elts=elements), target=ast.Name()
-        ):  # the same for several objects of the module
+        # the same for several objects of the module
+        case ast.For(iter=ast.Tuple(elts=elements), target=ast.Name()):
             return all(_root(element) in own for element in elements) and all(
                 _defines(s, own) for s in statement.body
             )
-        case ast.Expr(
-            value=ast.Call(func=ast.Attribute() as method) as call
-        ):  # such as a registration
+        # such as a registration
+        case ast.Expr(value=ast.Call(func=ast.Attribute() as method) as call):
             return _root(method) in own and all(map(_is_pure, _calls(*call.args, *call.keywords)))
         case ast.Assign(targets=targets, value=value):
             targets = [part for target in targets for part in getattr(target, "elts", [target])]

@@ -12,6 +12,7 @@ from tests.capability_names import imported_projects, names_of_capabilities
 
 ROOT = Path(__file__).parents[1]
 
+# users of the public names
 JOBS = {
     "digits",
     "segmentation",
@@ -19,7 +20,7 @@ JOBS = {
     "charlm",
     "vision_text",
     "trainkit_selfsup",
-}  # users of the public names
+}
 CAPABILITIES = sorted(
     file.parent.name for file in ROOT.glob("projects/*/__init__.py") if file.parent.name not in JOBS
 )
@@ -122,10 +123,11 @@ def test_a_name_of_a_capability_and_an_import_of_a_project_are_found():
 def test_the_core_passes_its_tests_without_a_capability(capability, tmp_path):
     for name in ("trainkit", "tests", "tools", "projects"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    # with the latter the copy is a checkout, which has projects
     for name in (
         "pyproject.toml",
         "setup.py",
-    ):  # with the latter the copy is a checkout, which has projects
+    ):
         shutil.copy(ROOT / name, tmp_path)
     shutil.rmtree(tmp_path / "projects" / capability)
     modules = [

@@ -133,9 +133,8 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
             if file.endswith(".py") and not {"tests", "configs"} & {*PurePosixPath(file).parts}
         }
         expected["trainkit"] |= {f"projects/{name}/{file}" for file in code}
-    pip(
-        "wheel", "--no-deps", "--wheel-dir", tmp_path, source
-    )  # pip gets setuptools, into an environment of its own
+    # pip gets setuptools, into an environment of its own
+    pip("wheel", "--no-deps", "--wheel-dir", tmp_path, source)
     [wheel] = tmp_path.glob("*.whl")
     shutil.rmtree(source)
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", tmp_path / "site", wheel)

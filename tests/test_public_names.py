@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+# not capabilities
 JOBS = [
     "charlm",
     "digits",
@@ -18,7 +19,7 @@ JOBS = [
     "selfsup",
     "trainkit_selfsup",
     "vision_text",
-]  # not capabilities
+]
 
 PUBLIC = {
     "trainkit.checkpoint": {

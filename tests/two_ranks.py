@@ -15,9 +15,8 @@ from torch import multiprocessing
 
 Check = Callable[[int, str], Any]
 
-SLOW = [
-    pytest.param(None, marks=pytest.mark.slow, id="ranks")
-]  # params of a fixture: the tests that take it are slow
+# params of a fixture: the tests that take it are slow
+SLOW = [pytest.param(None, marks=pytest.mark.slow, id="ranks")]
 
 # for processes of a fork server; torch._dynamo: which optimizers import with their first instance
 IMPORTED_ONCE = [
@@ -30,9 +29,8 @@ IMPORTED_ONCE = [
 
 def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> dict[str, list[Any]]:
     """Call ``check(rank, folder)`` for each of them: name -> [what it returned or raised on rank 0, on rank 1]."""
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # 0: any port that is free
+    # 0: any port that is free
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # a process that has imported torch forks them: each of them would take seconds for that
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
     arguments = (list(checks), str(folder), store.port, num_ranks)
@@ -48,9 +46,8 @@ def on_two_ranks(checks: Sequence[Check], folder: Path, num_ranks: int = 2) -> d
 def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks: int) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # so that the collection after each check does not look through all modules
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of the workers of loaders: others import torch anew
+    # of the workers of loaders: others import torch anew
+    multiprocessing.set_start_method("fork", force=True)
     timeout = datetime.timedelta(seconds=120)  # a loaded machine takes long to start a process
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     found = {}
@@ -66,14 +63,12 @@ def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks:
             found[check.__name__], has_failed = f"{type(error).__name__}: {error}", True
         if has_failed:  # now, since the others may wait for this rank until their timeout
             _end_group()
-        own.set(
-            f"{rank} is done", ""
-        )  # a group that ends while others are in the check can fail the next one
+        # a group that ends while others are in the check can fail the next one
+        own.set(f"{rank} is done", "")
         own.wait([f"{other} is done" for other in range(num_ranks)], timeout)
         _end_group()
-        time.sleep(
-            0.05
-        )  # a thread of Gloo that lets go of its last tensors now would abort the process at its end
+        # a thread of Gloo that lets go of its last tensors now would abort the process at its end
+        time.sleep(0.05)
     torch.save(found, os.path.join(folder, f"rank{rank}.pth"))
 
 

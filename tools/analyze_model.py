@@ -137,10 +137,11 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
 
     def settle() -> None:
         """Give everything that was counted since the last call to the innermost module."""
+        # torch counts a multiply-add as two
         totals = (
             flops.get_total_flops() // 2,
             activations.get_total_flops(),
-        )  # torch counts a multiply-add as two
+        )
         for counts, total in zip(own, totals, strict=True):
             counts[running[-1]] += total - counts.total()
 
@@ -162,9 +163,8 @@ def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
         )
     ]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(
-        False
-    )  # otherwise an encoder layer is one operator, which is not counted
+    # otherwise an encoder layer is one operator, which is not counted
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         # attention as two matrix products: not all versions of torch count its other kernels
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:
@@ -302,8 +302,9 @@ def _named_shape(text: str) -> tuple[str, list[int]]:
 
 
 if __name__ == "__main__":
+    # so that IMPORTS can name projects, and modules in the current folder
     sys.path += [
         str(ROOT),
         str(Path.cwd()),
-    ]  # so that IMPORTS can name projects, and modules in the current folder
+    ]
     main(parse_args())

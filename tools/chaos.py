@@ -245,9 +245,8 @@ class Planner:
         first = begin + rng.randint(1, max(2, 2 * (self._num_iters - begin) // (self.num_left + 1)))
         if begin == 0:
             self._num_fresh += 1
-            if (
-                5 * (self._num_fresh + 1) > self._num_kills
-            ):  # four of five kills must follow a resume
+            # four of five kills must follow a resume
+            if 5 * (self._num_fresh + 1) > self._num_kills:
                 first = max(first, SURE_OF_CHECKPOINT)
                 point = "forward" if point == "before_train" else point
         if self.num_left == 1 and rng.random() < 0.5:
@@ -335,9 +334,8 @@ def kill_and_compare(args: argparse.Namespace) -> list[str]:
     starts: list[Start] = []
     planner = Planner(args, _num_iters_done(reference))
     while not found and not (starts and starts[-1].code == 0 and planner.num_left == 0):
-        if (
-            starts and starts[-1].code == 0
-        ):  # the run ended before the last kill: another run gets the other kills
+        # the run ended before the last kill: another run gets the other kills
+        if starts and starts[-1].code == 0:
             runs.append(args.output_dir / f"killed_{len(runs) + 1}")
         kill = planner.next(_num_iters_done(runs[-1])) if planner.num_left else None
         starts.append(job.start(runs[-1], kill))

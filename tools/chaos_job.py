@@ -276,9 +276,8 @@ class CountEvaluated(HookBase):
         self._count, self._last = 0, -1
 
     def after_step(self) -> None:
-        latest = (
-            self.trainer.storage.latest()
-        )  # without "lr" if the storage is left out of a checkpoint
+        # without "lr" if the storage is left out of a checkpoint
+        latest = self.trainer.storage.latest()
         self.trainer.storage.put_scalar(
             "used_lr", latest.get("lr", (0.0, -1))[0], smoothing_hint=False
         )
@@ -333,10 +332,11 @@ def job_config(
     cfg.LOG.WRITERS = ["json"]
     cfg.TEST.EVALUATORS, cfg.TEST.IMS_PER_BATCH = ["ClassificationEvaluator", "LossEvaluator"], 2
     cfg.SOLVER.LOGICAL_RANKS = logical_ranks
+    # logical ranks refuse PreciseBN
     cfg.TEST.PRECISE_BN.ENABLED, cfg.TEST.PRECISE_BN.NUM_ITER = (
         not logical_ranks,
         2,
-    )  # logical ranks refuse PreciseBN
+    )
     metric = "loss/total_loss"
     cfg.CHECKPOINT.BEST_METRIC = cfg.EARLY_STOPPING.METRIC = metric
     cfg.EARLY_STOPPING.PATIENCE = rng.choice([4, 100])
@@ -427,9 +427,8 @@ def run_ranks(args: argparse.Namespace, plan: Mapping[str, Any]) -> int:
     deadline = time.monotonic() + GRACE_SEC
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
-        if (
-            process.is_alive()
-        ):  # inside torch it waits for a rank that has ended; no signal reaches it there
+        # inside torch it waits for a rank that has ended; no signal reaches it there
+        if process.is_alive():
             process.kill()
             process.join()
     return 128 - code if code < 0 else code

@@ -36,11 +36,12 @@ from trainkit.engine import DefaultPredictor, user_errors_exit
 
 Program: TypeAlias = Callable[[dict[str, Tensor]], list[Tensor]]  # batch -> its outputs in one list
 
+# sizes of the batches that are compared; the first batch is the example for the export
 _SIZES = (
     2,
     1,
     5,
-)  # sizes of the batches that are compared; the first batch is the example for the export
+)
 _RTOL, _ATOL = 1e-3, 1e-5
 
 
@@ -250,9 +251,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    # so that IMPORTS can name projects, and modules in the current folder
     sys.path += [
         str(ROOT),
         str(Path.cwd()),
-    ]  # so that IMPORTS can name projects, and modules in the current folder
+    ]
     with user_errors_exit():
         sys.exit(main(parse_args()))

@@ -277,9 +277,10 @@ def main(args: argparse.Namespace) -> float:
 
 
 if __name__ == "__main__":
+    # so that IMPORTS can name projects, and modules in the current folder
     sys.path += [
         str(ROOT),
         str(Path.cwd()),
-    ]  # so that IMPORTS can name projects, and modules in the current folder
+    ]
     with user_errors_exit():
         main(parse_args())

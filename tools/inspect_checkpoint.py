@@ -45,11 +45,12 @@ from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import FORMATS
 
+# the entries of these belong to different objects
 CONTAINERS = (
     "trainer",
     "trainer/hooks",
     "trainer/_trainer",
-)  # the entries of these belong to different objects
+)
 MAX_DIFFERENCES = 10  # differences shown in each part of the state without --all
 MAX_WIDTH = 70  # characters of a value
 MAX_RESULTS = 8  # results shown of the newest evaluation
@@ -215,9 +216,8 @@ def _describe_model(model: Any) -> str:
 def _describe_settings(config: str) -> str:
     """The settings that change what is computed and differ from the defaults, one on each line."""
     settings, default = settings_of(config), settings_of(get_cfg().dump())
-    changed = [
-        key for key in settings if settings[key] != default.get(key) and key != "SEED"
-    ]  # it has its own line
+    # it has its own line
+    changed = [key for key in settings if settings[key] != default.get(key) and key != "SEED"]
     return "\n".join(f"{key} {settings[key]!r}" for key in changed)
 
 
@@ -316,9 +316,8 @@ def _size(value: Any) -> str:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return (
-        tensor.numel() * tensor.element_size()
-    )  # this works for a sparse tensor too, which has no nbytes
+    # this works for a sparse tensor too, which has no nbytes
+    return tensor.numel() * tensor.element_size()
 
 
 def _bytes(number: float) -> str:
@@ -471,9 +470,8 @@ def main(args: argparse.Namespace) -> int:
             text, is_bad = describe_folder(args.path)
         else:
             text, is_bad = describe_file(args.path, args.all), False
-        print(
-            re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
-        )  # control characters
+        # control characters
+        print(re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text))
     return int(is_bad)
 
 

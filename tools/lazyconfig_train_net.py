@@ -164,10 +164,11 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
 def invoke_main() -> None:
     """Run with the options of the command line."""
     args = default_argument_parser(EXAMPLES).parse_args()
+    # a config may import from projects, and from the current folder
     sys.path += [
         str(ROOT),
         str(Path.cwd()),
-    ]  # a config may import from projects, and from the current folder
+    ]
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
 
 

@@ -62,6 +62,7 @@ from trainkit.utils.device import move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_K = 3  # number of classes that are shown if classes have names
+# entries of a sample that its line shows
 TOLD = (
     "id",
     "image_id",
@@ -69,7 +70,7 @@ TOLD = (
     "file_name",
     "path",
     "label",
-)  # entries of a sample that its line shows
+)
 MAX_VALUES = 16  # larger tensors are not printed
 
 
@@ -100,10 +101,11 @@ def build_cfg(args: argparse.Namespace) -> CfgNode:
     if cfg.CHECKPOINT.get("TRAINABLE_ONLY") and all(
         entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS
     ):
+        # as in the run
         cfg.HOOKS = [
             *cfg.HOOKS,
             {"NAME": "FrozenWeights", "WEIGHTS": cfg.MODEL.WEIGHTS},
-        ]  # as in the run
+        ]
     cfg.MODEL.WEIGHTS = weights
     cfg.freeze()
     return cfg
@@ -263,9 +265,8 @@ def _loader_of(cfg: CfgNode, dataset: Any, num: int | None) -> Iterable[tuple[li
         chosen,
         mapper=partial(_transformed, build_transform(cfg, is_train=False)),
         batch_size=cfg.TEST.IMS_PER_BATCH,
-        num_workers=min(
-            cfg.DATALOADER.NUM_WORKERS, num_batches - 1
-        ),  # a worker starts too slowly for one batch
+        # a worker starts too slowly for one batch
+        num_workers=min(cfg.DATALOADER.NUM_WORKERS, num_batches - 1),
         collate_fn=partial(
             _collated, default_collate if cfg.DATALOADER.COLLATE == "default" else list
         ),
@@ -480,9 +481,8 @@ def main(args: argparse.Namespace) -> None:
             predicted = ((_told(sample), prediction) for sample, prediction in found)
         datasets = [args.dataset] if args.dataset else [*cfg.DATASETS.TEST, *cfg.DATASETS.VAL]
         names = (MetadataCatalog.get(name).get("class_names") for name in datasets)
-        class_names: Sequence[Any] = next(
-            filter(None, names), ()
-        )  # those of the first dataset that has any
+        # those of the first dataset that has any
+        class_names: Sequence[Any] = next(filter(None, names), ())
         if args.output is None:
             number = write_lines(
                 partial(print, end="", flush=True), predicted, class_names, args.top_k
@@ -542,10 +542,11 @@ def _output(text: str) -> str:
 def invoke_main() -> None:
     """Run with the options of the command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    # so that IMPORTS can name projects, and modules in the current folder
     sys.path += [
         str(ROOT),
         str(Path.cwd()),
-    ]  # so that IMPORTS can name projects, and modules in the current folder
+    ]
     main(parse_args())
 
 

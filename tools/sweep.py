@@ -370,9 +370,8 @@ def main(args: argparse.Namespace) -> int:
     if args.mode == "auto" and args.metric:
         choose_metric(args.metric, args.mode, {})  # its error must come before hours of training
     runs = make_grid(specs) if args.random is None else draw(specs, args.random, args.seed)
-    if (
-        Path(args.script).resolve() == TRAIN_NET.resolve()
-    ):  # another script may have keys of its own
+    # another script may have keys of its own
+    if Path(args.script).resolve() == TRAIN_NET.resolve():
         check_settings(args.script_args, runs)
     sweep = Sweep(args.folder, args.script, args.script_args, runs)
     try:

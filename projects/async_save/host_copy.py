@@ -11,9 +11,8 @@ from trainkit.checkpoint.file import ordinary
 from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.utils.device import new_event, runs_ahead
 
-BLOCK_SIZE = (
-    1 << 28
-)  # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
+# bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
+BLOCK_SIZE = 1 << 28
 _ALIGNMENT = 64  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
 _Memory: TypeAlias = Mapping[torch.device, Sequence[Tensor]]
@@ -96,10 +95,11 @@ class HostCopy:
         former: list[Tensor],
         snapshot: bool,
     ) -> dict[_Address, UntypedStorage]:
+        # pinned: their total size stays the same
         pinned, blocks = (
             device.type != "cpu",
             _blocks(originals),
-        )  # pinned: their total size stays the same
+        )
         room, left = _room(device) if pinned and snapshot else 0, sum(size for _, size in blocks)
         copies, to_host, self.memory[device] = {}, [], []
         for places, size in blocks:
@@ -111,12 +111,10 @@ class HostCopy:
                 )
             self.memory[device].append(block)
             target = block
-            if (
-                left <= room
-            ):  # the last blocks: the others are copied while the computation waits, so they come first
-                with contextlib.suppress(
-                    torch.OutOfMemoryError
-                ):  # what is free may be in small pieces
+            # the last blocks: the others are copied while the computation waits, so they come first
+            if left <= room:
+                # what is free may be in small pieces
+                with contextlib.suppress(torch.OutOfMemoryError):
                     target = torch.empty(size, dtype=torch.uint8, device=device)
                     to_host.append((block[:size], target))
             left -= size

@@ -20,13 +20,11 @@ from trainkit.engine.hooks import HOOK_REGISTRY
 logger = logging.getLogger("trainkit.projects.charlm")
 
 UNKNOWN = 0  # the token of all characters that are not in the vocabulary
-VOCABULARY = "\N{REPLACEMENT CHARACTER}\n" + "".join(
-    map(chr, range(32, 127))
-)  # a token is an index into it
+# a token is an index into it
+VOCABULARY = "\N{REPLACEMENT CHARACTER}\n" + "".join(map(chr, range(32, 127)))
 
-_TOKEN_OF_CODE = np.full(
-    128, UNKNOWN, np.uint8
-)  # characters beyond ASCII count as 127, which is not in the vocabulary
+# characters beyond ASCII count as 127, which is not in the vocabulary
+_TOKEN_OF_CODE = np.full(128, UNKNOWN, np.uint8)
 _TOKEN_OF_CODE[[ord(character) for character in VOCABULARY[1:]]] = np.arange(1, len(VOCABULARY))
 
 # these hold tests, installed packages, programs, or tables instead of code
@@ -40,10 +38,11 @@ _LEFT_OUT = {
     "pydoc_data",
 }
 _LEFT_OUT |= {"site-packages", "test", "tests", "turtledemo"}
+# of 256 numbers, so each has a tenth of the files
 _HELD_OUT = {
     "val": range(26),
     "test": range(26, 52),
-}  # of 256 numbers, so each has a tenth of the files
+}
 
 
 def encode(text: str) -> np.ndarray:

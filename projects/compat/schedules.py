@@ -81,7 +81,6 @@ class KeepLastValue(ParamScheduler):
     def __call__(self, where: float) -> float:
         try:
             return self._scheduler(min(where, 1.0))
-        except (
-            Exception
-        ):  # fvcore's step-like schedules end just before 1; others may raise anything
+        # fvcore's step-like schedules end just before 1; others may raise anything
+        except Exception:
             return self._scheduler(1.0 - 2 * self.WHERE_EPSILON)

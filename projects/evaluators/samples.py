@@ -94,10 +94,11 @@ class SampleCounter:
         logger.warning(text, number, doubt)
 
 
+# functions that make a batch of samples, not of tensors
 _AS_THEY_ARE = (
     trivial_batch_collator,
     list,
-)  # functions that make a batch of samples, not of tensors
+)
 
 
 def _first_dims(batch: Any) -> list[int]:

@@ -36,9 +36,8 @@ class CudaRecorder:
     def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         """Context for ordinary steps before a recording; ``inputs`` are the tensors that these steps read."""
         for tensor in inputs:
-            tensor.record_stream(
-                self._stream
-            )  # the model may drop the tensor before this stream has read it
+            # the model may drop the tensor before this stream has read it
+            tensor.record_stream(self._stream)
         # autograd continues on the stream of the forward pass, and a recorded stream must not wait for another
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -52,15 +51,15 @@ class CudaRecorder:
     @contextmanager
     def watching(found: list[str]) -> Iterator[None]:
         """Context that adds to ``found`` the lines in which the host waits for the device, as a recording cannot."""
+        # else a profiler is at work
         mode, is_free = (
             torch.cuda.get_sync_debug_mode(),
             sys.getprofile() is None,
-        )  # else a profiler is at work
+        )
 
         def note(frame: FrameType, event: str, call: Any) -> None:
-            if (
-                event == "c_call" and "synchronize" in call.__name__
-            ):  # of a device or an event: torch does not warn
+            # of a device or an event: torch does not warn
+            if event == "c_call" and "synchronize" in call.__name__:
                 places = (
                     (outer.f_code.co_filename, line) for outer, line in traceback.walk_stack(frame)
                 )
@@ -88,9 +87,8 @@ class CudaRecorder:
         """Record ``work`` without executing it; the result executes it, on the same tensors."""
         graph = torch.cuda.CUDAGraph()
         with (
-            torch.cuda.stream(
-                self._stream
-            ),  # torch.cuda.graph does not leave its stream if a recording fails
+            # torch.cuda.graph does not leave its stream if a recording fails
+            torch.cuda.stream(self._stream),
             # thread_local: threads that pin memory and read metrics continue to call CUDA
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
         ):

@@ -112,9 +112,8 @@ class GraphTrainer(SimpleTrainer):
     def compute_gradients(self) -> Losses:
         if self._recorder is None:
             return super().compute_gradients()
-        batches = [
-            batch for batch, _ in super().micro_batches()
-        ]  # all of them, as a recording has memory for all
+        # all of them, as a recording has memory for all
+        batches = [batch for batch, _ in super().micro_batches()]
         inputs: list[Tensor] = []
         self._recording = recording = self._find_recording(batches, inputs)
         if recording is None:
@@ -261,9 +260,8 @@ class GraphTrainer(SimpleTrainer):
         gradients_of = [
             (parameter, parameter.grad) for parameter in parameters_of(self.optimizer, self.model)
         ]
-        recording.gradients = sorted(
-            gradients_of, key=lambda pair: pair[1] is None
-        )  # see compute_gradients
+        # see compute_gradients
+        recording.gradients = sorted(gradients_of, key=lambda pair: pair[1] is None)
         logger.info(
             "From iteration %d on, this step is replayed: recorded in %d pieces",
             self.iter,
@@ -335,9 +333,8 @@ class GraphTrainer(SimpleTrainer):
         self._filled: list[float] = []
         for parameter, state in getattr(self.optimizer, "state", {}).items():
             for name, value in state.items():
-                if isinstance(
-                    value, Tensor
-                ):  # such as the count of steps, which may be on the host
+                # such as the count of steps, which may be on the host
+                if isinstance(value, Tensor):
                     state[name] = value.to(parameter.device)
 
     # ------------------------------------------------------------------ the optimizer

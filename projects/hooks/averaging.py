@@ -176,9 +176,8 @@ class ModelAverage:
     def _move(self, weight: float) -> None:
         """Move the averages to the model's values by ``weight``, from 0 to 1, and copy all other tensors."""
         for sources, i, buffers, name in self._buffers:
-            sources[i] = buffers[
-                name
-            ]  # a model may replace a buffer by a new tensor; parameters stay the same tensors
+            # a model may replace a buffer by a new tensor; parameters stay the same tensors
+            sources[i] = buffers[name]
         for (averaged, _, dtype, source_dtype), (averages, sources) in self._groups.items():
             if weight == 1 or not averaged:
                 torch._foreach_copy_(averages, sources)
@@ -272,9 +271,8 @@ class EMAHook(HookBase):
 
     def before_train(self) -> None:
         """Raises ConfigError if ``begin`` is after the end of the run."""
-        cfg = getattr(
-            self.trainer, "cfg", None
-        )  # max_iter of this train() may be only a part of the run
+        # max_iter of this train() may be only a part of the run
+        cfg = getattr(self.trainer, "cfg", None)
         end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
         if self._begin > end:
             raise ConfigError(

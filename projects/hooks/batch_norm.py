@@ -88,9 +88,8 @@ class PreciseBN(HookBase):
         cfg = trainer.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
-        loader = trainer.build_train_loader(
-            cfg
-        )  # its own, which does not disturb the order of the training data
+        # its own, which does not disturb the order of the training data
+        loader = trainer.build_train_loader(cfg)
         test = {
             "period": cfg.TEST.EVAL_PERIOD,
             "start": cfg.TEST.EVAL_START,

@@ -73,9 +73,8 @@ class CopyAhead(HookBase):
             moved = move_to_device(batch, device)
         current.wait_stream(self._stream)
         for leaf in filter(_is_plain, tree_leaves(moved)):
-            leaf.record_stream(
-                current
-            )  # the next batch must not get this memory during the computation
+            # the next batch must not get this memory during the computation
+            leaf.record_stream(current)
         return moved
 
 

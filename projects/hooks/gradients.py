@@ -32,9 +32,8 @@ class CheckFiniteLoss(HookBase):
     def after_backward(self) -> None:
         if is_due(self.trainer, self._interval):
             losses = self.trainer.losses
-            names = getattr(
-                self.trainer, "trained_losses", losses
-            )  # a user's run_step may set only ``losses``
+            # a user's run_step may set only ``losses``
+            names = getattr(self.trainer, "trained_losses", losses)
             by_rank = comm.all_gather({name: losses[name].item() for name in names})
             if not all(math.isfinite(value) for found in by_rank for value in found.values()):
                 raise FloatingPointError(
@@ -63,9 +62,8 @@ class GradNorm(HookBase):
             parameters = parameters_of(getattr(self.trainer, "optimizer", None), self.trainer.model)
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
-            norm = (
-                norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            )  # of a sharded model
+            # of a sharded model
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             self.trainer.storage.put_scalar("grad_norm", norm)
 
 

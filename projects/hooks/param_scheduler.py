@@ -216,6 +216,5 @@ class ReduceOnPlateau(MetricHook):
         scheduler.seek(scheduler.last_epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(
-            {**state_dict.get("monitor", {}), **state_dict}
-        )  # older files have a part "monitor"
+        # older files have a part "monitor"
+        super().load_state_dict({**state_dict.get("monitor", {}), **state_dict})

@@ -185,9 +185,8 @@ class EmptyCache(HookBase):
             "after_eval_step",
         ] * after_step
         for point in points + ["after_epoch", "after_eval"] * after_epoch:
-            setattr(
-                self, point, _empty_cache
-            )  # not in the class: the epoch points need a trainer with epochs
+            # not in the class: the epoch points need a trainer with epochs
+            setattr(self, point, _empty_cache)
 
 
 def _empty_cache(*_: Any) -> None:

@@ -79,9 +79,8 @@ class PublishWeights(HookBase):
                 "" if isinstance(hook, BestCheckpointer) else "_final",
             )
             path = os.path.join(folder, f"{hook.file_prefix}{suffix}.pth")
-            if (
-                hook.checkpointer.save_to_disk and folder and os.path.exists(path)
-            ):  # no best file: no finite value
+            # no best file: no finite value
+            if hook.checkpointer.save_to_disk and folder and os.path.exists(path):
                 frozen = dict(hook.checkpointer.model.named_parameters())
                 logger.info(
                     "Weights published as %s", publish_weights(path, weights, format, frozen)

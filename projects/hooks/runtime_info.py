@@ -50,19 +50,19 @@ class RuntimeInfo(HookBase):
         return getattr(getattr(self.trainer, "optimizer", None), "param_groups", [])
 
     def before_step(self) -> None:
-        if is_due(
-            self.trainer, self._period, or_last=True
-        ):  # the schedule changes the rates after the step
+        # the schedule changes the rates after the step
+        if is_due(self.trainer, self._period, or_last=True):
             rates = [group["lr"] for group in self._groups()]
             self._used = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def after_step(self) -> None:
         if not is_due(self.trainer, self._period, or_last=True):
             return
+        # a hook may add groups
         names = [
             *self._names,
             *map(str, range(len(self._names), len(self._used))),
-        ]  # a hook may add groups
+        ]
         found = {"epoch": self.trainer.epoch} if self.trainer.has_epochs else {}
         found |= {
             f"lr/{name}": lr for name, lr in zip(names, self._used, strict=True) if len(names) > 1

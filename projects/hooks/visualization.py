@@ -68,9 +68,8 @@ class VisualizationHook(HookBase):
         return Path(self._output_dir or Path(self.trainer.cfg.OUTPUT_DIR, "visualization"))
 
     def before_train(self) -> None:
-        assert (
-            self._folder
-        )  # without a config and output_dir the error comes now, not at the first evaluation
+        # without a config and output_dir the error comes now, not at the first evaluation
+        assert self._folder
 
     def before_eval(self, phase: Phase, name: str) -> None:
         self._dataset = re.sub(r"[^\w.-]", "_", name or "unnamed")

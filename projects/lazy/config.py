@@ -93,9 +93,8 @@ class LazyConfig:
     @staticmethod
     def load_rel(filename: str | os.PathLike[str], keys: str | Sequence[str] | None = None) -> Any:
         """``load`` with a path relative to the file of the calling code."""
-        folder = os.path.dirname(
-            sys._getframe(1).f_code.co_filename
-        )  # inspect.stack() would touch every module
+        # inspect.stack() would touch every module
+        folder = os.path.dirname(sys._getframe(1).f_code.co_filename)
         return LazyConfig.load(os.path.join(folder, filename), keys)
 
     @staticmethod

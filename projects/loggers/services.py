@@ -166,9 +166,8 @@ class WandbWriter(ServiceWriter):
             pictures.setdefault(iter, {})[name] = wandb.Histogram(np_histogram=_bins(raw))
         for iter, row in [*rows, *sorted(pictures.items())]:
             step = max(iter, self._next_step)
-            run.log(
-                {**row, "iteration": iter}, step=step, commit=True
-            )  # without commit a row waits for a later step
+            # without commit a row waits for a later step
+            run.log({**row, "iteration": iter}, step=step, commit=True)
             self._next_step = step + 1
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
@@ -269,9 +268,8 @@ class MLflowWriter(ServiceWriter):
             )
             self._run_id = client.create_run(experiment_id, run_name=self._dir.name).info.run_id
             for name, value in self._settings.items():
-                client.log_param(
-                    self._run_id, _text(name), str(value)[:6000]
-                )  # MLflow accepts no more
+                # MLflow accepts no more
+                client.log_param(self._run_id, _text(name), str(value)[:6000])
             if self._config:
                 client.log_text(self._run_id, self._config, "config.yaml")
         return client, partial(client.set_terminated, self._run_id)

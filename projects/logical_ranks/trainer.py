@@ -82,18 +82,16 @@ class LogicalTrainer(SimpleTrainer):
             )
         found, steps = list[Losses](), self._steps // len(self._own)
         for number in range(self.accumulation_steps):
-            batch = (
-                self.draw()
-            )  # the first one of a run comes after a pass without effect, see settle_buckets
+            # the first one of a run comes after a pass without effect, see settle_buckets
+            batch = self.draw()
             place, step = divmod(number, steps)
             if number == 0:
                 self._tree.start()
             elif step == 0:
                 self._tree.push()
             self._seed_for(_OF_BATCHES + self._own[place] * steps + step)
-            is_last = (
-                number == self.accumulation_steps - 1
-            )  # DDP exchanges gradients with the last one
+            # DDP exchanges gradients with the last one
+            is_last = number == self.accumulation_steps - 1
             with nullcontext() if is_last else without_gradient_sync(self.model):
                 losses = self.compute_losses(batch)
                 self.backward(losses.total / (self._num * steps))
@@ -131,9 +129,8 @@ class LogicalTrainer(SimpleTrainer):
 
     def end_step(self) -> None:
         super().end_step()
-        self._seed_for(
-            _AT_SAVE_POINT
-        )  # hooks may have drawn different numbers on different processes
+        # hooks may have drawn different numbers on different processes
+        self._seed_for(_AT_SAVE_POINT)
 
     def _seed_for(self, number: int) -> None:
         seed = splitmix64(
@@ -247,9 +244,8 @@ class _Tree:
         """DDP calls it with each bucket, in one order on all processes, during the last backward pass of a step."""
         parameters, flat = bucket.parameters(), bucket.buffer()
         parts = zip(flat.split([each.numel() for each in parameters]), parameters, strict=True)
-        grads: _Grads = [
-            part.as_strided(each.shape, each.stride()) for part, each in parts
-        ]  # DDP's layout
+        # DDP's layout
+        grads: _Grads = [part.as_strided(each.shape, each.stride()) for part, each in parts]
         for _, sums, _ in reversed(self._sums):
             _add(grads, [sums[self._places[id(each)]] for each in parameters])
         total = torch.futures.Future[Tensor](

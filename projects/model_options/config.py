@@ -105,9 +105,8 @@ def _without_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
         norm,
         _,
         _,
-    ) in (
-        counting
-    ):  # switching off track_running_stats would change the tensors kept for the backward pass
+        # switching off track_running_stats would change the tensors kept for the backward pass
+    ) in counting:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield

@@ -76,9 +76,8 @@ class DefaultPredictor:
 class _TakeAverage(HookBase):
     """Gives the model the averaged weights of the loaded file."""
 
-    paths_read = (
-        AVERAGED_PATH,
-    )  # after_load reads these paths; a sharded checkpoint loads only paths that are named
+    # after_load reads these paths; a sharded checkpoint loads only paths that are named
+    paths_read = (AVERAGED_PATH,)
 
     def after_load(self, state: dict[str, Any]) -> None:
         if EVALUATED in state:  # a best checkpoint: its entry "model" has the evaluated weights

@@ -583,9 +583,8 @@ def settings(job: Job) -> Finding:
     checked = (*CONFIG_KEYS, "SOLVER.OPTIMIZER")  # their keys are errors if they are not known
     own = [key for key in changed if not any(f"{key}.".startswith(f"{name}.") for name in checked)]
     nodes = {key: key.rpartition(".")[0] for key in (*own, *reads)}
-    asked = {
-        nodes[key] for key in reads
-    }  # of other nodes no key is asked for: they are passed on as a whole
+    # of other nodes no key is asked for: they are passed on as a whole
+    asked = {nodes[key] for key in reads}
     names = [
         key for key in own if key not in reads and (nodes[key] in asked or nodes[key] not in reads)
     ]

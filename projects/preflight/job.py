@@ -152,9 +152,8 @@ class Watcher(HookBase, TorchDispatchMode):
         if model.training:  # it may be evaluated between two steps
             self._end(self._before)
             if self._looks:
-                sees_all = (
-                    next(model.parameters()).is_cuda and self.trainer.iter % 4 == 0
-                )  # the dispatcher does not
+                # the dispatcher does not
+                sees_all = next(model.parameters()).is_cuda and self.trainer.iter % 4 == 0
                 self._pass.enter_context(CudaRecorder.watching(self.reads) if sees_all else self)
                 if not sees_all:
                     self.watched.add(self.trainer.iter)
@@ -236,9 +235,8 @@ class Watcher(HookBase, TorchDispatchMode):
                 self.reads.append(place)
                 return results
             self._number += 1
-            fires = (
-                (results > 0).movedim(-1 if results.ndim == 3 else 1, 0).flatten(1).any(1)
-            )  # 3: [N, length, C]
+            # 3: [N, length, C]
+            fires = (results > 0).movedim(-1 if results.ndim == 3 else 1, 0).flatten(1).any(1)
             self.fired[self._number, place] = fires | self.fired.get((self._number, place), fires)
         return results
 

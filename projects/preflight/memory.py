@@ -33,11 +33,12 @@ def search(fits: Callable[[int], bool], start: int, limit: Callable[[], int]) ->
     Args:
         limit: called after each size; larger sizes than its result are not tried.
     """
+    # high: the smallest size that does not fit, 0 if there is none yet
     low, high, size = (
         0,
         0,
         start,
-    )  # high: the smallest size that does not fit, 0 if there is none yet
+    )
     while not high or high - low > max(1, low // 8):
         if fits(size):
             low = size

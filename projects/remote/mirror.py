@@ -61,9 +61,8 @@ class Mirror:
 
     def download(self) -> None:
         """Replace the local files by those in the store, if any. Raises CheckpointError if it cannot be read."""
-        if self.is_taken or is_owned_by_another(
-            self._folder
-        ):  # then the local files are the newest
+        # then the local files are the newest
+        if self.is_taken or is_owned_by_another(self._folder):
             return
         with self._explained("cannot be read"):
             manifest = self._read_manifest()
@@ -183,9 +182,8 @@ class Mirror:
                 if (self._folder / name).exists():
                     raise
                 names.discard(name)
-        if (
-            tagged and tagged not in names
-        ):  # the save that has removed the file asks for the next upload
+        # the save that has removed the file asks for the next upload
+        if tagged and tagged not in names:
             return
         if tagged:
             self._store.put(str(tag), TAG_FILE)

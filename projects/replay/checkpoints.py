@@ -18,9 +18,8 @@ from trainkit.utils.plugins import FORMATS
 
 logger = logging.getLogger(__name__)
 
-_OF_SCHEDULE = re.compile(
-    r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch"
-)  # logged values that no sample changes
+# logged values that no sample changes
+_OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")
 CLOCK_READINGS = {
     "time",
     "data_time",
@@ -61,9 +60,8 @@ def differing(
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if difference := _difference_of_tensors(left.detach(), right.detach()):
             yield f"{path}: {difference}"
-    elif isinstance(left, Mapping) and isinstance(
-        right, Mapping
-    ):  # of any class: programs may use different classes
+    # of any class: programs may use different classes
+    elif isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in [*left, *(key for key in right if key not in left)]:
             here = f"{path}/{key}".lstrip("/")
             if skip is not None and skip(key, here):
@@ -92,9 +90,8 @@ def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
     if left.is_meta or right.is_meta:
         return ""  # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
     left, right = left.cpu(), right.cpu()  # a replay compares the state on a GPU with a file
-    bits = [
-        tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (left, right)
-    ]  # [values, bytes]
+    # [values, bytes]
+    bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (left, right)]
     num_different = int((bits[0] != bits[1]).any(dim=1).sum())
     if not num_different:
         return ""

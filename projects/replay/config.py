@@ -64,9 +64,8 @@ class SkipBatches(HookBase):
     ``ranges``: ``[start, end]`` of each range in increasing order; ``end`` is not included.
     """
 
-    _state_names = (
-        "_left_out",
-    )  # [start, end] of what was thrown away, so that a resumed run does not do it again
+    # [start, end] of what was thrown away, so that a resumed run does not do it again
+    _state_names = ("_left_out",)
 
     def __init__(self, ranges: Sequence[Sequence[int]]) -> None:
         if not _are_ranges(ranges):
@@ -76,9 +75,8 @@ class SkipBatches(HookBase):
 
     def before_train(self) -> None:
         start_iter = self.trainer.start_iter
-        self._left_out = [
-            pair for pair in self._left_out if pair[0] < start_iter
-        ]  # not those of an earlier run
+        # not those of an earlier run
+        self._left_out = [pair for pair in self._left_out if pair[0] < start_iter]
         for start, end in self._ranges:
             if end <= start_iter and not any(
                 first < end and start < last for first, last in self._left_out

@@ -168,10 +168,11 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
             **step["optimizer"],
             "param_groups": trainer.optimizer.state_dict()["param_groups"],
         }
+        # -1: it seeks its position
         rates = {
             "base_lrs": trainer.scheduler.state_dict()["base_lrs"],
             "last_epoch": -1,
-        }  # -1: it seeks its position
+        }
         hooks |= {
             name: {**hooks[name], **rates} for name in hooks if name.startswith("LRScheduler")
         }

@@ -57,10 +57,11 @@ class Inspection(HookBase):
         self.not_finite_before: list[str] = []
         self.first_bad_module = self.error = ""
         self.failure: Failure | None = None
+        # number of its micro-batch, and the output itself
         self._first_bad: tuple[int, list[Tensor]] = (
             0,
             [],
-        )  # number of its micro-batch, and the output itself
+        )
         self._handles: list[Any] = []
         self._depth = 0  # of calls of modules
         self._start = 0, 0  # numbers of parts and outputs when the present forward pass began
@@ -115,20 +116,20 @@ class Inspection(HookBase):
             self._start = len(self.parts), len(self.outputs)
         elif is_pass and not self.is_own_step:  # the last one was to order the buckets of DDP
             del self.parts[self._start[0] :], self.outputs[self._start[1] :]
-        if (
-            hasattr(loader, "names_of_last") and self.batches
-        ):  # it may be ahead of the micro-batches
+        # it may be ahead of the micro-batches
+        if hasattr(loader, "names_of_last") and self.batches:
             self.samples = loader.names_of_last(num_drawn)[: len(self.batches)] or self.samples
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         self.parts.append((f"module {name}: equal inputs and different outputs", digest(output)))
         if values := [*floating_tensors(output)]:
+            # or NaN
             largest = (
                 torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64)
                 .max()
                 .item()
-            )  # or NaN
+            )
             self.outputs.append((name, largest))
             if not self.first_bad_module and not math.isfinite(largest):
                 self.first_bad_module = name
@@ -165,9 +166,8 @@ class Inspection(HookBase):
             self._handles.pop().remove()
         if not self.losses:
             with contextlib.suppress(RuntimeError):
-                _ = (
-                    self.trainer.losses
-                )  # the backward pass is done, and an earlier hook has failed after it
+                # the backward pass is done, and an earlier hook has failed after it
+                _ = self.trainer.losses
                 self.after_backward()
         if not self.losses:
             latest = [
@@ -199,9 +199,10 @@ class Inspection(HookBase):
         found = list[str]()
         for number, batch in enumerate(self.batches):
             names = next(iter(self.samples[number:]), [])
+            # of samples
             is_list = isinstance(batch, list) and not any(
                 isinstance(value, Tensor) for value in batch
-            )  # of samples
+            )
             for path, value in _leaves(batch):
                 if (
                     isinstance(value, Tensor)

@@ -112,9 +112,8 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
     """What changes the bits of a computation besides settings and code, by name."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except (
-        RuntimeError
-    ):  # somebody has set torch's newer name, beside which the older one cannot be read
+    # somebody has set torch's newer name, beside which the older one cannot be read
+    except RuntimeError:
         precision = torch.backends.cuda.matmul.fp32_precision
     is_cuda = device is not None and device.type == "cuda"
     facts = {
@@ -221,9 +220,8 @@ def _commit(folder: str) -> str:
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
-    changed = changed_settings(
-        cfg, former := former.clone()
-    )  # this declares keys of projects in `former`
+    # this declares keys of projects in `former`
+    changed = changed_settings(cfg, former := former.clone())
     return [
         (key, get_key(former, key), value)
         for key, value in changed

@@ -90,16 +90,14 @@ class RunRecord(HookBase):
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")
-        if isinstance(trainer, dict) and trainer.get(
-            "origin"
-        ):  # else it is not the file of a DefaultTrainer
+        # else it is not the file of a DefaultTrainer
+        if isinstance(trainer, dict) and trainer.get("origin"):
             fork, parents = self.trainer.cfg.get("FORK"), trainer["origin"].get("parents", [])
             known = [(parent["run"], parent["iteration"]) for parent in parents]
             if fork is not None and fork.RUN and (fork.RUN, fork.ITER) not in known:
                 adapt(trainer, self.trainer)
-            trainer["hooks"]["RunRecord"] = trainer[
-                "origin"
-            ]  # so it gets this as its state, if it loads one
+            # so it gets this as its state, if it loads one
+            trainer["hooks"]["RunRecord"] = trainer["origin"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parents = state_dict.get("parents", [])

@@ -223,9 +223,8 @@ class Session:
 
         def stop(_: Any) -> None:
             if trainer.iter == last:
-                trainer._stops.stop = Stop(
-                    "replayed"
-                )  # not request_stop: other ranks would continue for a while
+                # not request_stop: other ranks would continue for a while
+                trainer._stops.stop = Stop("replayed")
 
         trainer.register_hooks([*own, hooks.CallbackHook(after_step=stop)])
         try:

@@ -52,9 +52,8 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         }
 
     def _choose(self, seed: int) -> None:
-        generator = new_generator(
-            seed, 1
-        )  # epochs have the key 0, so the subset is independent of all orders
+        # epochs have the key 0, so the subset is independent of all orders
+        generator = new_generator(seed, 1)
         chosen = torch.randperm(self._dataset_size, generator=generator, device="cpu")[
             : self.samples_per_epoch
         ]

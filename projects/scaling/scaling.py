@@ -35,9 +35,8 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     def shorter(length: Any) -> Any:
         if isinstance(length, list | tuple):
             return type(length)(shorter(item) for item in length)
-        return (
-            length if isinstance(length, str) else round(length / scale) or int(length > 0)
-        )  # 0 switches off
+        # 0 switches off
+        return length if isinstance(length, str) else round(length / scale) or int(length > 0)
 
     cfg = cfg.clone()  # items of a frozen node can be assigned
     solver = cfg.SOLVER

@@ -82,9 +82,8 @@ class Shards:
             )
         files, error = {}, ""
         try:
-            planner = dcp.DefaultSavePlanner(
-                enable_plan_caching=True
-            )  # ranks exchange what differs from the last save
+            # ranks exchange what differs from the last save
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
             writer = dcp.FileSystemWriter(folder)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
             sync_folder(folder)
@@ -258,9 +257,8 @@ class ShardedFormat(CheckpointFormat):
 
             filled: dict[str, Any] = plain_state(state, take=make)
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "torch.distributed is disabled"
-                )  # each rank reads by itself
+                # each rank reads by itself
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp.load(found, storage_reader=reader, no_dist=True)
         except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
             reason = (

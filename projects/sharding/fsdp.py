@@ -207,9 +207,8 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
-    owners = {
-        module: block for block in reversed([*blocks]) for module in block.modules()
-    }  # the innermost one
+    # the innermost one
+    owners = {module: block for block in reversed([*blocks]) for module in block.modules()}
     for same in _shared(model):
         if len({owners.get(model.get_submodule(name.rpartition(".")[0])) for name in same}) > 1:
             raise ConfigError(

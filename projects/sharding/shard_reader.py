@@ -53,10 +53,11 @@ class _Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        # a member of an enum, from Python 3.11.0 to 3.11.3
         if (module, name) == (
             "builtins",
             "getattr",
-        ):  # a member of an enum, from Python 3.11.0 to 3.11.3
+        ):
             return _Record
         if not f"{module}.".startswith(("torch.", "pathlib.")):
             raise pickle.UnpicklingError(f"it needs {module}.{name}, and only tensors are accepted")

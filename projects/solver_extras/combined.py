@@ -52,10 +52,11 @@ class CombinedOptimizer(Optimizer):
         """Update all parameters that have a gradient; ``closure`` is called once."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
+            # tensors of a scaler, which fused optimizers read
             for name in (
                 "grad_scale",
                 "found_inf",
-            ):  # tensors of a scaler, which fused optimizers read
+            ):
                 setattr(optimizer, name, getattr(self, name, None))
             optimizer.step()
         return loss
@@ -214,9 +215,8 @@ class LARS(Optimizer):
 
 
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    dtype = torch.promote_types(
-        params[0].dtype, torch.float32
-    )  # in float16, the norm of many small values overflows
+    # in float16, the norm of many small values overflows
+    dtype = torch.promote_types(params[0].dtype, torch.float32)
     # cast before the norm: for sharded tensors, torch 2.15 mistakes the norm's argument dtype for a dimension
     both: Any = (
         torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in part]))

@@ -95,9 +95,8 @@ def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
 class _Scheme(NamedTuple):
     needs: str  # the argument that has the number n of blocks; "": 4 stages
     stem: str
-    depth_of: Callable[
-        [Any, str, Sequence[str]], int | None
-    ]  # of a block; gets the argument, a name, and all names
+    # of a block; gets the argument, a name, and all names
+    depth_of: Callable[[Any, str, Sequence[str]], int | None]
     rest: int = 1  # the depth of the rest is n + rest
     num_layers: int = 2  # there are n + num_layers layers
     deepest: int | None = None  # the depth of the last block; None: n

@@ -49,10 +49,11 @@ class ODCMemory(nn.Module):
         assign_by: Literal["inner_product", "distance"] = "inner_product",
     ) -> None:
         super().__init__()
+        # all clusters must not be small
         largest, ways = (
             length // num_classes,
             ("inner_product", "distance"),
-        )  # all clusters must not be small
+        )
         if not 0 <= momentum <= 1 or not 1 <= min_cluster <= largest or assign_by not in ways:
             accepted = f"momentum must be from 0 to 1, min_cluster from 1 to {largest}, assign_by one of {ways}"
             raise ValueError(f"{accepted}; got {momentum!r}, {min_cluster!r} and {assign_by!r}")

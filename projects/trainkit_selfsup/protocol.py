@@ -43,9 +43,8 @@ class ClusterHook(HookBase):
             )
         loss: Any = getattr(getattr(self._model, "head", None), "loss", None)
         if self._reweight and hasattr(loss, "class_weight"):
-            loss.class_weight = (
-                self._model.loss_weight
-            )  # also in a resumed run: a checkpoint does not hold this
+            # also in a resumed run: a checkpoint does not hold this
+            loss.class_weight = self._model.loss_weight
 
     def weight_classes(self, sizes: Tensor) -> None:
         if self._reweight:

@@ -167,9 +167,8 @@ class SwAVHook(HookBase):
                 )
             self._layers.append((iters, parameters))
             if self.trainer.start_iter < iters:
-                start_momentum(
-                    self.trainer.optimizer
-                )  # fused SGD fails if only some of a group have a momentum
+                # fused SGD fails if only some of a group have a momentum
+                start_momentum(self.trainer.optimizer)
 
     def before_step(self) -> None:
         if (

@@ -18,9 +18,8 @@ def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, "rb") as file:
             is_archive = file.read(2) == b"PK"
             file.seek(0)
-            state = (
-                None if is_archive else pickle.load(file, encoding="latin1")
-            )  # latin1 for pickles of Python 2
+            # latin1 for pickles of Python 2
+            state = None if is_archive else pickle.load(file, encoding="latin1")
             if is_archive or state == torch.serialization.MAGIC_NUMBER:
                 file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=False)

@@ -40,9 +40,8 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     every_rank_writes.collective = True
     Checkpointer(linear(1), tmp_path / "other", format=every_rank_writes).save("model")
     assert sorted(os.listdir(tmp_path / "other")) == ["last_checkpoint", "model.pth"]
-    for _ in range(
-        2
-    ):  # a file that is not there is no error, and a removal that was killed is completed
+    # a file that is not there is no error, and a removal that was killed is completed
+    for _ in range(2):
         (tmp_path / "new/model_best.shards-0123abcd").mkdir()
         checkpointer.remove("model_best")
     assert sorted(os.listdir(tmp_path / "new")) == ["last_checkpoint", "model_0000009.pth"]

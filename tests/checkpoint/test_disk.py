@@ -38,9 +38,8 @@ def test_wherever_a_disk_is_full_all_earlier_files_are_intact(run_folder, monkey
 
         assert hidden_files(run_folder) == []
         assert {name: (run_folder / name).read_bytes() for name in before} == before
-        tagged = (
-            39 if (kind, n) == ("fsync", 3) else 29
-        )  # there all but the tag's place in the folder is durable
+        # there all but the tag's place in the folder is durable
+        tagged = 39 if (kind, n) == ("fsync", 3) else 29
         assert (run_folder / "last_checkpoint").read_text() == f"model_{tagged:07d}.pth"
         assert resumed(run_folder) == tagged
         checkpointer.tag_last_checkpoint("model_0000029.pth")

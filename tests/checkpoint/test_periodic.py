@@ -32,10 +32,11 @@ def run(folder, iterations, checkpointer=None, **kwargs):
             {"period": 2, "max_iter": 6, "save_last": False},
             ["model_0000001", "model_0000003", "model_0000005"],
         ),
+        # the period counts from there
         (
             {"period": 2, "start": 3},
             ["model_0000002", "model_0000004"],
-        ),  # the period counts from there
+        ),
         # as fvcore, the final file is kept beside max_to_keep numbered ones
         (
             {"period": 2, "max_iter": 6, "max_to_keep": 2},

@@ -211,9 +211,8 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
     )
     comm.set_data_ranks()
     part = Part(7)
-    Checkpointer(norm(7), tmp_path / "own", part=part).resume_or_load(
-        ""
-    )  # one process takes the state of rank 0
+    # one process takes the state of rank 0
+    Checkpointer(norm(7), tmp_path / "own", part=part).resume_or_load("")
     assert part.state["own"]["rank"] == 0
 
 

@@ -322,6 +322,5 @@ def test_a_default_trainer_clips_whoever_makes_its_step(tmp_path, trainer_class)
     assert len(norms) >= 10  # torch may call the hook for the step inside of a step too
     assert norms == [pytest.approx(1e-3, rel=1e-3)] * len(norms)
     assert ("grad_norm" in trainer.storage.histories()) is (trainer_class is not OwnStep)
-    assert all(
-        value > 0.01 for value, _ in scalars(trainer).get("grad_norm", [])
-    )  # that before clipping
+    # that before clipping
+    assert all(value > 0.01 for value, _ in scalars(trainer).get("grad_norm", []))

@@ -156,9 +156,8 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
 def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog):
     cfg = get_cfg()
     cfg.register_renamed_key("B", "A")
-    cfg.merge_from_list(
-        ["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"]
-    )  # of an earlier version
+    # of an earlier version
+    cfg.merge_from_list(["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"])
     assert "LOG.EVAL_AXIS" in caplog.text
     assert "KEEP" not in cfg.MODEL.ACTIVATION_CHECKPOINT
     with pytest.raises(KeyError, match="A"):

@@ -33,9 +33,8 @@ from trainkit.utils import comm
 from trainkit.utils.periods import exact
 from trainkit.utils.protocol import iters_per_epoch
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create"
-)  # a machine with few cores
+# a machine with few cores
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Squares(Dataset):
@@ -109,10 +108,11 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
     assert [loader.timeout for loader in loaders] == [600] * 3
     assert len({loader.generator.initial_seed() for loader in loaders[:2]}) == 1
     assert loaders[2].generator.initial_seed() == 17288289091593111796  # as in older checkpoints
+    # as with a config
     assert next(iter(build_test_loader([*range(4)], batch_size=2))).tolist() == [
         0,
         1,
-    ]  # as with a config
+    ]
     cfg.DATALOADER.COLLATE = "list"
     assert [type(sample) for sample in next(iter(build_train_loader(cfg)))] == [dict] * 4
 

@@ -22,9 +22,8 @@ def test_the_sample_in_the_place_of_a_rejected_one_is_a_function_of_the_index():
     states = random.getstate(), torch.get_rng_state()
     forward = draw(range(20))
 
-    assert forward == draw(
-        reversed(range(20))
-    )  # neither earlier samples nor earlier rejections matter
+    # neither earlier samples nor earlier rejections matter
+    assert forward == draw(reversed(range(20)))
     assert forward[::2] == [index * 10 for index in range(0, 20, 2)]
     assert len({*forward[1::2]}) > 3  # not one and the same sample in all places
     assert random.getstate() == states[0]
@@ -93,6 +92,5 @@ def test_a_list_dataset_keeps_tensors_as_they_are():
         assert torch.equal(dataset[index].to_dense(), tensor.to_dense())
 
     rows = [*torch.zeros(1000, 100)]
-    assert len(pickle.dumps(DatasetFromList(rows))) < 1000 * (
-        400 + 250
-    )  # 400 MB with the storage in each row
+    # 400 MB with the storage in each row
+    assert len(pickle.dumps(DatasetFromList(rows))) < 1000 * (400 + 250)

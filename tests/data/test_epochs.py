@@ -19,9 +19,8 @@ from trainkit.data import (
     build_batch_data_loader,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create"
-)  # a machine with few cores
+# a machine with few cores
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SIZE = 11
 

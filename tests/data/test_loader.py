@@ -33,9 +33,8 @@ from trainkit.data import (
 )
 from trainkit.data.seeding import splitmix64
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create"
-)  # a machine with few cores
+# a machine with few cores
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SIZE = 11
 
@@ -476,12 +475,13 @@ def error_of(dataset, num_workers=1, **options):
             list,
             "FileNotFoundError while loading scan_2.png: [Errno",
         ),
+        # the data does not end
         (
             0,
             Failing(end),
             list,
             "StopIteration while loading sample 2 of Failing",
-        ),  # the data does not end
+        ),
         # an error that cannot be pickled; the loader would wait for the worker
         (1, Drawing(), local_error, "Local while collating sample 0 of Drawing, sample 1 of"),
     ],

@@ -35,11 +35,11 @@ def test_seeds_and_epochs_have_orders_of_their_own_with_every_sample_once():
         for seed in (0, 1, 2, 2**40)
         for epoch in range(6)
     ]
-    assert (
-        len({tuple(order.tolist()) for order in orders}) == 24
-    )  # with seed + epoch, (0, 1) and (1, 0) would be equal
+    # with seed + epoch, (0, 1) and (1, 0) would be equal
+    assert len({tuple(order.tolist()) for order in orders}) == 24
     assert all(sorted(order.tolist()) == [*range(11)] for order in orders)
     assert take(TrainingSampler(3, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
+    # as in older checkpoints
     assert take(TrainingSampler(6, seed=3), 12) == [
         0,
         5,
@@ -53,7 +53,7 @@ def test_seeds_and_epochs_have_orders_of_their_own_with_every_sample_once():
         2,
         3,
         4,
-    ]  # as in older checkpoints
+    ]
 
 
 @pytest.mark.parametrize("name", INFINITE)

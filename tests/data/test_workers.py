@@ -41,10 +41,11 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_th
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "42")  # there a run takes SIGUSR1 too
     with contextlib.closing(Job(kind)) as job:
+        # one of each worker: both have started
         assert [job.ask("batch"), job.ask("batch")] == [
             "0",
             "1",
-        ]  # one of each worker: both have started
+        ]
         pids = job.ask("pids")
 
         for number in (

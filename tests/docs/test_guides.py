@@ -224,9 +224,8 @@ def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of
         path.name for path in tmp_path.iterdir()
     }
     before = contents(tmp_path)
-    evaluate = (
-        ["--eval-only", "--resume"] if block == 0 else ["--eval-only"]
-    )  # in detectron2, of the last checkpoint
+    # in detectron2, of the last checkpoint
+    evaluate = ["--eval-only", "--resume"] if block == 0 else ["--eval-only"]
     assert main(default_argument_parser().parse_args([*evaluate, *command]))["line"]["error"] < 0.2
     trial = default_argument_parser().parse_args(["--fast-dev-run", *command])
     main(trial)

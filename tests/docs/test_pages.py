@@ -14,11 +14,12 @@ from trainkit.utils.plugins import CONFIG_KEYS
 MARKDOWN = [*PAGES, "CHANGELOG.md", "tests/defects.md"]
 TESTS = [path for folder in ("tests", "projects") for path in (ROOT / folder).rglob("test_*.py")]
 IN_TESTS = {"python", "yaml"}  # sh and bash: test_commands.py; without a language: what is printed
+# a user's own, and two of detectron2
 OTHERS_KEYS = {
     "INPUT.FOLD",
     "INPUT.FORMAT",
     "MODEL.META_ARCHITECTURE",
-}  # a user's own, and two of detectron2
+}
 
 
 def taken(source):

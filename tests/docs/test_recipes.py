@@ -97,11 +97,12 @@ def test_folds_give_a_mean_and_a_deviation_of_what_the_runs_evaluate(tmp_path):
     ]
     written = [json.loads(last)["classification/top1"] for *_, last in lines]
     assert found == (statistics.mean(written), statistics.stdev(written))
+    # those of the second call alone
     assert [json.loads(line)["iteration"] for line in lines[0]] == [
         1,
         2,
         3,
-    ]  # those of the second call alone
+    ]
 
 
 def test_a_gan_with_a_seed_gives_the_same_bits():

@@ -74,9 +74,8 @@ def test_each_command_prints_what_the_page_shows(folder, monkeypatch, capsys):
     for command, shown in COMMANDS:  # in this order: one writes the file that another one reads
         before = {path: path.stat().st_mtime_ns for path in (folder / "output").rglob("*")}
 
-        printed, code = run(
-            command.replace("0000599", "0000005"), capsys
-        )  # the last but one of both runs
+        # the last but one of both runs
+        printed, code = run(command.replace("0000599", "0000005"), capsys)
 
         assert code == ("\ndifferent in " in shown), (command, printed)
         assert {

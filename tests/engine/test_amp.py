@@ -150,11 +150,12 @@ def test_one_overflown_micro_batch_skips_the_update_of_its_window_once():
         [AfterStep(lambda trainer: updates.append((1.0 - model.linear.weight.item()) / LR))]
     )
     trainer.train(0, 3)
+    # the gradients are 2, clipped, then infinite, then 1 of a window of one
     assert updates == [
         1.5,
         1.5,
         2.5,
-    ]  # the gradients are 2, clipped, then infinite, then 1 of a window of one
+    ]
     stored = scalars(trainer)
     assert [value for value, _ in stored["grad_norm"]] == [2.0, math.inf, 1.0]
     assert trainer.storage.latest_with_smoothing_hint()["grad_norm"] == (1.5, 2)
@@ -173,12 +174,10 @@ def weight_after_overflow(optimizer_kwargs, wrap=lambda optimizer: optimizer):
 
 
 def test_fused_sgd_has_clean_momentum_after_an_overflow_in_its_first_step():
-    expected = (
-        1.0 - 0.25 * 1.0 - 0.25 * 1.5
-    )  # one update is skipped, then the momentum is 1, then 1.5
-    torch.use_deterministic_algorithms(
-        True
-    )  # memory that is not initialised is NaN, and not by chance zero
+    # one update is skipped, then the momentum is 1, then 1.5
+    expected = 1.0 - 0.25 * 1.0 - 0.25 * 1.5
+    # memory that is not initialised is NaN, and not by chance zero
+    torch.use_deterministic_algorithms(True)
     try:
         assert weight_after_overflow({"foreach": False}) == expected
         assert weight_after_overflow({"fused": True}) == expected

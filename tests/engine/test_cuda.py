@@ -39,6 +39,5 @@ def test_100_steps_with_everything_on_never_synchronize_and_a_hook_that_reads_th
 @needs_cuda
 def test_the_host_goes_two_steps_ahead_of_a_device_that_sleeps_and_no_further(cuda, tmp_path):
     assert cuda.run_ahead(tmp_path).value == 2
-    assert (
-        cuda.run_ahead(tmp_path, [ReadLoss()]).value == 0
-    )  # a hook that reads the loss keeps it from that
+    # a hook that reads the loss keeps it from that
+    assert cuda.run_ahead(tmp_path, [ReadLoss()]).value == 0

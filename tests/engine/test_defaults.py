@@ -180,9 +180,8 @@ def test_the_scalars_of_a_hook_and_each_evaluation_are_written(tmp_path, start, 
     trainer.register_hooks([square])
     trainer.train()
     assert [row["iteration"] for row in rows(tmp_path) if "classification/top1" in row] == evaluated
-    written = [iter for iter in evaluated if iter < 10] + [
-        9
-    ]  # with the evaluations, and at the end
+    # with the evaluations, and at the end
+    written = [iter for iter in evaluated if iter < 10] + [9]
     assert [row["square"] for row in rows(tmp_path) if "square" in row] == [
         iter**2 for iter in written
     ]

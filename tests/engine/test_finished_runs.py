@@ -86,9 +86,8 @@ def test_early_stopping_finishes_a_run_and_a_resumed_one_does_the_rest(tmp_path)
         >= {"iterations": 2, "max_iter": 10}.items()
     )
     stored = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
-    assert [line["iteration"] for line in stored if "classification/top1" in line] == [
-        1
-    ]  # it is not made again
+    # it is not made again
+    assert [line["iteration"] for line in stored if "classification/top1" in line] == [1]
 
 
 def impatient(patience):

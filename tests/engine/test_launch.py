@@ -122,12 +122,13 @@ def test_a_mistake_is_told_once_whichever_rank_finds_it(forked_ranks, capfd):
     ("signum", "to_launcher", "reason", "code"),
     [
         (signal.SIGTERM, True, "SIGTERM", 143),
+        # Ctrl-C reaches the ranks too, and a second one would not be a request
         (
             signal.SIGINT,
             True,
             "SIGTERM",
             130,
-        ),  # Ctrl-C reaches the ranks too, and a second one would not be a request
+        ),
         (signal.SIGINT, False, "SIGINT", 130),
         (signal.SIGUSR1, True, "SIGUSR1", 138),
     ],
@@ -193,13 +194,14 @@ def test_under_torchrun_its_process_is_one_of_the_run_and_each_start_has_names_o
     [
         ("xpu", 4, {}, "xpu:1", "cpu:gloo,xpu:xccl"),
         ("cuda", 1, {}, None, "gloo"),  # for a model on the CPU of a machine with one GPU
+        # the one that SLURM shows this task
         (
             "cuda",
             1,
             {"SLURM_PROCID": 1},
             "cuda:0",
             "cpu:gloo,cuda:nccl",
-        ),  # the one that SLURM shows this task
+        ),
         ("mps", 2, {}, None, "gloo"),
     ],
 )

@@ -71,9 +71,8 @@ def reads_per_iteration(tmp_path, *options, hook=None):
             ]
         )
         trainer.train()
-    return [
-        after - before for before, after in itertools.pairwise(counts[:-1])
-    ]  # an evaluation follows the last one
+    # an evaluation follows the last one
+    return [after - before for before, after in itertools.pairwise(counts[:-1])]
 
 
 @pytest.mark.parametrize(

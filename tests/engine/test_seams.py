@@ -16,10 +16,11 @@ def test_every_default_trainer_has_the_hooks_of_installed_projects(monkeypatch, 
     module = ModuleType("a_project")
     module.Recorder = type("Recorder", (HookBase,), {"priority": "HIGH"})
     monkeypatch.setitem(sys.modules, "a_project", module)
+    # the latter is not installed
     table = {
         "Recorder": "a_project",
         "Missing": "trainkit.projects.not_there.options",
-    }  # the latter is not installed
+    }
     monkeypatch.setattr("trainkit.engine.defaults.RUN_HOOKS", table)
     names = [type(hook).__name__ for hook in DefaultTrainer(tiny_cfg(tmp_path)).hooks]
     assert names.count("Recorder") == 1
@@ -34,9 +35,8 @@ def test_a_project_whose_key_is_used_wraps_the_model_and_the_loaders(monkeypatch
 
     def wrap_loader(cfg, loader):
         wrapped.append(loader)
-        loader.first_batches = lambda num: (
-            asked.append(num) or [*loader][:num]
-        )  # its own way to these
+        # its own way to these
+        loader.first_batches = lambda num: asked.append(num) or [*loader][:num]
         return loader
 
     module, wrapped, asked = ModuleType("a_wrapper"), [], []

@@ -88,10 +88,11 @@ def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys, monkeypatch)
         with pytest.raises(SystemExit, match=f"^{code}$"), user_errors_exit():
             raise error
         assert capsys.readouterr().err == printed
+    # a mistake of the program keeps its traceback
     with (
         pytest.raises(ZeroDivisionError),
         user_errors_exit(),
-    ):  # a mistake of the program keeps its traceback
+    ):
         1 / 0  # noqa: B018
 
 
@@ -262,11 +263,12 @@ def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_m
 def test_resuming_evaluating_and_restarting_move_nothing(
     tmp_path, monkeypatch, args, restarts, is_kept
 ):
+    # the checkpoint that this names may be damaged
     names = [
         "metrics.json",
         "config.yaml",
         "last_checkpoint",
-    ]  # the checkpoint that this names may be damaged
+    ]
     if restarts != "no checkpoint":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     for name in names if restarts != "no checkpoint" else [*names[:2], "pretrained.pth"]:

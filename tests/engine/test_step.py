@@ -280,9 +280,8 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     assert (trainer.iters_per_epoch, trainer.iters_per_epoch.exact) == (3, Fraction(10, 3))
     trainer.train(0, 5)
     trainer.train(5, 9)
-    assert (
-        epochs == [0] * 3 + [1] * 4 + [2] * 2
-    )  # they start in the iterations nearest to 3 1/3 and 6 2/3
+    # they start in the iterations nearest to 3 1/3 and 6 2/3
+    assert epochs == [0] * 3 + [1] * 4 + [2] * 2
     assert (starts, ends) == ([0, 3, 7], [2, 6])
     data = build_batch_data_loader([*range(10)], TrainingSampler(10), total_batch_size=3)
     endless = SimpleTrainer(model, data, sgd(model))

@@ -149,9 +149,8 @@ def test_a_request_on_one_rank_stops_both_after_the_same_step_less_than_a_period
     assert first == second
     for (_, period), later in first.items():
         assert max(later) < period
-    assert (
-        first[0, 6] == [3, 5, 4] * 2
-    )  # they exchange every third step, and hear of it in the next exchange
+    # they exchange every third step, and hear of it in the next exchange
+    assert first[0, 6] == [3, 5, 4] * 2
 
 
 def test_signals_count_first_and_then_the_lowest_rank_that_was_asked(found):

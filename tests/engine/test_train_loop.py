@@ -82,11 +82,12 @@ def test_iter_status_storage_and_what_would_be_saved_at_each_point():
 
     trainer.train(3, 5)
 
+    # saved: the last one whose step is done
     step = [
         ("before_step", -1),
         ("after_backward", -1),
         ("after_step", 0),
-    ]  # saved: the last one whose step is done
+    ]
     assert calls == [
         ("before_train", 3, 3, 3, 5, "running", True, 2),
         *(
@@ -132,11 +133,12 @@ def test_a_hook_registered_during_training_runs_from_the_next_point_on():
     ("fail_at", "error", "message"),
     [
         (0, RuntimeError("out of memory"), "RuntimeError: out of memory"),
+        # the last one: it has not finished
         (
             2,
             RuntimeError("out of memory"),
             "RuntimeError: out of memory",
-        ),  # the last one: it has not finished
+        ),
         (1, KeyboardInterrupt(), "KeyboardInterrupt: "),
     ],
 )
@@ -545,9 +547,8 @@ def test_a_hook_with_next_due_is_called_where_it_or_another_one_is_due_and_other
         0, 11
     )
     assert each == [*range(1, 12)]
-    assert (
-        threes.called == fives.called == [1, 3, 5, 6, 9, 10]
-    )  # the first iteration looks at every hook
+    # the first iteration looks at every hook
+    assert threes.called == fives.called == [1, 3, 5, 6, 9, 10]
 
 
 def test_the_hooks_of_a_failure_are_told_the_error_and_one_that_fails_hides_nothing(caplog):

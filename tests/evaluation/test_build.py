@@ -30,9 +30,8 @@ class NamingEvaluator(DatasetEvaluator):
 def test_one_evaluator_is_built_bare_and_several_as_one():
     cfg = config("NamingEvaluator")
     assert build_evaluator(cfg, "toy").arguments == (cfg, "toy")
-    both = build_evaluator(
-        config("NamingEvaluator", "LossEvaluator"), "toy"
-    )  # the second one is in a project
+    # the second one is in a project
+    both = build_evaluator(config("NamingEvaluator", "LossEvaluator"), "toy")
     assert isinstance(both, DatasetEvaluators)
 
 

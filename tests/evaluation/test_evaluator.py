@@ -58,10 +58,11 @@ def test_evaluators_get_inputs_with_outputs_and_are_merged_and_none_only_runs_th
     evaluator, calls = Recorder(), []
     assert inference_on_dataset(lambda batch: batch * 10, iter([1, 2, 3]), evaluator) == {"seen": 3}
     assert (evaluator.seen, evaluator.model(5)) == ([(1, 10), (2, 20), (3, 30)], 50)
+    # it is reset
     assert inference_on_dataset(str, [1], [Recorder("a"), Looker(), evaluator]) == {
         "a": 1,
         "seen": 1,
-    }  # it is reset
+    }
     names = ("on_end", "on_start", "after_inference", "before_inference")
     callbacks = {name: lambda name=name: calls.append(name) for name in names}
     assert inference_on_dataset(calls.append, [1, 2], None, callbacks) == {}

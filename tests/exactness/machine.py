@@ -25,18 +25,20 @@ from trainkit.utils.env import seed_all_rng
 # a clock reading takes more or fewer digits in metrics.json; ids and folders of shards are random; the last two are of
 # the command
 LEFT_OUT = {"length", "sizes", "id", "origin", "folder", ".metadata", "HOOKS"}
+# a resumed run may make these calls once more
 AGAIN = {
     "before_train",
     "after_load",
     "before_save",
-}  # a resumed run may make these calls once more
+}
+# others may be repeated
 DRAWS = {
     "before_epoch",
     "before_step",
     "after_backward",
     "after_step",
     "after_epoch",
-}  # others may be repeated
+}
 
 
 class Job(Protocol):
@@ -138,9 +140,8 @@ def _once(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def _copy(folder: Path, target: Path) -> None:
     """Copy a folder in which a thread may write meanwhile."""
     target.mkdir(parents=True)
-    for file in sorted(
-        folder.iterdir(), key=lambda file: file.name != "last_checkpoint"
-    ):  # it must not be too new
+    # it must not be too new
+    for file in sorted(folder.iterdir(), key=lambda file: file.name != "last_checkpoint"):
         with contextlib.suppress(FileNotFoundError):  # a file that is renamed
             if file.is_dir():
                 shutil.copytree(file, target / file.name)
@@ -181,8 +182,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, list | tuple):
         return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}/{i}").items()}
     if isinstance(value, torch.Tensor):
-        content = (
-            None if value.is_meta else value.numpy().tobytes()
-        )  # the content of a meta tensor is in shards
+        # the content of a meta tensor is in shards
+        content = None if value.is_meta else value.numpy().tobytes()
         return {path: (value.dtype, tuple(value.shape), content)}
     return {path: repr(value)}

@@ -103,9 +103,8 @@ def _clone(storage):
 
 
 _pool_numbers = itertools.count(1)
-_pools = (
-    Counter()
-)  # pool -> number of its graphs; 0: torch has freed it, and does not take it again
+# pool -> number of its graphs; 0: torch has freed it, and does not take it again
+_pools = Counter()
 
 
 class CUDAGraph:

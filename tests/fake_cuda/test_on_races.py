@@ -78,9 +78,8 @@ def test_the_memory_of_a_batch_is_kept_from_the_next_one_until_the_stream_that_r
     monkeypatch.setattr(torch.Tensor, "record_stream", note)
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
     trainer = on_cuda(Watched)
-    trainer.train(
-        0, 6
-    )  # three ordinary steps on a stream of their own, then the recording and copies into it
+    # three ordinary steps on a stream of their own, then the recording and copies into it
+    trainer.train(0, 6)
     own = {tensor.data_ptr() for tensor in trainer._recording.inputs}
     of_batches = {(tensor, stream) for tensor, stream in read if tensor not in own}
     assert len({stream for _, stream in of_batches}) == 2

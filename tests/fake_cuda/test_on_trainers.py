@@ -149,9 +149,8 @@ def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(op
     losses = [
         [value for value, _ in scalars(trainer)["total_loss"]] for trainer in (ordinary, recorded)
     ]
-    assert losses[1] == pytest.approx(
-        losses[0], rel=1e-4
-    )  # a recorded update has its lr in float32
+    # a recorded update has its lr in float32
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert recorded._trainer._recordings
     resumes_exactly(tmp_path, *graph)
 

@@ -23,14 +23,14 @@ def test_the_split_is_complete_and_stratified_and_the_script_of_the_readme_makes
     ]
     assert counts[1:] == [[20] * 10, [40] * 10]
     assert [sum(count) for count in counts] == [1197, 200, 400]
-    assert (
-        len(np.unique(arrays["images"].reshape(1797, 64), axis=0)) == 1797
-    )  # no scan is in two parts
+    # no scan is in two parts
+    assert len(np.unique(arrays["images"].reshape(1797, 64), axis=0)) == 1797
 
     monkeypatch.chdir(tmp_path)
+    # as there
     digits = SimpleNamespace(
         images=arrays["images"].astype(float), target=arrays["labels"].astype(int)
-    )  # as there
+    )
     run(
         RULE.replace("from sklearn.datasets import load_digits\n", ""),
         "README.md",

@@ -69,9 +69,8 @@ def test_a_network_gives_losses_in_train_mode_and_logits_in_eval_mode(model):
 
 
 def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_palette():
-    image = torch.tensor([[[0.0, 1.0], [0.2, 1.7]]]).repeat(
-        5, 1, 1, 1
-    )  # of which the fifth has no place
+    # of which the fifth has no place
+    image = torch.tensor([[[0.0, 1.0], [0.2, 1.7]]]).repeat(5, 1, 1, 1)
     label = torch.tensor([[0, 3], [1, 0]]).repeat(5, 1, 1)
     predicted = torch.tensor([[0, 3], [2, 10]]).repeat(5, 1, 1)
     logits = torch.nn.functional.one_hot(predicted, 11).permute(0, 3, 1, 2)

@@ -415,9 +415,8 @@ def test_a_sample_joins_the_cluster_of_the_largest_inner_product_as_in_the_origi
     filled = memory(
         [60.0, -60.0, 90.0, 90.0], [0, 0, 1, 1], num_clusters=2, momentum=1.0, **options
     )
-    assert (
-        filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0)).item() == 0.5
-    )  # the share of changes
+    # the share of changes
+    assert filled.update_samples_memory(torch.tensor([0, 3]), unit(30.0, 30.0)).item() == 0.5
     assert filled.label_bank.tolist() == [label, 0, 1, label]
 
 

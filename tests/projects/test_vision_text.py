@@ -133,9 +133,8 @@ def test_the_config_of_the_page_trains_the_model_of_the_page(tmp_path, monkeypat
 
     assert 0 <= results["torchmetrics"]["f1"] <= 1
     assert (tmp_path / "out/model_best.pth").exists()
-    assert (
-        "LAYER_DECAY: {RATE: 0.8, SCHEME: vit, NUM_LAYERS: 2}" in VIT_LAYERS
-    )  # as in vit.yaml and encoder.yaml
+    # as in vit.yaml and encoder.yaml
+    assert "LAYER_DECAY: {RATE: 0.8, SCHEME: vit, NUM_LAYERS: 2}" in VIT_LAYERS
     assert "{NAME: Muon, LR: 0.02, MOMENTUM: 0.95" in OPTIMIZERS  # as in vit.yaml
     names = [name for name, _ in model_of("resnet18").named_parameters()]
     ours, of_page = (

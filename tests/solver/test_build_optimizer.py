@@ -88,9 +88,8 @@ def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error():
             ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"
         ):
             build_optimizer(make_cfg({key: value}, NAME=name), make_model())
-        build_optimizer(
-            make_cfg({key: type(value)(0)}, NAME=name), make_model()
-        )  # which asks for nothing
+        # which asks for nothing
+        build_optimizer(make_cfg({key: type(value)(0)}, NAME=name), make_model())
 
 
 def test_the_config_file_of_a_run_builds_the_same_optimizer(tmp_path):
@@ -127,9 +126,8 @@ def test_a_default_of_the_solver_is_never_an_error():
         optimizer = build_optimizer(cfg, nn.Linear(2, 2, bias=False))
         known = inspect.signature(type(optimizer)).parameters
         assert optimizer.defaults.get("momentum", 0) == (0.9 if "momentum" in known else 0)
-        assert (
-            "_" not in name or optimizer.defaults["eps"] == 0.5
-        )  # a function may take any argument
+        # a function may take any argument
+        assert "_" not in name or optimizer.defaults["eps"] == 0.5
 
 
 def test_a_registered_class_is_built_with_its_arguments():
@@ -166,9 +164,8 @@ def test_what_the_optimizer_cannot_take_is_an_error(node, message):
 def test_the_fused_implementation_is_chosen_where_it_exists_unless_the_config_chooses():
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for name in ("SGD", "Adam", "AdamW"):
-            expected = (
-                None if name == "SGD" and dtype == torch.bfloat16 else True
-            )  # see the next test
+            # see the next test
+            expected = None if name == "SGD" and dtype == torch.bfloat16 else True
             assert (
                 build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"]
                 is expected
@@ -224,9 +221,8 @@ def test_a_parameter_whose_first_gradient_comes_late_is_updated_as_without_the_f
             model[0](torch.ones(1, 2)).sum().backward()
             model[0].bias.grad = model[0].bias.grad if late else None
             optimizer.step()
-            if (
-                fused is None
-            ):  # loaded from a state of an earlier version, which has only what had a gradient
+            # loaded from a state of an earlier version, which has only what had a gradient
+            if fused is None:
                 state = optimizer.state_dict()
                 state["state"] = {
                     i: saved

@@ -103,10 +103,11 @@ def test_an_optimizer_clips_all_its_groups_before_each_step(clip_type, as_class)
     if as_class:
         clipping = maybe_add_gradient_clipping(cfg, torch.optim.SGD)
         optimizer = sgd(groups, clipping)
+        # once is enough
         assert (
             optimizer.gradient_clipper
             is maybe_add_gradient_clipping(cfg, optimizer).gradient_clipper
-        )  # once is enough
+        )
         assert isinstance(optimizer, torch.optim.SGD)
         assert optimizer.gradient_clipper == build_gradient_clipper(cfg)
     else:

@@ -64,10 +64,11 @@ def test_each_group_starts_from_its_own_rate_and_a_fixed_one_keeps_it(make):
     optimizer = make_optimizer(1.0, 4.0, 1.0)
     optimizer.param_groups[2]["fixed_lr"] = True
     scheduler = make(optimizer)
+    # not replaced
     assert (type(optimizer).step, "step" in vars(optimizer)) == (
         torch.optim.SGD.step,
         False,
-    )  # not replaced
+    )
     run(scheduler, 4)
     scheduler.factors = [0.5]
     scheduler.step(4)

@@ -78,9 +78,8 @@ def test_attention_is_counted_although_torch_has_one_operator_for_it():
     counts = analyze_model.Counts(layer, torch.ones(1, length, dim))
     projections, products = 4 * length * dim * dim, 2 * length * length * dim
     assert counts.flops["self_attn"] == projections + products
-    assert (
-        counts.activations["self_attn"] == 5 * length * dim + 2 * length * length
-    )  # the scores of two heads
+    # the scores of two heads
+    assert counts.activations["self_attn"] == 5 * length * dim + 2 * length * length
     assert counts.uncounted == {"LayerNorm": 2, "Dropout": 3}
     assert torch.backends.mha.get_fastpath_enabled()
 

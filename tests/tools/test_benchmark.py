@@ -24,10 +24,11 @@ def test_a_ratio_is_the_median_of_those_within_the_rounds_and_a_row_says_whether
     tool,
 ):
     measure = importlib.import_module("benchmarks.measure")
+    # ratios 2, 3, 1.25; the ratio of the medians is 1.25
     found = {
         "new": [2.0, 30.0, 5.0],
         "bare": [1.0, 10.0, 4.0],
-    }  # ratios 2, 3, 1.25; the ratio of the medians is 1.25
+    }
     row = measure.compare("row", found, "new", "bare", 2.0)
     speed = measure.compare("row", found, "new", "bare", 0.6, at_least=True)
     assert (row.value, row.sides, row.holds) == (2.0, {"new": 5.0, "bare": 4.0}, True)
@@ -52,9 +53,8 @@ def test_the_bare_loop_and_the_trainers_end_with_the_same_weights(tool, tmp_path
         chunks(steps=30)
         bare(trainer.iter - 1)
         parameters = list(zip(trainer.model.parameters(), bare.model.parameters(), strict=True))
-        assert not any(
-            torch.equal(ours, theirs) for ours, theirs in parameters
-        )  # one step more makes a difference
+        # one step more makes a difference
+        assert not any(torch.equal(ours, theirs) for ours, theirs in parameters)
 
         bare(1)
 

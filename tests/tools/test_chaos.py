@@ -28,9 +28,8 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, capsys, options)
 @pytest.mark.slow
 def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(tmp_path):
     job = chaos.Job(arguments(tmp_path, "--config-seed", "-1"))  # SEED is drawn at random
-    assert (
-        job.start(tmp_path / "reference").code == 0
-    )  # by a new interpreter, as the tool starts it
+    # by a new interpreter, as the tool starts it
+    assert job.start(tmp_path / "reference").code == 0
     for number, kill in enumerate(chaos.CONTROL_KILLS):
         assert job.start(tmp_path / f"killed_{number}", kill).is_hit
 
@@ -43,10 +42,11 @@ def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(tmp_path):
         close_logger()
 
     control = chaos.leave_out_and_compare(tmp_path, resume)
+    # "": nothing is left out
     assert {part for part, found in control.items() if not found} == {
         "",
         *chaos.NOT_MISSED,
-    }  # "": nothing is left out
+    }
     assert {
         "model",
         "trainer/rng",

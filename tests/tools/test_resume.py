@@ -72,9 +72,8 @@ def start():
 
 
 def _train(arguments):
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # of loader workers: else they are forked from such a one too
+    # of loader workers: else they are forked from such a one too
+    multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
     train_net.main(default_argument_parser().parse_args(arguments))
 

@@ -73,9 +73,8 @@ def test_draws_are_in_their_ranges_and_a_larger_number_begins_with_those_of_a_sm
     specs = {"LOG": "log:1e-4..1", "FLAT": "0.5..1", "WHOLE": "2..4", "ONE_OF": "a,b"}
     runs = sweep.draw(specs, 300, seed=1)
     assert sweep.draw(specs, 5, seed=1) == runs[:5] != sweep.draw(specs, 5, seed=2)
-    assert (
-        120 < sum(float(settings["LOG"]) < 1e-2 for settings in runs) < 180
-    )  # half of the decades
+    # half of the decades
+    assert 120 < sum(float(settings["LOG"]) < 1e-2 for settings in runs) < 180
     assert all(1e-4 <= float(settings["LOG"]) <= 1 for settings in runs)
     assert all(0.5 <= float(settings["FLAT"]) <= 1 for settings in runs)
     for key, values in (("WHOLE", {"2", "3", "4"}), ("ONE_OF", {"a", "b"})):

@@ -147,13 +147,14 @@ def test_the_keys_of_evaluations_and_checkpoints_survive_two_calls_of_train_and_
     ]
     run = in_pieces(tmp_path, *small, *options)
 
+    # at the start, in each epoch, at the end of a call and at the stop
     assert [*run.metric(loss)] == [
         0,
         2,
         4,
         5,
         8,
-    ]  # at the start, in each epoch, at the end of a call and at the stop
+    ]
     weights = run.checkpoint()["model"]
     model = DigitsCNN(width=2).eval()
     model.load_state_dict(weights)

@@ -97,9 +97,8 @@ def test_rows_that_share_names_keep_the_order_in_which_they_were_put(with_worker
         for storage.iter in range(3000):
             storage.put_scalar("b", -storage.iter)
             storage.put_scalar("b", 10.0 + storage.iter)
-            storage.put_scalar(
-                f"bit{storage.iter % 3}", storage.iter
-            )  # other names in each iteration
+            # other names in each iteration
+            storage.put_scalar(f"bit{storage.iter % 3}", storage.iter)
         pairs = [value for iter in range(3000) for value in ((-iter, iter), (10.0 + iter, iter))]
         assert storage.history("b").values() == pairs
         assert storage.history("bit1").values() == [(iter, iter) for iter in range(1, 3000, 3)]
@@ -343,10 +342,11 @@ def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(with_worker):
         state = first.state_dict()
         second.load_state_dict(through_a_file(state))
 
+        # the iteration is the loop's
         assert (read_all(second), second.iter) == (
             read_all(first),
             9,
-        )  # the iteration is the loop's
+        )
         put(first, range(33, 41))
         assert read_all(second) != read_all(first)
         put(second, range(33, 41))

@@ -38,9 +38,8 @@ def test_json_has_the_newest_values_smoothed_by_the_iterations_of_the_scalars(pa
             if storage.iter % 20 == 19:
                 writer.write()
                 writer.write()
-                assert len(read_strictly(path)) == 2 * (
-                    storage.iter // 20 + 1
-                )  # complete, and nothing twice
+                # complete, and nothing twice
+                assert len(read_strictly(path)) == 2 * (storage.iter // 20 + 1)
         storage.put_scalar("late", 5.0, cur_iter=17)
         writer.write()
         writer.close()
@@ -71,9 +70,8 @@ def test_json_has_every_number_to_the_last_bit_under_any_name_in_the_order_of_na
             writer.close()
     first, second = path.read_text().splitlines()
     assert first == json.dumps({"iteration": 0, **row}, sort_keys=True)
-    assert (
-        second == '{"bad": null, "iteration": 0, "worse": null}'
-    )  # a second run goes on in the same file
+    # a second run goes on in the same file
+    assert second == '{"bad": null, "iteration": 0, "worse": null}'
 
 
 def test_a_smoothed_value_is_that_of_what_is_finite_beside_the_count_of_the_others(path, lines):
@@ -152,16 +150,18 @@ def test_lines_that_are_cut_off_are_kept_in_a_new_file_each_time(path):
     before = path.read_text().splitlines(keepends=True)
     for n in (1, 2):
         writer = JSONWriter(path)
+        # as earlier versions wrote it
         state = {
             "length": len(before[0]),
             "taken": {},
             "pending": [],
-        }  # as earlier versions wrote it
+        }
         writer.load_state_dict(state)
+        # a checkpoint before the first write
         assert writer.state_dict() == {
             "length": len(before[0]),
             "taken": {},
-        }  # a checkpoint before the first write
+        }
         assert len([*path.parent.iterdir()]) == n  # nothing is touched before the first write
         with EventStorage(start_iter=n) as storage:
             storage.put_scalar("lr", 1.0)
@@ -272,9 +272,8 @@ def test_console_line_has_eta_iteration_scalars_times_and_learning_rate(lines):
             storage.put_scalar("lr", 0.00123456, smoothing_hint=False)
             storage.put_scalar("total_loss", loss)
             storage.put_scalar("[metric]scale", 65536.0)
-            storage.put_scalar(
-                "digits/top1", 99.0, smoothing_hint=False
-            )  # a result, not a running value
+            # a result, not a running value
+            storage.put_scalar("digits/top1", 99.0, smoothing_hint=False)
         printer.write()
     assert lines() == [
         " eta: 0:33:18  after 4 of 4000 iterations  perplexity: 20.25  total_loss: 2.5  [metric]scale: 6.554e+04  "

@@ -32,9 +32,8 @@ def save(
     asynchronous = Checkpointer(
         model, scratch / "asynchronous", format="async_save", optimizer=optimizer
     )
-    asynchronous.save(
-        "first"
-    )  # the copy of this save allocates memory, which later copies use again
+    # the copy of this save allocates memory, which later copies use again
+    asynchronous.save("first")
 
     def timed(action: Callable[[], object]) -> Runner:
         def run() -> float:

@@ -88,9 +88,8 @@ def memory(rounds: int = 1, *, scratch: Path, steps: int = 10_000_000) -> list[R
     growths, traces = [], []
     for _ in range(rounds):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            growths.append(
-                pool.apply(_growth_mib, (steps,))
-            )  # first: a used process has free memory
+            # first: a used process has free memory
+            growths.append(pool.apply(_growth_mib, (steps,)))
             traces.append(pool.apply(_traced_mib, (few,)))
     note = f"of the process, at its peak; of Python's allocations in {few:,} steps {max(traces):.1f} MiB"
     return [Row(f"storage of 20 scalars, {steps:,} steps", max(growths), 64, "MiB", note=note)]

@@ -6,12 +6,13 @@ import tempfile
 from pathlib import Path
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
+# the browser itself loads nothing either
 _QUIET = (
     "background-networking",
     "component-update",
     "sync",
     "quic",
-)  # the browser itself loads nothing either
+)
 
 
 def find_chromium() -> str | None:

@@ -154,9 +154,8 @@ def _read_series(file: Path) -> dict[str, Series]:
             for name, value in row.items():
                 if value is None or _is_number(value):
                     points = series.setdefault(name, [])
-                    while (
-                        points and points[-1][0] >= iteration
-                    ):  # other tools append iterations again
+                    # other tools append iterations again
+                    while points and points[-1][0] >= iteration:
                         points.pop()
                     points.append(
                         (iteration, value if value is not None and math.isfinite(value) else None)

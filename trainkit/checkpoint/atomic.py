@@ -66,10 +66,11 @@ def sync_folder(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
+        # some network file systems cannot do this
         if error.errno not in (
             errno.EINVAL,
             errno.ENOTSUP,
-        ):  # some network file systems cannot do this
+        ):
             raise CheckpointError(f"cannot write '{folder}': {error.strerror}") from error
     finally:
         os.close(descriptor)

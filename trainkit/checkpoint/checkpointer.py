@@ -170,9 +170,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return state, [text for _, text in found]
 
     def _prepare_folder(self) -> None:
-        if (
-            self.save_to_disk and not self._is_prepared
-        ):  # once: a folder that is deleted during a run is an error
+        # once: a folder that is deleted during a run is an error
+        if self.save_to_disk and not self._is_prepared:
             os.makedirs(self.save_dir, exist_ok=True)
             remove_leftovers(self.save_dir)
             self._is_prepared = True

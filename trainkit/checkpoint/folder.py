@@ -50,9 +50,8 @@ def tagged_file(folder: str) -> str:
     tag_file = os.path.join(folder, "last_checkpoint")
     if not folder or not os.path.lexists(tag_file):
         return ""
-    if not is_file_of(
-        folder, "last_checkpoint"
-    ):  # do not read it, since errors would show its content
+    # do not read it, since errors would show its content
+    if not is_file_of(folder, "last_checkpoint"):
         raise CheckpointError(f"'{tag_file}' is a link out of its folder; delete it")
     with open(tag_file, encoding="utf-8", errors="replace") as file:
         name = file.read().strip()

@@ -63,9 +63,8 @@ class CheckpointFormat:
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint with the folders of any format. Raises OSError; FileNotFoundError if there is none."""
-        for part in part_folders(
-            path
-        ):  # first, since a folder without its file is never found again
+        # first, since a folder without its file is never found again
+        for part in part_folders(path):
             shutil.rmtree(part)
         os.remove(path)
 

@@ -30,12 +30,13 @@ _UNNAMED = (
 # of the run, not of its checkpoint: which kernels can be used, and torch's own list of names
 _OF_THE_RUN = {"foreach", "fused", "param_names"}
 
+# entries that torch's optimizers keep as one number
 _ONE_VALUE = {
     "step",
     "eta",
     "mu",
     "mu_product",
-}  # entries that torch's optimizers keep as one number
+}
 _LIKE_PARAMETER = {
     *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg"),
     *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),

@@ -210,9 +210,8 @@ def _merge(
             if root.key_is_renamed(key):
                 root.raise_key_rename_error(key)
             if not node.is_new_allowed():
-                while (
-                    isinstance(value, Mapping) and value
-                ):  # the innermost key shows best which key was meant
+                # the innermost key shows best which key was meant
+                while isinstance(value, Mapping) and value:
                     name, value = next(iter(value.items()))
                     key = f"{key}.{name}"
                 hint = did_you_mean(
@@ -240,9 +239,8 @@ def _note_merge(node: _FvcoreCfgNode, name: str, other: Mapping[str, Any]) -> No
 def _coerce(key: str, value: Any, old: Any) -> Any:
     """A copy of ``value`` with the type of ``old``."""
     if isinstance(old, list | tuple):
-        value = (
-            parse_literal(value) if isinstance(value, str) else value
-        )  # YAML has no tuples: (1, 2) is text there
+        # YAML has no tuples: (1, 2) is text there
+        value = parse_literal(value) if isinstance(value, str) else value
     elif key in LENGTH_KEYS:
         parse_length(value, key)
         return value

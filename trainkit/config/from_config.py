@@ -5,9 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from yacs.config import (
-    CfgNode,
-)  # the base class of all config nodes, also those of fvcore and trainkit
+# the base class of all config nodes, also those of fvcore and trainkit
+from yacs.config import CfgNode
 
 from trainkit.utils.plugins import CONFIG_TYPES, type_name
 

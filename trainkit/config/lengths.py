@@ -88,11 +88,12 @@ def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
         return Epochs(float(value[:-2])).to_iters(iters_per_epoch)
 
     resolved = cfg.clone()
+    # in entries, every text such as "3ep" is a length
     for key in [
         *sorted(LENGTH_KEYS),
         "HOOKS",
         "SOLVER.SCHEDULES",
-    ]:  # in entries, every text such as "3ep" is a length
+    ]:
         *parents, name = key.split(".")
         node = resolved[parents[0]] if parents else resolved
         if name in node:  # a project may declare it

@@ -17,9 +17,8 @@ class _Loader(yaml.SafeLoader):
     """Reads only plain values, and refuses a key that is twice in a node (PyYAML uses the last one)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(
-            anchor
-        )  # here, since a merge ("<<"), resolved later, may repeat keys
+        # here, since a merge ("<<"), resolved later, may repeat keys
+        node = super().compose_mapping_node(anchor)
         names = [str(key.value) for key, _ in node.value]
         for i, name in enumerate(names):
             if name in names[:i] and name != "<<":
@@ -52,9 +51,8 @@ def parse_literal(text: str) -> Any:
         return ast.literal_eval(text.strip())
     with contextlib.suppress(yaml.YAMLError, ValueError):
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-        return (
-            text if value is None and text != "null" else value
-        )  # an empty text and "#fff" stay text
+        # an empty text and "#fff" stay text
+        return text if value is None and text != "null" else value
     return text
 
 

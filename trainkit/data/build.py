@@ -11,9 +11,11 @@ from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
+
+# detectron2 has it here
 from trainkit.data.loader import (
     worker_init_reset_seed as worker_init_reset_seed,
-)  # detectron2 has it here
+)
 from trainkit.data.samplers import InferenceSampler, TrainingSampler, new_generator, seed_of
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
@@ -73,9 +75,8 @@ def build_batch_data_loader(
             f"give total_batch_size or single_gpu_batch_size: {total_batch_size}, {single_gpu_batch_size}"
         )
     total = total_batch_size or (single_gpu_batch_size or 0) * num_ranks
-    if (
-        total < 1 or total % num_ranks
-    ):  # a ConfigError: a command line with another number of processes can cause it
+    # a ConfigError: a command line with another number of processes can cause it
+    if total < 1 or total % num_ranks:
         accepted = f"must be a positive multiple of the world size {num_ranks}"
         raise ConfigError(
             f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) {accepted}, got {total}"
@@ -117,9 +118,8 @@ def _loader_arguments(cfg: CfgNode, mapper: _Function, is_train: bool) -> dict[s
 def _train_arguments(
     cfg: CfgNode, dataset: Any = None, *, mapper: _Function = None, sampler: _Sampler = None
 ) -> dict[str, Any]:
-    if callable(dataset) and not hasattr(
-        dataset, "__getitem__"
-    ):  # detectron2 has the mapper at this position
+    # detectron2 has the mapper at this position
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):
         dataset, mapper = None, dataset
     if dataset is None:
         parts = [_load_dataset(name, "DATASETS.TRAIN") for name in cfg.DATASETS.TRAIN]

@@ -126,9 +126,8 @@ class _SamplePickler(pickle.Pickler):
             return NotImplemented
 
 
-serialize_methods: list[Callable[[Sequence[Any]], Any]] = [
-    _PickledSamples
-]  # the last one is in use
+# the last one is in use
+serialize_methods: list[Callable[[Sequence[Any]], Any]] = [_PickledSamples]
 
 
 class FirstBatches:

@@ -442,8 +442,7 @@ def _start_worker(user_function: Callable[[int], None] | None, worker_id: int) -
     worker_init_reset_seed(worker_id)
     worker: Any = get_worker_info()
     if isinstance(worker.dataset, _Batches | _Stream):
-        object.__setattr__(
-            worker, "dataset", worker.dataset.dataset
-        )  # the user's code expects its own dataset there
+        # the user's code expects its own dataset there
+        object.__setattr__(worker, "dataset", worker.dataset.dataset)
     if user_function is not None:
         user_function(worker_id)

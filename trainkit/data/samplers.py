@@ -18,9 +18,8 @@ __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = (
-    1 << 16
-)  # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
+# number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
+_BLOCK = 1 << 16
 
 __getattr__ = names_on_demand(
     __name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"
@@ -44,9 +43,8 @@ class InfiniteSampler(Sampler[int]):
         if seed is not None:
             check_number("seed", int(seed), "[0, inf)")
         self.seed = comm.shared_random_seed() if seed is None else int(seed)
-        self.rank = (
-            comm.get_data_rank()
-        )  # stored, since a spawned loader worker has no process group
+        # stored, since a spawned loader worker has no process group
+        self.rank = comm.get_data_rank()
         self.world_size = comm.get_data_world_size()
         self.start = 0
 
@@ -116,9 +114,8 @@ class InferenceSampler(Sampler[int]):
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
-        share, rest = divmod(
-            total_size, world_size
-        )  # each of the first ranks takes one more sample
+        # each of the first ranks takes one more sample
+        share, rest = divmod(total_size, world_size)
         return range(rank * share + min(rank, rest), (rank + 1) * share + min(rank + 1, rest))
 
     def __iter__(self) -> Iterator[int]:

@@ -171,9 +171,8 @@ class AMPTrainer(SkippingTrainer):
                     "on, or return a loss that depends on them (for a batch without samples: their sum times 0)"
                 )
             [self._flag] = flags.values()  # the model is on one device
-            if (
-                comm.get_data_group_size() > 1
-            ):  # torch shares a flag only among the ranks that hold a gradient
+            # torch shares a flag only among the ranks that hold a gradient
+            if comm.get_data_group_size() > 1:
                 dist.all_reduce(self._flag, dist.ReduceOp.MAX)
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:

@@ -332,9 +332,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._has_loaded = self.status != "running"
-        self.__dict__.pop(
-            "_last_eval_results", None
-        )  # the results of an earlier run of this trainer
+        # the results of an earlier run of this trainer
+        self.__dict__.pop("_last_eval_results", None)
         if results := state_dict.get("results"):
             self._last_eval_results = results
         self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))

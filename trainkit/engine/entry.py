@@ -67,9 +67,8 @@ class EvaluationRun(TrainerBase):
         super().__init__()
         import_modules(cfg.IMPORTS)
         check_values(cfg)
-        self.cfg = resolve_lengths(
-            prepare_projects(cfg), 1
-        )  # the length of an epoch does not matter here
+        # the length of an epoch does not matter here
+        self.cfg = resolve_lengths(prepare_projects(cfg), 1)
         self._trainer_class = trainer_class
 
         def build(cfg: CfgNode) -> nn.Module:

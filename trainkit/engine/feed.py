@@ -72,9 +72,8 @@ class Feed:
         Raises:
             ValueError: the loader yields no batch.
         """
-        batch = next(
-            self.iterator if self._iterator is None else self._iterator, _NONE
-        )  # its truth is its length
+        # its truth is its length
+        batch = next(self.iterator if self._iterator is None else self._iterator, _NONE)
         if batch is _NONE:
             self._iterator = None  # ends its workers
             self.num_passes += 1

@@ -185,9 +185,8 @@ def _move_aside(
     folder: Path, weights: str, is_new: bool, *, keep: "re.Pattern[str] | None" = None
 ) -> Path | None:
     """Move the files of a run into a new folder ``previous_<n>``, which is returned; None if there are none."""
-    found = sorted(
-        folder.iterdir(), key=lambda path: not path.is_dir()
-    )  # a checkpoint after its further files
+    # a checkpoint after its further files
+    found = sorted(folder.iterdir(), key=lambda path: not path.is_dir())
     old = [path for path in found if owner_of_part(path.name) or _RUN_FILES.fullmatch(path.name)]
     if keep is not None:
         old = [path for path in old if not keep.fullmatch(path.name)]

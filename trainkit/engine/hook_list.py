@@ -164,9 +164,8 @@ class HookList:
         ]
         if before is not None or after is not None:
             anchor = self._find(before if before is not None else after)
-            position = [*map(id, self.hooks)].index(id(anchor)) + (
-                after is not None
-            )  # a hook may have an __eq__
+            # a hook may have an __eq__
+            position = [*map(id, self.hooks)].index(id(anchor)) + (after is not None)
             self.hooks[position:position] = new
             # a hook placed after the checkpointer is below the save point
             keys = [
@@ -183,14 +182,12 @@ class HookList:
 
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))
-        return (
-            sort_key(hook.priority, -1, 101) if key is None else key
-        )  # None: a user put it into the list
+        # None: a user put it into the list
+        return sort_key(hook.priority, -1, 101) if key is None else key
 
     def _find(self, anchor: Anchor | None) -> HookBase:
-        if isinstance(
-            anchor, type
-        ):  # objects of subclasses match only if there is none of the class itself
+        # objects of subclasses match only if there is none of the class itself
+        if isinstance(anchor, type):
             found = [hook for hook in self.hooks if type(hook) is anchor]
             found = found or [hook for hook in self.hooks if isinstance(hook, anchor)]
         else:

@@ -303,9 +303,8 @@ class TrainerBase(RunState):
 
     @staticmethod
     def _log_failure(what: str, error: BaseException) -> None:
-        traced = isinstance(error, Exception) and not isinstance(
-            error, ConfigError
-        )  # not Ctrl-C either
+        # not Ctrl-C either
+        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)
         logger.error(
             "%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None
         )

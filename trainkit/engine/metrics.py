@@ -116,9 +116,8 @@ class MetricPath:
                 it is this iteration. From a worker it comes at most 20 iterations later.
         """
         if self._is_alone is None:
-            self._is_alone = (
-                comm.side_group("metrics") is None
-            )  # created here, in the thread of the loop
+            # created here, in the thread of the loop
+            self._is_alone = comm.side_group("metrics") is None
             self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
         if self._asynchronous:
             storage.start_worker()
@@ -208,9 +207,8 @@ class MetricPath:
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
                 _put(storage, row, mean)
-        first = (
-            min(failed[0] for failed in failures if failed) if self._has_failed else 0
-        )  # the others come from it
+        # the others come from it
+        first = min(failed[0] for failed in failures if failed) if self._has_failed else 0
         raise_failure([failed[1] if failed and failed[0] == first else None for failed in failures])
 
 
@@ -323,9 +321,8 @@ def exchange_rows(
     group = comm.side_group(purpose)
     if group is None:
         return rows, [failure]
-    block = np.zeros(
-        (1 + most, 1 + _MOST_VALUES)
-    )  # the size is equal on all ranks; else Gloo silently mixes up data
+    # the size is equal on all ranks; else Gloo silently mixes up data
+    block = np.zeros((1 + most, 1 + _MOST_VALUES))
     names = "\n".join(name for row in rows for name in ("", row.single_name, *row.values))
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
     block[0, :3] = (

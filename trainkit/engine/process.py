@@ -75,9 +75,8 @@ def launch(
         return main_func(*args)
     variables = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_gpus_per_machine)}
     if dist_url in (None, "auto") and num_machines == 1:
-        store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )  # 0: a free port
+        # 0: a free port
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         variables |= {
             "MASTER_ADDR": store.host,
             "MASTER_PORT": str(store.port),
@@ -158,15 +157,13 @@ def run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], timeout: time
         exit_code = getattr(error, "code", 128 + signal.SIGINT) or 0
         if exit_code not in (0, *_STOPPED):
             raise
-        store.set(
-            f"stopped/{rank}", ""
-        )  # another rank may still write, and the first that exits ends all
+        # another rank may still write, and the first that exits ends all
+        store.set(f"stopped/{rank}", "")
         with contextlib.suppress(dist.DistError):
             store.wait([f"stopped/{other}" for other in range(world_size)], timedelta(seconds=60))
     except Exception:
-        time.sleep(
-            1.1
-        )  # so that the others fail later: torchrun, which compares seconds, then names this rank
+        # so that the others fail later: torchrun, which compares seconds, then names this rank
+        time.sleep(1.1)
         raise
     # Not after a failure: other ranks would fail without the group, before this rank can report its error.
     gc.collect()  # DDP is a cycle that keeps the group alive; the group's thread must end before the interpreter

@@ -156,9 +156,8 @@ class RunState:
     # ------------------------------------------------------------------ points; a trainer class may override them
 
     before_epoch, after_epoch = _point("before_epoch"), _point("after_epoch")
-    after_backward = _point(
-        "after_backward"
-    )  # a user's run_step calls it between the gradients and the update
+    # a user's run_step calls it between the gradients and the update
+    after_backward = _point("after_backward")
     before_eval, after_eval = _point("before_eval"), _point("after_eval")
     before_eval_step, after_eval_step = _point("before_eval_step"), _point("after_eval_step")
     after_load = _point("after_load")
@@ -326,9 +325,8 @@ class RunState:
         if saved["finished_early"] is not None:
             settings = saved["settings_of_early_end"]
             self._early = EarlyEnd(saved["finished_early"], saved["max_iter"], settings)
-        self.max_iter = self.max_iter or saved.get(
-            "max_iter", 0
-        )  # max_iter from a config comes first
+        # max_iter from a config comes first
+        self.max_iter = self.max_iter or saved.get("max_iter", 0)
         self.storage = EventStorage()
         if state_dict.get("storage"):
             self.storage.load_state_dict(state_dict["storage"])

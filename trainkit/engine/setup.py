@@ -87,9 +87,8 @@ def user_errors_exit() -> Iterator[None]:
         yield
     except (ConfigError, CheckpointError) as error:
         if not comm.is_main_process():
-            time.sleep(
-                5
-            )  # usually rank 0 has the same error, and with its end this process ends too
+            # usually rank 0 has the same error, and with its end this process ends too
+            time.sleep(5)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -162,9 +161,8 @@ def default_setup(cfg: Any, args: Any) -> None:
     )
     for note in notes:
         logger.info(note)
-    seed_all_rng(
-        None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32
-    )  # NumPy takes 32 bits
+    # NumPy takes 32 bits
+    seed_all_rng(None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32)
     _set_switches(cfg, eval_only)
 
 

@@ -154,9 +154,8 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self.accumulation_steps = check_period("accumulation_steps", accumulation_steps, minimum=1)
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
-        self.concurrent_executor = (
-            LaterCalls(weakref.proxy(self)) if async_write_metrics else None
-        )  # detectron2's name
+        # detectron2's name
+        self.concurrent_executor = LaterCalls(weakref.proxy(self)) if async_write_metrics else None
         self.non_finite, self.clip_gradients = non_finite, clip_gradients
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
@@ -214,9 +213,8 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         for batch, is_last in self.micro_batches():
             # ranks average gradients once, in the backward pass of the last micro-batch
             with nullcontext() if is_last else without_gradient_sync(self.model):
-                found.append(
-                    self._add_gradients(batch, is_first=not found).detach()
-                )  # frees the graph
+                # frees the graph
+                found.append(self._add_gradients(batch, is_first=not found).detach())
             del batch  # the next one may be drawn
         return mean_losses(found)
 

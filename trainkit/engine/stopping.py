@@ -58,9 +58,8 @@ class StopRequests:
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Request a stop, from any thread or a signal handler. Of several requests a signal wins, else the first."""
-        self._requests.append(
-            Stop(reason, signum)
-        )  # one operation, so a signal cannot interrupt it
+        # one operation, so a signal cannot interrupt it
+        self._requests.append(Stop(reason, signum))
 
     @property
     def pending(self) -> bool:
@@ -116,9 +115,8 @@ class StopRequests:
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for each in stop_signals():
-                handler = signal.getsignal(
-                    each
-                )  # None: the handler was not set by Python, which cannot restore it
+                # None: the handler was not set by Python, which cannot restore it
+                handler = signal.getsignal(each)
                 if handler not in (None, signal.SIG_IGN) and (
                     each.name != "SIGUSR1" or handler == signal.SIG_DFL
                 ):

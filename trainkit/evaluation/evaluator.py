@@ -80,9 +80,8 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def bind(self, model: Any) -> None:
         for evaluator in self.evaluators:
-            getattr(evaluator, "bind", lambda model: None)(
-                model
-            )  # detectron2's have no such method
+            # detectron2's have no such method
+            getattr(evaluator, "bind", lambda model: None)(model)
 
     def bind_loader(self, data_loader: Iterable[Any]) -> None:
         for evaluator in self.evaluators:

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, TypeAlias
 
-Phase: TypeAlias = Literal[
-    "val", "test"
-]  # the periodic evaluation, and the evaluation of the test data
+# the periodic evaluation, and the evaluation of the test data
+Phase: TypeAlias = Literal["val", "test"]
 
 
 class EvaluationAbandoned(BaseException):

@@ -56,9 +56,8 @@ def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
     for task, metric, expected, tolerance in cfg.TEST.EXPECTED_RESULTS:
         name = f"{task}/{metric}"
         actual = result_as_float(name, flat.get(name, math.nan))
-        if not abs(actual - expected) <= tolerance or math.isinf(
-            actual
-        ):  # "not": a NaN must not pass
+        # "not": a NaN must not pass
+        if not abs(actual - expected) <= tolerance or math.isinf(actual):
             differ.append(f"{task}/{metric}: expected {expected} +- {tolerance}, got {actual}")
     if differ:
         logger.error("Results differ from TEST.EXPECTED_RESULTS:\n%s", "\n".join(differ))

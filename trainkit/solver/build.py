@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit.config.checks import warmup_length
 from trainkit.config.config import CfgNode
 from trainkit.config.projects import prepare_projects
+
+# detectron2's users find these here
 from trainkit.solver.clipping import (
     GradientClipType as GradientClipType,
-)  # detectron2's users find these here
+)
 from trainkit.solver.clipping import maybe_add_gradient_clipping
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR, WarmupParamScheduler
 from trainkit.solver.param_groups import _expand_param_groups as _expand_param_groups
@@ -54,9 +56,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
             is set, but the optimizer does not take it; the model has no trainable parameter.
     """
     cfg = prepare_projects(cfg)
-    if isinstance(
-        cfg.SOLVER.OPTIMIZER, str
-    ):  # many configs written for detectron2 have a name here
+    # many configs written for detectron2 have a name here
+    if isinstance(cfg.SOLVER.OPTIMIZER, str):
         cfg = with_optimizer(cfg, {"NAME": cfg.SOLVER.OPTIMIZER})
     name = cfg.SOLVER.OPTIMIZER_BUILDER
     build = (
@@ -104,9 +105,8 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
             f"SOLVER.OPTIMIZER: {name} refuses {given}: {error} (it takes {accepted})"
         ) from error
     start_momentum(optimizer)
-    optimizer.register_load_state_dict_post_hook(
-        start_momentum
-    )  # states of earlier versions have no zeros
+    # states of earlier versions have no zeros
+    optimizer.register_load_state_dict_post_hook(start_momentum)
     _logger.info("%s of %d parameters in %d groups: %s", name, len(params), len(groups), given)
     return optimizer
 
@@ -195,9 +195,8 @@ def _can_be_fused(
 
 def base_lr(solver: CfgNode) -> tuple[str, Any]:
     """The key and the value of the learning rate: SOLVER.OPTIMIZER.LR wins over SOLVER.BASE_LR."""
-    lr = (
-        None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")
-    )  # a text is its name
+    # a text is its name
+    lr = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")
     return ("SOLVER.BASE_LR", solver.BASE_LR) if lr is None else ("SOLVER.OPTIMIZER.LR", lr)
 
 

@@ -130,9 +130,8 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
 def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not clipper.has_clipped:
-            if (
-                getattr(optimizer, "grad_scale", None) is not None
-            ):  # GradScaler.step sets it for a fused kernel
+            # GradScaler.step sets it for a fused kernel
+            if getattr(optimizer, "grad_scale", None) is not None:
                 raise RuntimeError(
                     "gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()"
                 )

@@ -66,9 +66,8 @@ def _last_where(scheduler: ParamScheduler) -> float:
     """Where a schedule has its last value: at 1, or just before it."""
     try:
         scheduler(1.0)
-    except (
-        Exception
-    ):  # fvcore's step-like schedules raise an error there; others may raise anything
+    # fvcore's step-like schedules raise an error there; others may raise anything
+    except Exception:
         return 1.0 - 2 * ParamScheduler.WHERE_EPSILON
     return 1.0
 

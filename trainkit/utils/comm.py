@@ -127,9 +127,8 @@ def broadcast(data: _T, src: int = 0) -> _T:
 
 def shared_random_seed() -> int:
     """A random number from 0 to 2**31 - 1, the same on all ranks, drawn from NumPy's global state."""
-    return broadcast(
-        int(np.random.randint(2**31))
-    )  # every rank draws, so that equal random states stay equal
+    # every rank draws, so that equal random states stay equal
+    return broadcast(int(np.random.randint(2**31)))
 
 
 def tree_sum(parts: Any) -> Any:

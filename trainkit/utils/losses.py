@@ -96,9 +96,8 @@ def parse_losses(returned: object) -> Losses:
                 raise ValueError(
                     f"the model's loss {name!r} has the shape {shape}; accepted: a scalar, see losses_from"
                 )
-            values[name] = value.reshape(
-                ()
-            )  # only if needed, since it adds a step to the backward pass
+            # only if needed, since it adds a step to the backward pass
+            values[name] = value.reshape(())
         if value.requires_grad:
             trained.append(name)
     if not trained:
@@ -141,9 +140,8 @@ def non_finite_names(model: nn.Module) -> list[str]:
     return [
         name
         for by_name in finite.values()
-        for name, good in zip(
-            by_name, torch.stack([*by_name.values()]).tolist(), strict=True
-        )  # reads each device once
+        # reads each device once
+        for name, good in zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True)
         if not good
     ]
 

@@ -73,9 +73,8 @@ def test_validation_loss_comes_from_a_method_called_losses_where_there_is_one():
     assert model.weight.grad is None
     with torch.no_grad():
         (other := Constant()).weight.mul_(3)
-    assert (
-        inference_on_dataset(other, batches, evaluator)["loss"]["total_loss"] == 36
-    )  # the model of this evaluation
+    # the model of this evaluation
+    assert inference_on_dataset(other, batches, evaluator)["loss"]["total_loss"] == 36
 
 
 def test_validation_loss_works_for_a_model_that_gives_losses_in_train_mode_only():
@@ -87,9 +86,8 @@ def test_validation_loss_works_for_a_model_that_gives_losses_in_train_mode_only(
     assert results["loss_square"] == results["total_loss"] == pytest.approx(expected)
     assert results["accuracy"] == pytest.approx(batch["y"].mean().item())
     model.train()
-    assert model(batch)["loss_square"].item() != pytest.approx(
-        expected
-    )  # unfrozen it is another number
+    # unfrozen it is another number
+    assert model(batch)["loss_square"].item() != pytest.approx(expected)
 
 
 def test_modes_buffers_gradients_and_random_state_are_left_as_they_were():

@@ -165,9 +165,8 @@ def test_100_steps_equal_those_of_the_ordinary_trainer_bit_for_bit(name):
     assert recorded.recorder.num_replays >= 90
 
 
-@pytest.mark.parametrize(
-    ("trainer_type", "skipped"), [(SkipNonFinite, 8), (SkipAMP, 8 + 3)]
-)  # 3: overflows
+# 3: overflows
+@pytest.mark.parametrize(("trainer_type", "skipped"), [(SkipNonFinite, 8), (SkipAMP, 8 + 3)])
 def test_skipped_updates_are_the_same(trainer_type, skipped):
     data = [
         (x * math.nan, y) if place in (1, 20, 21, 39) else (x, y)
@@ -403,6 +402,7 @@ def test_on_cuda_40_steps_equal_those_of_the_ordinary_trainer_and_a_changed_sett
         found.append([value for value, _ in scalars(trainer)["total_loss"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert len({*found[0]}) == 40  # no step repeats an earlier one
+    # three ordinary ones, and the recording
     assert sorted({*steps}) == [
         0,
         1,
@@ -412,7 +412,7 @@ def test_on_cuda_40_steps_equal_those_of_the_ordinary_trainer_and_a_changed_sett
         22,
         23,
         24,
-    ]  # three ordinary ones, and the recording
+    ]
 
 
 @needs_cuda

@@ -254,9 +254,8 @@ def run(iters, data, *hooks, averaging=None, eval_period=0):
         with (
             averaging.evaluated_models(model)[""] if averaging else nullcontext(model) as evaluated
         ):
-            inference_on_dataset(
-                str, [torch.ones(())] * (2 - 2 * comm.get_rank()), None
-            )  # rank 1 has no batch
+            # rank 1 has no batch
+            inference_on_dataset(str, [torch.ones(())] * (2 - 2 * comm.get_rank()), None)
             seen.append(evaluated.mean[0].item())
 
     evaluation = (

@@ -59,9 +59,8 @@ def test_the_cache_is_emptied_where_it_was_asked_for_in_training_and_in_evaluati
 ):
     calls, model = [], Regression()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda **_: None
-    )  # the evaluation asks as well
+    # the evaluation asks as well
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     monkeypatch.setattr(
         torch, "get_device_module", lambda: SimpleNamespace(empty_cache=lambda: calls.append("-"))
     )

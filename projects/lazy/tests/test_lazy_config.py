@@ -298,9 +298,8 @@ def test_loading_a_saved_config_runs_and_imports_nothing(tmp_path, monkeypatch):
     (tmp_path / "cfg.yaml").write_text("model: {_target_: lazy_test_bomb.Model, width: 1}")
     cfg = LazyConfig.apply_overrides(LazyConfig.load(tmp_path / "cfg.yaml"), ["model.width=2"])
     assert cfg.model["_target_"] == "lazy_test_bomb.Model"
-    with pytest.raises(
-        SystemExit, match="it went off"
-    ):  # it is there, and this is what resolves it
+    # it is there, and this is what resolves it
+    with pytest.raises(SystemExit, match="it went off"):
         instantiate(cfg.model)
 
 

@@ -125,9 +125,8 @@ EVERYTHING += (
 
 
 def train(rank, num_ranks, port, folder, resume, kill_at):
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of the workers of loaders: others import torch anew
+    # of the workers of loaders: others import torch anew
+    multiprocessing.set_start_method("fork", force=True)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     torch.set_num_threads(1)
@@ -196,7 +195,6 @@ def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):
     )
     assert found.verdict.startswith("reproducible")
     labels = [sample["label"] for sample in DatasetCatalog.get("tiny_train")]
-    named = [
-        labels[int(name.split()[1])] for name in found.samples
-    ]  # each pass has the samples that the report names
+    # each pass has the samples that the report names
+    named = [labels[int(name.split()[1])] for name in found.samples]
     assert named == torch.cat([batch["label"] for batch in found.batch]).tolist()

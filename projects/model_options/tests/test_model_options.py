@@ -95,10 +95,11 @@ def test_blocks_are_computed_again_in_the_backward_pass_with_the_same_random_num
     assert_same_run(again, plain)
     assert_same_run(resumed, plain)
     calls = [[block.num_calls for block in trainer.model.blocks] for trainer in (again, plain)]
+    # in each iteration, in no evaluation
     assert [more - less for more, less in zip(*calls, strict=True)] == [
         10,
         10,
-    ]  # in each iteration, in no evaluation
+    ]
     with pytest.raises(ConfigError, match="COMPILE.MODE: got 'fast'"):
         train(tmp_path, *COMPILED, "MODEL.COMPILE.MODE", "fast")
     with pytest.raises(ConfigError, match=r"BLOCKS: got \['Count'\].*accepted: .*Counting"):
@@ -124,9 +125,8 @@ def test_weights_of_convolutions_have_their_channels_last_after_a_resume_too(tmp
     assert strides == [(4, 1, 2, 1), (4, 1, 2, 1), (4, 4, 2, 1)]
     (tmp_path / "plain/last_checkpoint").write_text("model_0000004.pth")
     changed = train(tmp_path / "plain", "MODEL.CHANNELS_LAST", True, resume=True)
-    torch.testing.assert_close(
-        changed.model.state_dict(), plain.model.state_dict()
-    )  # up to rounding
+    # up to rounding
+    torch.testing.assert_close(changed.model.state_dict(), plain.model.state_dict())
 
 
 def test_a_model_is_compiled_in_place_and_its_run_is_resumed_without_compilation(tmp_path):

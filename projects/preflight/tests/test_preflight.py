@@ -162,11 +162,12 @@ def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
         pytest.param("random hook", "reproducible", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("loader without state", "resumes", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("never resumed", "resumes", ["--preflight"], marks=pytest.mark.slow),
+        # no mistake: a test set with the inputs of a training set without labels
         (
             "no labels",
             "",
             ADAMW,
-        ),  # no mistake: a test set with the inputs of a training set without labels
+        ),
         ("own step", "", []),
     ],
 )

@@ -164,9 +164,10 @@ def assert_has_no_step(job, iter, kind=FloatingPointError):
 def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sample_is_named(
     tmp_path, options
 ):
+    # all in a step
     job = Job(
         tmp_path, *SCANS, *options, "SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.IMS_PER_BATCH", 20
-    )  # all in a step
+    )
     assert_has_no_step(job, 0)
     found = replay(tmp_path, 0, job, bisect=True, verdict=False)
     assert (

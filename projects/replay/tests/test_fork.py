@@ -73,9 +73,8 @@ def test_a_fork_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, par
                 "--resume",
                 hooks=[At(kill_at, Killed())],
             )
-    trainer = fork(
-        parent, tmp_path / "killed", *change, "--resume"
-    )  # without the iteration: it is known
+    # without the iteration: it is known
+    trainer = fork(parent, tmp_path / "killed", *change, "--resume")
     assert trainer.cfg.FORK.ITER == 4
     assert differences(tmp_path / "killed", parent) != []
     assert differences(tmp_path / "killed", tmp_path / "whole") == []
@@ -94,9 +93,8 @@ def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
     assert differences(tmp_path / "fork", tmp_path / "parent") == []
     assert differences(tmp_path / "other", tmp_path / "parent") != []
     parts = read_file(tmp_path / "parent/model_final.pth")["ranks"]
-    assert all(
-        "RunRecord" not in part["trainer"]["hooks"] for part in parts
-    )  # the file holds the settings once
+    # the file holds the settings once
+    assert all("RunRecord" not in part["trainer"]["hooks"] for part in parts)
 
 
 def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and_the_differences(
@@ -159,9 +157,8 @@ def test_a_fork_replays_from_its_own_beginning(tmp_path, parent):
 
     assert found.proof.startswith("every byte equals model_0000009.pth")
     assert found.differences == []
-    of_parent = replay(
-        tmp_path, 3, start
-    )  # the checkpoint of the parent, which the fork has copied, says how
+    # the checkpoint of the parent, which the fork has copied, says how
+    of_parent = replay(tmp_path, 3, start)
     assert of_parent.on_the_way.startswith("8 of 8 logged values equal those in model_0000004.pth")
     (tmp_path / "model_0000004.pth").unlink()
     with pytest.raises(

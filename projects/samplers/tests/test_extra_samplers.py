@@ -22,9 +22,8 @@ from trainkit.data import (
     resume_obstacle,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create"
-)  # a machine with few cores
+# a machine with few cores
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 GROUPS = [0, 1, 2] * 3 + [0, 1]
 INFINITE = {
@@ -157,9 +156,8 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
     groups = [0, 1, 0, 1, 1, 0, 0]
     batches = GroupedBatchSampler(SequentialSampler(groups), groups, batch_size=2)
     loader = ResumableLoader([*range(7)], batch_sampler=batches)
-    assert (
-        [batch.tolist() for batch in loader] == [*batches] == [[0, 2], [1, 3], [5, 6]]
-    )  # sample 4 has no partner
+    # sample 4 has no partner
+    assert [batch.tolist() for batch in loader] == [*batches] == [[0, 2], [1, 3], [5, 6]]
     assert "GroupedBatchSampler has no position in a SequentialSampler" in resume_obstacle(loader)
     endless = GroupedBatchSampler(
         TrainingSampler(7, shuffle=False), torch.tensor(groups), batch_size=2
@@ -196,6 +194,7 @@ def test_rare_categories_are_repeated_whatever_holds_them(cfg):  # noqa: F811
         sampler = build_train_loader(
             cfg, [{"index": i, key: value} for i, value in enumerate(values)]
         ).sampler
+        # the rare one's frequency is 1/4
         assert sorted(sampler.epoch_indices(0).tolist()) == [
             0,
             1,
@@ -203,4 +202,4 @@ def test_rare_categories_are_repeated_whatever_holds_them(cfg):  # noqa: F811
             1,
             2,
             3,
-        ]  # the rare one's frequency is 1/4
+        ]

@@ -58,10 +58,11 @@ def test_a_kind_has_its_factors_and_the_first_one_given_counts(factors, changed)
     assert values_by_name(model, groups, "lr") == {**plain, **changed}
     assert {*values_by_name(model, groups, "weight_decay").values()} == {0.5}
     if "norm" not in factors and "bias" in factors:
+        # only for the learning rate is it no bias
         changed = {
             **changed,
             "norm.bias": factors["bias"],
-        }  # only for the learning rate is it no bias
+        }
     groups = build_param_groups(model, 0.5, 1.0, ParamRules(decay_factors=factors))
     assert values_by_name(model, groups, "weight_decay") == {**plain, **changed}
     assert {*values_by_name(model, groups, "lr").values()} == {0.5}

@@ -22,10 +22,11 @@ MUON = {
 }
 CLIPPED = ["SOLVER.CLIP_GRADIENTS.ENABLED", True]
 MUON_AND_ADAMW = [MUON, {"NAME": "AdamW"}]
+# both are fused on a CPU
 SGD_AND_ADAMW = [
     {"NAME": "SGD", "PARAMS": ["0.*"], "LR": 0.1},
     {"NAME": "AdamW"},
-]  # both are fused on a CPU
+]
 
 
 class Net(nn.Sequential):

@@ -170,9 +170,8 @@ def test_a_users_model_or_a_registered_function_says_the_depth_which_multiplies_
     groups = build_param_groups(model, 1.0, 0.1, rules)
     lrs = {param: group["lr"] for group in groups for param in group["params"]}
     assert [lrs[param] for param in model.parameters()] == [0.125, 0.25, 0.5, 1.0, 1.0, 2.0]
-    groups = get_default_optimizer_params(
-        model, 1.0, lr_factor_func=by_depth
-    )  # detectron2's argument
+    # detectron2's argument
+    groups = get_default_optimizer_params(model, 1.0, lr_factor_func=by_depth)
     assert [group["lr"] for group in groups] == [0.25, 0.5, 1.0]
 
 

@@ -283,9 +283,8 @@ def test_schedules_replace_the_schedule_with_a_name_and_the_log_says_so(caplog):
         LR_SCHEDULER_NAME="nonsense",
         WARMUP_ITERS=99,
     )
-    assert (
-        lrs_of(cfg) == [1.0] * 4 + [0.5] * 4 + [0.25] * 4
-    )  # the last value, that of iteration 9, stays
+    # the last value, that of iteration 9, stays
+    assert lrs_of(cfg) == [1.0] * 4 + [0.5] * 4 + [0.25] * 4
     assert (
         "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect"
         in caplog.messages

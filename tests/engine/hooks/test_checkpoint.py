@@ -110,12 +110,13 @@ def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved
         (True, False, 2, [("model_0000001", 1)]),
         (False, True, 2, [("model_0000001", 1), ("model_0000002", 2)]),
         (False, True, 0, [("model_0000000", 0)]),
+        # again, since stage 2 of the iteration is done
         (
             False,
             True,
             1,
             2 * [("model_0000001", 1)],
-        ),  # again, since stage 2 of the iteration is done
+        ),
     ],
 )
 def test_a_run_that_ends_early_is_saved_under_the_name_of_its_end(finished, save_last, at, saved):

@@ -49,8 +49,7 @@ def test_the_summary_is_of_the_timed_steps_and_what_lies_between_them(advance):
     trainer.train(0, 6)
     in_hooks = "88 % of the run in hooks"
     assert timer.summary() == f"13.5 s per step; {in_hooks}"
-    for iter, data_sec in enumerate(
-        [100.0, 100.0, 3.0, 3.0, 3.5, 4.0]
-    ):  # the first two are warm-up
+    # the first two are warm-up
+    for iter, data_sec in enumerate([100.0, 100.0, 3.0, 3.0, 3.5, 4.0]):
         trainer.storage.put_scalar("data_time", data_sec, cur_iter=iter)
     assert timer.summary() == f"13.5 s per step, 25 % of it waiting for data; {in_hooks}"

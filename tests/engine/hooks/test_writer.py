@@ -141,9 +141,8 @@ def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginni
     doubled = path.read_text()
     assert doubled == once + once.removeprefix(before)
     second.load_state_dict(state)
-    assert (
-        second.state_dict()["hooks"] == state["hooks"]
-    )  # a checkpoint before training has them too
+    # a checkpoint before training has them too
+    assert second.state_dict()["hooks"] == state["hooks"]
     second.train(0, 1)
     assert path.read_text().startswith(doubled)
 

@@ -65,9 +65,10 @@ def test_a_line_shows_the_values_and_breaks_where_they_are_not_finite(draw, read
         ([*map(float, line.get_xdata())], [*map(float, line.get_ydata())])
         for line in figure.axes[0].get_lines()
     ]
+    # the last one: where it is marked
     assert lines == [
         ([1, 2], [1, 2]),
         ([4], [3]),
         ([3], [0.03]),
-    ]  # the last one: where it is marked
+    ]
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "not finite from here"]

@@ -290,9 +290,8 @@ class BestCheckpointer(MetricHook):
     def summary(self) -> str:
         if self.best is None or self.best_iter is None:
             return ""
-        done = min(
-            self.best_iter + 1, self.trainer.max_iter
-        )  # in the final evaluation best_iter is max_iter
+        # in the final evaluation best_iter is max_iter
+        done = min(self.best_iter + 1, self.trainer.max_iter)
         return (
             f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
         )

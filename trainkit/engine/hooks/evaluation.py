@@ -51,9 +51,8 @@ class EvalHook(PeriodicHook):
         self.evaluated_iters = -1  # number of iterations done at the last evaluation
 
     def before_train(self) -> None:
-        if (
-            self.trainer.start_iter == 0 or self.evaluated_iters > self.trainer.start_iter
-        ):  # from another run
+        # from another run
+        if self.trainer.start_iter == 0 or self.evaluated_iters > self.trainer.start_iter:
             self.evaluated_iters = -1
         if self._at_start and self.trainer.start_iter == 0:
             self.act_now()
@@ -68,10 +67,11 @@ class EvalHook(PeriodicHook):
         if self.evaluated_iters == done:
             return
         self.trainer.check_finite()
+        # a resumed run may evaluate again
         with (
             observe_inference(self.trainer, self.phase),
             preserve_rng_state(),
-        ):  # a resumed run may evaluate again
+        ):
             self._do_eval()
         self.evaluated_iters = done
         comm.synchronize()  # ranks need different times, which must not count for the timeout of the next collective
@@ -83,9 +83,8 @@ class EvalHook(PeriodicHook):
             results[name] = result_as_float(name, value)
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
         if results and self.trainer.is_training():
-            shown = ", ".join(
-                f"{name} {value:.4g}" for name, value in [*results.items()][:6]
-            )  # the files have all
+            # the files have all
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in [*results.items()][:6])
             logger.info(
                 "Evaluated %s: %s",
                 say_done(self.trainer.last_done_iter + 1, self.trainer.max_iter),

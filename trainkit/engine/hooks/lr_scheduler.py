@@ -52,9 +52,8 @@ class LRScheduler(HookBase):
             raise TypeError(
                 "ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler with it"
             )
-        if isinstance(
-            scheduler, ParamScheduler
-        ):  # a function of the iteration, which has no state to load
+        # a function of the iteration, which has no state to load
+        if isinstance(scheduler, ParamScheduler):
             scheduler = LRMultiplier(
                 self._optimizer, scheduler, self.trainer.max_iter, last_iter=iter - 1
             )

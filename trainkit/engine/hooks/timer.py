@@ -28,9 +28,8 @@ class IterationTimer(HookBase):
         self._begin = self._step_begin = time.perf_counter()
         self._steps_sec = self._total_sec = 0.0
         self._timed_iters = 0
-        self._started_iters = min(
-            self.trainer.start_iter, self._warmup_iter
-        )  # a resumed run writes the same lines
+        # a resumed run writes the same lines
+        self._started_iters = min(self.trainer.start_iter, self._warmup_iter)
 
     def before_step(self) -> None:
         self._step_begin = time.perf_counter()

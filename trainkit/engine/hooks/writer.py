@@ -41,9 +41,8 @@ class PeriodicWriter(HookBase):
         left = list(self._waiting or ()) if self.trainer.start_iter > 0 else []
         if self._ended is not None and self._ended_storage is self.trainer.storage:
             left = list(self._ended)  # the finished run goes on
-        for writer in (
-            self._writers
-        ):  # writers may have changed: the first of a class gets the first state of the class
+        # writers may have changed: the first of a class gets the first state of the class
+        for writer in self._writers:
             name = type(writer).__name__
             if (
                 found := next((entry for entry in left if entry["class"] == name), None)

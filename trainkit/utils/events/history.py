@@ -50,9 +50,8 @@ class HistoryBuffer:
     def median(self, window_size: int) -> float:
         """The median of the finite ones of the last ``window_size`` values; the newest value if none is finite."""
         last = self._last(window_size)
-        if not math.isfinite(
-            sum(last)
-        ):  # the sum is fast, but also that of large values is infinite
+        # the sum is fast, but also that of large values is infinite
+        if not math.isfinite(sum(last)):
             last = array("d", filter(math.isfinite, last)) or last[-1:]
         ordered, middle = sorted(last), len(last) // 2
         return ordered[middle] if len(last) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
