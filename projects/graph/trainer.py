@@ -22,9 +22,8 @@ from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_ITERS = (
-    3  # ordinary steps per signature: optimizers create their state, libraries choose their kernels
-)
+# ordinary steps per signature: optimizers create their state, libraries choose their kernels
+WARM_UP_ITERS = 3
 MAX_RECORDINGS = 8  # each holds the memory of a backward pass, with gradients
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
 _MAX_SIGNATURES = 100  # limit of signatures that are counted
