@@ -5,7 +5,7 @@ import sys
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def started_from_a_file():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("__main__.__file__", __file__, raising=False)
