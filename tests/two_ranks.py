@@ -51,9 +51,8 @@ def _run_rank(rank: int, checks: list[Check], folder: str, port: int, num_ranks:
     timeout = datetime.timedelta(seconds=120)  # a loaded machine takes long to start a process
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     found = {}
-    for (
-        check
-    ) in checks:  # each in a group of its own: one that hangs or fails leaves the others alone
+    # each in a group of its own: one that hangs or fails leaves the others alone
+    for check in checks:
         own = dist.PrefixStore(check.__name__, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks, timeout=timeout)
         has_failed = False

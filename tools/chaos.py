@@ -375,9 +375,8 @@ def _leave_out(args: argparse.Namespace) -> list[str]:
     job = Job(args)
 
     def start(folder: Path, part: str = "", kill: Kill | None = None) -> None:
-        if defects := job.start(
-            folder, kill, part
-        ).defects:  # the run has to end, so that it can be compared
+        # the run has to end, so that it can be compared
+        if defects := job.start(folder, kill, part).defects:
             raise SystemExit(defects[0])
 
     start(args.output_dir / "reference")

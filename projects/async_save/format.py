@@ -28,9 +28,8 @@ class StagedFormat(CheckpointFormat):
     def __init__(self, inner: CheckpointFormat | None = None) -> None:
         self._inner = inner or CheckpointFormat()
         self.collective = self._inner.collective
-        self._memory: dict[
-            torch.device, list[Tensor]
-        ] = {}  # of the last copy: allocating takes longer than copying
+        # of the last copy: allocating takes longer than copying
+        self._memory: dict[torch.device, list[Tensor]] = {}
 
     def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> HostCopy:
         copy = HostCopy(state, self._memory, self._inner, self._snapshot)

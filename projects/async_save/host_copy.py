@@ -46,9 +46,8 @@ class HostCopy:
         # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[torch.device, dict[_Address, UntypedStorage]] = {}
         tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
-        taken: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # id -> original and copy: a file holds an object once
+        # id -> original and copy: a file holds an object once
+        taken: dict[int, tuple[Tensor, Tensor]] = {}
 
         def take(tensor: Tensor, path: str) -> Tensor:
             if id(tensor) not in taken:
@@ -68,9 +67,8 @@ class HostCopy:
 
         self._state = (format or CheckpointFormat()).prepare(state, take=take)
         self.memory: dict[torch.device, list[Tensor]] = {}
-        self._arrivals: list[
-            tuple[Any, object]
-        ] = []  # (event after all copies of a device, what they read)
+        # (event after all copies of a device, what they read)
+        self._arrivals: list[tuple[Any, object]] = []
         copies: dict[_Address, UntypedStorage] = {}
         for device, of_device in originals.items():
             copies |= self._copy_storages(

@@ -100,9 +100,8 @@ class ClassificationEvaluator(CountingEvaluator):
 
     def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
         samples, hits_at = counts["samples"], counts["hits_at"]
-        present = (100.0 * counts["right"].double() / samples)[
-            samples > 0
-        ].tolist()  # exact up to 2**53 samples
+        # exact up to 2**53 samples
+        present = (100.0 * counts["right"].double() / samples)[samples > 0].tolist()
         metrics = {
             f"top{k}": 100.0 * int(hits_at[:k].sum()) / int(samples.sum()) for k in self._topk
         }

@@ -28,9 +28,8 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._newest: torch.cuda.CUDAGraph | None = (
-            None  # kept, since torch frees the memory pool with its last graph
-        )
+        # kept, since torch frees the memory pool with its last graph
+        self._newest: torch.cuda.CUDAGraph | None = None
 
     @contextmanager
     def beside(self, inputs: Sequence[Tensor] = ()) -> Iterator[None]:

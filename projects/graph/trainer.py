@@ -65,23 +65,18 @@ class GraphTrainer(SimpleTrainer):
         """Raises ConfigError: the step cannot be recorded (several processes, or an optimizer that needs the host)."""
         super().__init__(*args, **kwargs)
         self._recorder = self.make_recorder()
-        self._recording: _Recording | None = (
-            None  # the recording of this step; None: an ordinary step
-        )
-        self._recordings: dict[
-            Hashable, _Recording | None
-        ] = {}  # None: the step cannot be recorded
-        self._seen: dict[
-            Hashable, int
-        ] = {}  # number of batches per signature that is not recorded yet
-        self._shown: _Recording | None = (
-            None  # the recording whose gradients the parameters have now
-        )
+        # the recording of this step; None: an ordinary step
+        self._recording: _Recording | None = None
+        # None: the step cannot be recorded
+        self._recordings: dict[Hashable, _Recording | None] = {}
+        # number of batches per signature that is not recorded yet
+        self._seen: dict[Hashable, int] = {}
+        # the recording whose gradients the parameters have now
+        self._shown: _Recording | None = None
         self._in_step = False  # True after a step that has failed
         self._given: Sequence[Any] = ()  # the micro-batches of this step
-        self._waits: list[str] | None = (
-            None  # where the last ordinary step before a recording waits for the device
-        )
+        # where the last ordinary step before a recording waits for the device
+        self._waits: list[str] | None = None
         self._newest: Hashable = None
         self._warned_of: set[str] = set()
         if self._recorder is None:
@@ -316,9 +311,8 @@ class GraphTrainer(SimpleTrainer):
             vars(module) for module in self.model.modules() if "training" in vars(module)
         ]
         groups = self.optimizer.param_groups
-        self._settings: list[
-            itemgetter[Any]
-        ] = []  # they read the settings of a group that a recording contains
+        # they read the settings of a group that a recording contains
+        self._settings: list[itemgetter[Any]] = []
         for group in groups:
             names = [name for name, value in group.items() if not isinstance(value, Tensor)]
             kept = (

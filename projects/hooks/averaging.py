@@ -263,9 +263,8 @@ class EMAHook(HookBase):
         if evaluate == "raw":  # then this hook offers no other model
             self.evaluated_models = super().evaluated_models  # type: ignore[method-assign, assignment]
         self._was_evaluated = False  # whether an evaluation has used the average
-        self._has_own_statistics = (
-            False  # whether its buffers are of its own weights, see `compute_statistics`
-        )
+        # whether its buffers are of its own weights, see `compute_statistics`
+        self._has_own_statistics = False
         self._average: ModelAverage | None = None
         self._waiting_state: dict[str, Any] = {}
 

@@ -125,13 +125,11 @@ def publish_weights(
         if format == "safetensors":
             make_format("safetensors").write({"model": chosen}, str(unnamed))
         else:
-            with replacing(
-                str(unnamed)
-            ) as output:  # without the mark of a checkpoint: no run resumes from it
+            # without the mark of a checkpoint: no run resumes from it
+            with replacing(str(unnamed)) as output:
                 torch.save({"model": chosen}, output)
-    except (
-        TypeError
-    ) as error:  # another program has written the file, or the format cannot store it
+    # another program has written the file, or the format cannot store it
+    except TypeError as error:
         raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
     published = (
         folder / f"{name}_published-{hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]}.{format}"
@@ -165,9 +163,8 @@ class BestCheckpoints(BestCheckpointer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._kept: list[
-            list[Any]
-        ] = []  # [name, value] of numbered files, the best first; on rank 0
+        # [name, value] of numbered files, the best first; on rank 0
+        self._kept: list[list[Any]] = []
 
     def after_load(self, state: dict[str, Any]) -> None:
         """In older checkpoints the states of these hooks have the name of the base class."""

@@ -156,11 +156,12 @@ def instantiate(cfg: Any) -> Any:
     target = values.pop(TARGET)
     try:
         return (locate(target) if isinstance(target, str) else target)(**values)
+    # raised by constructors for wrong arguments
     except (
         ImportError,
         TypeError,
         ValueError,
-    ) as error:  # raised by constructors for wrong arguments
+    ) as error:
         call = f"{name_of(target)}({', '.join(map(str, values))})"
         raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
 

@@ -178,9 +178,8 @@ class _Tree:
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._others_of = [module for module in modules.values() if module not in norms]
         self._floating = [buffer for buffer in self._statistics if buffer.is_floating_point()]
-        self._sums: list[
-            tuple[int, _Grads, Tensor]
-        ] = []  # (number of logical ranks, gradients, statistics)
+        # (number of logical ranks, gradients, statistics)
+        self._sums: list[tuple[int, _Grads, Tensor]] = []
         self._under_way: list[tuple[_Exchange, torch.futures.Future[Tensor]]] = []
         self._is_ddp = isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):

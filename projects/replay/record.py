@@ -38,9 +38,8 @@ class RunRecord(HookBase):
     priority = 101  # last: its line about a failure is the last one of the hooks
 
     def __init__(self) -> None:
-        self._parents: list[
-            dict[str, Any]
-        ] = []  # the runs from which this one was forked, the oldest first
+        # the runs from which this one was forked, the oldest first
+        self._parents: list[dict[str, Any]] = []
         self._how_to_repeat = ""
 
     @cached_property

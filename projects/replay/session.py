@@ -63,9 +63,8 @@ class Session:
     """Runs the command of a run again, and does something else where it would train."""
 
     keeps_all_hooks = False  # also those that evaluate, which the next checkpoint depends on
-    inspection: Inspection | None = (
-        None  # of the present step; it gets the batches that any `ResumableLoader` gives
-    )
+    # of the present step; it gets the batches that any `ResumableLoader` gives
+    inspection: Inspection | None = None
     trainer: Any  # without the hooks that save, evaluate and write
     _result: Any = None
 

@@ -171,9 +171,8 @@ class LARS(Optimizer):
         """Update all parameters that have a gradient, which must not be sparse."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            alike: dict[
-                tuple[torch.device, torch.dtype], list[Tensor]
-            ] = {}  # tensors of one foreach call
+            # tensors of one foreach call
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for param in group["params"]:
                 if param.grad is not None:
                     alike.setdefault((param.device, param.dtype), []).append(param)

@@ -32,9 +32,8 @@ class SafetensorsFormat(CheckpointFormat):
                 return {"model": import_safetensors().load(file.read())}
         except CheckpointError:
             raise
-        except (
-            Exception
-        ) as error:  # a SafetensorError, a KeyError for a dtype that torch does not have, ...
+        # a SafetensorError, a KeyError for a dtype that torch does not have, ...
+        except Exception as error:
             raise CheckpointError(f"'{path}' cannot be read as safetensors: {error}") from error
 
 

@@ -184,9 +184,8 @@ def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):
         "get_extra_state": lambda self: {"steps": 1},
         "set_extra_state": lambda self, state: None,
     }
-    own = type(
-        "Own", (nn.Module,), extra
-    )()  # whose own keys start with "module.", and one has a dict
+    # whose own keys start with "module.", and one has a dict
+    own = type("Own", (nn.Module,), extra)()
     own.module = linear(1)
     torch.save(own.state_dict(), tmp_path / "own.pth")
 

@@ -256,9 +256,8 @@ def test_a_tied_weight_is_found_under_each_of_its_names():
     step_of_tied(first, optimizer)
     state = through_a_file(SimpleTrainer(first, data(), optimizer).state_dict())
     other, restored = make("last third second", ("third", "second"))
-    assert [*by_name(other)][
-        2
-    ] == "third.weight"  # its first name in the first run is second.weight
+    # its first name in the first run is second.weight
+    assert [*by_name(other)][2] == "third.weight"
     SimpleTrainer(other, data(), restored).load_state_dict(state)
     expected = optimizer.state[first.second.weight]["exp_avg"]
     assert torch.equal(restored.state[other.second.weight]["exp_avg"], expected)

@@ -91,9 +91,8 @@ def test_rotation_goes_on_after_a_restart_and_leaves_final_best_and_other_files(
     kept += ["model_10000099"]  # of a later iteration, from an earlier run
     for name in kept:
         (tmp_path / f"{name}.pth").touch()
-    (
-        tmp_path / "model_0000000.shards-0a1b2c3d"
-    ).mkdir()  # of a run that was resumed in another format
+    # of a run that was resumed in another format
+    (tmp_path / "model_0000000.shards-0a1b2c3d").mkdir()
     run(tmp_path, range(3), period=1, max_to_keep=2)
     assert files(tmp_path) == sorted([*kept, "model_0000001", "model_0000002"])
     assert [*tmp_path.glob("*.shards-*")] == []

@@ -235,9 +235,8 @@ def test_a_name_is_as_in_detectron2_or_in_the_guide_with_the_reason():
     assert {
         name: difference for name, difference in found.items() if difference and name not in listed
     } == {}
-    assert [
-        name for name in listed if not found.get(name)
-    ] == []  # neither names that are the same nor others
+    # neither names that are the same nor others
+    assert [name for name in listed if not found.get(name)] == []
 
 
 @pytest.mark.parametrize(

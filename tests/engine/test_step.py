@@ -412,9 +412,8 @@ def test_the_norm_before_clipping_is_stored_and_is_no_loss(clip_type, is_asynchr
     with pytest.raises(ValueError, match=r"stores \['grad_norm'\] itself"):
         SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), **options).train(0, 1)
     SimpleTrainer(model, [torch.tensor(1.0)], sgd(model)).train(0, 1)
-    (
-        cfg := get_cfg()
-    ).SOLVER.CLIP_GRADIENTS.ENABLED = True  # also with an optimizer that does not clip itself
+    # also with an optimizer that does not clip itself
+    (cfg := get_cfg()).SOLVER.CLIP_GRADIENTS.ENABLED = True
     assert make_step_trainer(cfg, model, [], sgd(model)).clip_gradients == build_gradient_clipper(
         cfg
     )

@@ -48,9 +48,8 @@ def test_each_module_is_counted_exactly_without_gradients_and_in_eval_mode():
     model = Net()
     report = analyze_model.report(model, BATCH)
 
-    assert table(
-        report
-    ) == {  # parameters, trainable ones, buffers, FLOPs, activations; 0 is left out
+    # parameters, trainable ones, buffers, FLOPs, activations; 0 is left out
+    assert table(report) == {
         "(model)": ["Net", "113", "73", "17", "56", "11"],
         "frozen": ["Linear", "40", "32", "8"],
         "head": ["Sequential", "43", "43", "17", "24", "3"],

@@ -40,9 +40,8 @@ def damage(path):
     content = bytearray(path.read_bytes())
     name = b"archive/data/0"
     begin = content.index(name) + len(name) + 64
-    content[begin - begin % 64] ^= (
-        1  # of a tensor, which torch.save aligns; elsewhere there is padding
-    )
+    # of a tensor, which torch.save aligns; elsewhere there is padding
+    content[begin - begin % 64] ^= 1
     path.write_bytes(content)
 
 

@@ -23,9 +23,8 @@ Groups = list[dict[str, Any]]
 """For each parameter group: ``optimizer``, ``names`` and ``shapes``."""
 
 _WRAPPERS = {"module", "_orig_mod"}  # of DistributedDataParallel and torch.compile
-_UNNAMED = (
-    "#"  # the start of the name of a parameter that is in none of the modules; a number follows
-)
+# the start of the name of a parameter that is in none of the modules; a number follows
+_UNNAMED = "#"
 
 # of the run, not of its checkpoint: which kernels can be used, and torch's own list of names
 _OF_THE_RUN = {"foreach", "fused", "param_names"}

@@ -19,9 +19,8 @@ from trainkit.utils.registry import did_you_mean
 # marks in a node's __dict__, like those of yacs
 _OF_PROJECTS = "__of_projects__"  # name -> full key of the keys of projects
 _UNSET = "__unset__"  # the names whose values are defaults that nobody has set
-_DUMPED_IF_SET = (
-    "__dumped_if_set__"  # the names that `CfgNode.dump` leaves out while they are not set
-)
+# the names that `CfgNode.dump` leaves out while they are not set
+_DUMPED_IF_SET = "__dumped_if_set__"
 _ANY_TYPE = ("CHECKPOINT.BEST_METRIC", "SOLVER.AMP.LOSS_SCALE")
 _ACCEPTED = {
     bool: "True or False",

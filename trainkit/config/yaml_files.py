@@ -60,10 +60,11 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
     """Read one YAML mapping, of the file ``name``. Raises ConfigError if the YAML is invalid or names code."""
     try:
         content = yaml.load(stream, Loader=_Loader)  # a SafeLoader
+    # a ValueError: text in another encoding, or a date without a day
     except (
         yaml.YAMLError,
         ValueError,
-    ) as error:  # a ValueError: text in another encoding, or a date without a day
+    ) as error:
         raise ConfigError(f"{name}: {error}") from error
     if content is not None and not isinstance(content, dict):
         raise not_accepted(name, content, "a mapping, KEY: VALUE")

@@ -56,9 +56,8 @@ class MapDataset(data.Dataset[Any]):
 
 class _MapIterableDataset(MapDataset, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        for (
-            sample
-        ) in self._dataset:  # not map(), which would end if the function raised StopIteration
+        # not map(), which would end if the function raised StopIteration
+        for sample in self._dataset:
             if (mapped := self._map_func(sample)) is not None:
                 yield mapped
 

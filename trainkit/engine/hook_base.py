@@ -56,9 +56,8 @@ class HookBase:
     priority: int | str = Priority.NORMAL
     ends: bool = False  # whether after_train saves or evaluates the run; such hooks come first in after_train
     config_keys: tuple[tuple[str, str], ...] = ()  # (argument, key of the config that gives it)
-    _state_names: tuple[
-        str, ...
-    ] = ()  # names of the attributes that are its state; in the file they have no "_"
+    # names of the attributes that are its state; in the file they have no "_"
+    _state_names: tuple[str, ...] = ()
 
     def before_train(self) -> None:
         """Before the first iteration of each ``train()``; the run is a new one if ``start_iter`` is 0."""

@@ -38,15 +38,12 @@ class TrainerBase(RunState):
     def __init__(self) -> None:
         super().__init__()
         self._stops = StopRequests()
-        self._saves: dict[
-            str, Callable[[], object]
-        ] = {}  # requested checkpoints by name; written at the next save
-        self._inside: Literal["", "stage 1", "save point", "stage 2"] = (
-            ""  # where in an iteration the run is
-        )
-        self._epoch_start = (
-            self._epoch_end
-        ) = -1  # the iteration that starts an epoch; the number done when it ends
+        # requested checkpoints by name; written at the next save
+        self._saves: dict[str, Callable[[], object]] = {}
+        # where in an iteration the run is
+        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""
+        # the iteration that starts an epoch; the number done when it ends
+        self._epoch_start = self._epoch_end = -1
         self._has_warned_of_save = False
         self._has_checked_state = True  # False: it is checked at the save point, see `_check_state`
 

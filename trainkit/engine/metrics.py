@@ -31,9 +31,8 @@ STORED_BESIDE_LOSSES = frozenset(
     | {"iteration", "epoch", "lr", "time", "eta_seconds"}
 )
 _HAND_OVER_ITERS = 10  # a worker gets after this number of iterations what waits for a device
-_MOST_RECORDS = (
-    1000  # exchange after this number, even if few are stored, so that a failure is noticed
-)
+# exchange after this number, even if few are stored, so that a failure is noticed
+_MOST_RECORDS = 1000
 _MOST_AHEAD = 2  # steps: each step ahead holds device memory
 _MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
 
@@ -95,9 +94,8 @@ class MetricPath:
         self._rows: list[Row] = []  # their values are tensors
         self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
         self._is_alone: bool | None = None
-        self._is_direct = (
-            False  # whether the numbers can be read at once, and are those of all ranks
-        )
+        # whether the numbers can be read at once, and are those of all ranks
+        self._is_direct = False
         self._has_failed = False
 
     def add(

@@ -26,9 +26,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others before it fails."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SHARES_STORE = (
-    "TORCHELASTIC_USE_AGENT_STORE"  # "True": the process that starts the ranks has the store
-)
+# "True": the process that starts the ranks has the store
+_SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _NUM_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _STOPPED = (143, 129, 130, 138)  # exit codes after SIGTERM, SIGHUP, SIGINT and SIGUSR1
 

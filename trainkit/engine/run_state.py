@@ -76,9 +76,8 @@ class RunState:
         self._hook_list = HookList(weakref.proxy(self))
         self._attributes = Attributes(weakref.proxy(self))
         self._early: EarlyEnd | None = None
-        self._rng_state: dict[str, Any] | None = (
-            None  # from a checkpoint; restored after all iterators exist
-        )
+        # from a checkpoint; restored after all iterators exist
+        self._rng_state: dict[str, Any] | None = None
         self._ranks_agree = True
         self.rank_keys = self.own_keys
         self._at, self._stage = 0, 1  # see ``position``

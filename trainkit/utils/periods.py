@@ -76,9 +76,8 @@ def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) 
     if type(period) is int and type(offset) is int:
         return (done - offset) // period
     period, offset = exact(period), exact(offset)
-    half = (
-        2 * done + 1
-    ) * offset.denominator - 2 * offset.numerator  # done + 1/2 - offset; ints are fast
+    # done + 1/2 - offset; ints are fast
+    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator
     n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
     n -= rest == 0 and done % 2  # round() goes from done + 1/2 to the even neighbour
     return n if done > 0 else min(n, 0)  # a period has at least one iteration

@@ -30,9 +30,8 @@ def read_records(path):
 
 def read_runs(folder):
     """For each start, in the order of time, the file's id, config, rows of history and metrics by name."""
-    sys.modules[
-        "wandb"
-    ].teardown()  # waits for wandb's process, which writes some time after the one that trains
+    # waits for wandb's process, which writes some time after the one that trains
+    sys.modules["wandb"].teardown()
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         run = {"file": path.stem, "config": {}, "rows": [], "axes": {}, "exit": None}
         for record in read_records(path):

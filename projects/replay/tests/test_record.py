@@ -110,9 +110,8 @@ def test_names_of_samples_that_cannot_be_had_do_not_end_a_run(tmp_path, caplog):
 
 def test_a_run_goes_with_torchs_newer_setting_of_the_precision(tmp_path):
     cfg = tiny_cfg(tmp_path)
-    torch.backends.cuda.matmul.fp32_precision = (
-        "tf32"  # torch refuses to read the older setting beside it
-    )
+    # torch refuses to read the older setting beside it
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         default_setup(cfg, argparse.Namespace())
         DefaultTrainer(cfg).train()

@@ -71,9 +71,8 @@ class MetricHook(PeriodicHook):
         self._min_delta = check_number("min_delta", min_delta, "[0, inf)")
         self.mode = self._choose_mode(mode)
         self._sign = 1 if self.mode == "max" else -1
-        self._known: list[str] | None = (
-            None  # the metrics of an evaluation that did not give this one
-        )
+        # the metrics of an evaluation that did not give this one
+        self._known: list[str] | None = None
         self._forget()
 
     def _choose_mode(self, mode: Mode) -> Literal["max", "min"]:

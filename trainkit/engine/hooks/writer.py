@@ -30,9 +30,8 @@ class PeriodicWriter(HookBase):
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
         self._writers = list(writers)
         self._period = check_period("period", period, minimum=1)
-        self._waiting: list[dict[str, Any]] | None = (
-            None  # states for the writers when training continues
-        )
+        # states for the writers when training continues
+        self._waiting: list[dict[str, Any]] | None = None
         self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
         self._ended_storage: EventStorage | None = None  # its storage
         self._lost: list[str] = []  # the errors of the last write

@@ -34,9 +34,8 @@ class HistoryBuffer:
         self._values.extend(values)
         self._iterations.extend(iterations)
         self._count += len(values)
-        for (
-            value
-        ) in values:  # one after the other: the sum has the same bits as after single updates
+        # one after the other: the sum has the same bits as after single updates
+        for value in values:
             self._sum += value
         if len(self._values) >= self._length_to_drop:
             del self._values[: -self._max_length], self._iterations[: -self._max_length]

@@ -129,9 +129,8 @@ class EventStorage:
         self._holds_images = False
         self._warned: set[str] = set()
         self._num_open = 0
-        self._numbers: Numbers | None = (
-            None  # those of ``rows``, if they are on their way to the host already
-        )
+        # those of ``rows``, if they are on their way to the host already
+        self._numbers: Numbers | None = None
 
     # ------------------------------------------------------------------ put
 
