@@ -95,6 +95,8 @@ NOT_MISSED = {
     "trainer/world_size": "is the same in the resumed run",
     "trainer/origin": "says how the run was started, and the resumed run has its own; it has no parents",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",
+    "trainer/data_size": "is compared with the data of the resumed run, and is the same",
+    "trainer/_trainer/optimizer_groups": "is compared with the names of the resumed run, in the same order",
     "trainer/_trainer/non_finite": "there was none",
     "trainer/_trainer/grad_scaler": "bfloat16 needs none",
 }

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import add, itemgetter
 from typing import Any
@@ -56,7 +57,10 @@ class LogicalTrainer(SimpleTrainer):
         self._tree = _Tree(self.model, self._num)
         self.accumulation_steps *= len(self._own)
         self._steps = self.accumulation_steps
-        self._fix_epochs()  # an iteration draws the micro-batches of all logical ranks
+        self._fix_epochs()  # an iteration draws the micro-batches of all own logical ranks
+        if self.data_size.batch is not None:  # which has counted them, and all logical ranks
+            batch = self.data_size.batch // len(self._own)
+            self.data_size = replace(self.data_size, batch=batch)
         threads = torch.get_num_threads()
         logger.info(
             "%d logical ranks; other numbers of threads than %d may round differently",

@@ -80,6 +80,7 @@ def test_early_stopping_finishes_a_run_and_a_resumed_one_does_the_rest(tmp_path)
         trainer = resumed(tmp_path, *EARLY)
         results = trainer.train()
         assert (trainer.status, trainer.iter) == ("finished", 2)
+    assert not (tmp_path / "model_0000001.pth").exists()  # the run does not go on
     assert "top1" in results["classification"]  # of the evaluation before early stopping
     assert (
         json.loads((tmp_path / "finished").read_text()).items()

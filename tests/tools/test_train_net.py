@@ -168,7 +168,8 @@ def test_the_keys_of_evaluations_and_checkpoints_survive_two_calls_of_train_and_
         "  total_loss: ",
     ):
         assert text in run.log
-    for text, number in (("model_best_0", 2), ("model_0", 1), ("events.out.tfevents", 3)):
+    # the newest numbered file, and the ends of the two shorter runs
+    for text, number in (("model_best_0", 2), ("model_0", 3), ("events.out.tfevents", 3)):
         assert len([name for name in run.files if text in name]) == number
     published = [
         make_format("safetensors").read(file)["model"]

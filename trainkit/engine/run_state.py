@@ -244,6 +244,11 @@ class RunState:
         """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
         return comm.all_gather(value) if self._ranks_agree else [value]
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether this run has reached its goal before ``max_iter``, so that no iteration follows."""
+        return self._early is not None
+
     def _stays_finished(self, max_iter: int) -> bool:
         """Whether a run that has finished early has nothing to do, though it has not reached ``max_iter``."""
         return (

@@ -87,7 +87,8 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             self._final_iter = -1  # the final file is damaged, or was given up
         self._saved: tuple[int, int] | None = None  # the position of the run at the last save
         self._writing, self._failure = None, ""
-        if self._final_iter == self.trainer.start_iter and self.max_iter > self._final_iter > 0:
+        starts_at_final = self._final_iter == self.trainer.start_iter > 0
+        if starts_at_final and self.max_iter > self._final_iter and not self.trainer.ends_early:
             self._keep_former_final()
         if self._clock is not None:
             self._clock.begin(self.trainer)
