@@ -135,6 +135,7 @@ def stop(tmp_path):
     signal.signal(signal.SIGINT, former)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_process_after_the_step_with_its_code_and_a_checkpoint(stop, tmp_path):
     code, error, iteration = stop(["tools/train_net.py"], signum="SIGINT", iter=5)
     assert (code, "Traceback" in error, iteration) == (130, False, 5)

@@ -91,6 +91,48 @@ def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
     assert [*tmp_path.glob("preflight-*"), *tmp_path.glob("out")] == []
 
 
+# without a name: no mistake
+FURTHER: list[tuple[str, str, list[object]]] = [
+    ("shifted labels in VAL", "val_labels", []),
+    ("two classes swapped in VAL", "val_labels", []),
+    ("a third of the labels shuffled in VAL", "val_labels", []),
+    ("not divided by 255 in VAL", "val_inputs", []),
+    ("colors, in another order in VAL", "val_inputs", []),
+    ("colors, turned by one in VAL", "val_inputs", []),
+    ("evaluation changes weights", "evaluates", []),
+    ("evaluation changes statistics", "evaluates", []),
+    ("evaluation changes modes", "evaluates", []),
+    ("evaluation freezes", "evaluates", []),
+    ("evaluation draws", "evaluates", []),
+    ("evaluation fails", "evaluates", []),
+    ("kept losses", "growth", []),
+    ("kept features", "growth", []),
+    ("batch norm of one sample", "batch_norm", ["SOLVER.IMS_PER_BATCH", 1]),
+    ("last batch of one", "batch_norm", []),
+    ("", "schedule", ["SOLVER.STEPS", (10, 20)]),
+    ("", "schedule", ["SOLVER.STEPS", (500,)]),
+    ("steps of epochs", "schedule", []),
+    ("short cycle", "schedule", []),
+    ("sigmoid", "scores", []),
+    ("no logarithm", "scores", []),
+    ("probabilities with logits", "scores", []),
+    ("one layer three times", "shared", []),
+    ("same memory", "shared", []),
+    ("", "schedule", ["SOLVER.WARMUP_ITERS", 100, "SOLVER.WARMUP_METHOD", "constant"]),
+    ("", "schedule", [*LATE]),
+    ("many", "", []),
+    ("labels in turn", "", []),
+    ("sorted by class in VAL", "", []),
+    ("colors", "", []),
+    ("short queue", "", []),
+    ("evaluation of its own", "", []),
+    ("log softmax", "", []),
+    ("tied, as declared", "", []),
+    ("cosine of torch", "", []),
+    ("random augmentation", "", []),
+]
+
+
 @pytest.mark.parametrize(
     ("plant", "names", "options"),
     [
@@ -116,49 +158,12 @@ def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
         ("overlap, with paths", "overlap", []),
         ("", "overlap", ["DATASETS.TEST", ["planted_train"]]),
         ("shuffled labels in VAL", "val_labels", []),
-        ("shifted labels in VAL", "val_labels", []),
-        ("two classes swapped in VAL", "val_labels", []),
-        ("a third of the labels shuffled in VAL", "val_labels", []),
         ("other normalization in VAL", "val_inputs", []),
-        ("not divided by 255 in VAL", "val_inputs", []),
-        ("colors, in another order in VAL", "val_inputs", []),
-        ("colors, turned by one in VAL", "val_inputs", []),
         ("dropout stays on", "evaluates", []),
-        ("evaluation changes weights", "evaluates", []),
-        ("evaluation changes statistics", "evaluates", []),
-        ("evaluation changes modes", "evaluates", []),
-        ("evaluation freezes", "evaluates", []),
-        ("evaluation draws", "evaluates", []),
-        ("evaluation fails", "evaluates", []),
         ("kept graph", "growth", []),
-        ("kept losses", "growth", []),
-        ("kept features", "growth", []),
-        ("batch norm of one sample", "batch_norm", ["SOLVER.IMS_PER_BATCH", 1]),
-        ("last batch of one", "batch_norm", []),
-        ("", "schedule", ["SOLVER.STEPS", (10, 20)]),
-        ("", "schedule", ["SOLVER.STEPS", (500,)]),
-        ("steps of epochs", "schedule", []),
-        ("short cycle", "schedule", []),
         ("softmax", "scores", []),
-        ("sigmoid", "scores", []),
-        ("no logarithm", "scores", []),
-        ("probabilities with logits", "scores", []),
-        ("one layer three times", "shared", []),
-        ("same memory", "shared", []),
-        ("", "schedule", ["SOLVER.WARMUP_ITERS", 100, "SOLVER.WARMUP_METHOD", "constant"]),
-        ("", "schedule", [*LATE]),
-        # no mistakes
         ("", "", [*JUDGED]),
-        ("many", "", []),
-        ("labels in turn", "", []),
-        ("sorted by class in VAL", "", []),
-        ("colors", "", []),
-        ("short queue", "", []),
-        ("evaluation of its own", "", []),
-        ("log softmax", "", []),
-        ("tied, as declared", "", []),
-        ("cosine of torch", "", []),
-        ("random augmentation", "", []),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in FURTHER),
         pytest.param("random hook", "reproducible", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("loader without state", "resumes", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("never resumed", "resumes", ["--preflight"], marks=pytest.mark.slow),
@@ -277,6 +282,7 @@ def test_several_processes_are_compared_with_one(tmp_path):
     assert "different among them: buffers" in text
 
 
+@pytest.mark.slow
 def test_on_an_accelerator_the_largest_batch_that_fits_is_searched(tmp_path, monkeypatch):
     cfg = tiny_cfg(tmp_path / "output", "MODEL.NAME", "NeedsMemory")
     checked = job.Job(DefaultTrainer(cfg), cfg, "none")

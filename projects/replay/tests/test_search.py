@@ -52,6 +52,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_step_in_which_a_quantity_leaves_its_band_is_found_with_its_samples(grown):
     before = digest_of_folder(grown.folder)
 

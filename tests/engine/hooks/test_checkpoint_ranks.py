@@ -44,5 +44,6 @@ def fail_on_rank_0(rank, folder, save_format=""):
     assert (folder / "model_0000001.pth").is_file() == (rank == 0)
 
 
+@pytest.mark.slow
 def test_all_ranks_fail_together_and_save_again_where_they_stop(tmp_path):
     assert on_two_ranks([fail_on_rank_0], tmp_path) == {"fail_on_rank_0": [None, None]}
