@@ -50,6 +50,7 @@ def test_a_replay_that_a_signal_ends_leaves_no_temporary_folder_and_no_process(
     words = ["run", "--iter", "3", "--", "train.py", place, "pipe"]
 
     def run_replay():
+        signal.signal(signum, signal.SIG_DFL)  # the tests may run under nohup, which ignores SIGHUP
         tempfile.tempdir = str(temporary)
         script(ROOT / "tools/replay.py", *words)()
 
