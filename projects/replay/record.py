@@ -130,7 +130,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     what was logged since the last checkpoint. Returns the command that repeats the step; "" if there is no such step.
     """
     inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    is_of_step = trainer.position.stage == 1 and bool({"run_step", "before_step"} & inside)
+    is_of_step = trainer.done == trainer.iter and bool({"run_step", "before_step"} & inside)
     is_of_loss = isinstance(error, FloatingPointError) and "not finite in iteration" in str(error)
     if (
         isinstance(error, ConfigError)
