@@ -119,9 +119,11 @@ def test_below_the_save_point_what_belongs_to_the_step_is_gone_in_every_run(name
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     read = []
     trainer.register_hooks([AfterStep(lambda trainer: read.append(getattr(trainer, name)))])
+    assert not hasattr(trainer, name)
     trainer.register_hooks([AfterStep(lambda trainer: getattr(trainer, name))], priority="LOW")
     with pytest.raises(
-        RuntimeError, match=rf"trainer.{name} is there in after_backward.*register the hook with a"
+        AttributeError,
+        match=rf"trainer.{name} is there in after_backward.*register the hook with a",
     ):
         trainer.train(0, 2)
     assert len(read) == 1
