@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from trainkit.data.loader import trivial_batch_collator
+from trainkit.data.fetch import trivial_batch_collator
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.periods import is_whole
 

@@ -390,7 +390,7 @@ class CountsSeeds:
 )
 def test_nothing_is_seeded_for_plain_lists_and_tensors(dataset, collate_fn, num_seeds, monkeypatch):
     seeds = CountsSeeds()
-    monkeypatch.setattr("trainkit.data.loader.seed_globals", seeds)
+    monkeypatch.setattr("trainkit.data.fetch.seed_globals", seeds)
     take(make(dataset=dataset, collate_fn=collate_fn), 2)
     assert seeds.count == num_seeds
 

@@ -10,8 +10,10 @@ from trainkit.data.build import (
 )
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
-from trainkit.data.loader import ResumableLoader, trivial_batch_collator, worker_init_reset_seed
+from trainkit.data.fetch import trivial_batch_collator
+from trainkit.data.loader import ResumableLoader
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
+from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils.loading import names_on_demand
 from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
 

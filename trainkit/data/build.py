@@ -10,13 +10,14 @@ from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
-from trainkit.data.loader import LOADER_KEY, ResumableLoader, trivial_batch_collator
+from trainkit.data.fetch import trivial_batch_collator
+from trainkit.data.loader import LOADER_KEY, ResumableLoader
+from trainkit.data.samplers import InferenceSampler, TrainingSampler, new_generator, seed_of
 
 # detectron2 has it here
-from trainkit.data.loader import (
+from trainkit.data.workers import (
     worker_init_reset_seed as worker_init_reset_seed,
 )
-from trainkit.data.samplers import InferenceSampler, TrainingSampler, new_generator, seed_of
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device, runs_ahead
 from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
