@@ -13,7 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
-from trainkit.checkpoint.file import SUFFIX, UnwritableError, without_unwritable
+from trainkit.checkpoint.file import (
+    SUFFIX,
+    UnwritableError,
+    ordinary,
+    ordinary_or_sharded,
+    writable_state,
+)
 from trainkit.checkpoint.folder import candidates, choose, local_folder, mirrors, tagged_file
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
 from trainkit.checkpoint.optimizer_state import (
@@ -123,9 +129,14 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         """Which value a save could not write now, and why; "" if there is none. Nothing is written or exchanged."""
         if not self.save_dir:
             return ""
-        errors: list[UnwritableError] = []
-        without_unwritable(self._own_state(), self._separate_states(), errors)
+        errors = self._writable(self._own_state())[1]
         return str(errors[0]) if errors else ""
+
+    def _writable(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[UnwritableError]]:
+        """A plain copy of what a file can hold, and the errors of the rest."""
+        errors: list[UnwritableError] = []
+        take = ordinary_or_sharded if self.format.collective else ordinary
+        return writable_state(state, self._separate_states(), take, errors), errors
 
     def _own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": self.model.state_dict()}
@@ -155,10 +166,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         for obj in objects.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
-        errors: list[UnwritableError] = []
-        kept = without_unwritable(state, self._separate_states(), errors)
-        if errors:
-            state = kept
+        state, errors = self._writable(state)
         found = [(error.path, str(error)) for error in errors]
         keys = {key: getattr(obj, "rank_keys", ()) for key, obj in objects.items()}
         if comm.get_world_size() > 1 and any(keys.values()):

@@ -86,37 +86,37 @@ def refuse(value: object, path: str) -> Any:
     )
 
 
-def without_unwritable(
+def writable_state(
     state: Mapping[str, Any],
     separate: Collection[str],
+    take: Take,
     errors: list[UnwritableError],
     path: str = "",
 ) -> dict[str, Any]:
-    """A copy of ``state`` without the entries that a file cannot hold.
+    """As `plain_state`, without the entries that a file cannot hold.
 
     Args:
         separate: paths of dicts whose entries are left out one by one, since they are states of different objects.
+        take: as for `plain_state`, such as `ordinary`, or `ordinary_or_sharded`.
         errors: gets one error for each entry that is left out.
     """
     kept: Any = type(state)()
     for key, value in state.items():
         here = f"{path}.{key}" if path else str(key)
-        if here in separate and type(value) in _DICTS:
-            kept[key] = without_unwritable(value, separate, errors, here)
-            continue
         try:
-            plain_state(value, here, take=_any_known)
+            if here in separate and type(value) in _DICTS:
+                kept[key] = writable_state(value, separate, take, errors, here)
+            else:
+                kept[key] = plain_state(value, here, take)
         except UnwritableError as error:
             errors.append(error)
-        else:
-            kept[key] = value
     if hasattr(state, "_metadata"):
         kept._metadata = state._metadata
     return kept
 
 
-def _any_known(tensor: Tensor, path: str) -> Tensor:
-    """Sharded tensors too: whether they can be written depends on the format."""
+def ordinary_or_sharded(tensor: Tensor, path: str) -> Tensor:
+    """For a format that writes sharded tensors too."""
     return tensor if hasattr(tensor, "full_tensor") else ordinary(tensor, path)
 
 

@@ -29,8 +29,8 @@ class CheckpointFormat:
     collective = False
 
     def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> Any:
-        """A checked copy of ``state`` for `write`; ``take`` and errors as for `plain_state`."""
-        return plain_state(dict(state), take=take)
+        """What `write` gets. ``state`` is plain, see `plain_state`; ``take`` replaces its tensors."""
+        return state if take is None else plain_state(dict(state), take=take)
 
     def submit(self, save: Callable[[], None]) -> Any:
         """Call ``save()``, which calls `write`: now, or later; returns the future of a later call, else None."""

@@ -1,7 +1,7 @@
 """The attributes of a trainer that are part of its state: optimizers, schedules, gradient scalers and modules."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,25 +30,21 @@ def stateful_attributes(trainer: Any, *, private: bool = False) -> dict[str, Any
     Args:
         private: of the attributes whose names start with an underscore instead.
     """
-    found: dict[str, Any] = {}
+    candidates: dict[str, Any] = {}
     for attribute, value in vars(trainer).items():
         if attribute.startswith("_") != private:
             continue
-        for name, item in _items(attribute, value):
-            if isinstance(item, _SAVED) and all(item is not other for other in found.values()):
-                found[name] = item
+        if isinstance(value, Mapping):
+            candidates |= {f"{attribute}.{key}": item for key, item in value.items()}
+        elif isinstance(value, list | tuple):
+            candidates |= {f"{attribute}.{number}": item for number, item in enumerate(value)}
+        else:
+            candidates[attribute] = value
+    found: dict[str, Any] = {}
+    for name, value in candidates.items():
+        if isinstance(value, _SAVED) and all(value is not other for other in found.values()):
+            found[name] = value
     return found
-
-
-def _items(attribute: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield f"{attribute}.{key}", item
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield f"{attribute}.{number}", item
-    else:
-        yield attribute, value
 
 
 def checkpointers_of(trainer: Any) -> list[Checkpointer]:
