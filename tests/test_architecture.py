@@ -14,7 +14,12 @@ LAYERS = [
     ["trainkit.config"],
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
-    ["trainkit.engine.parallel", "trainkit.engine.process", "trainkit.engine.untrained"],
+    [
+        "trainkit.engine.losses",
+        "trainkit.engine.parallel",
+        "trainkit.engine.process",
+        "trainkit.engine.untrained",
+    ],
     ["trainkit.engine.launch"],
     ["trainkit.engine.hook_base"],
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],

@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.utils.losses import parse_losses
+from trainkit.engine.losses import parse_losses
 
 # how torch's tracker calls them, and how the report does
 _KINDS = {

@@ -14,6 +14,7 @@ from trainkit.projects.evaluators.samples import SampleCounter
 
 from trainkit.config.config import CfgNode
 from trainkit.config.from_config import configurable
+from trainkit.engine.losses import parse_losses
 from trainkit.evaluation.build import EVALUATOR_REGISTRY
 from trainkit.evaluation.evaluator import (
     DatasetEvaluator,
@@ -24,7 +25,6 @@ from trainkit.utils import comm
 from trainkit.utils.device import preserve_buffers
 from trainkit.utils.env import preserve_rng_state, seed_all_rng
 from trainkit.utils.events import EventStorage
-from trainkit.utils.losses import parse_losses
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class LossEvaluator(DatasetEvaluator):
                         module.eval()
                 returned = self._model(inputs)
         losses = parse_losses(returned)
-        return {"total_loss": losses.total.detach()} | losses.detach().values
+        return {"total_loss": losses.total.detach()} | losses.detached
 
 
 def _wide(value: Tensor) -> Tensor:

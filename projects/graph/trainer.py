@@ -16,9 +16,9 @@ from trainkit.projects.graph.recorder import ADVICE, CudaRecorder, check_recorda
 from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
+from trainkit.engine.losses import Losses
 from trainkit.engine.step import SimpleTrainer, parameters_of
 from trainkit.utils.events import EventStorage
-from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class GraphTrainer(SimpleTrainer):
         def gradients() -> None:
             losses = self._of_given(batches).detach()
             getattr(super(GraphTrainer, self), "unscale", lambda: None)()
-            values = {name: value.clone() for name, value in losses.values.items()}
+            values = {name: value.clone() for name, value in losses.items()}
             recording.losses = _RecordedLosses(values, losses.trained, total=losses.total.clone())
 
         def judgement() -> None:

@@ -19,12 +19,12 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.data.seeding import seed_globals, splitmix64
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
+from trainkit.engine.losses import Losses
 from trainkit.engine.parallel import without_gradient_sync
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import unwrap_model
-from trainkit.utils.losses import Losses
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class LogicalTrainer(SimpleTrainer):
 
     def _mean(self, found: Sequence[Losses]) -> Losses:
         """The means over the logical ranks of this process; `exchange_rows` then averages over all processes."""
-        names = [([*losses.values], losses.trained) for losses in found]
+        names = [([*losses], losses.trained) for losses in found]
         self._names = self._names or comm.all_gather(names[0])[0]
         if any(other != self._names for other in names):
             raise ValueError(
@@ -114,10 +114,7 @@ class LogicalTrainer(SimpleTrainer):
             )
         rows = [
             torch.stack(
-                [
-                    _wide(value).to(losses.total.device)
-                    for value in (losses.total, *losses.values.values())
-                ]
+                [_wide(value).to(losses.total.device) for value in (losses.total, *losses.values())]
             )
             for losses in found
         ]

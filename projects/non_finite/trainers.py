@@ -9,10 +9,10 @@ from torch import Tensor
 
 from trainkit.engine.amp import SKIP_FLAG, SkippingTrainer, skips_on_device
 from trainkit.engine.build import POLICY_REGISTRY
+from trainkit.engine.losses import Losses, describe_failure
 from trainkit.engine.step import SimpleTrainer, parameters_of
 from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
-from trainkit.utils.losses import Losses, describe_failure
 
 __all__ = ["CheckGradients", "SkipNonFinite"]
 

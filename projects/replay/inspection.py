@@ -20,9 +20,9 @@ from trainkit.projects.replay.failure import (
 )
 
 from trainkit.engine.hook_base import HookBase
+from trainkit.engine.losses import non_finite_names
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.logger import format_table
-from trainkit.utils.losses import non_finite_names
 
 Part = tuple[str, str]  # a part of a step, and its digest
 _BEFORE_THE_STEP = "before the step"

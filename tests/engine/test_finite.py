@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
+from trainkit.engine.losses import raise_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
-from trainkit.utils.losses import raise_failure
 
 
 def test_gradients_that_are_not_finite_end_the_run_before_the_update():

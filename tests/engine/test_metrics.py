@@ -37,12 +37,12 @@ from trainkit.engine.hooks import (
     PeriodicWriter,
     PreciseBN,
 )
+from trainkit.engine.losses import parse_losses
 from trainkit.engine.metrics import write_metrics
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage
-from trainkit.utils.losses import parse_losses
 from trainkit.utils.periods import RoundedLength
 
 

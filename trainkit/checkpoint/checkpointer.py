@@ -17,7 +17,7 @@ from trainkit.checkpoint.file import (
     SUFFIX,
     UnwritableError,
     ordinary,
-    ordinary_or_sharded,
+    ordinary_or_divided,
     writable_state,
 )
 from trainkit.checkpoint.folder import candidates, choose, local_folder, mirrors, tagged_file
@@ -135,7 +135,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _writable(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[UnwritableError]]:
         """A plain copy of what a file can hold, and the errors of the rest."""
         errors: list[UnwritableError] = []
-        take = ordinary_or_sharded if self.format.collective else ordinary
+        take = ordinary_or_divided if self.format.collective else ordinary
         return writable_state(state, self._separate_states(), take, errors), errors
 
     def _own_state(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def writable_state(
 
     Args:
         separate: paths of dicts whose entries are left out one by one, since they are states of different objects.
-        take: as for `plain_state`, such as `ordinary`, or `ordinary_or_sharded`.
+        take: as for `plain_state`, such as `ordinary`, or `ordinary_or_divided`.
         errors: gets one error for each entry that is left out.
     """
     kept: Any = type(state)()
@@ -115,7 +115,7 @@ def writable_state(
     return kept
 
 
-def ordinary_or_sharded(tensor: Tensor, path: str) -> Tensor:
+def ordinary_or_divided(tensor: Tensor, path: str) -> Tensor:
     """For a format that writes sharded tensors too."""
     return tensor if hasattr(tensor, "full_tensor") else ordinary(tensor, path)
 

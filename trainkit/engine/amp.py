@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.engine.losses import Losses, describe_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
 from trainkit.utils.events.storage import get_event_storage
-from trainkit.utils.losses import Losses, describe_failure
 from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)

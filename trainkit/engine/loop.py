@@ -13,6 +13,7 @@ from trainkit.checkpoint.optimizer_state import names_in
 from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
+from trainkit.engine.losses import raise_failure
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned, Phase
 from trainkit.utils import comm
@@ -24,7 +25,6 @@ from trainkit.utils.events.storage import (
     storage_of_thread,
 )
 from trainkit.utils.logger import setup_logger
-from trainkit.utils.losses import raise_failure
 from trainkit.utils.periods import exact, periods_done, say_done
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.engine.losses import Losses, as_losses, describe_failure, raise_failure
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead
@@ -22,7 +23,6 @@ from trainkit.utils.events.storage import (
     storage_of_thread,
 )
 from trainkit.utils.events.worker import Numbers
-from trainkit.utils.losses import Losses, describe_failure, raise_failure
 from trainkit.utils.periods import check_period, exact, is_nth
 
 # names that the trainer, default hooks or writers store
@@ -37,28 +37,18 @@ _MOST_AHEAD = 2  # steps: each step ahead holds device memory
 _MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
 
 
-class LaterCalls:
-    """detectron2's ``concurrent_executor``: the worker of the trainer's storage makes the calls, in their order.
-
-    ``trainer`` is a weak reference.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+class DirectCalls:
+    """detectron2's ``concurrent_executor``: makes a call at once, since `_write_metrics` waits for nothing."""
 
     def submit(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
-        comm.side_group("write_metrics")  # created here, in the thread of the loop
-        storage = self._trainer.storage_in_use()
-        storage.start_worker()
-        storage.publish(partial(call, *args, **kwargs))
+        call(*args, **kwargs)
 
 
 class Row(NamedTuple):
     """What one iteration gives to the storage; ``data_time`` in seconds, values by name.
 
     ``single_name``: the name of a loss that is alone on this rank. Its value is ``total_loss``; it is stored under both
-    names only if another rank has other losses.
+    names only if another rank has other losses. ``prefix``: of all names in the storage.
     """
 
     iter: int
@@ -66,6 +56,7 @@ class Row(NamedTuple):
     values: dict[str, Any]
     is_stored: bool = True
     single_name: str = ""
+    prefix: str = ""
 
 
 class MetricPath:
@@ -105,9 +96,9 @@ class MetricPath:
         data_time: float,
         losses: Losses,
         extra: Mapping[str, Tensor],
-        is_stored: bool,
+        prefix: str = "",
     ) -> None:
-        """Take the losses of an iteration, and ``extra`` values; if not ``is_stored`` they are only looked at.
+        """Take the losses of an iteration, and ``extra`` values; those between two gather periods are only looked at.
 
         Raises:
             FloatingPointError: an iteration was not finite; on all ranks in the same exchange. On a CPU in one process
@@ -119,7 +110,7 @@ class MetricPath:
             self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
         if self._asynchronous:
             storage.start_worker()
-        is_stored = is_stored and (iter + 1) % self.gather_period == 0
+        is_stored = (iter + 1) % self.gather_period == 0
         if self._is_direct:
             values = losses.read()
             for name, value in extra.items():
@@ -128,14 +119,13 @@ class MetricPath:
             if failure is not None:
                 raise_failure([failure])
             if is_stored:
-                storage.rows.append(
-                    (iter, {"rank_data_time": data_time, "data_time": data_time, **values})
-                )
+                row = Row(iter, data_time, values, prefix=prefix)
+                _put(storage, row, row)
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
             tensors = {**losses.scalars, **extra}
-            row = Row(iter, data_time, tensors, is_stored, losses.single_name)
+            row = Row(iter, data_time, tensors, is_stored, losses.single_name, prefix)
             self._keep(row, storage, losses.total.device)
 
     def _keep(self, row: Row, storage: EventStorage, device: torch.device) -> None:
@@ -211,8 +201,10 @@ class MetricPath:
 
 
 def _put(storage: EventStorage, own: Row, mean: Row) -> None:
-    times = {"rank_data_time": own.data_time, "data_time": mean.data_time}
-    storage.rows.append((own.iter, {**times, **mean.values}))
+    values = {"rank_data_time": own.data_time, "data_time": mean.data_time}
+    for name, value in mean.values.items():
+        values[own.prefix + name] = value
+    storage.rows.append((own.iter, values))
 
 
 def write_metrics(
@@ -227,73 +219,14 @@ def write_metrics(
         FloatingPointError: the total is not finite on some rank.
         ValueError: there is no entry, or one is not one number.
     """
-    if not loss_dict:
-        raise ValueError("loss_dict is empty; there is nothing to write")
-    tensors = {}
-    for name, value in loss_dict.items():
-        tensor = torch.as_tensor(value)
-        if tensor.numel() != 1:
-            raise ValueError(
-                f"the loss {name!r} has the shape {list(tensor.shape)}, not one number"
-            )
-        tensors[name] = tensor.reshape(())
-    trained = [name for name, value in tensors.items() if value.requires_grad] or list(tensors)
-    losses = Losses(tensors, trained)
+    losses = as_losses(loss_dict)
     scalars = losses.scalars
     values = dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True))
-    own = Row(cur_iter, data_time, values, single_name=losses.single_name)
+    own = Row(cur_iter, data_time, values, single_name=losses.single_name, prefix=prefix)
     [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
-    named = {prefix + name: value for name, value in mean.values.items()}
-    _put(get_event_storage(), own, mean._replace(values=named))
-
-
-class OwnMetrics:
-    """If a subclass overrides ``_write_metrics`` or ``write_metrics``, these get the losses in place of the storage."""
-
-    iter: int
-    extra: dict[str, Tensor]
-    gather_metric_period: Any
-    concurrent_executor: Any
-    storage_in_use: Callable[[], EventStorage]
-
-    write_metrics = staticmethod(write_metrics)
-
-    def _write_metrics(
-        self,
-        loss_dict: Mapping[str, Tensor | float],
-        data_time: float,
-        prefix: str = "",
-        iter: int | None = None,
-    ) -> None:
-        """Call `write_metrics` in iterations whose metrics are gathered; the losses have no graph."""
-        if ((iter := self.iter if iter is None else iter) + 1) % self.gather_metric_period == 0:
-            self.write_metrics(loss_dict, data_time, iter, prefix)
-
-    @cached_property
-    def writes_itself(self) -> bool:
-        own = getattr(self._write_metrics, "__func__", self._write_metrics)
-        return own is not OwnMetrics._write_metrics or self.write_metrics is not write_metrics
-
-    def let_write(self, losses: Losses, data_time: float) -> None:
-        """Call the methods of the subclass, in the worker if there is a ``concurrent_executor``."""
-        if (self.iter + 1) % self.gather_metric_period:
-            return
-        # copies, since the worker reads them later; `write_metrics` adds up those that require grad
-        copies = {
-            name: value.clone().requires_grad_(name in losses.trained)
-            for name, value in losses.detached.items()
-        }
-        storage = self.storage_in_use()
-        for name, value in self.extra.items():
-            if not name.startswith("[flag]"):
-                storage.put_scalar(name, value)
-        if self.concurrent_executor is None:
-            with storage:
-                self._write_metrics(copies, data_time)
-        else:
-            self.concurrent_executor.submit(self._write_metrics, copies, data_time, iter=self.iter)
+    _put(get_event_storage(), own, mean)
 
 
 # ---------------------------------------------------------------------- over ranks

@@ -24,18 +24,24 @@ from trainkit.data.epochs import epoch_listeners, not_reached
 from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
-from trainkit.engine.parallel import settle_buckets, without_gradient_sync
-from trainkit.engine.untrained import UntrainedParameters
-from trainkit.utils.device import device_of
-from trainkit.utils.logger import format_table
-from trainkit.utils.losses import (
+from trainkit.engine.losses import (
     Losses,
+    as_losses,
     describe_failure,
     mean_losses,
     non_finite_names,
     parse_losses,
 )
+from trainkit.engine.metrics import (
+    STORED_BESIDE_LOSSES,
+    DirectCalls,
+    MetricPath,
+    write_metrics,
+)
+from trainkit.engine.parallel import settle_buckets, without_gradient_sync
+from trainkit.engine.untrained import UntrainedParameters
+from trainkit.utils.device import device_of
+from trainkit.utils.logger import format_table
 from trainkit.utils.periods import check_period, exact
 
 logger = logging.getLogger(__name__)
@@ -64,12 +70,12 @@ def _of_step(name: str, path: str, doc: str) -> Any:
     return property(read, doc=doc)
 
 
-class SimpleTrainer(OwnMetrics, TrainerBase):
+class SimpleTrainer(TrainerBase):
     """One model, one loss (or a sum of losses), one optimizer, one data source.
 
     For two optimizers or a GAN, subclass `TrainerBase` and define ``run_step``. Hooks can read ``batch``, ``losses``
     and ``outputs`` in ``after_backward``, and in ``after_step`` above the save point. A variant overrides parts of
-    the step: ``fetch``, ``compute_losses``, ``backward``, ``before_update``, ``record``, ``update``.
+    the step: ``fetch``, ``compute_losses``, ``backward``, ``before_update``, ``_write_metrics``, ``update``.
 
     Attributes:
         model, optimizer: replaced between two runs only, since hooks, schedule and checkpointer keep theirs.
@@ -155,7 +161,7 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self.zero_grad_before_forward = zero_grad_before_forward
         self.async_write_metrics = async_write_metrics
         # detectron2's name
-        self.concurrent_executor = LaterCalls(weakref.proxy(self)) if async_write_metrics else None
+        self.concurrent_executor = DirectCalls() if async_write_metrics else None
         self.non_finite, self.clip_gradients = non_finite, clip_gradients
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
@@ -182,7 +188,8 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         self._data_sec, self.feed.drawn = 0.0, 0
         self._losses = losses = self.compute_gradients()
         self.before_update()
-        self.record(losses, self._data_sec)  # before the update: the weights must stay finite
+        # before the update: the weights must stay finite
+        self._write_metrics(losses, self._data_sec, iter=self.iter)
         self.update()
 
     # ------------------------------------------------------------------ parts of a step, for variants to override
@@ -240,13 +247,13 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
     def _check_names(self, losses: Losses) -> None:
         self._is_first_step = False
         stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if self.clip_gradients else set())
-        if taken := sorted(losses.values.keys() & stored):
+        if taken := sorted(losses.keys() & stored):
             raise ValueError(
                 f"the trainer stores {taken} itself; give the model's entry another name"
             )
-        if any(value.is_complex() for value in losses.values.values()):
-            raise TypeError(f"one of {[*losses.values]} is complex; give its abs() or real part")
-        logged = [name for name in losses.values if name not in losses.trained]
+        if any(value.is_complex() for value in losses.values()):
+            raise TypeError(f"one of {[*losses]} is complex; give its abs() or real part")
+        logged = [name for name in losses if name not in losses.trained]
         logger.info(
             "Minimizing %s%s",
             " + ".join(losses.trained),
@@ -271,12 +278,31 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
         return {} if norm is None else {"grad_norm": norm.detach()}
 
-    def record(self, losses: Losses, data_time: float) -> None:
-        """Give the losses and ``extra`` to the storage. Raises FloatingPointError, see ``non_finite``."""
-        if self.writes_itself:
-            self.let_write(losses, data_time)
-        is_stored = not self.writes_itself
-        self.metrics.add(self.storage_in_use(), self.iter, data_time, losses, self.extra, is_stored)
+    def _write_metrics(
+        self,
+        loss_dict: Mapping[str, Tensor | float],
+        data_time: float,
+        prefix: str = "",
+        iter: int | None = None,
+    ) -> None:
+        """Give the losses of an iteration, and ``extra``, to the storage; waits for nothing on an accelerator.
+
+        A subclass that overrides it, and does not call this method, stores and checks the losses itself.
+
+        Args:
+            loss_dict: name -> value, as the model has returned them. Those that require grad add up to ``total_loss``.
+            data_time: in seconds.
+            prefix: of all names in the storage.
+
+        Raises:
+            FloatingPointError: see ``non_finite``.
+        """
+        iteration = self.iter if iter is None else iter
+        losses = as_losses(loss_dict)
+        storage = self.storage_in_use()
+        self.metrics.add(storage, iteration, data_time, losses, self.extra, prefix)
+
+    write_metrics = staticmethod(write_metrics)
 
     def update(self) -> None:
         self.optimizer.step()

@@ -8,46 +8,51 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 
-class Losses:
-    """A model's losses by name, each of shape ``[]``, and its further outputs.
+class Losses(dict[str, Tensor]):
+    """A model's losses by name, each of shape ``[]``, as the model has returned them, and its further outputs.
 
     Attributes:
         trained: the names of the losses that are minimized; ``total`` is their sum.
     """
 
-    __slots__ = ("outputs", "total", "trained", "values")
+    __slots__ = ("outputs", "total", "trained")
 
     def __init__(
         self,
-        values: dict[str, Tensor],
+        values: Mapping[str, Tensor],
         trained: Sequence[str],
         outputs: Any = None,
         *,
         total: Tensor | None = None,
     ) -> None:
+        super().__init__(values)
         if total is None:
-            total = values[trained[0]]
+            total = self[trained[0]]
             for name in trained[1:]:
-                total = total + values[name]
-        self.values, self.trained, self.total, self.outputs = values, trained, total, outputs
+                total = total + self[name]
+        self.total = total
+        self.trained = trained
+        self.outputs = outputs
 
     @property
     def detached(self) -> dict[str, Tensor]:
         """The values without their graph."""
-        return {name: value.detach() for name, value in self.values.items()}
+        return {name: value.detach() for name, value in self.items()}
 
     @property
     def single_name(self) -> str:
         """The name of a loss that is alone, and so is the total; "" if there are several, or if it has no name."""
-        if len(self.values) > 1 or "total_loss" in self.values:
+        if len(self) > 1 or "total_loss" in self:
             return ""
-        [name] = self.values
+        [name] = self
         return name
 
     @property
     def scalars(self) -> dict[str, Tensor]:
         """The values to store, without their graph: the total, and each loss if there are several."""
-        scalars = {"total_loss": self.total, **(self.values if len(self.values) > 1 else {})}
+        scalars = {"total_loss": self.total}
+        if len(self) > 1:
+            scalars.update(self)
         for name, value in scalars.items():
             # without a graph it may be a buffer, which the next step changes
             scalars[name] = value.detach() if value.grad_fn is not None else value.detach().clone()
@@ -56,13 +61,34 @@ class Losses:
     def read(self) -> dict[str, float]:
         """`scalars` as numbers; waits for their device."""
         numbers = {"total_loss": self.total.item()}
-        if len(self.values) > 1:
-            for name, value in self.values.items():
+        if len(self) > 1:
+            for name, value in self.items():
                 numbers[name] = value.item()
         return numbers
 
     def detach(self) -> "Losses":
         return Losses(self.detached, self.trained, self.outputs, total=self.total.detach())
+
+
+def as_losses(loss_dict: Mapping[str, Tensor | float]) -> Losses:
+    """Losses that somebody has put into a dict; those that require grad are trained, or all if none does.
+
+    Raises:
+        ValueError: there is no entry, or one is not one number.
+    """
+    if isinstance(loss_dict, Losses):
+        return loss_dict
+    if not loss_dict:
+        raise ValueError("loss_dict is empty; there is nothing to write")
+    values = {}
+    for name, value in loss_dict.items():
+        tensor = torch.as_tensor(value)
+        if tensor.numel() != 1:
+            shape = list(tensor.shape)
+            raise ValueError(f"the loss {name!r} has the shape {shape}, not one number")
+        values[name] = tensor.reshape(())
+    trained = [name for name, value in values.items() if value.requires_grad]
+    return Losses(values, trained or list(values))
 
 
 def parse_losses(returned: object) -> Losses:
@@ -115,8 +141,8 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
     """
     trained = list(dict.fromkeys(name for part in losses for name in part.trained))
     means = {}
-    for name in dict.fromkeys(name for part in losses for name in part.values):
-        values = torch.stack([part.values[name] for part in losses if name in part.values])
+    for name in dict.fromkeys(name for part in losses for name in part):
+        values = torch.stack([part[name] for part in losses if name in part])
         means[name] = values.sum() / (len(losses) if name in trained else len(values))
     return Losses(means, trained, [part.outputs for part in losses])
 
