@@ -211,6 +211,7 @@ class TrainerBase(RunState):
             max_iter,
             start_iter,
         )
+        comm.create_side_groups()
         self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
         self._epoch_end = self._find_epoch_end(self._at)
         self._epoch_start = start_iter if self._find_epoch_end(start_iter - 1) == start_iter else -1

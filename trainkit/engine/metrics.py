@@ -48,7 +48,6 @@ class LaterCalls:
 
     def submit(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Call ``call(*args, **kwargs)`` in the worker; if it raises, the run ends at most 20 iterations later."""
-        comm.side_group("write_metrics")  # created here, in the thread of the loop
         storage = self._trainer.storage_in_use()
         storage.start_worker()
         storage.publish(partial(call, *args, **kwargs))
@@ -114,8 +113,7 @@ class MetricPath:
                 it is this iteration. From a worker it comes at most 20 iterations later.
         """
         if self._is_alone is None:
-            # created here, in the thread of the loop
-            self._is_alone = comm.side_group("metrics") is None
+            self._is_alone = comm.get_world_size() == 1
             self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
         if self._asynchronous:
             storage.start_worker()

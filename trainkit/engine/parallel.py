@@ -1,6 +1,7 @@
 """One model on many ranks."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from trainkit.utils.events import EventStorage
 
 if TYPE_CHECKING:
     from trainkit.config import CfgNode
+
+# in DDP's error; their order is that of the parameters that it exchanges
+_UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
 def create_ddp_model(
@@ -73,22 +77,35 @@ def _without_reduction(model: Any) -> Iterator[None]:
 
 
 def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
-    """Do backward passes without effect before the first step: one, or two for a static graph.
+    """Do two backward passes of DDP without effect before the first step.
 
-    After its first backward pass DDP reorders its buckets, so three or more ranks add gradients in a different order. A
-    resumed run would use the first order in a step for which the original run used the second. A static graph is
-    recorded in the first pass, which fails under ``no_sync``; its order is fixed after the second.
+    - After its first backward pass DDP reorders its buckets, so three or more ranks add gradients in a different order.
+      A resumed run would use the first order in a step for which the original run used the second. A static graph is
+      recorded in the first pass, which fails under ``no_sync``; its order is fixed after the second.
+    - If ranks use different parameters, DDP raises in the second forward pass, on a rank that has not exchanged all
+      gradients of the first. The other ranks still wait for them, so nothing else may be exchanged in between.
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    passes = 2 if model.static_graph else 1
-    if passes == 1 and comm.get_world_size() < 3:
-        return
     former = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserve_rng_state(), EventStorage():
-        for _ in range(passes):
+        for _ in range(2):
             loss_of(copy.deepcopy(batch)).backward()
     for name, buffer in model.named_buffers():
         if name in former:  # False: these passes have created the buffer
             buffer.copy_(former[name])
     model.zero_grad()
+
+
+def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:
+    """Add to DDP's error on parameters without a gradient their names and the setting; leave other errors alone."""
+    found = _UNUSED_INDICES.search(str(error))
+    if found is None or not isinstance(model, DistributedDataParallel):
+        return
+    trained = [name for name, value in model.module.named_parameters() if value.requires_grad]
+    unused = [trained[int(index)] for index in found[1].split()]
+    error.args = (
+        f"{error}\nThe last backward pass of rank {comm.get_rank()} gave no gradient to: {', '.join(unused)}. "
+        "If ranks or steps use different parameters, set MODEL.DDP.FIND_UNUSED_PARAMETERS True, or "
+        "create_ddp_model(model, find_unused_parameters=True)",
+    )

@@ -25,7 +25,11 @@ from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.metrics import STORED_BESIDE_LOSSES, LaterCalls, MetricPath, OwnMetrics
-from trainkit.engine.parallel import settle_buckets, without_gradient_sync
+from trainkit.engine.parallel import (
+    explain_unused_parameters,
+    settle_buckets,
+    without_gradient_sync,
+)
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
 from trainkit.utils.logger import format_table
@@ -254,7 +258,11 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
         )
 
     def call_model(self, batch: Any) -> Any:
-        return self.model(batch)
+        try:
+            return self.model(batch)
+        except RuntimeError as error:
+            explain_unused_parameters(self.model, error)
+            raise
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
