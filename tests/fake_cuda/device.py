@@ -57,6 +57,8 @@ _state = {
     "is_broken": False,
 }
 _MODES = ("default", "warn", "error")
+_ALLOWED = ("event", "event, spinning", "device", "copy of pageable memory")
+_thread = threading.local()
 
 
 def _on_host_call(what):
@@ -67,12 +69,18 @@ def _on_host_call(what):
 
 def _on_wait(what):
     _on_host_call(what)
-    inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
+    if getattr(_thread, "spins", False):
+        what = "event, spinning"
+    inside = [
+        frame
+        for frame in traceback.extract_stack()
+        if frame.filename.startswith(_PACKAGE) and frame.name != "wait_for"
+    ]
     place = f"{Path(inside[-1].filename).name}:{inside[-1].name}" if inside else "elsewhere"
     waits.append(Wait(what, threading.current_thread().name, place))
     if _state["capturing"] == threading.get_ident():
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
-    if _state["sync_debug"] and what not in ("event", "device", "copy of pageable memory"):
+    if _state["sync_debug"] and what not in _ALLOWED:
         if _state["sync_debug"] == 2:
             raise RuntimeError("called a synchronizing CUDA operation")
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
@@ -93,8 +101,20 @@ class Stream(torch.Stream):
         return self.stream_id
 
 
-def _event(enable_timing=False, blocking=False, interprocess=False, external=False):
-    return torch.Event("cuda", enable_timing=enable_timing, blocking=blocking)
+class Event(torch.Event):
+    """``torch.cuda.Event``; unless it is ``blocking``, a thread that waits for it spins."""
+
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+        event = super().__new__(cls, "cuda", enable_timing=enable_timing)
+        event.is_blocking = blocking
+        return event
+
+    def synchronize(self):
+        _thread.spins = not self.is_blocking
+        try:
+            super().synchronize()
+        finally:
+            _thread.spins = False
 
 
 def _clone(storage):
@@ -194,7 +214,7 @@ _stand_ins = {
     "set_device": lambda device: torch.accelerator.set_device_index(_device(device)),
     "synchronize": torch.accelerator.synchronize,
     "Stream": Stream,
-    "Event": _event,
+    "Event": Event,
     "current_stream": _current_stream,
     "stream": _stream,
     "CUDAGraph": CUDAGraph,

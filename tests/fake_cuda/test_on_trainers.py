@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from trainkit.projects.async_save import host_copy
+from trainkit.projects.async_save import format, host_copy
 from trainkit.projects.async_save.format import AsyncFormat
 from trainkit.projects.graph.tests.test_graph import Net
 from trainkit.projects.non_finite.trainers import SkipNonFinite
@@ -158,7 +158,12 @@ def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(op
 @needs_two
 @needs_cuda
 @pytest.mark.parametrize(
-    "options", [(), ("SOLVER.GRAPH.ENABLED", True), SETTINGS["AMPTrainer float16"]]
+    "options",
+    [
+        ("CHECKPOINT.ASYNC", True),
+        ("SOLVER.GRAPH.ENABLED", True),
+        SETTINGS["AMPTrainer float16"],
+    ],
 )
 def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     found = set()
@@ -177,6 +182,29 @@ def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     ]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert found == {(1, allocated)}
+
+
+@needs_two
+@needs_cuda
+def test_the_threads_of_a_run_have_its_gpu_as_their_current_one(tmp_path, monkeypatch):
+    found = {}
+
+    def look():
+        found[threading.current_thread().name] = torch.cuda.current_device()
+
+    class Watched(CheckpointFormat):
+        def write(self, state, path):
+            look()
+            super().write(state, path)
+
+    monkeypatch.setattr(format, "make_format", lambda name, model: Watched())
+    train(
+        tmp_path,
+        *("CHECKPOINT.ASYNC", True),
+        name="cuda:1",
+        hooks=[CallbackHook(after_step=lambda trainer: trainer.storage.publish(look))],
+    )
+    assert found == {"trainkit-metrics_0": 1, "checkpoint_0": 1}
 
 
 @needs_cuda
@@ -214,7 +242,8 @@ def test_the_memory_of_a_save_is_taken_again_when_it_is_written(tmp_path, monkey
 
 @needs_cuda
 @pytest.mark.parametrize(
-    ("room", "limit", "num"), [(None, 1, 3), (2, 1, 2), (0.9, 1, 0), (None, 0, 0)]
+    ("room", "limit", "num"),
+    [(None, 1, 3), (2, 1, 2), (2 - 2**-15, 1, 1), (0.9, 1, 0), (None, 0, 0)],
 )
 def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(
     room, limit, num, tmp_path, monkeypatch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
-from trainkit.utils.device import new_event, runs_ahead
+from trainkit.utils.device import new_event, runs_ahead, wait_for
 from trainkit.utils.events.storage import (
     MAX_ROWS,
     EventStorage,
@@ -141,7 +141,7 @@ class MetricPath:
         if runs_ahead(device):
             self._recent.append(new_event(device))
             if len(self._recent) > _MOST_AHEAD:
-                self._recent.popleft().synchronize()
+                wait_for(self._recent.popleft())
         if self._is_alone:
             storage.before_read = self._pass_on
             due = len(self._rows) >= _HAND_OVER_ITERS * (1 if self._asynchronous else 2)

@@ -86,6 +86,27 @@ def new_event(device: torch.device) -> Any:
     return event
 
 
+def wait_for(event: Any) -> None:
+    """Wait for an event of `new_event`.
+
+    Its device is the current one meanwhile: CUDA makes a context, of some 500 MB, on the current device of a thread
+    that waits.
+    """
+    with torch.accelerator.device_index(event.device.index):
+        event.synchronize()
+
+
+def current_device_index() -> int | None:
+    """The number of the current device, for `use_device` in a new thread; None if no device `runs_ahead`."""
+    return torch.accelerator.current_device_index() if accelerator_runs_ahead() else None
+
+
+def use_device(index: int | None) -> None:
+    """Make a device the current one of this thread; a new thread has device 0."""
+    if index is not None:
+        torch.accelerator.set_device_index(index)
+
+
 def move_to_device(data: Any, device: torch.device) -> Any:
     """Move every tensor in nested mappings, lists, tuples and named tuples, and every object with ``to(device)``.
 
