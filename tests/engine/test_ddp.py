@@ -1,6 +1,7 @@
 """DistributedDataParallel under the trainers, with each of its options: two ranks are one process that accumulates."""
 
 import os
+import re
 from functools import partial
 
 import pytest
@@ -13,9 +14,11 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, scalars, sgd
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import Checkpointer
-from trainkit.config import get_cfg
+from trainkit.config import ConfigError, get_cfg
+from trainkit.engine import parallel
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
+from trainkit.engine.entry import EvaluationRun
 from trainkit.engine.hooks import CallbackHook, PeriodicCheckpointer
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.step import SimpleTrainer
@@ -219,8 +222,27 @@ def new_groups(rank, folder):
     return {*seen, len(made)}
 
 
+def devices(rank, folder):
+    """What ranks say whose devices have these UUIDs: one for both, one for each, or none on the CPU."""
+    found = {}
+    makers = {
+        "plain": lambda cfg: create_ddp_model(Weight()),
+        "trained": DefaultTrainer,
+        "evaluated": partial(EvaluationRun, trainer_class=DefaultTrainer),
+    }
+    for uuids in (("a", "a"), ("a", "b"), (None, None)):
+        for name, make in makers.items():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(parallel, "uuid_of", lambda device, uuid=uuids[rank]: uuid)
+                try:
+                    make(tiny_cfg(os.path.join(folder, "devices")))
+                except ConfigError as error:
+                    found[uuids, name] = str(error)
+    return found
+
+
 UNEVEN = (uneven, uneven_accumulated, uneven_by_worker, uneven_allowed)
-CHECKS = (settings, compression, from_config, new_groups, *UNEVEN)
+CHECKS = (settings, compression, from_config, new_groups, devices, *UNEVEN)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -296,6 +318,39 @@ def test_all_groups_of_a_run_are_there_before_its_first_step(ranks):
 
 def test_with_find_unused_parameters_ranks_may_use_different_layers(ranks):
     assert ranks["uneven_allowed"] == [3, 3]
+
+
+def test_two_ranks_on_one_device_are_an_error_on_both_before_training_and_before_an_evaluation(
+    ranks,
+):
+    expected = (
+        "the ranks [0, 1] are on one accelerator, with the UUID a; accepted: one rank on each"
+    )
+    for found in ranks["devices"]:
+        kinds = [name for _, name in found]
+        assert kinds == ["plain", "trained", "evaluated"]
+        assert {uuids for uuids, _ in found} == {("a", "a")}
+        assert all(text.startswith(expected) for text in found.values())
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "same"),
+    [
+        (["x", "y", "x"], "[0, 2]"),
+        (["x", None, "y", "y"], "[2, 3]"),
+        (["x", "y"], None),
+        ([None] * 3, None),
+    ],
+)
+def test_ranks_are_told_by_the_uuids_of_their_devices_and_those_on_a_cpu_share_it(
+    by_rank, same, monkeypatch
+):
+    monkeypatch.setattr(comm, "all_gather", lambda own: by_rank)
+    if same is None:
+        parallel.check_own_device(Weight())
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"the ranks {same} are on one accelerator")):
+        parallel.check_own_device(Weight())
 
 
 @pytest.fixture

@@ -105,7 +105,9 @@ class Event(torch.Event):
     """``torch.cuda.Event``; unless it is ``blocking``, a thread that waits for it spins."""
 
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-        event = super().__new__(cls, "cuda", enable_timing=enable_timing)
+        if enable_timing:  # torch compares its own type only
+            return torch.Event("cuda", enable_timing=True, blocking=blocking)
+        event = super().__new__(cls, "cuda")
         event.is_blocking = blocking
         return event
 
@@ -201,9 +203,19 @@ def _memory(name):
 
 
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-_PROPERTIES = SimpleNamespace(
-    name="fake", total_memory=2**30, major=9, minor=0, multi_processor_count=1
-)
+
+
+def _properties(device=None):
+    return SimpleNamespace(
+        name="fake",
+        total_memory=2**30,
+        major=9,
+        minor=0,
+        multi_processor_count=1,
+        uuid=f"fake {_device(device).index}",
+    )
+
+
 _stand_ins = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -227,7 +239,7 @@ _stand_ins = {
     "set_per_process_memory_fraction": lambda fraction, device=None: native.set_limit(fraction),
     "memory_summary": lambda device=None: "",
     "empty_cache": torch.accelerator.empty_cache,
-    "get_device_properties": lambda device=None: _PROPERTIES,
+    "get_device_properties": _properties,
     "get_device_name": lambda device=None: "fake",
     "get_device_capability": lambda device=None: (9, 0),
     "is_bf16_supported": lambda including_emulation=True: True,

@@ -20,6 +20,7 @@ from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import AMPTrainer, DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, MemorySnapshot
+from trainkit.utils.device import uuid_of
 from trainkit.utils.env import get_rng_state, set_rng_state
 
 HOOKS = [{"NAME": "EMAHook"}, {"NAME": "RuntimeInfo"}]
@@ -305,6 +306,17 @@ def test_the_random_state_of_the_device_in_use_goes_to_the_one_that_a_resumed_ru
         assert [generator.initial_seed() for generator in torch.cuda.default_generators] == [4, 3]
     finally:
         torch.cuda.set_device(0)
+
+
+@needs_two
+@needs_cuda
+def test_each_gpu_has_a_uuid_of_its_own_and_a_cpu_has_none():
+    first, second, current, cpu = (
+        uuid_of(torch.device(name)) for name in ("cuda:0", "cuda:1", "cuda", "cpu")
+    )
+    assert first != second
+    assert current == [first, second][torch.cuda.current_device()]
+    assert cpu is None
 
 
 def run_out(trainer):

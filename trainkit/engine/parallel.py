@@ -11,8 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.utils import comm
-from trainkit.utils.device import device_of
+from trainkit.utils.device import device_of, uuid_of
 from trainkit.utils.env import preserve_rng_state
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.events import EventStorage
 
 if TYPE_CHECKING:
@@ -20,6 +21,24 @@ if TYPE_CHECKING:
 
 # in DDP's error; their order is that of the parameters that it exchanges
 _UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+
+
+def check_own_device(model: nn.Module) -> None:
+    """Every rank calls it. Raises ConfigError, on all, if the models of two ranks are on one accelerator.
+
+    Devices are compared by their UUID, not by their number: SLURM may show each task one device, as number 0. Ranks on
+    the CPU may be as many as you like.
+    """
+    device = device_of(model)
+    by_rank = comm.all_gather(None if device is None else uuid_of(device))
+    for uuid in by_rank:
+        if uuid is None or by_rank.count(uuid) == 1:
+            continue
+        same = [other for other, theirs in enumerate(by_rank) if theirs == uuid]
+        raise ConfigError(
+            f"the ranks {same} are on one accelerator, with the UUID {uuid}; accepted: one rank on each. Start as many "
+            "processes as the machine has devices (torchrun --nproc-per-node, --num-gpus), or set MODEL.DEVICE cpu"
+        )
 
 
 def create_ddp_model(
@@ -34,9 +53,12 @@ def create_ddp_model(
     Args:
         fp16_compression: exchange the gradients in float16; ``bf16_compression``: in bfloat16, by NCCL or XCCL.
         kwargs: further arguments of ``DistributedDataParallel``.
+
+    Raises ConfigError: two ranks are on one accelerator.
     """
     if comm.get_world_size() == 1:
         return model
+    check_own_device(model)
     device = device_of(model)
     kwargs.setdefault("device_ids", None if device is None or device.type == "cpu" else [device])
     if "broadcast_buffers" in kwargs:  # its new name in torch

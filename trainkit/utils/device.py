@@ -34,6 +34,13 @@ def resolve_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def uuid_of(device: torch.device) -> str | None:
+    """A name that no other device has, on any machine; None if it is none of CUDA and XPU."""
+    if not runs_ahead(device):
+        return None
+    return str(torch.get_device_module(device).get_device_properties(device).uuid)
+
+
 def device_of(model: nn.Module) -> torch.device | None:
     """The device of the first parameter or buffer; None if ``model`` has neither."""
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
