@@ -180,6 +180,18 @@ class Uneven(nn.Module):
         return y.square().mean()
 
 
+class Even(nn.Module):
+    """Every rank uses all parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(self.layer(x)).square().mean()
+
+
 def train_uneven(folder, wrapper_options=(), **kwargs):
     """The iteration at which a run of three steps ends, with an exchange of metrics and a save after each step."""
     model = create_ddp_model(Uneven(), **dict(wrapper_options))
@@ -367,6 +379,15 @@ def test_ddps_error_on_a_layer_that_is_not_used_gains_its_name_and_the_setting(g
         trainer.train(0, 3)
     assert str(raised.value).startswith("Expected to have finished reduction")
     assert trainer.iter == 0
+
+
+def test_the_error_names_no_wrong_layer_if_one_was_frozen_after_it_was_wrapped(group_of_one):
+    for frozen in ("layer", "norm"):
+        model = DistributedDataParallel(Even())
+        getattr(model.module, frozen).requires_grad_(False)
+        trainer = SimpleTrainer(model, [torch.randn(4, 3)], sgd(model))
+        with pytest.raises(RuntimeError, match="no gradient to: parameters that were frozen"):
+            trainer.train(0, 3)
 
 
 def test_another_error_of_the_model_stays_as_it_is(group_of_one):

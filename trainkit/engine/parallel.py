@@ -124,10 +124,17 @@ def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:
     found = _UNUSED_INDICES.search(str(error))
     if found is None or not isinstance(model, DistributedDataParallel):
         return
-    trained = [name for name, value in model.module.named_parameters() if value.requires_grad]
-    unused = [trained[int(index)] for index in found[1].split()]
+    exchanged = []
+    for name, value in model.module.named_parameters():
+        if value.requires_grad and name not in model.parameters_to_ignore:
+            exchanged.append((name, value))
+    indices = [int(index) for index in found[1].split()]
+    unused = [exchanged[index] for index in indices if index < len(exchanged)]
+    names = ", ".join(name for name, _ in unused)
+    if len(unused) < len(indices) or any(value.grad is not None for _, value in unused):
+        names = "parameters that were frozen after DDP had wrapped the model; freeze them before"
     error.args = (
-        f"{error}\nThe last backward pass of rank {comm.get_rank()} gave no gradient to: {', '.join(unused)}. "
+        f"{error}\nThe last backward pass of rank {comm.get_rank()} gave no gradient to: {names}. "
         "If ranks or steps use different parameters, set MODEL.DDP.FIND_UNUSED_PARAMETERS True, or "
         "create_ddp_model(model, find_unused_parameters=True)",
     )
