@@ -19,7 +19,6 @@ LAYERS = [
     ["trainkit.engine.hook_base"],
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.attributes"],
-    ["trainkit.engine.run_state"],
     ["trainkit.engine.loop"],
     ["trainkit.engine.data_size", "trainkit.engine.feed", "trainkit.engine.metrics"],
     ["trainkit.engine.step"],

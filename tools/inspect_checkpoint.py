@@ -131,7 +131,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
             else "it loads; no checksums"
         ),
         "iteration": lambda: _describe_iteration(state["iteration"], trainer),
-        "continues": lambda: _describe_position(trainer["position"], trainer["iteration"]),
+        "continues": lambda: _describe_next(trainer),
         "evaluation": lambda: _describe_results(trainer),
         "best": lambda: _describe_best(trainer),
         "model": lambda: _describe_model(state.get("model", state.get("state_dict"))),
@@ -172,17 +172,19 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _describe_iteration(iteration: int, trainer: Any) -> str:
     max_iter = None
     with contextlib.suppress(LookupError, TypeError, ValueError):
-        max_iter = int(trainer["position"]["max_iter"])
+        max_iter = int(trainer["end"]["max_iter"])
     return f"{say_done(iteration + 1, max_iter)} (number {iteration}, counted from 0)"
 
 
-def _describe_position(position: Mapping[str, Any], iteration: int) -> str:
-    steps = (
-        ["with the rest of this iteration (evaluation, writers)"] if position["stage"] == 2 else []
-    )
-    if position["finished_early"]:
-        steps.append(f"no further, finished early: {position['finished_early']}")
-    elif iteration + 1 >= position["max_iter"]:
+def _describe_next(trainer: Mapping[str, Any]) -> str:
+    """With what a run continues from the file."""
+    steps = []
+    if not trainer["boundary"]["is_over"]:
+        steps.append("with the rest of this iteration (evaluation, writers)")
+    end = trainer["end"]
+    if end["finished_early"]:
+        steps.append(f"no further, finished early: {end['finished_early']}")
+    elif trainer["iteration"] + 1 >= end["max_iter"]:
         steps.append("with the end of the run")
     else:
         steps.append("with the next iteration")
@@ -198,7 +200,7 @@ def _describe_results(trainer: Mapping[str, Any]) -> str:
 
 
 def _describe_best(trainer: Mapping[str, Any]) -> str:
-    end = trainer["position"]["max_iter"]
+    end = trainer["end"]["max_iter"]
     return "\n".join(
         # in the evaluation at the end best_iter is the length of the run
         f"{hook['metric']} {hook['best']:.5g} {say_done(min(hook['best_iter'] + 1, end))}"

@@ -179,7 +179,7 @@ class BestCheckpoints(BestCheckpointer):
     def judge(self, value: float) -> list[str]:
         names = super().judge(value)
         if math.isfinite(value):
-            name = f"{self.file_prefix}_{self.trainer.last_done_iter:07d}"
+            name = f"{self.file_prefix}_{self.trainer.done - 1:07d}"
             others = [other for other in self._kept if other[0] != name]
             ranked = sorted([*others, [name, value]], key=lambda kept: -self._sign * kept[1])
             self._kept = ranked[: self._num_to_keep]

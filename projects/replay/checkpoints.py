@@ -31,7 +31,7 @@ CLOCK_READINGS = {
 }
 _TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
 _NOT_REPEATED = re.compile(
-    rf"evaluated|{_TRAINER}/(position/(finished_early|settings_of_early_end.*)|hooks/Periodic.*)"
+    rf"evaluated|{_TRAINER}/(boundary/passed.*|end/(finished_early|settings_of_early_end.*)|hooks/Periodic.*)"
 )
 _OF_THE_CLOCK = re.compile(
     rf"{_TRAINER}/((storage/\w+|{_WRITER}/taken)/(?P<scalar>\w+)|{_WRITER}/(length|sizes|id)|origin)"
@@ -104,17 +104,17 @@ def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
 
 
 class Saved(NamedTuple):
-    """A checkpoint after the update of iteration ``done``. If its stage is 2, the rest of this iteration is to do."""
+    """A checkpoint after the update of iteration ``done``, and whether the boundary of this update is over."""
 
     done: int
-    stage: int
+    boundary_is_over: bool
     path: str
     state: Mapping[str, Any]
 
     @property
     def iteration(self) -> int:
         """With which a run continues from it."""
-        return self.done + (self.stage == 1)
+        return self.done + self.boundary_is_over
 
 
 class Files(NamedTuple):
@@ -146,8 +146,8 @@ def _read_all(run: str, pattern: str, damaged: dict[str, str]) -> list[Saved]:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             _ = state["trainer"]["origin"]["facts"]  # a file of an early version has none
             iteration = state["trainer"]["iteration"]
-            stage = state["trainer"]["position"]["stage"]
-            found.append(Saved(iteration, stage, path, state))
+            boundary_is_over = state["trainer"]["boundary"]["is_over"]
+            found.append(Saved(iteration, boundary_is_over, path, state))
         except Exception as error:  # torch and pickle raise many types
             logger.info("%s does not say how its run was started: %s", path, error)
             if damage := damage_of(path):

@@ -144,11 +144,9 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
         "config": trainer.given_cfg.dump(),
         "parents": [*origin["parents"], parent],
     }
-    step, position, hooks = (
-        dict(state["_trainer"]),
-        {**state["position"], "finished_early": None},
-        {**state["hooks"]},
-    )
+    step = dict(state["_trainer"])
+    end = {**state["end"], "finished_early": None}
+    hooks = dict(state["hooks"])
     for name in [
         name for name in hooks if name.startswith("PeriodicWriter") and name in own["hooks"]
     ]:
@@ -182,7 +180,7 @@ def adapt(state: dict[str, Any], trainer: Any) -> None:
         if isinstance(sampler, InfiniteSampler) and state["data"]:
             order = sampler.state_dict(state["data"]["position"])
             state["data"] = {**state["data"], "seed": sampler.seed, "order": order}
-    state |= {"_trainer": step, "hooks": hooks, "position": position}
+    state |= {"_trainer": step, "hooks": hooks, "end": end}
 
 
 def _refuse_other_groups(trainer: Any) -> None:

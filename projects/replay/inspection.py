@@ -108,7 +108,7 @@ class Inspection(HookBase):
         loader: Any = self.trainer.data_loader
         try:
             batch, num_drawn = self.trainer.batch, self.trainer.feed.drawn
-        except RuntimeError:
+        except AttributeError:
             self.is_own_step, batch, num_drawn = True, next(reversed(self.drawn), None), 1
         if batch is not None and (not self.batches or self.batches[-1] is not batch):
             self.batches.append(batch)
@@ -149,7 +149,7 @@ class Inspection(HookBase):
 
     def after_backward(self) -> None:
         self._keep_gradients()
-        with contextlib.suppress(RuntimeError):  # the trainer makes its steps itself
+        with contextlib.suppress(AttributeError):  # the trainer makes its steps itself
             self.losses = {
                 name: loss.detach().clone() for name, loss in self.trainer.losses.items()
             }
@@ -165,7 +165,7 @@ class Inspection(HookBase):
         while self._handles:
             self._handles.pop().remove()
         if not self.losses:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(AttributeError):
                 # the backward pass is done, and an earlier hook has failed after it
                 _ = self.trainer.losses
                 self.after_backward()

@@ -130,7 +130,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     what was logged since the last checkpoint. Returns the command that repeats the step; "" if there is no such step.
     """
     inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    is_of_step = trainer.position.stage == 1 and bool({"run_step", "before_step"} & inside)
+    is_of_step = trainer.done == trainer.iter and bool({"run_step", "before_step"} & inside)
     is_of_loss = isinstance(error, FloatingPointError) and "not finite in iteration" in str(error)
     if (
         isinstance(error, ConfigError)
@@ -154,7 +154,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     )
     try:
         if is_whole:
-            with suppress(RuntimeError, TypeError):  # there is none, or a file cannot hold it
+            with suppress(AttributeError, TypeError):  # there is none, or a file cannot hold it
                 # copies: a file would hold the whole memory of a tensor of which a sample is a part
                 batch = plain_state(
                     trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone()
@@ -162,7 +162,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
                 capsule |= {"batches": [batch], "samples": _names_of_last(trainer, 1)}
         # with logical ranks they depend on the number of processes
         if is_of_step and iteration == trainer.iter and not has_logical_ranks:
-            with suppress(RuntimeError):  # there are none yet
+            with suppress(AttributeError):  # there are none yet
                 capsule["losses"] = losses_of(trainer)
         state = {
             key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()

@@ -192,7 +192,7 @@ def first_bad(
         session.trainer.checkpointer.load(saved.path, strict=True)
         hook = Quantity(quantity)
         session.at = -1  # an error of a step is a result
-        error = session.go_on(min(session.trainer.last_done_iter + num, last), hook)
+        error = session.go_on(min(session.trainer.done - 1 + num, last), hook)
         if error is not None:
             hook.after_step()
         return hook.found, error

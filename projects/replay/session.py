@@ -216,7 +216,7 @@ class Session:
     def go_on(self, last: int, *own: HookBase) -> Exception | None:
         """Train up to iteration ``last`` (included); return the error of the inspected step, None if there is none."""
         trainer = self.trainer
-        if trainer.last_done_iter >= last:
+        if trainer.done > last:
             return None
         kept = trainer.hooks
 
@@ -227,7 +227,7 @@ class Session:
 
         trainer.register_hooks([*own, hooks.CallbackHook(after_step=stop)])
         try:
-            TrainerBase.train(trainer, trainer.last_done_iter + 1, trainer.max_iter)
+            TrainerBase.train(trainer, trainer.next_iter, trainer.max_iter)
         except ConfigError:
             raise
         except Exception as error:
@@ -279,9 +279,7 @@ class Session:
             self.trainer.checkpointer.load(self.start.path, strict=True)
 
     def collect(self) -> Any:
-        return copy_of(
-            self.trainer.checkpointer.collect({"iteration": self.trainer.last_done_iter})
-        )
+        return copy_of(self.trainer.checkpointer.collect({"iteration": self.trainer.done - 1}))
 
     def load(self, state: Mapping[str, Any], strict: bool = True) -> None:
         checkpointer = self.trainer.checkpointer

@@ -155,7 +155,9 @@ class _Step(Session):
                 trainer.request_save("(replay)", lambda: reached.append(self.collect()))
 
         hook = hooks.CallbackHook(after_step=ask)
-        hook.priority = "NORMAL" if saved.stage == 2 else "LOW"  # above or below the save point
+        hook.priority = (
+            "LOW" if saved.boundary_is_over else "NORMAL"
+        )  # below or above the save point
         self.trainer.register_hooks([hook])
 
     def look(self) -> Inspection:

@@ -149,7 +149,7 @@ def a_state_that_one_rank_cannot_write_fails_on_all_ranks_after_the_file_is_writ
     hook = Spoiled(0)
     resumed.register_hooks([hook])
     Checkpointer(other, place, trainer=resumed).resume_or_load("")
-    return trainer.iter, weight_of(other), resumed.last_done_iter, getattr(hook, "seen", None)
+    return trainer.iter, weight_of(other), resumed.done - 1, getattr(hook, "seen", None)
 
 
 def every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0(rank, folder):

@@ -151,7 +151,14 @@ def code_of(function):
 
 def test_the_loop_is_that_of_the_source():
     assert TRAIN.splitlines() == code_of(TrainerBase.train)
-    parts = (TrainerBase._run_iterations, TrainerBase._run_stage_2)
+    parts = (
+        TrainerBase._run_iterations,
+        TrainerBase._begin_iteration,
+        TrainerBase._save_point,
+        TrainerBase._boundary,
+        TrainerBase._call_once,
+        TrainerBase._should_end,
+    )
     assert "\n\n\n".join("\n".join(code_of(part)) for part in parts) + "\n" == ITERATION
 
 

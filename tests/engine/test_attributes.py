@@ -350,7 +350,7 @@ def test_a_state_that_turns_up_later_costs_no_weights(start, tmp_path, caplog):
     assert "trainer.hooks.Noting.best" in caplog.messages[-2] + caplog.messages[-1] + caplog.text
     assert torch.equal(resumed.model.linear.weight, trainer.model.linear.weight)
     assert note.loaded is None
-    assert resumed.last_done_iter == {15: 19, 27: 27}[start]
+    assert resumed.done - 1 == {15: 19, 27: 27}[start]
 
 
 def test_a_rate_that_no_file_can_hold_costs_the_state_of_the_optimizer_and_not_the_weights(

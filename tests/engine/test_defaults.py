@@ -270,7 +270,7 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
             ends.append(self.trainer.iter + 1)
 
         def before_eval(self, phase, name):
-            evaluated.append(self.trainer.last_done_iter + 1)
+            evaluated.append(self.trainer.done)
 
     trainer.register_hooks([Note()])
     trainer.train()

@@ -40,7 +40,7 @@ def job(calls, max_iter=None, state=None, *, stop_at=None):
         trainer.register_hooks([stop])
     if state is not None:
         trainer.load_state_dict(state)
-    trainer.train(trainer.last_done_iter + 1, max_iter)
+    trainer.train(trainer.next_iter, max_iter)
     return trainer
 
 
@@ -53,7 +53,9 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_
         before_step=lambda trainer: trainer.iter == 1 and trainer.request_save("mine")
     )
     twice = [
-        AfterStep(lambda t: t.request_save("twice", lambda: written.append(t.position)))
+        AfterStep(
+            lambda t: t.request_save("twice", lambda: written.append((t.done, t.boundary_done)))
+        )
         for _ in range(2)
     ]
     at_the_end = hooks.CallbackHook(
@@ -64,14 +66,14 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_
         [asks, *twice, at_the_end, AfterStep(lambda trainer: trainer.request_save("full"))]
     )
     trainer.train(0, 3)
-    assert written == [(0, 2), (1, 2), (2, 2), "at once"]
+    assert written == [(1, 0), (2, 1), (3, 2), "at once"]
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
     assert "ranks" not in saved
     assert (
         saved["iteration"],
         saved["trainer"]["iteration"],
-        saved["trainer"]["position"]["stage"],
-    ) == (1, 1, 2)
+        saved["trainer"]["boundary"],
+    ) == (1, 1, {"is_over": False, "passed": []})
     assert (
         caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write")
         == 3
@@ -106,7 +108,7 @@ def test_a_hook_that_saves_itself_is_warned_about_once_and_its_file_goes_on_with
     resumed = make("")
     resumed.data_loader = batches(8)[4:]
     resumed.checkpointer.load(str(tmp_path / "own_3.pth"))
-    assert resumed.last_done_iter == 3  # the weights have the update of iteration 3
+    assert resumed.done - 1 == 3  # the weights have the update of iteration 3
     resumed.train(4, 6)
     assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
 
@@ -117,9 +119,11 @@ def test_below_the_save_point_what_belongs_to_the_step_is_gone_in_every_run(name
     trainer = SimpleTrainer(model, batches(2), sgd(model))
     read = []
     trainer.register_hooks([AfterStep(lambda trainer: read.append(getattr(trainer, name)))])
+    assert not hasattr(trainer, name)
     trainer.register_hooks([AfterStep(lambda trainer: getattr(trainer, name))], priority="LOW")
     with pytest.raises(
-        RuntimeError, match=rf"trainer.{name} is there in after_backward.*register the hook with a"
+        AttributeError,
+        match=rf"trainer.{name} is there in after_backward.*register the hook with a",
     ):
         trainer.train(0, 2)
     assert len(read) == 1

@@ -512,7 +512,7 @@ def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cann
     trainer.load_state_dict(
         {"iteration": 3, "hooks": {"Gone": {"a": 1}, "Counting": {"count": 1}, "Lost": {"b": 2}}}
     )
-    assert trainer.position == (4, 1)
+    assert (trainer.done, trainer.boundary_done) == (4, 4)
     trainer.train(4, 4)
     assert repr(trainer) == "Trainer(after 4 of 4 iterations, finished)"
     assert repr(Trainer([])) == "Trainer(after 0 iterations, not started)"
@@ -527,28 +527,6 @@ def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cann
         NotImplementedError, match="CallbackHook saves a state but has no load_state_dict"
     ):
         trainer.load_state_dict(trainer.state_dict())
-
-
-class Every(HookBase):
-    def __init__(self, period):
-        self.period, self.called = period, []
-
-    def next_due(self, done):
-        return done + self.period - done % self.period
-
-    def after_step(self):
-        self.called.append(self.trainer.iter + 1)
-
-
-def test_a_hook_with_next_due_is_called_where_it_or_another_one_is_due_and_others_in_each_iteration():
-    each, threes, fives = [], Every(3), Every(5)
-    fives.priority = "LOW"  # below the save point
-    Trainer([CallbackHook(after_step=lambda t: each.append(t.iter + 1)), threes, fives]).train(
-        0, 11
-    )
-    assert each == [*range(1, 12)]
-    # the first iteration looks at every hook
-    assert threes.called == fives.called == [1, 3, 5, 6, 9, 10]
 
 
 def test_the_hooks_of_a_failure_are_told_the_error_and_one_that_fails_hides_nothing(caplog):

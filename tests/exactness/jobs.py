@@ -66,7 +66,7 @@ class Scripted:
             [*more, hooks.PeriodicCheckpointer(checkpointer, 3), hooks.PeriodicWriter(writers, 2)]
         )
         checkpointer.resume_or_load("", resume=True)
-        self.start = trainer.last_done_iter + 1 if checkpointer.has_checkpoint() else 0
+        self.start = trainer.next_iter if checkpointer.has_checkpoint() else 0
         return trainer
 
     def train(self, trainer: TrainerBase) -> None:

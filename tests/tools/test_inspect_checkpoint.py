@@ -70,7 +70,8 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
     assert " ".join(found["9"]) == "9 tensors 91 values 368 B"
     assert {
-        "trainer/position",
+        "trainer/boundary",
+        "trainer/end",
         "trainer/rng",
         "trainer/storage",
         "trainer/hooks/LRScheduler",

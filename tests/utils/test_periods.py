@@ -13,7 +13,6 @@ from trainkit.utils.periods import (
     is_due,
     is_last,
     is_nth,
-    next_due,
     parse_time,
     periods_done,
     say_done,
@@ -104,13 +103,6 @@ def test_the_length_of_an_epoch_is_an_int_for_everybody_and_as_a_period_it_does_
         copy.deepcopy(length).exact == pickle.loads(pickle.dumps(length)).exact == Fraction(10, 3)
     )
     assert whole_or_rounded(Fraction(1, 3)) == 1
-
-
-def test_a_hook_is_next_due_where_it_is_due_or_after_the_run():
-    for period in (0, 1, 3, 4, whole_or_rounded(Fraction(10, 3))):
-        for done in range(10):
-            due = [iter + 1 for iter in range(done, 10) if is_due(trainer_at(iter), period)]
-            assert next_due(trainer_at(done), done, period) == (due[0] if due else 10)
 
 
 def test_times_have_units_and_other_texts_are_errors():

@@ -245,7 +245,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             Path(checkpoint_dir(self.cfg), "finished"),
         )
         check_monitored_metrics(self)
-        starts_over = start_iter == 0 and self.last_done_iter >= 0
+        starts_over = start_iter == 0 and self.done > 0
         has_loaded, self._has_loaded = self._has_loaded, False
         uses_folders = False
         try:

@@ -99,7 +99,7 @@ class EvaluationRun(TrainerBase):
             raise ConfigError(
                 f"set MODEL.WEIGHTS, since {self.checkpointer.save_dir} has no checkpoint to evaluate"
             )
-        self.iter = self.last_done_iter + 1  # as after the last iteration of the training
+        self.iter = self.done  # as after the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
             results = self._trainer_class.test_with_hooks(self.cfg, self.model, self.hooks)
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:

@@ -104,14 +104,6 @@ class HookBase:
     def after_failure(self, error: BaseException) -> None:
         """After a failure, on the rank that failed, before ``after_train``; do not wait for other ranks."""
 
-    def next_due(self, done: int) -> int | None:
-        """After how many iterations ``after_step`` is called next, if ``done`` are done; None: in each iteration.
-
-        The loop may call it earlier. It counts for the class that defines ``after_step`` too: a subclass with another
-        ``after_step`` is called in each iteration, unless it defines this method as well.
-        """
-        return None
-
     def evaluated_models(self, model: nn.Module) -> Mapping[str, AbstractContextManager[nn.Module]]:
         """The models that an evaluation runs instead of ``model``, by the prefix of their results; "": none.
 
@@ -141,11 +133,7 @@ class HookBase:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs: tensors and plain Python values only; every rank calls it at each save.
-
-        A run that is stopped in an evaluation repeats stage 2, so a hook below the save point must do nothing when it
-        is called again for an iteration that it has handled.
-        """
+        """The state that a resumed run needs, of tensors and plain Python values; every rank calls it at each save."""
         return {name.lstrip("_"): getattr(self, name) for name in self._state_names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

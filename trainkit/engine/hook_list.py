@@ -2,9 +2,8 @@
 
 import itertools
 import logging
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +15,6 @@ from trainkit.utils.periods import is_whole
 logger = logging.getLogger(__name__)
 
 Anchor: TypeAlias = type[HookBase] | HookBase | str
-_Calls: TypeAlias = list[Callable[..., None]]
 
 
 class HookList:
@@ -30,10 +28,8 @@ class HookList:
         at: point -> the hooks that override it, in the order in which they are called. At ``after_step`` these are the
             hooks above the save point. At ``after_train`` hooks that save or evaluate the run (``ends``) come first,
             since others may need the results; writers come last.
-        calls: point -> the methods of these hooks.
-        above, below: the ``after_step`` of hooks above and below the save point that are called in each iteration.
-        all_above, all_below: the same, with hooks that are called now and then (``next_due``).
-        due: the number of iterations after which a hook is due that is called now and then.
+        boundary, epoch_end: the ``after_step`` of the hooks below the save point, and the ``after_epoch`` of all, each
+            with the name by which a state says that it has returned.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -51,19 +47,21 @@ class HookList:
         }
         stepping = self.at["after_step"]
         self._below = [hook for hook in stepping if self.is_below(hook)]
-        self.at["after_step"] = above = [hook for hook in stepping if not self.is_below(hook)]
-        self._timed = [hook for hook in stepping if is_timed(type(hook))]
-        self.all_above: _Calls = [hook.after_step for hook in above]
-        self.all_below: _Calls = [hook.after_step for hook in self._below]
-        self.above: _Calls = [hook.after_step for hook in above if not is_timed(type(hook))]
-        self.below: _Calls = [hook.after_step for hook in self._below if not is_timed(type(hook))]
-        self.due = 0
-        self.at["after_train"].sort(
-            key=lambda hook: 2 if self._key(hook) > Priority.LOWEST else int(not hook.ends)
-        )
-        self.calls = {
-            point: [getattr(hook, point) for hook in hooks] for point, hooks in self.at.items()
-        }
+        self.at["after_step"] = [hook for hook in stepping if not self.is_below(hook)]
+        self.at["after_train"].sort(key=self._place_at_end)
+        self._find_names()
+        self.boundary = [(self.name_of_call(hook), hook.after_step) for hook in self._below]
+        self.epoch_end = [
+            (self.name_of_call(hook, "after_epoch"), hook.after_epoch)
+            for hook in self.at["after_epoch"]
+        ]
+
+    def _place_at_end(self, hook: HookBase) -> int:
+        if self._key(hook) > Priority.LOWEST:
+            return 2
+        return 0 if hook.ends else 1
+
+    def _find_names(self) -> None:
         self._names = {
             name: hook
             for name, hook in self._names.items()
@@ -76,10 +74,10 @@ class HookList:
                 names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
                 self._names[next(name for name in names if name not in self._names)] = hook
 
-    def find_due(self, done: int) -> None:
-        """Set ``due``, after ``done`` iterations."""
-        self.due = min(
-            (hook.next_due(done) or done + 1 for hook in self._timed), default=sys.maxsize
+    def name_of_call(self, hook: HookBase, point: str = "after_step") -> str:
+        """The name of a call of a registered hook in a state, such as ``EvalHook.after_step``."""
+        return next(
+            f"{name}.{point}" for name, registered in self._names.items() if registered is hook
         )
 
     def is_below(self, hook: HookBase) -> bool:
@@ -219,15 +217,6 @@ class HookList:
     def _hand_out_states(self) -> None:
         for name in [name for name in self._unclaimed_states if name in self._names]:
             self._names[name].load_state_dict(self._unclaimed_states.pop(name))
-
-
-def is_timed(hook_class: type[HookBase]) -> bool:
-    """Whether ``next_due`` is defined in the class that defines ``after_step``, or in a subclass of it."""
-    owns = [vars(base) for base in hook_class.__mro__]
-    after_step, next_due = (
-        next(i for i, own in enumerate(owns) if name in own) for name in ("after_step", "next_due")
-    )
-    return next_due <= after_step and hook_class.__mro__[next_due] is not HookBase
 
 
 def overrides(hook: HookBase | type[HookBase], point: str) -> bool:

@@ -1,59 +1,114 @@
-"""The loop, which calls the hooks. It knows nothing about models, data or optimizers."""
+"""TrainerBase: the loop, which calls the hooks. It knows nothing about models, data or optimizers."""
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import Any, Literal
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor, nn
 
 from trainkit.checkpoint.checkpointer import Checkpointer
-from trainkit.engine.attributes import Attributes, checkpointers_of
-from trainkit.engine.run_state import EarlyEnd, Position, RunState
+from trainkit.checkpoint.optimizer_state import names_in
+from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
+from trainkit.engine.hook_base import HookBase
+from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.engine.stopping import StopRequests
-from trainkit.evaluation.observer import EvaluationAbandoned
+from trainkit.evaluation.observer import EvaluationAbandoned, Phase
 from trainkit.utils import comm
-from trainkit.utils.env import set_rng_state
+from trainkit.utils.env import get_rng_state, rng_state_for_rank, set_rng_state
 from trainkit.utils.errors import ConfigError
-from trainkit.utils.events.storage import EventStorage
+from trainkit.utils.events.storage import (
+    EventStorage,
+    other_threads_have_storages,
+    storage_of_thread,
+)
 from trainkit.utils.logger import setup_logger
 from trainkit.utils.losses import raise_failure
-
-__all__ = ["Position", "TrainerBase"]
+from trainkit.utils.periods import exact, periods_done, say_done
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 
-class TrainerBase(RunState):
+
+class EarlyEnd(NamedTuple):
+    """A run that has reached its goal before ``max_iter``.
+
+    ``settings`` are those of the hooks that decide on this, see `HookBase.settings_of_early_end`. With other settings,
+    or a larger ``max_iter``, the run goes on.
+    """
+
+    reason: str
+    max_iter: int
+    settings: dict[str, Any]
+
+
+class TrainerBase:
     """The loop: ``run_step()`` once per iteration, with hooks around it. A subclass defines ``run_step``.
 
-    Stage 1 of an iteration is ``before_step``, ``run_step``, and ``after_step`` of the hooks above the save point. At
-    the save point the requested checkpoints are written. Stage 2 is ``after_step`` of the hooks below the save point,
-    then ``after_epoch``. A resumed run starts with stage 2 of the saved iteration, or with the next iteration.
+    The position of a run is one number: the updates that are done. After an update come the hooks above the save point,
+    then the save point, where the requested checkpoints are written, then the boundary: the hooks below the save point
+    (evaluation, best checkpoint, early stopping, writers), and the end of an epoch. A resumed run starts with the
+    boundary of its last update. A hook that has returned there is not called again, also not after a resume.
 
     Attributes:
+        done: the number of updates that are done; ``train(trainer.next_iter, max_iter)`` goes on from there.
+        iter: the current iteration, from 0; in ``after_step`` the one just done; after a finished run ``max_iter``.
+        start_iter, max_iter: this ``train()`` runs iterations ``start_iter`` to ``max_iter - 1``.
+        boundary_done: the number of updates whose boundary is over; ``done``, or one less.
+        storage: the `EventStorage` that is open during ``train()``.
+        status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
+        failure: the error with which the run has failed, or None.
         stop_check_period: if one rank is asked to stop, all ranks stop within this number of iterations.
+        own_keys: the entries of the state that each rank has for itself; the storage is that of rank 0 after a resume.
+        rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
+        unsaved: names of attributes that checkpoints do not hold, such as ``("teacher",)``. They hold every other
+            optimizer, schedule, gradient scaler and module that is a public attribute, or in a list, tuple or dict
+            that is one.
     """
 
     stop_check_period = 20
+    own_keys: tuple[str, ...] = ("hooks", "boundary", "rng")
+    # a checkpoint leaves out what it cannot hold; the states in these entries one by one
+    separate_states = ("hooks", "attributes", "_trainer", "_trainer.attributes")
+    unsaved: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        super().__init__()
+        self.iter = self.start_iter = self.max_iter = 0
+        self.done = self.boundary_done = 0
+        self.storage = EventStorage()
+        self.status: Literal["not started", "running", "finished", "stopped", "failed"] = (
+            "not started"
+        )
+        self.failure: BaseException | None = None
+        self.rank_keys = self.own_keys
+        self._hook_list = HookList(weakref.proxy(self))
+        self._attributes = Attributes(weakref.proxy(self))
         self._stops = StopRequests()
-        # requested checkpoints by name; written at the next save
-        self._saves: dict[str, Callable[[], object]] = {}
-        # where in an iteration the run is
-        self._inside: Literal["", "stage 1", "save point", "stage 2"] = ""
-        # the iteration that starts an epoch; the number done when it ends
+        self._early: EarlyEnd | None = None
+        self._saves: dict[str, Callable[[], object]] = {}  # requested checkpoints by name
+        # the calls of a boundary that was interrupted which have returned
+        self._passed: set[str] = set()
+        self._is_in_train = False  # False: a loop of the user's own calls the points
+        self._inside: Literal["", "step", "boundary"] = ""
+        # the iteration that starts an epoch; the number of updates after which it ends
         self._epoch_start = self._epoch_end = -1
+        # from a checkpoint; restored after all iterators exist
+        self._rng_state: dict[str, Any] | None = None
+        self._ranks_agree = True  # whether all ranks have the same hooks
         self._has_warned_of_save = False
-        self._has_checked_state = True  # False: it is checked at the save point, see `_check_state`
+        self._has_checked_state = True  # False: it is checked at the save point
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({say_done(self.done, self.max_iter or None)}, {self.status})"
 
     # ------------------------------------------------------------------ the loop
 
     def train(self, start_iter: int, max_iter: int) -> None:
         """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded); can be called again.
 
-        If stage 2 of the iteration before ``start_iter`` is not done (after a stop, or in a loaded checkpoint), it runs
-        first. SIGTERM, SIGHUP, SIGINT and, in a SLURM job, SIGUSR1 stop the run as ``request_stop`` does.
+        SIGTERM, SIGHUP, SIGINT and, in a SLURM job, SIGUSR1 stop the run as ``request_stop`` does.
 
         Raises:
             ValueError: ``start_iter`` is negative or larger than ``max_iter``.
@@ -61,6 +116,7 @@ class TrainerBase(RunState):
             KeyboardInterrupt: after a run that was stopped by SIGINT.
         """
         self._start(start_iter, max_iter)
+        self._is_in_train = True
         with self._stops.listening(), self.storage:
             try:
                 self.before_train()
@@ -73,53 +129,76 @@ class TrainerBase(RunState):
                 self._fail(error)
                 raise
             finally:
+                self._is_in_train = False
                 self.after_train()
         if self.status == "stopped":
             self._stops.pass_on()
 
     def _run_iterations(self) -> None:
-        """All iterations; of the first one only stage 2, if a checkpoint or a stop has left the run there."""
-        self.iter, stops, end_step = self._at, self._stops, self._step.end_step
-        # the ranks agree on a stop also where the run is over anyway
-        while self._stage == 2 or (
-            self._early is None
-            and stops.agreed(self.iter - 1) is None
-            and self.iter < self.max_iter
-        ):
-            self.storage.iter = self.iter
-            if self._stage == 1:
-                self._inside = "stage 1"
-                if self.iter == self._epoch_start:
-                    self.before_epoch()
-                self.before_step()
-                self.run_step()
-                self._at, self._stage = self.iter, 2
-                self.after_step()
-                end_step()
-                self._inside = "save point"
-                if not self._has_checked_state:
-                    self._check_state()
-                if self._saves:
-                    self._write_saves()
-            self._run_stage_2()
-            self.iter += 1
+        while True:
+            self._boundary()
+            if self._should_end():
+                break
+            self._begin_iteration(self.done)
+            self.before_step()
+            self.run_step()
+            self.done += 1
+            self.after_step()
+            self._save_point()
+        self.iter = self.done
 
-    def _run_stage_2(self) -> None:
-        self._inside, hooks, done = "stage 2", self._hook_list, self.iter + 1
-        is_due = done >= hooks.due
-        for call in hooks.all_below if is_due else hooks.below:
-            call()
-        if is_due:
-            hooks.find_due(done)
-        if done == self._epoch_end:
-            self.after_epoch()
-            self._epoch_start, self._epoch_end = done, self._find_epoch_end(done)
-        self._inside, self._at, self._stage = "", done, 1
-        if self._saves:  # requested in stage 2
+    def _begin_iteration(self, iter: int) -> None:
+        self._inside = "step"
+        self.iter = self.storage.iter = iter
+        if iter == self._epoch_start:
+            self.before_epoch()
+
+    def run_step(self) -> None:
+        """One iteration: one update of whatever is trained."""
+        raise NotImplementedError(f"{type(self).__name__} must define run_step()")
+
+    def _save_point(self) -> None:
+        """Write the checkpoints that hooks asked for. Below it nobody can read the batch and the losses."""
+        self._step.end_step()
+        self._inside = ""
+        if not self._has_checked_state:
+            self._check_state()
+        if self._saves:
             self._write_saves()
 
+    def _boundary(self) -> None:
+        """After an update, or before the first one of a resumed run: the hooks below the save point, once each."""
+        if self.boundary_done == self.done:
+            return
+        self._inside = "boundary"
+        self.iter = self.storage.iter = self.done - 1
+        self._call_once(self._hook_list.boundary)
+        if self.done == self._epoch_end:
+            self.after_epoch()
+            self._find_epoch(self.done)
+        self.boundary_done = self.done
+        self._passed.clear()
+        self._inside = ""
+        if self._saves:
+            self._write_saves()
+
+    def _call_once(self, calls: Sequence[tuple[str, Callable[[], None]]]) -> None:
+        """Call those that have not returned yet in this boundary."""
+        for name, call in calls:
+            if name not in self._passed:
+                call()
+                self._passed.add(name)
+
+    def _should_end(self) -> bool:
+        """Every rank asks after each step, also after the last one, so that they agree on a stop."""
+        if self._early is not None:
+            return True
+        is_stopped = self._stops.agreed(self.done - 1) is not None
+        return is_stopped or self.done >= self.max_iter
+
     def _write_saves(self) -> None:
-        saves, self._saves = self._saves, {}
+        saves = self._saves
+        self._saves = {}
         self.check_finite()
         for name, save in saves.items():
             try:
@@ -142,14 +221,10 @@ class TrainerBase(RunState):
         if found:
             raise TypeError(f"checkpoints of this run cannot be written: {found[0]}")
 
-    def run_step(self) -> None:
-        """One iteration: one update of whatever is trained."""
-        raise NotImplementedError(f"{type(self).__name__} must define run_step()")
-
     # ------------------------------------------------------------------ requests
 
     def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
-        """Write a checkpoint at the save point, or at the end of the iteration if the save point has passed.
+        """Write a checkpoint at the save point, or at the end of the boundary if the save point has passed.
 
         Every rank calls it. Outside of iterations the checkpoint is written at once.
 
@@ -165,7 +240,7 @@ class TrainerBase(RunState):
             raise ValueError(
                 f"{type(self).__name__} has no checkpointer; give request_save() a function that saves"
             )
-        self._saves[name] = save or (lambda: checkpointer.save(name, iteration=self.last_done_iter))
+        self._saves[name] = save or (lambda: checkpointer.save(name, iteration=self.done - 1))
         if not self._inside:
             self._write_saves()
 
@@ -182,8 +257,8 @@ class TrainerBase(RunState):
             self._early = EarlyEnd(reason, self.max_iter, settings)
 
     def is_stopping(self) -> bool:
-        """Whether this rank was asked to stop and may abandon an evaluation now: the update of the step is saved."""
-        return self._stops.pending and (self._inside != "stage 1" or self._stage == 1)
+        """Whether this rank was asked to stop and may abandon an evaluation now: no update would be lost."""
+        return self._stops.pending and self._inside != "step"
 
     def check_finite(self) -> None:
         """Call before saving or evaluating, on every rank; waits for the device and for the metrics worker.
@@ -194,6 +269,10 @@ class TrainerBase(RunState):
         self.storage.flush()
         raise_failure(self.gather(self._step.find_failure(self._ranks_agree)))
 
+    def gather(self, value: _T) -> list[_T]:
+        """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
+        return comm.all_gather(value) if self._ranks_agree else [value]
+
     # ------------------------------------------------------------------ start and end
 
     def _start(self, start_iter: int, max_iter: int) -> None:
@@ -201,22 +280,20 @@ class TrainerBase(RunState):
             raise ValueError(
                 f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
             )
-        if start_iter != self.next_iter:
+        if start_iter != self.done:
             self._move_to(start_iter)
         if self.status == "finished" or not self._stays_finished(max_iter):
             self._early = None
-        self.iter, self.start_iter, self.max_iter, self.storage.iter = (
-            start_iter,
-            start_iter,
-            max_iter,
-            start_iter,
-        )
+        self.iter = self.start_iter = self.storage.iter = start_iter
+        self.max_iter = max_iter
         comm.create_side_groups()
         self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
-        self._epoch_end = self._find_epoch_end(self._at)
-        self._epoch_start = start_iter if self._find_epoch_end(start_iter - 1) == start_iter else -1
         self.rank_keys = self.own_keys if self._ranks_agree else ()
-        self.status, self.failure, self._inside, self._saves = "running", None, "", {}
+        self._find_epoch(self.boundary_done)
+        self.status = "running"
+        self.failure = None
+        self._inside = ""
+        self._saves = {}
         self._has_checked_state = False
         self._stops.reset(self.stop_check_period)
         self._step.iter = start_iter  # a loader may be told its epoch before the first step
@@ -226,29 +303,32 @@ class TrainerBase(RunState):
         if not logger.hasHandlers():  # nobody has configured logging
             setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
-        if any(hasattr(hook, "checkpointer") for hook in self.hooks) and (
-            lost := self.describe_inexact()
-        ):
-            logger.warning(
-                "A resumed run may differ from one that is never stopped: %s", "; ".join(lost)
-            )
+        self._warn_of_inexact()
 
     def _move_to(self, start_iter: int) -> None:
         """Start at an iteration at which the run does not stand, with empty metrics."""
-        if self.next_iter > 0:
-            what = "trains iterations again" if start_iter < self.next_iter else "skips iterations"
+        if self.done > 0:
+            what = "trains iterations again" if start_iter < self.done else "skips iterations"
             logger.warning(
                 "This run stands at iteration %d, so train(%d, ...) %s, and its metrics start anew. To go on, call "
                 "train(trainer.next_iter, max_iter)",
-                self.next_iter,
+                self.done,
                 start_iter,
                 what,
             )
-        self._at = start_iter
-        self._stage = 1
+        self.done = self.boundary_done = start_iter
+        self._passed.clear()
         self.storage = EventStorage()
         self._early = None
         self._rng_state = None
+
+    def _warn_of_inexact(self) -> None:
+        saves = any(hasattr(hook, "checkpointer") for hook in self.hooks)
+        reasons = self.describe_inexact() if saves else []
+        if reasons:
+            logger.warning(
+                "A resumed run may differ from one that is never stopped: %s", "; ".join(reasons)
+            )
 
     def _restore_rng(self) -> None:
         if self._rng_state is not None:
@@ -258,35 +338,31 @@ class TrainerBase(RunState):
 
     def _finish(self) -> None:
         self.check_finite()
-        self.status, stop = "finished", self._stops.stop
-        if self._early:
-            logger.info(
-                "Stopped after %d of %d iterations: %s",
-                self.iter,
-                self.max_iter,
-                self._early.reason,
-            )
+        self.status = "finished"
+        stop = self._stops.stop
+        if self._early is not None:
+            self._log_stop(self._early.reason)
             self.max_iter = self.iter
         elif stop is not None and self.iter < self.max_iter:
-            logger.info(
-                "Stopped after %d of %d iterations: %s", self.iter, self.max_iter, stop.reason
-            )
+            self._log_stop(stop.reason)
             self.status = "stopped"
+
+    def _log_stop(self, reason: str, where: str = "") -> None:
+        logger.info(
+            "Stopped%s after %d of %d iterations: %s", where, self.iter, self.max_iter, reason
+        )
 
     def _abandon(self) -> None:
         """Stop the run in an evaluation, which a resumed run repeats."""
         stop = self._stops.agree_now()
-        self.status, self.iter, self._inside = "stopped", self.last_done_iter + 1, ""
-        reason = "" if stop is None else stop.reason
-        logger.info(
-            "Stopped in an evaluation, after %d of %d iterations: %s",
-            self.iter,
-            self.max_iter,
-            reason,
-        )
+        self.status = "stopped"
+        self.iter = self.done
+        self._inside = ""
+        self._log_stop("" if stop is None else stop.reason, " in an evaluation,")
 
     def _fail(self, error: BaseException) -> None:
-        self.status, self.failure = "failed", error
+        self.status = "failed"
+        self.failure = error
         self._log_failure(f"Training failed in iteration {self.iter}", error)
         try:
             self.storage.flush()
@@ -307,14 +383,46 @@ class TrainerBase(RunState):
             "%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None
         )
 
+    # ------------------------------------------------------------------ points, which a user's own loop calls itself
+
+    def before_train(self) -> None:
+        if self.status != "running":
+            storage = self.storage  # opened by the user's loop
+            self._start(self.start_iter, self.max_iter)
+            self.storage = storage
+            logger.info(
+                "This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact"
+            )
+        for attributes in self._attributes_of_all():
+            attributes.hand_out()
+        for hook in self._hook_list.at["before_train"]:
+            hook.before_train()
+        for attributes in self._attributes_of_all():
+            attributes.finish_loading()
+
+    def before_step(self) -> None:
+        if not self._is_in_train:
+            self._restore_rng()
+            self.done = self.boundary_done = self.iter
+            self._passed.clear()
+            self._begin_iteration(self.iter)
+        for hook in self._hook_list.at["before_step"]:
+            hook.before_step()
+
+    def after_step(self) -> None:
+        """Call the hooks above the save point; in a user's own loop, complete the iteration too."""
+        if not self._is_in_train:
+            self.done = self.iter + 1
+        for hook in self._hook_list.at["after_step"]:
+            hook.after_step()
+        if not self._is_in_train:
+            self._save_point()
+            self._boundary()
+
     def after_train(self) -> None:
         """Call ``after_train`` of every hook, even if one of them fails; then raise the first failure."""
         if self.status == "running":  # in a user's own loop
-            done = self.last_done_iter + 1 >= self.max_iter
-            self.status, self._inside = (
-                "failed" if sys.exc_info()[0] else "finished" if done else "stopped",
-                "",
-            )
+            self._end_own_loop()
         self.storage.iter = self.iter
         calls = [
             (f"{type(hook).__name__} failed", hook.after_train)
@@ -329,26 +437,213 @@ class TrainerBase(RunState):
             except BaseException as error:
                 self._log_failure(f"{name} in after_train", error)
                 if self.status != "failed":  # otherwise the earlier failure is raised
-                    self.status, self.failure, first_error = "failed", error, error
+                    self.status = "failed"
+                    self.failure = first_error = error
         if first_error is not None:
             raise first_error
 
-    # ------------------------------------------------------------------ points, which a user's own loop calls itself
+    def _end_own_loop(self) -> None:
+        self._inside = ""
+        if sys.exc_info()[0] is not None:
+            self.status = "failed"
+        elif self.done >= self.max_iter:
+            self.status = "finished"
+        else:
+            self.status = "stopped"
 
-    def before_train(self) -> None:
-        if self.status != "running":
-            storage = self.storage  # opened by the user's loop
-            self._start(self.start_iter, self.max_iter)
-            self.storage = storage
-            logger.info(
-                "This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact"
+    def before_epoch(self) -> None:
+        for hook in self._hook_list.at["before_epoch"]:
+            hook.before_epoch()
+
+    def after_epoch(self) -> None:
+        self._call_once(self._hook_list.epoch_end)
+
+    def after_backward(self) -> None:
+        """A trainer's own ``run_step`` calls it between the gradients and the update."""
+        for hook in self._hook_list.at["after_backward"]:
+            hook.after_backward()
+
+    def before_eval(self, phase: Phase, name: str) -> None:
+        for hook in self._hook_list.at["before_eval"]:
+            hook.before_eval(phase, name)
+
+    def before_eval_step(self, phase: Phase, index: int, inputs: Any) -> None:
+        for hook in self._hook_list.at["before_eval_step"]:
+            hook.before_eval_step(phase, index, inputs)
+
+    def after_eval_step(self, phase: Phase, index: int, inputs: Any, outputs: Any) -> None:
+        for hook in self._hook_list.at["after_eval_step"]:
+            hook.after_eval_step(phase, index, inputs, outputs)
+
+    def after_eval(self, phase: Phase, name: str, results: Mapping[str, Any]) -> None:
+        for hook in self._hook_list.at["after_eval"]:
+            hook.after_eval(phase, name, results)
+
+    def before_save(self, state: dict[str, Any]) -> None:
+        """Called by the `Checkpointer` that saves this trainer; so is ``after_load``."""
+        if self._inside and not self._has_warned_of_save:
+            self._has_warned_of_save = True
+            logger.warning(
+                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not exact. Call "
+                "trainer.request_save(name), so that the trainer saves at the save point",
+                self.iter,
             )
-        for attributes in self._attributes_of_all():
-            attributes.hand_out()
-        for call in self._hook_list.calls["before_train"]:
-            call()
-        for attributes in self._attributes_of_all():
-            attributes.finish_loading()
+        for hook in self._hook_list.at["before_save"]:
+            hook.before_save(state)
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        for hook in self._hook_list.at["after_load"]:
+            hook.after_load(state)
+
+    # ------------------------------------------------------------------ hooks
+
+    def register_hooks(
+        self,
+        hooks: Iterable[HookBase | None],
+        *,
+        priority: int | str | None = None,
+        before: Anchor | None = None,
+        after: Anchor | None = None,
+    ) -> None:
+        """Add hooks after those with the same or a lower ``priority`` number; None entries are skipped.
+
+        Args:
+            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. With a number above
+                `SAVE_POINT` hooks run below the save point.
+            before, after: a registered hook, its class, or the name of its class: the new hooks are placed next to it.
+
+        Raises:
+            TypeError: an entry is not a `HookBase` object, or a method of it does not take the arguments of its point.
+            ValueError: a hook is already registered; the priority is out of range; more than one of priority, before
+                and after is given; the anchor is absent or matches several hooks.
+        """
+        self._hook_list.add(hooks, priority, before, after)
+
+    @property
+    def hooks(self) -> Sequence[HookBase]:
+        """The registered hooks, in their order."""
+        return tuple(self._hook_list.hooks)
+
+    @property
+    def _hooks(self) -> list[HookBase]:
+        """The list itself, for users of detectron2 who change its order by hand."""
+        return self._hook_list.hooks
+
+    @_hooks.setter
+    def _hooks(self, hooks: list[HookBase]) -> None:
+        self._hook_list.hooks = hooks
+        self._hook_list.update()
+
+    def describe_hooks(self) -> str:
+        """The hooks of each point in their order: one line per point, and one for the save point."""
+        self._hook_list.update()
+        return self._hook_list.describe()
+
+    def next_iter_of(self, hook: HookBase) -> int:
+        """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
+
+        It is ``start_iter``, or the one before for a hook below the save point whose call is still to come.
+        """
+        is_over = self.boundary_done == self.done
+        if is_over or not self._hook_list.is_below(hook):
+            return self.done
+        return self.done if self._hook_list.name_of_call(hook) in self._passed else self.done - 1
+
+    # ------------------------------------------------------------------ the position of the run
+
+    def is_training(self) -> bool:
+        return self.status == "running"
+
+    @property
+    def next_iter(self) -> int:
+        """The iteration with which ``train()`` goes on: 0 at first, then that after the last update that is done."""
+        return self.done
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether this run has reached its goal before ``max_iter``, so that no iteration follows."""
+        return self._early is not None
+
+    def _stays_finished(self, max_iter: int) -> bool:
+        """Whether a run that has finished early has nothing to do, though it has not reached ``max_iter``."""
+        return (
+            self._early is not None
+            and max_iter <= self._early.max_iter
+            and self._early.settings == self._hook_list.settings_of_early_end()
+        )
+
+    def storage_in_use(self) -> EventStorage:
+        """``storage``; in a loop of the user's own that has opened another one in its place, that one."""
+        opened = storage_of_thread()
+        if self.storage.is_open or opened is None:
+            return self.storage
+        return opened
+
+    @property
+    def iters_per_epoch(self) -> int:
+        """Iterations per pass over the training data, rounded; n epochs are ``round(n * exact)`` iterations.
+
+        A subclass that knows its data overrides this. Raises ValueError if there are no epochs.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations"
+        )
+
+    @property
+    def has_epochs(self) -> bool:
+        try:
+            return self.iters_per_epoch > 0
+        except ValueError:
+            return False
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return periods_done(self.iter, self.iters_per_epoch)
+
+    def _find_epoch(self, done: int) -> None:
+        """Find where the epoch after ``done`` updates ends, and whether it starts with the next iteration."""
+        self._epoch_start = self._epoch_end = -1
+        if not self.has_epochs:
+            return
+        length = self.iters_per_epoch
+        number = periods_done(done, length)
+        self._epoch_end = round((number + 1) * exact(length))
+        if done == round(number * exact(length)):
+            self._epoch_start = done
+
+    # ------------------------------------------------------------------ of the trainer that makes the steps
+
+    @property
+    def _step(self) -> "TrainerBase":
+        """The trainer that makes the steps of this one."""
+        return self
+
+    def share_run(self, owner: "TrainerBase") -> None:
+        """Make the steps of ``owner``, whose hooks are called."""
+        self._hook_list = owner._hook_list
+        if type(owner).after_backward is not TrainerBase.after_backward:
+            outer = weakref.proxy(owner)
+            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
+
+    def acts_after_backward(self) -> bool:
+        """Whether a hook or a subclass does anything in ``after_backward``."""
+        own = getattr(self.after_backward, "__func__", None) is not TrainerBase.after_backward
+        return own or bool(self._hook_list.at["after_backward"])
+
+    def start_run(self) -> None:
+        """Forget the steps of an earlier run; called when a run starts."""
+
+    def make_iterators(self) -> None:
+        """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
+
+    def end_step(self) -> None:
+        """Release what only hooks above the save point may read."""
+
+    def find_failure(self, everywhere: bool = True) -> str | None:
+        """What is not finite on this rank, or None. With ``everywhere`` every rank calls it, and they may exchange."""
+
+    # ------------------------------------------------------------------ state
 
     def _attributes_of_all(self) -> list[Attributes]:
         """Those of this trainer, and of the one that makes its steps."""
@@ -356,39 +651,91 @@ class TrainerBase(RunState):
             return [self._attributes]
         return [self._attributes, self._step._attributes]
 
-    def before_step(self) -> None:
-        if not self._inside:
-            self._restore_rng()
-            self.storage.iter = self._at = self.iter
-            self._stage = 1
-        for call in self._hook_list.calls["before_step"]:
-            call()
-
-    def after_step(self) -> None:
-        """Call the hooks above the save point; in a user's own loop, complete the iteration too."""
-        own_loop = not self._inside
-        if own_loop:
-            self._inside, self._at, self._stage = "stage 1", self.iter, 2
-        hooks = self._hook_list
-        for call in hooks.all_above if self.iter + 1 >= hooks.due else hooks.above:
-            call()
-        if own_loop:
-            self._step.end_step()
-            self._inside = "save point"
-            if not self._has_checked_state:
-                self._check_state()
-            if self._saves:
-                self._write_saves()
-            self._run_stage_2()
-
-    def before_save(self, state: dict[str, Any]) -> None:
-        """Like ``after_load``: called by the `Checkpointer` that saves this trainer."""
-        if self._inside.startswith("stage") and not self._has_warned_of_save:
-            self._has_warned_of_save = True
-            logger.warning(
-                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not exact. Call "
-                "trainer.request_save(name), so that the trainer saves at the save point",
-                self.iter,
+    def describe_inexact(self) -> list[str]:
+        """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
+        reasons = []
+        if other_threads_have_storages():
+            reasons.append(
+                "another thread of this process trains too, and both use the same random generators"
             )
-        for call in self._hook_list.calls["before_save"]:
-            call(state)
+        private = self._attributes.private()
+        if private:
+            reasons.append(
+                f"attributes that start with an underscore are not saved: {', '.join(private)}"
+            )
+        return reasons
+
+    def saved_objects(self) -> Sequence[Any]:
+        """What a checkpoint holds in an entry of its own; it is not saved as an attribute again."""
+        return ()
+
+    def parameter_names(self) -> dict[str, Tensor]:
+        """name -> parameter, of all modules of this trainer, so that states of optimizers find their parameters."""
+        modules = {}
+        for name, value in stateful_attributes(self).items():
+            if isinstance(value, nn.Module):
+                modules[f"{name}."] = value
+        return names_in(modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the states of hooks (by unique names), attributes, storage and random generators.
+
+        ``iteration`` is the last one whose update is done.
+        """
+        early = self._early
+        return {
+            "iteration": self.done - 1,
+            "boundary": {
+                "is_over": self.boundary_done == self.done,
+                "passed": sorted(self._passed),
+            },
+            "end": {
+                "max_iter": self.max_iter if early is None else early.max_iter,
+                "finished_early": None if early is None else early.reason,
+                "settings_of_early_end": {} if early is None else early.settings,
+            },
+            "world_size": comm.get_data_world_size(),
+            "hooks": self._hook_list.state_dict(),
+            "storage": self.storage.state_dict(),
+            "rng": self._rng_state or get_rng_state(),
+            **self._attributes.state_dict(),
+        }
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Called before anything is loaded. Raises CheckpointError if a state does not fit; nothing is changed."""
+        self._attributes.check(state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state with the next ``train()``; files of detectron2 have only some of the entries."""
+        self._hook_list.load_state_dict(state_dict.get("hooks", {}))
+        self._attributes.load_state_dict(state_dict)
+        if self.status == "running":  # a hook has restored the model; the run keeps its position
+            return
+        iteration = state_dict["iteration"]
+        if not isinstance(iteration, int) or iteration < -1:
+            raise TypeError(
+                f"the iteration of a saved run must be a whole number >= -1, got {iteration!r}"
+            )
+        self.iter = iteration
+        self.start_iter = self.done = iteration + 1
+        boundary = state_dict.get("boundary", {"is_over": True, "passed": []})
+        self.boundary_done = self.done if boundary["is_over"] else self.done - 1
+        self._passed = set(boundary["passed"])
+        self.status = "not started"
+        self._early = None
+        end = state_dict.get("end", {"max_iter": 0, "finished_early": None})
+        if end["finished_early"] is not None:
+            self._early = EarlyEnd(
+                end["finished_early"], end["max_iter"], end["settings_of_early_end"]
+            )
+        # max_iter from a config comes first
+        self.max_iter = self.max_iter or end["max_iter"]
+        self.storage = EventStorage()
+        if state_dict.get("storage"):
+            self.storage.load_state_dict(state_dict["storage"])
+        self._rng_state = rng_state_for_rank(
+            state_dict.get("rng"),
+            state_dict.get("world_size", 1),
+            comm.get_data_world_size(),
+            iteration,
+        )

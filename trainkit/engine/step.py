@@ -59,7 +59,7 @@ def _of_step(name: str, path: str, doc: str) -> Any:
 
     def read(trainer: Any) -> Any:
         if source(trainer) is None:
-            raise RuntimeError(
+            raise AttributeError(
                 f"trainer.{name} is there in after_backward, and in after_step above the save point, since a resumed "
                 "run starts below; register the hook with a priority of at most NORMAL, or before=PeriodicCheckpointer"
             )

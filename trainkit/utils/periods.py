@@ -96,18 +96,6 @@ def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> boo
     return n >= (offset == 0) and n > periods_done(done - 1, period, offset)
 
 
-def next_due(trainer: Any, done: int, period: int, *, offset: int = 0) -> int:
-    """What a hook's ``next_due`` returns: the iterations after which `is_due` is true next; at most the whole run."""
-    end = max(trainer.max_iter, done + 1)
-    if period <= 0:
-        return end
-    if type(period) is int and type(offset) is int:
-        return min(max(done + period - (done - offset) % period, offset or period), end)
-    return next(
-        (candidate for candidate in range(done + 1, end) if is_nth(candidate, period, offset)), end
-    )
-
-
 def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
     """Whether an action is due after the current iteration: after every ``period``-th one; see `is_nth`."""
     return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))

@@ -209,7 +209,7 @@ def test_it_runs_in_the_iterations_of_the_evaluations(tmp_path, start, expected)
 
     def note(model, inputs):
         if not torch.is_grad_enabled():
-            seen.append((trainer.last_done_iter, model.training))
+            seen.append((trainer.done - 1, model.training))
 
     trainer.model.register_forward_pre_hook(note)
     trainer.train()

@@ -10,7 +10,7 @@ def make(period, step=lambda iter: None, **kwargs):
     """A trainer, and after how many iterations each evaluation took place; an evaluation draws a number."""
     found, trainer = [], Steps(step=step)
     evaluate = EvalHook(
-        period, lambda: found.append(trainer.last_done_iter + len(torch.rand(1))), **kwargs
+        period, lambda: found.append(trainer.done - 1 + len(torch.rand(1))), **kwargs
     )
     trainer.register_hooks([evaluate])
     return trainer, found

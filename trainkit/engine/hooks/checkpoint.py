@@ -17,7 +17,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils import comm
-from trainkit.utils.periods import is_last, next_due, parse_time, say_done
+from trainkit.utils.periods import is_last, parse_time, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             f"{self.file_prefix}_final.pth",
         ):
             self._final_iter = -1  # the final file is damaged, or was given up
-        self._saved: tuple[int, int] | None = None  # the position of the run at the last save
+        self._saved: tuple[int, int] | None = None  # see `_position`, at the last save
         self._writing, self._failure = None, ""
         starts_at_final = self._final_iter == self.trainer.start_iter > 0
         if starts_at_final and self.max_iter > self._final_iter and not self.trainer.ends_early:
@@ -110,13 +110,9 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         if name is not None:
             self._request(name, self.trainer.iter, is_final=is_last(self.trainer))
 
-    def next_due(self, done: int) -> int:
-        if self._clock is not None:
-            return done + 1
-        return next_due(self.trainer, done, self.period, offset=self.start)
-
     def after_train(self) -> None:
-        status, iteration = self.trainer.status, self.trainer.last_done_iter
+        status = self.trainer.status
+        iteration = self.trainer.done - 1
         if status == "failed":
             self._settle()
             return
@@ -126,9 +122,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             self._request(f"{self.file_prefix}_final", iteration, is_final=True)
         elif status == "stopped" and iteration >= 0:
             # only the rank that writes knows of a failure
-            is_saved = self.trainer.gather(
-                not self._settle() and self._saved == self.trainer.position
-            )
+            is_saved = self.trainer.gather(not self._settle() and self._saved == self._position())
             if not all(is_saved):
                 self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
         if failures := [*filter(None, self.trainer.gather(self._settle()))]:
@@ -142,12 +136,17 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         self.trainer.request_save(name, partial(self._save, name, iteration))
 
     def _save(self, name: str, iteration: int) -> None:
-        self._saved, self._writing, self._failure = self.trainer.position, None, ""
+        self._saved = self._position()
+        self._writing = None
+        self._failure = ""
         try:
             self._writing = self.save_and_rotate(name, iteration)
         except CheckpointError as error:
             self._failure = str(error)
             raise  # the trainer logs it
+
+    def _position(self) -> tuple[int, int]:
+        return self.trainer.done, self.trainer.boundary_done
 
     def _settle(self) -> str:
         """Wait for the file of this rank, never for other ranks; returns the error of a failed save, or ""."""
@@ -261,7 +260,7 @@ class BestCheckpointer(MetricHook):
         if self.best is not None and self.file_prefix in decision:  # on rank 0
             logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
         for name in decision:
-            self.trainer.request_save(name, partial(self._save, name, self.trainer.last_done_iter))
+            self.trainer.request_save(name, partial(self._save, name, self.trainer.done - 1))
 
     def _save(self, name: str, iteration: int) -> None:
         try:

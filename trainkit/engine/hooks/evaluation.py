@@ -62,8 +62,8 @@ class EvalHook(PeriodicHook):
             self.act_now()
 
     def act_now(self) -> None:
-        """Evaluate, if it is not done yet: a stopped run repeats stage 2, and early stopping ends a run."""
-        done = self.trainer.last_done_iter + 1
+        """Evaluate, if this is not done yet: a run may end where it has just evaluated."""
+        done = self.trainer.done
         if self.evaluated_iters == done:
             return
         self.trainer.check_finite()
@@ -87,7 +87,7 @@ class EvalHook(PeriodicHook):
             shown = ", ".join(f"{name} {value:.4g}" for name, value in [*results.items()][:6])
             logger.info(
                 "Evaluated %s: %s",
-                say_done(self.trainer.last_done_iter + 1, self.trainer.max_iter),
+                say_done(self.trainer.done, self.trainer.max_iter),
                 shown,
             )
 

@@ -8,7 +8,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
 from trainkit.engine.hooks.direction import infer_mode
 from trainkit.utils import comm
-from trainkit.utils.periods import check_number, check_period, is_due, is_last, next_due
+from trainkit.utils.periods import check_number, check_period, is_due, is_last
 from trainkit.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,10 @@ class PeriodicHook(HookBase):
         raise NotImplementedError
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._period, offset=self._offset) and (
-            self.acts_in_last or not is_last(self.trainer)
-        ):
+        if not is_due(self.trainer, self._period, offset=self._offset):
+            return
+        if self.acts_in_last or not is_last(self.trainer):
             self.act_now()
-
-    def next_due(self, done: int) -> int:
-        return next_due(self.trainer, done, self._period, offset=self._offset)
 
 
 class MetricHook(PeriodicHook):

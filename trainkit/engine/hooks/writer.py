@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
-from trainkit.engine.hook_list import is_timed
 from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.utils.events import EventStorage, EventWriter, estimate_eta_sec, get_event_storage
-from trainkit.utils.periods import check_period, is_due, next_due
+from trainkit.utils.periods import check_period, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +57,9 @@ class PeriodicWriter(HookBase):
             self.trainer.storage.publish(self._write)
 
     def after_step(self) -> None:
-        if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(
-            self.trainer.iter + 1
-        ):
+        done = self.trainer.iter + 1
+        if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(done):
             self.trainer.storage.publish(self._write)
-
-    def next_due(self, done: int) -> int:
-        can_wait = all(is_timed(type(hook)) for hook in self._eval_hooks)
-        return next_due(self.trainer, done, self._period) if can_wait else done + 1
 
     def _was_evaluated(self, done_iters: int) -> bool:
         """Whether an evaluation was just done. Its results are written now: writers show only the newest value."""
