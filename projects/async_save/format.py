@@ -12,6 +12,7 @@ from trainkit.projects.async_save.host_copy import HostCopy
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import Take
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, make_format
+from trainkit.utils.device import current_device_index, use_device
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,11 @@ class AsyncFormat(StagedFormat):
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
     def submit(self, save: Callable[[], None]) -> "futures.Future[None]":
-        return self._thread.submit(_call, [save])
+        return self._thread.submit(_call, [save], current_device_index())
 
 
-def _call(saves: list[Callable[[], None]]) -> None:
+def _call(saves: list[Callable[[], None]], device_index: int | None) -> None:
+    use_device(device_index)
     try:
         saves.pop()()
     except CheckpointError as error:

@@ -9,7 +9,7 @@ from torch import Tensor, UntypedStorage
 
 from trainkit.checkpoint.file import ordinary
 from trainkit.checkpoint.format import CheckpointFormat
-from trainkit.utils.device import new_event, runs_ahead
+from trainkit.utils.device import new_event, runs_ahead, wait_for
 
 # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
 BLOCK_SIZE = 1 << 28
@@ -82,7 +82,7 @@ class HostCopy:
     def state(self) -> dict[str, Any]:
         """The copy; waits until it is complete."""
         for arrival, _ in self._arrivals:
-            arrival.synchronize()
+            wait_for(arrival)
         self._arrivals.clear()
         return self._state
 

@@ -12,10 +12,13 @@ import torch.distributed as dist
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.engine.process import DEFAULT_TIMEOUT
 from trainkit.utils import comm
 from trainkit.utils.periods import check_number
 
 logger = logging.getLogger(__name__)
+
+ANSWER_SEC = 10.0  # ranks may notice a failure one after the other
 
 
 @HOOK_REGISTRY.register()
@@ -66,12 +69,17 @@ def requeue(job: str) -> None:
 
 @HOOK_REGISTRY.register()
 class StepTimeout(HookBase):
-    """Ranks wait at most ``first`` seconds for each other in the first step, then ``seconds``. 0: 30 minutes."""
+    """Ranks wait at most ``first`` seconds for each other in the first step, then ``seconds``.
+
+    0: 30 minutes, the default of `launch`, which is in force again after the run. If an exchange over Gloo fails, the
+    log names the ranks that hang.
+    """
 
     def __init__(self, seconds: float, first: float = 0.0) -> None:
         check_number("seconds", seconds, "[0, inf)")
         check_number("first", first, "[0, inf)")
-        self._seconds, self._first = seconds or 1800.0, first or 1800.0
+        usual_sec = DEFAULT_TIMEOUT.total_seconds()
+        self._seconds, self._first = seconds or usual_sec, first or usual_sec
 
     def before_train(self) -> None:
         self._is_first = True
@@ -83,6 +91,33 @@ class StepTimeout(HookBase):
         if self._is_first:
             _set_timeout(self._seconds)
         self._is_first = False
+
+    def after_failure(self, error: BaseException) -> None:
+        """If an exchange has failed, name the ranks for which the others waited in vain."""
+        if comm.get_world_size() > 1 and _is_of_exchange(error):
+            missing = _missing_ranks()
+            if missing:
+                logger.error("Ranks that hang or have ended: %s", missing)
+
+    def after_train(self) -> None:
+        _set_timeout(DEFAULT_TIMEOUT.total_seconds())
+
+
+def _is_of_exchange(error: BaseException) -> bool:
+    """Whether another rank did not answer, or has ended; Gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def _missing_ranks() -> list[int]:
+    """The ranks that do not call this too within `ANSWER_SEC`; asked over the store, which a rank that hangs serves."""
+    store = dist.PrefixStore("after a failure", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+    keys = [f"rank {rank}" for rank in range(comm.get_world_size())]
+    store.set(keys[comm.get_rank()], "")
+    try:
+        store.wait(keys, timedelta(seconds=ANSWER_SEC))
+    except dist.DistError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def _set_timeout(seconds: float) -> None:

@@ -169,7 +169,6 @@ class Throughput(HookBase):
         self._count = SampleCounter(model, getattr(self.trainer, "data_loader", None))
         if hasattr(self.trainer, "feed"):
             self.trainer.feed.watchers.append(self._see)
-        comm.side_group("metrics")  # created here, in the thread of the loop
 
     def _see(self, batch: Any) -> None:
         self._samples += self._count(batch)

@@ -9,7 +9,6 @@ checksums. The folder is written first, under a new name each time. Replacing th
 import contextlib
 import hashlib
 import importlib
-import itertools
 import os
 import secrets
 import shutil
@@ -36,7 +35,6 @@ from trainkit.checkpoint.ranks import together
 from trainkit.utils import comm
 
 KEY = "shards"
-_numbers = itertools.count()
 
 
 class Shards:
@@ -188,12 +186,14 @@ class ShardedFormat(CheckpointFormat):
     collective = True
 
     def __init__(self) -> None:
-        # a group for each checkpointer, since two may write at the same time
-        self._group_name = f"shards {next(_numbers)}"
+        # created by the first save; one for each checkpointer, since two may write at the same time
+        self._group: dist.ProcessGroup | None = None
 
     def prepare(self, state: Mapping[str, Any], take: Take | None = None) -> dict[str, Any]:
+        if self._group is None and comm.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
         # a new folder for each save: the old one is needed until this save is committed
-        shards = Shards(comm.broadcast(secrets.token_hex(4)), comm.side_group(self._group_name))
+        shards = Shards(comm.broadcast(secrets.token_hex(4)), self._group)
         copy = take or ordinary
 
         def take_any(tensor: Tensor, path: str) -> Tensor:

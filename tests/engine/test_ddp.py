@@ -1,22 +1,30 @@
 """DistributedDataParallel under the trainers, with each of its options: two ranks are one process that accumulates."""
 
 import os
+import re
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, scalars, sgd
 from tests.two_ranks import SLOW, on_two_ranks
-from trainkit.config import get_cfg
+from trainkit.checkpoint import Checkpointer
+from trainkit.config import ConfigError, get_cfg
+from trainkit.engine import parallel
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
+from trainkit.engine.entry import EvaluationRun
+from trainkit.engine.hooks import CallbackHook, PeriodicCheckpointer
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 from trainkit.solver import GradientClipper
+from trainkit.utils import comm
 
 
 class Net(nn.Module):
@@ -156,7 +164,97 @@ def from_config(rank, folder):
     return found
 
 
-CHECKS = (settings, compression, from_config)
+class Uneven(nn.Module):
+    """Rank 0 uses a layer that the other ranks do not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.of_rank_0 = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        y = self.norm(self.layer(x))
+        if comm.get_world_size() > 1 and comm.is_main_process():
+            y = y + self.of_rank_0(x)
+        return y.square().mean()
+
+
+class Even(nn.Module):
+    """Every rank uses all parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(self.layer(x)).square().mean()
+
+
+def train_uneven(folder, wrapper_options=(), **kwargs):
+    """The iteration at which a run of three steps ends, with an exchange of metrics and a save after each step."""
+    model = create_ddp_model(Uneven(), **dict(wrapper_options))
+    trainer = SimpleTrainer(model, [torch.randn(4, 3)], sgd(model), **kwargs)
+    checkpointer = Checkpointer(model, folder, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 1)])
+    trainer.train(0, 3)
+    return trainer.iter
+
+
+def uneven(rank, folder):
+    return train_uneven(folder)
+
+
+def uneven_accumulated(rank, folder):
+    return train_uneven(folder, {"broadcast_buffers": True}, accumulation_steps=2)
+
+
+def uneven_by_worker(rank, folder):
+    return train_uneven(folder, async_write_metrics=True)
+
+
+def uneven_allowed(rank, folder):
+    return train_uneven(folder, {"find_unused_parameters": True})
+
+
+def new_groups(rank, folder):
+    """How many groups are there before each step of a run that exchanges metrics, stops and times of saves."""
+    made, seen = [], []
+    model = create_ddp_model(Weight())
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model), async_write_metrics=True)
+    checkpointer = Checkpointer(model, os.path.join(folder, "groups"), trainer=trainer)
+    save = PeriodicCheckpointer(checkpointer, "1h")
+    look = CallbackHook(before_step=lambda trainer: seen.append(len(made)))
+    trainer.register_hooks([save, look])
+    with pytest.MonkeyPatch.context() as patch:
+        new_group = dist.new_group
+        patch.setattr(dist, "new_group", lambda **kwargs: made.append(1) or new_group(**kwargs))
+        trainer.train(0, 12)
+    return {*seen, len(made)}
+
+
+def devices(rank, folder):
+    """What ranks say whose devices have these UUIDs: one for both, one for each, or none on the CPU."""
+    found = {}
+    makers = {
+        "plain": lambda cfg: create_ddp_model(Weight()),
+        "trained": DefaultTrainer,
+        "evaluated": partial(EvaluationRun, trainer_class=DefaultTrainer),
+    }
+    for uuids in (("a", "a"), ("a", "b"), (None, None)):
+        for name, make in makers.items():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(parallel, "uuid_of", lambda device, uuid=uuids[rank]: uuid)
+                try:
+                    make(tiny_cfg(os.path.join(folder, "devices")))
+                except ConfigError as error:
+                    found[uuids, name] = str(error)
+    return found
+
+
+UNEVEN = (uneven, uneven_accumulated, uneven_by_worker, uneven_allowed)
+CHECKS = (settings, compression, from_config, new_groups, devices, *UNEVEN)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -211,3 +309,92 @@ def test_the_options_of_a_config_reach_the_model_of_its_run(ranks):
     assert [
         option for option in second if not torch.equal(second[option][1], second["unused"][1])
     ] == ["broadcast"]
+
+
+WITHOUT_GRADIENT = "of rank {} gave no gradient to: of_rank_0.weight, of_rank_0.bias. If ranks or steps use different "
+
+
+@pytest.mark.parametrize("name", ["uneven", "uneven_accumulated", "uneven_by_worker"])
+def test_ranks_that_use_different_layers_end_with_an_error_that_names_these_and_the_setting(
+    ranks, name
+):
+    first, second = ranks[name]
+    assert "Connection closed by peer" in first  # by rank 1, which has failed
+    assert second.startswith("RuntimeError: Expected to have finished reduction")
+    assert WITHOUT_GRADIENT.format(1) + "parameters, set MODEL.DDP.FIND_UNUSED_PARAMETERS" in second
+
+
+def test_all_groups_of_a_run_are_there_before_its_first_step(ranks):
+    assert ranks["new_groups"] == [{3}, {3}]
+
+
+def test_with_find_unused_parameters_ranks_may_use_different_layers(ranks):
+    assert ranks["uneven_allowed"] == [3, 3]
+
+
+def test_two_ranks_on_one_device_are_an_error_on_both_before_training_and_before_an_evaluation(
+    ranks,
+):
+    expected = (
+        "the ranks [0, 1] are on one accelerator, with the UUID a; accepted: one rank on each"
+    )
+    for found in ranks["devices"]:
+        kinds = [name for _, name in found]
+        assert kinds == ["plain", "trained", "evaluated"]
+        assert {uuids for uuids, _ in found} == {("a", "a")}
+        assert all(text.startswith(expected) for text in found.values())
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "same"),
+    [
+        (["x", "y", "x"], "[0, 2]"),
+        (["x", None, "y", "y"], "[2, 3]"),
+        (["x", "y"], None),
+        ([None] * 3, None),
+    ],
+)
+def test_ranks_are_told_by_the_uuids_of_their_devices_and_those_on_a_cpu_share_it(
+    by_rank, same, monkeypatch
+):
+    monkeypatch.setattr(comm, "all_gather", lambda own: by_rank)
+    if same is None:
+        parallel.check_own_device(Weight())
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"the ranks {same} are on one accelerator")):
+        parallel.check_own_device(Weight())
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddps_error_on_a_layer_that_is_not_used_gains_its_name_and_the_setting(group_of_one):
+    model = DistributedDataParallel(Uneven())
+    trainer = SimpleTrainer(model, [torch.randn(4, 3)], sgd(model))
+    with pytest.raises(RuntimeError, match=WITHOUT_GRADIENT.format(0)) as raised:
+        trainer.train(0, 3)
+    assert str(raised.value).startswith("Expected to have finished reduction")
+    assert trainer.iter == 0
+
+
+def test_the_error_names_no_wrong_layer_if_one_was_frozen_after_it_was_wrapped(group_of_one):
+    for frozen in ("layer", "norm"):
+        model = DistributedDataParallel(Even())
+        getattr(model.module, frozen).requires_grad_(False)
+        trainer = SimpleTrainer(model, [torch.randn(4, 3)], sgd(model))
+        with pytest.raises(RuntimeError, match="no gradient to: parameters that were frozen"):
+            trainer.train(0, 3)
+
+
+def test_another_error_of_the_model_stays_as_it_is(group_of_one):
+    model = DistributedDataParallel(Uneven())
+    trainer = SimpleTrainer(model, [torch.randn(4, 5)], sgd(model))
+    with pytest.raises(RuntimeError) as raised:
+        trainer.train(0, 3)
+    with pytest.raises(RuntimeError) as expected:
+        Uneven()(torch.randn(4, 5))
+    assert str(raised.value) == str(expected.value)

@@ -468,7 +468,8 @@ def test_precise_bn_gives_every_rank_the_statistics_of_all_values_of_all_ranks(r
 
 def test_gradients_are_exchanged_once_per_iteration(ranks):
     for found in ranks["accumulation"]:
-        assert found["exchanges"] == [1, 2, 3, 4]
+        before = 2  # passes without effect, see settle_buckets
+        assert found["exchanges"] == [before + 1, before + 2, before + 3, before + 4]
     both = [found["weight"] for found in ranks["accumulation"]]
     assert torch.equal(*both)
     model = Regression()

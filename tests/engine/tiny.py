@@ -136,10 +136,9 @@ def scalars(trainer):
 def metrics_by_worker():
     """Inside, asynchronous metrics are looked at by the worker alone, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
+        event = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
         patch.setattr(metrics, "runs_ahead", lambda device: True)
-        patch.setattr(
-            metrics, "new_event", lambda device: SimpleNamespace(synchronize=lambda: None)
-        )
+        patch.setattr(metrics, "new_event", lambda device: event)
         yield
 
 

@@ -232,6 +232,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
+    TORCH_CHECK(static_cast<Event*>(event)->device == current_device, "this thread waits for cuda:",
+                int(static_cast<Event*>(event)->device), " and would make a context on its device, cuda:", int(current_device));
     wait_for_device("event", static_cast<Event*>(event)->ready);
     arrive(static_cast<Event*>(event)->seen);
     trace([&](auto& interpreter) { interpreter.trace_gpu_event_synchronization(CUDA, id_of(event)); });

@@ -57,6 +57,8 @@ _state = {
     "is_broken": False,
 }
 _MODES = ("default", "warn", "error")
+_ALLOWED = ("event", "event, spinning", "device", "copy of pageable memory")
+_thread = threading.local()
 
 
 def _on_host_call(what):
@@ -67,12 +69,18 @@ def _on_host_call(what):
 
 def _on_wait(what):
     _on_host_call(what)
-    inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
+    if getattr(_thread, "spins", False):
+        what = "event, spinning"
+    inside = [
+        frame
+        for frame in traceback.extract_stack()
+        if frame.filename.startswith(_PACKAGE) and frame.name != "wait_for"
+    ]
     place = f"{Path(inside[-1].filename).name}:{inside[-1].name}" if inside else "elsewhere"
     waits.append(Wait(what, threading.current_thread().name, place))
     if _state["capturing"] == threading.get_ident():
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
-    if _state["sync_debug"] and what not in ("event", "device", "copy of pageable memory"):
+    if _state["sync_debug"] and what not in _ALLOWED:
         if _state["sync_debug"] == 2:
             raise RuntimeError("called a synchronizing CUDA operation")
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
@@ -93,8 +101,22 @@ class Stream(torch.Stream):
         return self.stream_id
 
 
-def _event(enable_timing=False, blocking=False, interprocess=False, external=False):
-    return torch.Event("cuda", enable_timing=enable_timing, blocking=blocking)
+class Event(torch.Event):
+    """``torch.cuda.Event``; unless it is ``blocking``, a thread that waits for it spins."""
+
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+        if enable_timing:  # torch compares its own type only
+            return torch.Event("cuda", enable_timing=True, blocking=blocking)
+        event = super().__new__(cls, "cuda")
+        event.is_blocking = blocking
+        return event
+
+    def synchronize(self):
+        _thread.spins = not self.is_blocking
+        try:
+            super().synchronize()
+        finally:
+            _thread.spins = False
 
 
 def _clone(storage):
@@ -181,9 +203,19 @@ def _memory(name):
 
 
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-_PROPERTIES = SimpleNamespace(
-    name="fake", total_memory=2**30, major=9, minor=0, multi_processor_count=1
-)
+
+
+def _properties(device=None):
+    return SimpleNamespace(
+        name="fake",
+        total_memory=2**30,
+        major=9,
+        minor=0,
+        multi_processor_count=1,
+        uuid=f"fake {_device(device).index}",
+    )
+
+
 _stand_ins = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -194,7 +226,7 @@ _stand_ins = {
     "set_device": lambda device: torch.accelerator.set_device_index(_device(device)),
     "synchronize": torch.accelerator.synchronize,
     "Stream": Stream,
-    "Event": _event,
+    "Event": Event,
     "current_stream": _current_stream,
     "stream": _stream,
     "CUDAGraph": CUDAGraph,
@@ -207,7 +239,7 @@ _stand_ins = {
     "set_per_process_memory_fraction": lambda fraction, device=None: native.set_limit(fraction),
     "memory_summary": lambda device=None: "",
     "empty_cache": torch.accelerator.empty_cache,
-    "get_device_properties": lambda device=None: _PROPERTIES,
+    "get_device_properties": _properties,
     "get_device_name": lambda device=None: "fake",
     "get_device_capability": lambda device=None: (9, 0),
     "is_bf16_supported": lambda including_emulation=True: True,

@@ -1,4 +1,4 @@
-"""Whether the tests on the fake device notice 32 faults of the code for GPUs.
+"""Whether the tests on the fake device notice 39 faults of the code for GPUs.
 
 ::
 
@@ -30,13 +30,16 @@ FILES = {name: f"tests/fake_cuda/test_on_{name}.py" for name in ("races", "train
 # below each file: name | the tests | text | its replacement
 TABLE = """
 trainkit/engine/metrics.py
-the host runs ahead without a limit | ahead | self._recent.popleft().synchronize() | self._recent.popleft()
+the host runs ahead without a limit | ahead | wait_for(self._recent.popleft()) | self._recent.popleft()
 trainkit/utils/events/worker.py
-numbers are read before they have arrived | waits | arrived.synchronize() | pass
+numbers are read before they have arrived | waits | wait_for(arrived) | pass
 numbers are copied into pageable memory | waits | , device="cpu", pin_memory=True) | , device="cpu")
 pinned memory on the default device | trainers | , device="cpu", pin_memory=True) | , pin_memory=True)
+the worker has the first GPU | trainers | use_device(device_index) | pass
 trainkit/utils/device.py
 an event on another device | waits | event.record(torch.accelerator.current_stream(device)) | event.record()
+a wait makes a context on the current GPU | waits | with torch.accelerator.device_index(event.device.index): | if True:
+a thread that waits spins | waits | torch.cuda.Event(blocking=True) | torch.cuda.Event()
 the copies of a batch block | waits | non_blocking=runs_ahead(device) | non_blocking=False
 trainkit/data/build.py
 the loader does not pin its memory | waits | pin_memory=pin_memory and accelerator_runs_ahead() | pin_memory=False
@@ -51,9 +54,13 @@ momentum is not prepared for a skipped update | trainers | start_momentum(optimi
 projects/hooks/data.py
 the computation does not wait for the copy | races | current.wait_stream(self._stream) | pass
 the memory of a batch is free during the computation | races | leaf.record_stream(current) | pass
+each batch has a stream of its own | copies | if self._stream is None or self._stream.device != device: | if True:
 batches are copied on the stream of the computation | copies | with self._stream: | if True:
+projects/async_save/format.py
+the thread of saves has the first GPU | trainers | use_device(device_index) | pass
 projects/async_save/host_copy.py
-a copy is written before it has arrived | trainers | arrival.synchronize() | pass
+a save leaves no reserve on the device | trainers | - total // 10 | - 0
+a copy is written before it has arrived | trainers | wait_for(arrival) | pass
 the copy to the host does not wait for that on the device | races | stream.wait_stream( | str(
 memory is free before it is copied | trainers | (new_event(device), to_host) | (new_event(device), ())
 the copy of a state blocks | waits | non_blocking=pinned | non_blocking=False
@@ -73,6 +80,7 @@ nobody watches for waits before a recording | graph | torch.cuda.set_sync_debug_
 projects/graph/trainer.py
 a recording after one ordinary step | graph | WARM_UP_ITERS = 3 | WARM_UP_ITERS = 1
 changed settings are not noticed | graph | *map(itemgetter.__call__, trainer._settings, groups) | *()
+the state of an optimizer stays on the host | graph | state[name] = value.to(parameter.device) | state[name] = value
 losses are not copied before the next replay | graph | self._packed.clone().unbind() | self._packed.unbind()
 """
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from trainkit.projects.async_save import host_copy
+from trainkit.projects.async_save import format, host_copy
 from trainkit.projects.async_save.format import AsyncFormat
 from trainkit.projects.graph.tests.test_graph import Net
 from trainkit.projects.non_finite.trainers import SkipNonFinite
@@ -20,6 +20,7 @@ from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.data import TRANSFORM_REGISTRY
 from trainkit.engine import AMPTrainer, DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, MemorySnapshot
+from trainkit.utils.device import uuid_of
 from trainkit.utils.env import get_rng_state, set_rng_state
 
 HOOKS = [{"NAME": "EMAHook"}, {"NAME": "RuntimeInfo"}]
@@ -158,7 +159,12 @@ def test_a_recorded_run_has_the_losses_of_an_ordinary_one_and_resumes_exactly(op
 @needs_two
 @needs_cuda
 @pytest.mark.parametrize(
-    "options", [(), ("SOLVER.GRAPH.ENABLED", True), SETTINGS["AMPTrainer float16"]]
+    "options",
+    [
+        ("CHECKPOINT.ASYNC", True),
+        ("SOLVER.GRAPH.ENABLED", True),
+        SETTINGS["AMPTrainer float16"],
+    ],
 )
 def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     found = set()
@@ -177,6 +183,29 @@ def test_a_run_on_the_second_gpu_leaves_the_first_one_alone(options, tmp_path):
     ]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert found == {(1, allocated)}
+
+
+@needs_two
+@needs_cuda
+def test_the_threads_of_a_run_have_its_gpu_as_their_current_one(tmp_path, monkeypatch):
+    found = {}
+
+    def look():
+        found[threading.current_thread().name] = torch.cuda.current_device()
+
+    class Watched(CheckpointFormat):
+        def write(self, state, path):
+            look()
+            super().write(state, path)
+
+    monkeypatch.setattr(format, "make_format", lambda name, model: Watched())
+    train(
+        tmp_path,
+        *("CHECKPOINT.ASYNC", True),
+        name="cuda:1",
+        hooks=[CallbackHook(after_step=lambda trainer: trainer.storage.publish(look))],
+    )
+    assert found == {"trainkit-metrics_0": 1, "checkpoint_0": 1}
 
 
 @needs_cuda
@@ -214,7 +243,8 @@ def test_the_memory_of_a_save_is_taken_again_when_it_is_written(tmp_path, monkey
 
 @needs_cuda
 @pytest.mark.parametrize(
-    ("room", "limit", "num"), [(None, 1, 3), (2, 1, 2), (0.9, 1, 0), (None, 0, 0)]
+    ("room", "limit", "num"),
+    [(None, 1, 3), (2, 1, 2), (2 - 2**-15, 1, 1), (0.9, 1, 0), (None, 0, 0)],
 )
 def test_an_asynchronous_save_copies_beside_the_computation_if_it_has_room(
     room, limit, num, tmp_path, monkeypatch
@@ -276,6 +306,17 @@ def test_the_random_state_of_the_device_in_use_goes_to_the_one_that_a_resumed_ru
         assert [generator.initial_seed() for generator in torch.cuda.default_generators] == [4, 3]
     finally:
         torch.cuda.set_device(0)
+
+
+@needs_two
+@needs_cuda
+def test_each_gpu_has_a_uuid_of_its_own_and_a_cpu_has_none():
+    first, second, current, cpu = (
+        uuid_of(torch.device(name)) for name in ("cuda:0", "cuda:1", "cuda", "cpu")
+    )
+    assert first != second
+    assert current == [first, second][torch.cuda.current_device()]
+    assert cpu is None
 
 
 def run_out(trainer):

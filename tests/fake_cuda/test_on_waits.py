@@ -13,6 +13,7 @@ from trainkit.checkpoint.format import make_format
 from trainkit.checkpoint.ranks import gather_rank_states
 from trainkit.engine.hooks import CallbackHook
 from trainkit.utils import comm
+from trainkit.utils.device import new_event, wait_for
 from trainkit.utils.events.worker import Numbers
 
 LONG = (
@@ -54,6 +55,31 @@ def test_a_step_waits_at_most_for_the_event_of_two_steps_before(options, tmp_pat
     settled = {iter: waits for iter, waits in found.items() if iter >= 10}
     assert {wait for waits in settled.values() for wait in waits} == {("event", "metrics.py:_keep")}
     assert max(len(waits) for waits in settled.values()) == 1
+
+
+@needs_cuda
+def test_threads_that_wait_for_the_device_sleep(tmp_path):
+    device.waits.clear()
+    train(tmp_path, *LONG, "CHECKPOINT.ASYNC", True)
+    threads = {(wait.thread, wait.what) for wait in device.waits if "event" in wait.what}
+    assert threads == {
+        ("MainThread", "event"),
+        ("trainkit-metrics_0", "event"),
+        ("checkpoint_0", "event"),
+    }
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    assert device.waits[-1].what == "event, spinning"
+
+
+@needs_cuda
+def test_the_fake_device_refuses_a_wait_that_would_make_a_context_on_another_gpu():
+    event = new_event(torch.device("cuda:1"))
+    with pytest.raises(RuntimeError, match="waits for cuda:1 .* a context on its device, cuda:0"):
+        event.synchronize()
+    wait_for(event)
+    assert torch.cuda.current_device() == 0
 
 
 @needs_cuda

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import ORDINARY, plain_state
 from trainkit.utils import comm
-from trainkit.utils.device import new_event, runs_ahead
+from trainkit.utils.device import new_event, runs_ahead, wait_for
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -56,7 +56,7 @@ def gather_rank_states(
         for k, x in tensors.items()
     }
     for device in filter(runs_ahead, {x.device for x in tensors.values()}):
-        new_event(device).synchronize()  # once for all copies
+        wait_for(new_event(device))  # once for all copies
     digests = {path: digest_of(tensor) for path, tensor in on_host.items()}
     known, same = comm.broadcast(digests), torch.empty(0, device="meta")
     mine = plain_state(

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer, SkippingTrainer, fixed_scaler
+from trainkit.engine.parallel import check_own_device
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.clipping import build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
@@ -40,10 +41,16 @@ class ModelBuilder:
 
 
 def build_parallel(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
-    """The model by MODEL.PARALLEL; with "ddp" that of one process. Raises ConfigError if it is not registered."""
+    """The model by MODEL.PARALLEL; with "ddp" that of one process.
+
+    Raises ConfigError: MODEL.PARALLEL is not registered; two ranks are on one accelerator.
+    """
     if cfg.MODEL.PARALLEL == "ddp":
-        return build(cfg)
-    model: nn.Module = look_up(WRAPPER_REGISTRY, cfg.MODEL.PARALLEL, "MODEL.PARALLEL")(cfg, build)
+        model = build(cfg)
+    else:
+        wrap = look_up(WRAPPER_REGISTRY, cfg.MODEL.PARALLEL, "MODEL.PARALLEL")
+        model = wrap(cfg, build)
+    check_own_device(model)
     return model
 
 

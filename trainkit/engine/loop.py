@@ -286,6 +286,7 @@ class TrainerBase:
             self._early = None
         self.iter = self.start_iter = self.storage.iter = start_iter
         self.max_iter = max_iter
+        comm.create_side_groups()
         self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self._find_epoch(self.boundary_done)

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainkit.engine.losses import Losses, as_losses, describe_failure, raise_failure
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
-from trainkit.utils.device import new_event, runs_ahead
+from trainkit.utils.device import new_event, runs_ahead, wait_for
 from trainkit.utils.events.storage import (
     MAX_ROWS,
     EventStorage,
@@ -105,8 +105,7 @@ class MetricPath:
                 it is this iteration. From a worker it comes at most 20 iterations later.
         """
         if self._is_alone is None:
-            # created here, in the thread of the loop
-            self._is_alone = comm.side_group("metrics") is None
+            self._is_alone = comm.get_world_size() == 1
             self._is_direct = self._is_alone and not runs_ahead(losses.total.device)
         if self._asynchronous:
             storage.start_worker()
@@ -133,7 +132,7 @@ class MetricPath:
         if runs_ahead(device):
             self._recent.append(new_event(device))
             if len(self._recent) > _MOST_AHEAD:
-                self._recent.popleft().synchronize()
+                wait_for(self._recent.popleft())
         if self._is_alone:
             storage.before_read = self._pass_on
             due = len(self._rows) >= _HAND_OVER_ITERS * (1 if self._asynchronous else 2)

@@ -1,6 +1,7 @@
 """One model on many ranks."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,34 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.utils import comm
-from trainkit.utils.device import device_of
+from trainkit.utils.device import device_of, uuid_of
 from trainkit.utils.env import preserve_rng_state
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.events import EventStorage
 
 if TYPE_CHECKING:
     from trainkit.config import CfgNode
+
+# in DDP's error; their order is that of the parameters that it exchanges
+_UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+
+
+def check_own_device(model: nn.Module) -> None:
+    """Every rank calls it. Raises ConfigError, on all, if the models of two ranks are on one accelerator.
+
+    Devices are compared by their UUID, not by their number: SLURM may show each task one device, as number 0. Ranks on
+    the CPU may be as many as you like.
+    """
+    device = device_of(model)
+    by_rank = comm.all_gather(None if device is None else uuid_of(device))
+    for uuid in by_rank:
+        if uuid is None or by_rank.count(uuid) == 1:
+            continue
+        same = [other for other, theirs in enumerate(by_rank) if theirs == uuid]
+        raise ConfigError(
+            f"the ranks {same} are on one accelerator, with the UUID {uuid}; accepted: one rank on each. Start as many "
+            "processes as the machine has devices (torchrun --nproc-per-node, --num-gpus), or set MODEL.DEVICE cpu"
+        )
 
 
 def create_ddp_model(
@@ -30,9 +53,12 @@ def create_ddp_model(
     Args:
         fp16_compression: exchange the gradients in float16; ``bf16_compression``: in bfloat16, by NCCL or XCCL.
         kwargs: further arguments of ``DistributedDataParallel``.
+
+    Raises ConfigError: two ranks are on one accelerator.
     """
     if comm.get_world_size() == 1:
         return model
+    check_own_device(model)
     device = device_of(model)
     kwargs.setdefault("device_ids", None if device is None or device.type == "cpu" else [device])
     if "broadcast_buffers" in kwargs:  # its new name in torch
@@ -73,22 +99,42 @@ def _without_reduction(model: Any) -> Iterator[None]:
 
 
 def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
-    """Do backward passes without effect before the first step: one, or two for a static graph.
+    """Do two backward passes of DDP without effect before the first step.
 
-    After its first backward pass DDP reorders its buckets, so three or more ranks add gradients in a different order. A
-    resumed run would use the first order in a step for which the original run used the second. A static graph is
-    recorded in the first pass, which fails under ``no_sync``; its order is fixed after the second.
+    - After its first backward pass DDP reorders its buckets, so three or more ranks add gradients in a different order.
+      A resumed run would use the first order in a step for which the original run used the second. A static graph is
+      recorded in the first pass, which fails under ``no_sync``; its order is fixed after the second.
+    - If ranks use different parameters, DDP raises in the second forward pass, on a rank that has not exchanged all
+      gradients of the first. The other ranks still wait for them, so nothing else may be exchanged in between.
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    passes = 2 if model.static_graph else 1
-    if passes == 1 and comm.get_world_size() < 3:
-        return
     former = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserve_rng_state(), EventStorage():
-        for _ in range(passes):
+        for _ in range(2):
             loss_of(copy.deepcopy(batch)).backward()
     for name, buffer in model.named_buffers():
         if name in former:  # False: these passes have created the buffer
             buffer.copy_(former[name])
     model.zero_grad()
+
+
+def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:
+    """Add to DDP's error on parameters without a gradient their names and the setting; leave other errors alone."""
+    found = _UNUSED_INDICES.search(str(error))
+    if found is None or not isinstance(model, DistributedDataParallel):
+        return
+    exchanged = []
+    for name, value in model.module.named_parameters():
+        if value.requires_grad and name not in model.parameters_to_ignore:
+            exchanged.append((name, value))
+    indices = [int(index) for index in found[1].split()]
+    unused = [exchanged[index] for index in indices if index < len(exchanged)]
+    names = ", ".join(name for name, _ in unused)
+    if len(unused) < len(indices) or any(value.grad is not None for _, value in unused):
+        names = "parameters that were frozen after DDP had wrapped the model; freeze them before"
+    error.args = (
+        f"{error}\nThe last backward pass of rank {comm.get_rank()} gave no gradient to: {names}. "
+        "If ranks or steps use different parameters, set MODEL.DDP.FIND_UNUSED_PARAMETERS True, or "
+        "create_ddp_model(model, find_unused_parameters=True)",
+    )

@@ -38,7 +38,11 @@ from trainkit.engine.metrics import (
     MetricPath,
     write_metrics,
 )
-from trainkit.engine.parallel import settle_buckets, without_gradient_sync
+from trainkit.engine.parallel import (
+    explain_unused_parameters,
+    settle_buckets,
+    without_gradient_sync,
+)
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
 from trainkit.utils.logger import format_table
@@ -261,7 +265,11 @@ class SimpleTrainer(TrainerBase):
         )
 
     def call_model(self, batch: Any) -> Any:
-        return self.model(batch)
+        try:
+            return self.model(batch)
+        except RuntimeError as error:
+            explain_unused_parameters(self.model, error)
+            raise
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -54,7 +54,7 @@ class StopRequests:
         self._check_period = check_period("stop_check_period", check_period_iters, minimum=1)
         self._requests, self.stop, self._exchange = [], None, None
         self._is_agreed.clear()
-        self._group = comm.side_group("stopping")
+        self._group = comm.side_group("requests")
 
     def request(self, reason: str, signum: int | None = None) -> None:
         """Request a stop, from any thread or a signal handler. Of several requests a signal wins, else the first."""

@@ -67,22 +67,43 @@ def get_data_group_size() -> int:
     return max(1, get_world_size() // get_data_world_size())
 
 
-def side_group(purpose: str) -> dist.ProcessGroup | None:
-    """A Gloo group of all processes for one purpose, so that two threads can exchange at once; None with one process.
+def create_side_groups() -> None:
+    """Create the groups of `side_group`; every rank calls it when a run starts, in the thread of the loop.
 
-    The first call creates it: on all ranks in the thread of the loop, so that they create groups in the same order.
+    Ranks wait for each other here. After the first backward pass they must not: if they used different parameters in
+    it, the error that DDP raises in the next forward pass would become a hang.
+    """
+    if get_world_size() == 1:
+        return
+    purposes = ["requests", "metrics", "write_metrics"]
+    if not _default_group_has_gloo():
+        purposes.append("objects")
+    entries = _entries()
+    for purpose in purposes:
+        if purpose not in entries:
+            entries[purpose] = dist.new_group(backend="gloo")
+
+
+def side_group(purpose: str) -> dist.ProcessGroup | None:
+    """A Gloo group of all processes, so that two threads can exchange at once; None with one process.
+
+    Args:
+        purpose: "requests" (of the loop, for stops and saves), "metrics" or "write_metrics". If there was no run yet,
+            the first call creates all of them, so every rank must make it.
     """
     if get_world_size() == 1:
         return None
-    entries, key = _entries(), f"side group for {purpose}"
-    if key not in entries:
-        entries[key] = dist.new_group(backend="gloo")
-    return cast(dist.ProcessGroup, entries[key])
+    create_side_groups()
+    return cast(dist.ProcessGroup, _entries()[purpose])
+
+
+def _default_group_has_gloo() -> bool:
+    return "cpu:gloo" in dist.get_backend_config()
 
 
 def _object_group() -> dist.ProcessGroup | None:
     """A Gloo group of all processes, which exchanges objects without a device; None: use the default group."""
-    return None if "cpu:gloo" in dist.get_backend_config() else side_group("objects")
+    return None if _default_group_has_gloo() else side_group("objects")
 
 
 def synchronize() -> None:

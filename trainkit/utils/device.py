@@ -34,6 +34,13 @@ def resolve_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def uuid_of(device: torch.device) -> str | None:
+    """A name that no other device has, on any machine; None if it is none of CUDA and XPU."""
+    if not runs_ahead(device):
+        return None
+    return str(torch.get_device_module(device).get_device_properties(device).uuid)
+
+
 def device_of(model: nn.Module) -> torch.device | None:
     """The device of the first parameter or buffer; None if ``model`` has neither."""
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
@@ -84,6 +91,27 @@ def new_event(device: torch.device) -> Any:
     event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
     event.record(torch.accelerator.current_stream(device))  # not the stream of the current device
     return event
+
+
+def wait_for(event: Any) -> None:
+    """Wait for an event of `new_event`.
+
+    Its device is the current one meanwhile: CUDA makes a context, of some 500 MB, on the current device of a thread
+    that waits.
+    """
+    with torch.accelerator.device_index(event.device.index):
+        event.synchronize()
+
+
+def current_device_index() -> int | None:
+    """The number of the current device, for `use_device` in a new thread; None if no device `runs_ahead`."""
+    return torch.accelerator.current_device_index() if accelerator_runs_ahead() else None
+
+
+def use_device(index: int | None) -> None:
+    """Make a device the current one of this thread; a new thread has device 0."""
+    if index is not None:
+        torch.accelerator.set_device_index(index)
 
 
 def move_to_device(data: Any, device: torch.device) -> Any:

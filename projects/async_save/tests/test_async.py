@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trainkit.projects.async_save.host_copy import HostCopy
 
 from tests.checkpoint.conftest import Counter, linear, weight_of
 from tests.engine.hooks.test_checkpoint_ranks import fail_on_rank_0
@@ -87,6 +88,15 @@ def test_the_file_is_the_same_byte_for_byte(tmp_path):
     assert found[""] == found["staged"] == found["async_save"] != found["other"]
     assert len(found[""]) < 2 * 24_000  # 6000 numbers that stand in the state four times
     assert names(tmp_path / "async_save") == ["last_checkpoint", "model.pth"]
+
+
+@pytest.mark.parametrize(("num", "is_kept"), [(1200, True), (1300, False)])
+def test_a_state_that_has_grown_by_a_fifth_takes_the_host_memory_of_the_last_copy(num, is_kept):
+    first = HostCopy({"weight": torch.zeros(1000)})
+    second = HostCopy({"weight": torch.arange(float(num))}, first.memory)
+    assert torch.equal(second.state()["weight"], torch.arange(float(num)))
+    cpu = torch.device("cpu")
+    assert (first.memory[cpu][0] is second.memory[cpu][0]) == is_kept
 
 
 def test_what_changes_after_the_save_is_not_in_it(tmp_path, disk):

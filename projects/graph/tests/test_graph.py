@@ -416,6 +416,31 @@ def test_on_cuda_40_steps_equal_those_of_the_ordinary_trainer_and_a_changed_sett
 
 
 @needs_cuda
+def test_on_cuda_an_optimizer_that_is_not_fused_resumes_a_state_with_its_counts_on_the_host():
+    def plain_adam(model):
+        return torch.optim.Adam(model.parameters())
+
+    def losses(trainer):
+        return [value for value, _ in scalars(trainer)["total_loss"]]
+
+    whole, started, resumed = (
+        on_cuda(kind, make_optimizer=plain_adam)
+        for kind in (SimpleTrainer, SimpleTrainer, GraphTrainer)
+    )
+    torch.manual_seed(2)
+    whole.train(0, 20)
+    torch.manual_seed(2)
+    started.train(0, 5)
+    state = started.state_dict()
+    assert {each["step"].device.type for each in state["optimizer"]["state"].values()} == {"cpu"}
+    resumed.model.load_state_dict(started.model.state_dict())
+    resumed.load_state_dict(state)
+    resumed.train(5, 20)
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-4)
+    assert resumed._recordings
+
+
+@needs_cuda
 def test_on_cuda_a_replayed_step_never_waits_for_the_device():
     trainer = on_cuda(
         GraphAMPTrainer,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trainkit.projects.hooks import data
 from trainkit.projects.hooks.data import CopyAhead
 
 from tests.cuda import needs_cuda
@@ -22,6 +23,7 @@ from trainkit.engine.hooks import (
 )
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
+from trainkit.utils.device import move_to_device
 
 
 @pytest.mark.parametrize(("max_iter", "expected"), [(20, [2, 5]), (4, [2, 3])])
@@ -129,3 +131,20 @@ def test_the_next_batch_is_copied_while_the_device_still_computes():
     total = (moved["x"].sum() + moved["pageable"].sum()).item()  # waits for both
     assert total == sum(range(1000)) + sum(range(10))
     assert torch.equal(first["x"].cpu(), batch["x"])
+
+
+@needs_cuda
+def test_all_batches_are_copied_on_one_stream_beside_that_of_the_computation(monkeypatch):
+    device, streams = torch.device("cuda", torch.cuda.current_device()), []
+
+    def move(batch, device):
+        streams.append(torch.accelerator.current_stream(device))
+        return move_to_device(batch, device)
+
+    monkeypatch.setattr(data, "move_to_device", move)
+    hook = CopyAhead()
+    for _ in range(5):
+        hook.move(torch.ones(3).pin_memory(), device)
+    first = streams[0]
+    assert streams == [first] * 5
+    assert first != torch.accelerator.current_stream(device)

@@ -170,7 +170,7 @@ class _SaveClock:
         self._every = max(trainer.stop_check_period // 2, 1)
         self._start_iter = trainer.start_iter
         # without rank_keys not all ranks have this hook, so they cannot exchange
-        self._group = comm.side_group("time of saves") if trainer.rank_keys else None
+        self._group = comm.side_group("requests") if trainer.rank_keys else None
         self._exchange: tuple[dist.Work, torch.Tensor] | None = None
         self.restart()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainkit.utils.device import new_event, runs_ahead
+from trainkit.utils.device import current_device_index, new_event, runs_ahead, use_device, wait_for
 
 
 class Numbers:
@@ -34,7 +34,7 @@ class Numbers:
         """Wait for the copies; returns the numbers in the order of ``values``."""
         for places, packed, arrived in self._copies:
             if arrived is not None:
-                arrived.synchronize()
+                wait_for(arrived)
             for place, number in zip(places, packed.tolist(), strict=True):
                 self._values[place] = float(number)
         return self._values
@@ -49,7 +49,14 @@ class Worker:
     """
 
     def __init__(self, storage: Any, initializer: Callable[[], None]) -> None:
-        self._storage, self._pool = storage, ThreadPoolExecutor(1, "trainkit-metrics", initializer)
+        device_index = current_device_index()
+
+        def start() -> None:
+            use_device(device_index)
+            initializer()
+
+        self._storage = storage
+        self._pool = ThreadPoolExecutor(1, "trainkit-metrics", start)
         self._jobs: deque[Future[Any]] = deque()
         self._error: BaseException | None = None  # the first one since it was raised
 
