@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
 from trainkit.checkpoint.file import SUFFIX, UnwritableError, without_unwritable
-from trainkit.checkpoint.folder import candidates, choose, local_folder, mirrors, tagged_file
+from trainkit.checkpoint.folder import candidates, choose, tagged_file
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
+from trainkit.checkpoint.mirror import after_save, local_folder
 from trainkit.checkpoint.optimizer_state import (
     describe_groups,
     fit_state,
@@ -186,8 +187,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             sync_folder(self.save_dir)
             if on_commit is not None:
                 on_commit()
-            for mirror in list(mirrors.values()):  # another run in a thread may add one
-                mirror.after_save(self.save_dir)
+            after_save(self.save_dir)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Make ``resume_or_load`` start from this file of ``save_dir``."""

@@ -4,22 +4,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import NAMES
+from trainkit.checkpoint.mirror import mirror_of
 
 _logger = logging.getLogger(__name__)
-
-mirrors: dict[str, Any] = {}
-"""Local folder -> the object that copies its files to an address, see `trainkit.projects.remote.mirror.Mirror`."""
-
-
-def local_folder(path: str) -> str:
-    """The local folder for the files of a run: ``path``, or if it is an address, one of `mirrors`."""
-    return str(load_plugin(NAMES["Mirror"]).make_mirror(path)) if "://" in path else path
 
 
 def checkpoint_files(folder: str) -> list[str]:
@@ -31,9 +23,10 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def candidates(folder: str) -> list[str]:
-    """The tagged file, then others, newest first; [] without a tag. Downloads `mirrors`. Raises as `tagged_file`."""
-    if folder in mirrors:
-        mirrors[folder].download()
+    """The tagged file, then others, newest first; [] without a tag. Raises as `tagged_file`."""
+    mirror = mirror_of(folder)
+    if mirror is not None:
+        mirror.download()
     tagged = tagged_file(folder)
     newest_first = sorted(
         checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True
@@ -92,6 +85,14 @@ def read_finished(folder: str) -> Any:
             return json.load(file)
     except (OSError, ValueError):
         return None
+
+
+def next_previous(folder: Path) -> Path:
+    """The path of the next folder ``previous_<n>`` for files that make room."""
+    n = 1
+    while os.path.lexists(folder / f"previous_{n}"):
+        n += 1
+    return folder / f"previous_{n}"
 
 
 def is_file_of(folder: str, name: str) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
-from trainkit.checkpoint.folder import is_file_of, local_folder, mirrors, tagged_file
+from trainkit.checkpoint.folder import is_file_of, next_previous, tagged_file
 from trainkit.checkpoint.format import owner_of_part
+from trainkit.checkpoint.mirror import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
 from trainkit.utils.run_folder import (
@@ -82,7 +83,8 @@ def own_folders(
             raise ConfigError(
                 f"{key} {folder!r} cannot be written, choose another: {error}"
             ) from error
-        if (mirror := mirrors.get(folder)) is not None and not mirror.is_taken:
+        mirror = mirror_of(folder)
+        if mirror is not None and not mirror.is_taken:
             mirror.take(resume)
             notes.append(
                 f"Files are written to {folder}, and uploaded to {mirror.address} after each save"
@@ -136,20 +138,20 @@ def release_folders(cfg: CfgNode, *, after_use: bool = False) -> None:
     folders = list(_folders_of(cfg).values())
     if not after_use:
         folders = [folder for folder in folders if not is_in_use(folder)]
-    errors = [
-        error
-        for folder in folders
-        if (mirror := mirrors.get(folder)) and (error := mirror.release())
-    ]
+    errors = []
+    for folder in folders:
+        mirror = mirror_of(folder)
+        if mirror is not None:
+            error = mirror.release()
+            if error:
+                errors.append(error)
     for folder in folders:
         if after_use:
             leave_folder(folder)
         else:
             release_folder(folder)
     if errors and sys.exc_info()[0] is None:
-        raise CheckpointError(
-            f"the run is at its end, but {'; '.join(errors)}; the local folders have them"
-        )
+        raise CheckpointError(f"the run is at its end, but {'; '.join(errors)}")
 
 
 def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool) -> list[str]:
@@ -161,8 +163,10 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
     checkpoints = checkpoint_dir(cfg)
     folders = list(_folders_of(cfg).values()) if comm.is_main_process() else []
     if eval_only:
-        for mirror in filter(None, map(mirrors.get, folders)):
-            mirror.download()
+        for folder in folders:
+            mirror = mirror_of(folder)
+            if mirror is not None:
+                mirror.download()
         with contextlib.suppress(OSError):  # it may belong to somebody else
             os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
     if eval_only or not folders:
@@ -222,11 +226,11 @@ def _move_aside(
     is_half_empty = _is_half_empty(folder)
     if is_half_empty and any(os.path.lexists(moving / path.name) for path in old):
         # an evaluation has written such a file since then
-        moving.rename(_next_previous(folder))
+        moving.rename(next_previous(folder))
         is_half_empty = False
     if not old and not is_half_empty:
         return None
-    aside = _next_previous(folder)
+    aside = next_previous(folder)
     if not is_new:
         # some links, without which the run goes on
         moving = aside
@@ -234,11 +238,4 @@ def _move_aside(
     for path in old:
         path.rename(moving / path.name)
     moving.rename(aside)
-    return aside
-
-
-def _next_previous(folder: Path) -> Path:
-    n = 1
-    while os.path.lexists(aside := folder / f"previous_{n}"):
-        n += 1
     return aside
