@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
-from trainkit.checkpoint.folder import is_file_of, next_previous, tagged_file
+from trainkit.checkpoint.folder import candidates, is_file_of, next_previous
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.checkpoint.mirror import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError
@@ -27,7 +27,7 @@ from trainkit.utils.run_folder import (
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
     r"log\.txt|.+\.rank\d+(\.pt)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    r"|last_checkpoint|finished|slurm_job|.+\.pth|.+_published-\w{8}\.safetensors"
+    r"|last_checkpoint|run_id|finished|slurm_job|.+\.pth|.+_published-\w{8}\.safetensors"
     r"|events\.out\.tfevents\..+|events\.cut_\d+"
 )
 
@@ -173,7 +173,7 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
         return []
     notes = own_folders(cfg, resume)
     was_killed = any(_is_half_empty(Path(folder)) for folder in folders)
-    is_new = was_killed or not (resume and tagged_file(checkpoints))
+    is_new = was_killed or not (resume and next(candidates(checkpoints), ""))
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
         notes += _note_of(folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new))
