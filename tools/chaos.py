@@ -92,6 +92,7 @@ FILES = ("model_final.pth", "model_best.pth", "last_checkpoint", "finished", "me
 # parts of a checkpoint without which the result is the same -> the reason
 NOT_MISSED = {
     "iteration": "a copy of trainer/iteration, for other readers of the file",
+    "run_id": "says which run has written the file; last_checkpoint names it",
     "trainer/world_size": "is the same in the resumed run",
     "trainer/origin": "says how the run was started, and the resumed run has its own; it has no parents",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",

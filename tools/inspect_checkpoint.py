@@ -405,8 +405,8 @@ def _describe_resume(folder: str, broken: Mapping[str, str]) -> str:
 
     try:
         path, _ = choose(candidates(folder), read)
-    except CheckpointError:
-        return "--resume finds no intact checkpoint."
+    except CheckpointError as error:
+        return f"--resume ends with an error: {error}"
     return (
         f"--resume continues from {os.path.basename(path)}."
         if path

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import socket
 from collections.abc import Iterator
 from concurrent import futures
@@ -23,60 +24,90 @@ from trainkit.projects.remote.store import STORE_REGISTRY, CheckpointStore
 
 from trainkit.checkpoint.atomic import CheckpointError, write_text
 from trainkit.checkpoint.file import SUFFIX
-from trainkit.checkpoint.folder import is_file_of, mirrors
+from trainkit.checkpoint.folder import is_file_of, next_previous, tagged_file
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.utils.run_folder import LOCK_FILE, is_owned_by_another
 
 _logger = logging.getLogger(__name__)
 
 TAG_FILE, _MANIFEST = "last_checkpoint", "last_upload.json"
+_RECORD = (
+    ".uploaded.json"  # in the local folder: its random name, and the files that are in the store
+)
 
 
-def make_mirror(address: str) -> str:
-    """Make a `Mirror` for an address; returns its local folder, in iopath's cache."""
+def make_mirror(address: str) -> "Mirror":
+    """The `Mirror` for an address; its local folder is in iopath's cache."""
     address = address.rstrip("/")
     name = (
         re.sub(r"[^\w.-]+", "_", address)[-80:]
         + "-"
         + hashlib.sha256(address.encode()).hexdigest()[:8]
     )
-    folder = os.path.join(os.path.realpath(get_cache_dir()), "runs", name)
-    mirrors.setdefault(folder, Mirror(address, folder))
-    return folder
+    return Mirror(address, os.path.join(os.path.realpath(get_cache_dir()), "runs", name))
 
 
 class Mirror:
-    """The files of a run in a store, which is the truth: a run that starts again downloads them. Used on rank 0.
+    """The files of a run in a store. Used on rank 0.
 
+    A run that starts again downloads them, unless its local folder has uploaded last: then this has the newest files.
     ``is_taken`` says whether a run of this process writes to the store.
     """
 
     def __init__(self, address: str, folder: str) -> None:
-        self.address, self.is_taken = address, False
+        self.address, self.folder, self.is_taken = address, folder, False
         self._folder, self._owner = Path(folder), ""
         self._downloaded: dict[str, Any] = {}  # the manifest of the files that are here
-        self._sent: dict[str, tuple[int, int]] = {}  # name -> size and time of the local file
+        self._sent: dict[str, list[int]] = {}  # name -> size and time of the local file
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
         self._queued: futures.Future[str] | None = None
 
     def download(self) -> None:
-        """Replace the local files by those in the store, if any. Raises CheckpointError if it cannot be read."""
+        """Replace the local files by those that another folder has uploaded, if any; see `_replace_local_files`.
+
+        Raises CheckpointError if the store cannot be read.
+        """
         # then the local files are the newest
         if self.is_taken or is_owned_by_another(self._folder):
             return
         with self._explained("cannot be read"):
             manifest = self._read_manifest()
             if manifest["files"] and manifest != self._downloaded:
-                for name in self._list() | {TAG_FILE}:
-                    (self._folder / name).unlink(missing_ok=True)
-                # if a checkpoint is damaged, the times of the files decide which one is tried next
-                for name in sorted(manifest["files"]):
-                    (self._folder / name).parent.mkdir(exist_ok=True)
-                    self._store.get(name, str(self._folder / name))
-                    self._sent[name] = self._signature(name)
-                if manifest["last_checkpoint"]:
-                    write_text(manifest["last_checkpoint"], self._folder / TAG_FILE)
+                record = self._read_record()
+                tagged = tagged_file(str(self._folder))
+                is_newest = manifest["folder"] == record["folder"] and os.path.exists(tagged)
+                if is_newest:
+                    self._sent = record["sent"]
+                else:
+                    self._replace_local_files(manifest, record)
             self._downloaded = manifest
+
+    def _replace_local_files(self, manifest: dict[str, Any], record: dict[str, Any]) -> None:
+        """Download the files; those that only this folder has are moved to ``previous_<n>`` in it."""
+        local = self._list()
+        unsent = [name for name in local if record["sent"].get(name) != self._signature(name)]
+        if unsent:
+            aside = next_previous(self._folder)
+            for name in unsent:
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                (self._folder / name).rename(aside / name)
+            _logger.warning(
+                "%s has the files of a run elsewhere; the files that only %s had are now in %s",
+                self.address,
+                self._folder,
+                aside,
+            )
+        for name in {*local, TAG_FILE}:
+            (self._folder / name).unlink(missing_ok=True)
+        self._sent = {}
+        for name in sorted(manifest["files"]):
+            (self._folder / name).parent.mkdir(exist_ok=True)
+            self._store.get(name, str(self._folder / ".download"))
+            (self._folder / ".download").rename(self._folder / name)
+            self._sent[name] = self._signature(name)
+            self._write_record(record["folder"])
+        if manifest["last_checkpoint"]:
+            write_text(manifest["last_checkpoint"], self._folder / TAG_FILE)
 
     def take(self, resume: bool | None = None) -> None:
         """Note in the store that a run of this process writes there.
@@ -100,7 +131,7 @@ class Mirror:
 
     def after_save(self, folder: str) -> None:
         """Upload the new files, if this is the mirror of ``folder`` or of another folder of the run."""
-        if self.is_taken or folder == str(self._folder):
+        if self.is_taken or folder == self.folder:
             self._upload_soon()
 
     def _upload_soon(self) -> "futures.Future[str]":
@@ -110,10 +141,12 @@ class Mirror:
 
     def release(self) -> str:
         """Upload the last files of the run; return the error, or ""."""
-        if error := self._upload_soon().result() if self.is_taken else "":
-            self._downloaded = {}  # the local files are not those in the store
+        error = self._upload_soon().result() if self.is_taken else ""
         self.is_taken = False
-        return error
+        if not error:
+            return ""
+        self._downloaded = {}  # the local files are not those in the store
+        return f"{error}. They are in {self._folder}: --resume goes on there, unless another folder has uploaded since"
 
     @cached_property
     def _store(self) -> Any:
@@ -163,10 +196,13 @@ class Mirror:
             return str(error)
 
     def _upload(self) -> None:
-        if (owner := self._read_manifest()["upload"]) != self._owner:
+        owner = self._read_manifest()["upload"]
+        if not owner:
             raise CheckpointError(
-                f"another run writes there ({owner or 'its files were removed'}); stop one of them"
+                f"{_MANIFEST} is not there; the store cannot be reached, or the run was removed from it"
             )
+        if owner != self._owner:
+            raise CheckpointError(f"another run writes there ({owner}); stop one of them")
         tag, names = self._folder / TAG_FILE, self._list()
         tagged = tag.read_text().strip() if tag.exists() else ""
         stem = tagged.removesuffix(SUFFIX)
@@ -188,24 +224,42 @@ class Mirror:
         if tagged:
             self._store.put(str(tag), TAG_FILE)
         self._write_manifest(tagged, sorted(names))
+        self._write_record(self._downloaded["folder"])
         for name in {*filter(self._is_of_run, self._store.list())} - names:
             self._sent.pop(name, None)
             self._store.remove(name)
 
-    def _signature(self, name: str) -> tuple[int, int]:
+    def _signature(self, name: str) -> list[int]:
         found = os.stat(self._folder / name)
-        return found.st_size, found.st_mtime_ns
+        return [found.st_size, found.st_mtime_ns]
+
+    def _read_record(self) -> dict[str, Any]:
+        """The random name of the local folder, and the files that it has in the store."""
+        path = self._folder / _RECORD
+        if not path.exists():
+            write_text(json.dumps({"folder": secrets.token_hex(8), "sent": {}}), path)
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
+
+    def _write_record(self, name: str) -> None:
+        write_text(json.dumps({"folder": name, "sent": self._sent}), self._folder / _RECORD)
 
     def _read_manifest(self) -> dict[str, Any]:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             self._store.get(_MANIFEST, str(self._folder / ".manifest"))
         except FileNotFoundError:
-            return {"upload": "", "last_checkpoint": "", "files": []}
+            return {"upload": "", "folder": "", "last_checkpoint": "", "files": []}
         found: dict[str, Any] = json.loads((self._folder / ".manifest").read_text())
-        return {**found, "files": [*filter(self._is_of_run, found["files"])]}
+        return {"folder": "", **found, "files": [*filter(self._is_of_run, found["files"])]}
 
     def _write_manifest(self, tagged: str, files: list[str]) -> None:
-        self._downloaded = {"upload": self._owner, "last_checkpoint": tagged, "files": files}
+        folder = self._read_record()["folder"]
+        self._downloaded = {
+            "upload": self._owner,
+            "folder": folder,
+            "last_checkpoint": tagged,
+            "files": files,
+        }
         write_text(json.dumps(self._downloaded), self._folder / ".manifest")
         self._store.put(str(self._folder / ".manifest"), _MANIFEST)

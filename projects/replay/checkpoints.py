@@ -34,12 +34,12 @@ _NOT_REPEATED = re.compile(
     rf"evaluated|{_TRAINER}/(boundary/passed.*|end/(finished_early|settings_of_early_end.*)|hooks/Periodic.*)"
 )
 _OF_THE_CLOCK = re.compile(
-    rf"{_TRAINER}/((storage/\w+|{_WRITER}/taken)/(?P<scalar>\w+)|{_WRITER}/(length|sizes|id)|origin)"
+    rf"run_id|{_TRAINER}/((storage/\w+|{_WRITER}/taken)/(?P<scalar>\w+)|{_WRITER}/(length|sizes|id)|origin)"
 )
 
 
 def is_of_the_clock(path: str) -> bool:
-    """Whether an entry differs between equal runs: clock readings, sizes of files with them, how a run started."""
+    """Whether an entry differs between equal runs: clock readings, sizes of files with them, which run it is."""
     found = _OF_THE_CLOCK.fullmatch(path)
     return found is not None and found["scalar"] in {None, *CLOCK_READINGS}
 
@@ -206,7 +206,7 @@ def around(run: str, iteration: int) -> Place:
     notes = [
         f"{name} is damaged, so another file is used: {damage}"
         for name, damage in files.damaged.items()
-        if _is_between(name, before, after)
+        if is_between(name, before, after)
     ]
     return Place(before, after, done, failures_of(files), notes)
 
@@ -221,7 +221,7 @@ def _first_intact(candidates: Sequence[Saved], damaged: dict[str, str]) -> Saved
     return None
 
 
-def _is_between(name: str, before: Saved | None, after: Saved | None) -> bool:
+def is_between(name: str, before: Saved | None, after: Saved | None) -> bool:
     """Whether the replay would have used the file; only the number in its name says where it belongs."""
     number = re.fullmatch(r"model_(\d+)\.pth", name)
     if number is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.projects.replay.checkpoints import Saved, files_of
+from trainkit.projects.replay.checkpoints import Saved, files_of, is_between
 from trainkit.projects.replay.origin import (
     changes_since,
     refuse_imports,
@@ -18,7 +18,8 @@ from trainkit.projects.replay.origin import (
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import replacing, write_text
-from trainkit.checkpoint.folder import tagged_file
+from trainkit.checkpoint.file import read_file, write_file
+from trainkit.checkpoint.folder import RUN_ID, candidates, new_run_id
 from trainkit.checkpoint.format import format_of
 from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
@@ -100,29 +101,41 @@ def _of_rank_0(find: Callable[[], Any]) -> Any:
 
 
 def _find(run: str, iteration: int) -> Saved:
-    """The checkpoint after this iteration; -1: the newest one."""
-    found = {saved.done: saved for saved in files_of(run).checkpoints}
+    """The checkpoint after this iteration; -1: the newest one, if no file that may be newer is damaged."""
+    files = files_of(run)
+    found = {saved.done: saved for saved in files.checkpoints}
+    there = f"; there are those after {', '.join(str(done + 1) for done in found)}" if found else ""
     if not found or iteration not in (-1, *found):
-        there = (
-            f"; there are those after {', '.join(str(done + 1) for done in found)}" if found else ""
-        )
         raise CheckpointError(
             f"'{run}' has no checkpoint of a DefaultTrainer after {iteration + 1} iterations{there}"
         )
-    return found[max(found) if iteration == -1 else iteration]
+    if iteration != -1:
+        return found[iteration]
+    newest = found[max(found)]
+    for name, damage in files.damaged.items():
+        if is_between(name, newest, None):
+            raise CheckpointError(
+                f"{name} in '{run}' may be its newest checkpoint, and is damaged ({damage}). Name another one by "
+                f"--fork RUN@ITERATIONS{there}"
+            )
+    return newest
 
 
 def _copy_checkpoint(run: str, iteration: int, folder: str) -> None:
-    if tagged_file(folder):
+    if next(candidates(folder), ""):
         return
     saved = _find(run, iteration)
+    name = os.path.basename(saved.path)
     for file in format_of(saved.state).files(saved.path):
         copy = os.path.join(folder, os.path.relpath(file, run))
-        if os.path.isfile(file):
+        if os.path.isfile(file) and file != saved.path:
             os.makedirs(os.path.dirname(copy), exist_ok=True)
             with open(file, "rb") as source, replacing(copy) as target:
                 shutil.copyfileobj(source, target)
-    write_text(os.path.basename(saved.path), os.path.join(folder, "last_checkpoint"))
+    # another run than its parent, whose later checkpoints are not its own
+    state = {**read_file(saved.path), RUN_ID: new_run_id()}
+    write_file(state, os.path.join(folder, name))
+    write_text(name, os.path.join(folder, "last_checkpoint"))
 
 
 def adapt(state: dict[str, Any], trainer: Any) -> None:

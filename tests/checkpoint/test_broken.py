@@ -45,7 +45,7 @@ def test_after_each_damage_the_run_goes_on_from_the_checkpoint_before(run_folder
     "make", [lambda path: path.mkdir(), lambda path: path.symlink_to(path), lambda path: None]
 )
 def test_a_tag_that_names_no_checkpoint_is_passed_over(run_folder, caplog, make):
-    """Also for weights that somebody has put there: they are newer, and no state of a run."""
+    """Weights that somebody has put there are newer, but no state of a run."""
     torch.save({"model": linear(5).state_dict()}, run_folder / "weights.pth")
     for name in (".a.pth", "notes.txt"):  # no checkpoints
         (run_folder / name).touch()
@@ -56,23 +56,25 @@ def test_a_tag_that_names_no_checkpoint_is_passed_over(run_folder, caplog, make)
     assert "model_0000039.pth" in warning
     assert ".a.pth" not in warning
     assert "notes.txt" not in warning
-    assert "weights.pth' holds no state for ['trainer']" in warning
+    assert "weights.pth" not in warning
 
 
-def test_no_intact_checkpoint_is_an_error_that_lists_all_and_without_a_tag_there_is_none(
+def test_no_intact_checkpoint_is_an_error_that_lists_all_and_without_a_run_there_is_none(
     run_folder,
 ):
     for path in run_folder.glob("*.pth"):
         path.write_bytes(b"PK damaged")
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint is intact: .*0029.*0019.*0009.*leave out --resume"
-    ):
-        resumed(run_folder)
     tag = run_folder / "last_checkpoint"
-    for change in (lambda: tag.write_text("\n"), tag.unlink):
+    for change in (lambda: None, lambda: tag.write_text("\n"), tag.unlink):
         change()
-        assert not Checkpointer(linear(0), run_folder).has_checkpoint()
-        assert resumed(run_folder) == 0
+        with pytest.raises(
+            CheckpointError,
+            match=r"no checkpoint is intact: .*0029.*0019.*0009.*leave out --resume",
+        ):
+            resumed(run_folder)
+    (run_folder / "run_id").unlink()
+    assert not Checkpointer(linear(0), run_folder).has_checkpoint()
+    assert resumed(run_folder) == 0
 
 
 def test_the_first_save_removes_what_a_killed_one_has_left_and_a_resume_nothing(run_folder):

@@ -28,6 +28,7 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
         "last_checkpoint",
         "model_0000009.pth",
         "model_best.pth",
+        "run_id",
     ]
     assert (tmp_path / "new" / "last_checkpoint").read_text() == "model_0000009.pth"
     assert checkpointer.get_checkpoint_file() == str(tmp_path / "new" / "model_0000009.pth")
@@ -39,12 +40,13 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     every_rank_writes = CheckpointFormat()
     every_rank_writes.collective = True
     Checkpointer(linear(1), tmp_path / "other", format=every_rank_writes).save("model")
-    assert sorted(os.listdir(tmp_path / "other")) == ["last_checkpoint", "model.pth"]
+    assert sorted(os.listdir(tmp_path / "other")) == ["last_checkpoint", "model.pth", "run_id"]
     # a file that is not there is no error, and a removal that was killed is completed
     for _ in range(2):
         (tmp_path / "new/model_best.shards-0123abcd").mkdir()
         checkpointer.remove("model_best")
-    assert sorted(os.listdir(tmp_path / "new")) == ["last_checkpoint", "model_0000009.pth"]
+    left = sorted(os.listdir(tmp_path / "new"))
+    assert left == ["last_checkpoint", "model_0000009.pth", "run_id"]
 
 
 def test_a_state_that_no_file_can_hold_is_named_and_left_out_and_the_weights_are_written(
@@ -59,7 +61,7 @@ def test_a_state_that_no_file_can_hold_is_named_and_left_out_and_the_weights_are
         checkpointer.save("model")
     saved = torch.load(tmp_path / "model.pth", weights_only=True)
     assert saved["left_out"] == ["trainer.value.hooks.Best"]
-    assert saved.keys() == {"model", "other", "left_out"}
+    assert saved.keys() == {"model", "other", "left_out", "run_id"}
     trainer = Counter(3)
     other = Counter(0)
     model = linear(0)
@@ -239,7 +241,7 @@ def test_what_is_changed_before_the_save_is_written_and_the_model_keeps_its_weig
         observer = Observer()
         Checkpointer(linear(1), folder, save_to_disk=False, trainer=observer).save("model")
         assert observer.calls == calls
-    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "model.pth"]
+    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "model.pth", "run_id"]
 
 
 @pytest.mark.parametrize("resume", [True, False])

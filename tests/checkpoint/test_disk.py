@@ -69,6 +69,7 @@ def test_wherever_a_save_is_killed_the_old_or_the_new_checkpoint_is_intact(tmp_p
 
         is_renamed = (kind, n) in [("write", 2), ("fsync", 2), ("rename", 2), ("fsync", 3)]
         files = ["last_checkpoint", "model_0000001.pth", *["model_0000002.pth"] * is_renamed]
+        files.append("run_id")
         assert sorted({*os.listdir(run)} - {*hidden_files(run)}) == files
         is_tagged = (kind, n) == ("fsync", 3)  # only the folder is not yet durable
         assert resumed(run) == 1 + is_tagged
@@ -113,10 +114,13 @@ def test_a_save_that_does_not_fit_leaves_the_one_before(
     trainer.train(0, 6)
 
     assert trainer.status == "finished"
-    of_first = (["last_checkpoint", "model_0000001.pth"], "model_0000001.pth")
+    of_first = (["last_checkpoint", "model_0000001.pth", "run_id"], "model_0000001.pth")
     assert folder == {
         **dict.fromkeys([1, 2, 3, 4], of_first),
-        5: (["last_checkpoint", "model_0000001.pth", "model_final.pth"], "model_final.pth"),
+        5: (
+            ["last_checkpoint", "model_0000001.pth", "model_final.pth", "run_id"],
+            "model_final.pth",
+        ),
     }
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "is not saved, training continues: cannot write" in error

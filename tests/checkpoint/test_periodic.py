@@ -10,9 +10,8 @@ from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
 
 
 def files(folder):
-    return sorted(
-        name.removesuffix(".pth") for name in os.listdir(folder) if name != "last_checkpoint"
-    )
+    names = {*os.listdir(folder)} - {"last_checkpoint", "run_id"}
+    return sorted(name.removesuffix(".pth") for name in names)
 
 
 def run(folder, iterations, checkpointer=None, **kwargs):

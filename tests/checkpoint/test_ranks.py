@@ -42,12 +42,21 @@ def all_ranks_load_the_same_file_or_fail_together(rank, name):
     with pytest.raises(CheckpointError, match="bare name"):
         Checkpointer(linear(0), folder / "run").resume_or_load("")
     if rank == 0:
-        (folder / "run" / "last_checkpoint").write_text("model.pth")
+        (folder / "run" / "last_checkpoint").write_text("absent.pth")
         os.listdir, listdir = _fail, os.listdir
     with pytest.raises(CheckpointError, match="Stale file handle"):
         Checkpointer(linear(0), folder / "run").resume_or_load("")
     if rank == 0:
         os.listdir = listdir
+
+    # Rank 0 chooses the newest checkpoint, if no name says which one it is; rank 1 follows.
+    if rank == 0:
+        (folder / "run" / "last_checkpoint").unlink()
+    model = linear(0)
+    Checkpointer(
+        model, folder / ("run" if rank == 0 else "empty"), trainer=Counter()
+    ).resume_or_load("")
+    assert weight_of(model) == 1
 
 
 def _fail(folder):

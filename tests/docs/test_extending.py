@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 import sys
 from types import ModuleType
 
@@ -72,10 +73,22 @@ def test_a_compressed_checkpoint_is_resumed_and_a_damaged_one_is_an_error(page, 
     assert torch.equal(again.weight, model.weight)
     assert gzip.decompress((tmp_path / "model.pth").read_bytes())[:2] == b"PK"
     checkpointer.remove("model")
-    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint"]
+    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "run_id"]
     (tmp_path / "model.pth").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"cannot read '\S+model\.pth': Not a gzipped file"):
         Checkpointer(model, tmp_path, format=page["Compressed"]()).resume_or_load("")
+
+
+def test_of_compressed_checkpoints_the_last_iteration_of_the_run_is_the_newest(page, tmp_path):
+    for folder, iterations in ((tmp_path / "run", (9, 29, 19)), (tmp_path / "other", (39,))):
+        checkpointer = Checkpointer(nn.Linear(1, 1), folder, format=page["Compressed"]())
+        for iteration in iterations:
+            # the names say nothing
+            checkpointer.save(f"model_{100 - iteration}", iteration=iteration)
+    shutil.copy(tmp_path / "other/model_61.pth", tmp_path / "run")
+    (tmp_path / "run/last_checkpoint").unlink()
+    again = Checkpointer(nn.Linear(1, 1), tmp_path / "run", format=page["Compressed"]())
+    assert again.resume_or_load("") == {"iteration": 29}
 
 
 def test_the_store_keeps_files_by_name(tmp_path):

@@ -299,6 +299,7 @@ def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
             "model_best.pth",
             "metrics.json",
             "last_checkpoint",
+            "run_id",
             "finished",
         )
     }

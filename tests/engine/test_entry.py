@@ -86,7 +86,7 @@ def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_
     assert re.fullmatch(r"best classification/top1 .*: model_best.pth", best)
     assert (tmp_path / "model_0000004.pth").exists()  # there may be hundreds of them
     names = "config.yaml, finished, last_checkpoint, log.txt, model_best.pth, model_final.pth"
-    assert files == f"files in {tmp_path}: {names}"
+    assert files == f"files in {tmp_path}: {names}, run_id"
 
 
 def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finished_early_says_why(

@@ -453,7 +453,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all_at_the_next_exchang
 
 def test_all_ranks_follow_rank_0_in_what_is_best_and_when_to_stop_and_rank_0_writes(ranks):
     expected = {"run": (12, 12, "finished"), "saves": [1, 3, 3, 5, 7, 11, 12], "stored": 12}
-    files = ["last_checkpoint", "model_0000011.pth", "model_best.pth", "model_final.pth"]
+    files = ["last_checkpoint", "model_0000011.pth", "model_best.pth", "model_final.pth", "run_id"]
     assert ranks["decisions"] == [{**expected, "files": files}, {**expected, "files": []}]
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,6 +211,63 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     default_setup(cfg_for(tmp_path), RESUME)
     text = f"There is no checkpoint in {tmp_path} to resume, but in {tmp_path / 'previous_2'}"
     assert text in (tmp_path / "log.txt").read_text()
+
+
+class Killed(BaseException):
+    """Ends the process in its place."""
+
+
+@pytest.mark.parametrize("checkpoints", ["run", "weights"])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_new_run_that_is_killed_while_it_moves_older_files_moves_the_rest_at_the_next_start(
+    tmp_path, monkeypatch, checkpoints, evaluates
+):
+    """Whether this is told to resume or not: the older run is never resumed without a part of its files."""
+    rename = Path.rename
+    num_renames = 0
+    kill_at = 0
+
+    def rename_or_die(path, target):
+        nonlocal num_renames
+        num_renames += 1
+        if num_renames == kill_at:
+            raise Killed
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_or_die)
+    kills = 0
+    while True:
+        kill_at = kills + 1
+        for args in (NEW, RESUME):
+            folders = [
+                tmp_path / f"{kill_at} {args.resume}" / each for each in ("run", checkpoints)
+            ]
+            cfg = cfg_for(folders[0], "CHECKPOINT.DIR", str(folders[1]))
+            num_renames = 0
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "model_final.shards-0a1b2c3d").mkdir(exist_ok=True)
+                for name in [*RUN_FILES, "log.txt"]:
+                    (folder / name).write_text("older")
+            try:
+                default_setup(cfg, NEW)
+            except Killed:
+                for folder in folders:
+                    release_folder(folder)
+                if evaluates:
+                    default_setup(cfg, EVAL)
+                default_setup(cfg, args)
+            for folder in folders:
+                moved = [path for path in folder.rglob("previous_[0-9]*/*") if path.is_file()]
+                older = {path.name for path in moved if path.read_text() == "older"}
+                assert older | {"log.txt"} == {*RUN_FILES, "log.txt"}
+                assert sum(path.name in RUN_FILES for path in moved) == len(RUN_FILES)
+                assert {*names_in(folder)} <= {"config.yaml", "log.txt", "previous_1", "previous_2"}
+                release_folder(folder)
+        if num_renames < kill_at:
+            break
+        kills += 1
+    assert kills == (len(RUN_FILES) + 3) * len({*folders})
 
 
 @pytest.mark.parametrize("args", [NEW, RESUME, EVAL])

@@ -24,7 +24,7 @@ from trainkit.utils.env import seed_all_rng
 
 # a clock reading takes more or fewer digits in metrics.json; ids and folders of shards are random; the last two are of
 # the command
-LEFT_OUT = {"length", "sizes", "id", "origin", "folder", ".metadata", "HOOKS"}
+LEFT_OUT = {"length", "sizes", "id", "origin", "folder", ".metadata", "HOOKS", "run_id"}
 # a resumed run may make these calls once more
 AGAIN = {
     "before_train",

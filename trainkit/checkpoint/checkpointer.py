@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from functools import partial
 from typing import Any
@@ -20,8 +20,17 @@ from trainkit.checkpoint.file import (
     ordinary_or_divided,
     writable_state,
 )
-from trainkit.checkpoint.folder import candidates, choose, local_folder, mirrors, tagged_file
+from trainkit.checkpoint.folder import (
+    RUN_ID,
+    candidates,
+    choose,
+    new_run_id,
+    read_run_id,
+    run_id_of,
+    tagged_file,
+)
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
+from trainkit.checkpoint.mirror import after_save, local_folder
 from trainkit.checkpoint.optimizer_state import (
     describe_groups,
     fit_state,
@@ -75,6 +84,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self._is_prepared, self._is_strict = False, False  # the latter: of the current load
         self._writing: futures.Future[None] | None = None
         self.resumed_from = ""  # the name of the file that was loaded last to resume
+        self._run_id = ""  # of this run; "" if the folder says it
 
     def save(
         self,
@@ -114,6 +124,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         if self.format.collective or self.save_to_disk:
             if self.save_to_disk:
                 _logger.info("Saving checkpoint to %s", path)
+                self._run_id = self._run_id or read_run_id(self.save_dir) or new_run_id()
+                state[RUN_ID] = self._run_id
             save = partial(self._write, self.format.prepare(state), path, tag_last, on_commit)
             self._writing = self.format.submit(save)
         if errors:
@@ -187,15 +199,24 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _write(
         self, state: Any, path: str, tag_last: bool, on_commit: Callable[[], None] | None
     ) -> None:
+        moves_tag = self.save_to_disk and tag_last
+        is_other_run = moves_tag and read_run_id(self.save_dir) != self._run_id
+        if is_other_run:
+            # while it is absent, the folder belongs to the run of the file that is tagged
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(self.save_dir, RUN_ID))
         self.format.write(state, path)
+        if moves_tag:
+            self.tag_last_checkpoint(os.path.basename(path))
+        if is_other_run:
+            write_text(self._run_id, os.path.join(self.save_dir, RUN_ID))
+        if moves_tag:
+            self._run_id = ""
         if self.save_to_disk:
-            if tag_last:
-                self.tag_last_checkpoint(os.path.basename(path))
             sync_folder(self.save_dir)
             if on_commit is not None:
                 on_commit()
-            for mirror in list(mirrors.values()):  # another run in a thread may add one
-                mirror.after_save(self.save_dir)
+            after_save(self.save_dir)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Make ``resume_or_load`` start from this file of ``save_dir``."""
@@ -217,13 +238,13 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         futures.wait([self._writing] if self._writing is not None else [])
 
     def has_checkpoint(self) -> bool:
-        """Whether ``last_checkpoint`` names a file to resume from."""
+        """Whether there is a run to resume."""
         return bool(self.get_checkpoint_file())
 
     def get_checkpoint_file(self) -> str:
-        """Path of the file that ``last_checkpoint`` names; ``""`` if there is none."""
+        """Path of the file that ``last_checkpoint`` names, else of the newest one; ``""`` if there is no run."""
         self._settle()
-        return tagged_file(self.save_dir)
+        return next(candidates(self.save_dir, self._load_file), "")
 
     def load(
         self,
@@ -258,20 +279,27 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def resume_or_load(self, path: _Path | None, *, resume: bool = True) -> dict[str, Any]:
         """Resume everything from the last checkpoint in ``save_dir``, or load only the model from ``path``.
 
-        If the last checkpoint is damaged, the newest intact one is used, with a warning. Every rank calls it; rank 0
-        lists the files for all. Returns and raises as :meth:`load`.
+        If the last checkpoint is damaged, or ``last_checkpoint`` is missing, the newest intact one of the same run is
+        used, with a warning. Every rank calls it; rank 0 lists the files for all. Returns and raises as :meth:`load`.
         """
         self._settle()
+        self.resumed_from = ""
+        self._run_id = "" if resume else new_run_id()
         if resume:
             keys = [*self.checkpointables]
-            paths = comm.broadcast(
-                together(lambda: candidates(self.save_dir) if comm.is_main_process() else [])
-            )
             last, state = choose(
-                paths, lambda path: together(partial(self._read, path, keys, needs_all=True))
+                self._candidates(),
+                lambda path: together(partial(self._read, path, keys, needs_all=True)),
             )
             if last:
+                if comm.is_main_process() and not tagged_file(self.save_dir):
+                    _logger.warning(
+                        "'%s' has no last_checkpoint; resuming from its newest checkpoint, '%s'",
+                        self.save_dir,
+                        os.path.basename(last),
+                    )
                 self.resumed_from = os.path.basename(last)
+                self._run_id = run_id_of(state)
                 return self._apply(state, last, keys, strict=True)
             _logger.info(
                 "No checkpoint to resume from in '%s'; starting from '%s'",
@@ -282,6 +310,14 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             return self.load(path)
         path = together(partial(self._local, path))
         return self._apply(together(partial(self._read, path, [])), path, [], strict=False)
+
+    def _candidates(self) -> Iterator[str]:
+        """The `candidates` that rank 0 finds, one by one on every rank."""
+        paths = candidates(self.save_dir, self._load_file)
+        while path := comm.broadcast(
+            together(lambda: next(paths, "") if comm.is_main_process() else "")
+        ):
+            yield path
 
     def _local(self, path: _Path) -> str:
         try:
@@ -329,6 +365,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self, state: dict[str, Any], path: str, keys: list[str], strict: bool
     ) -> dict[str, Any]:
         objects, trained = self.checkpointables, state.pop("trained_model", None)
+        state.pop(RUN_ID, None)
         if trained and any(not getattr(objects[key], "only_evaluates", False) for key in keys):
             state["model"] = trained
         for obj in objects.values():

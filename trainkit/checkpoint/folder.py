@@ -1,25 +1,29 @@
-"""Find the checkpoints of a folder, and the one to resume from."""
+"""Find the checkpoints of a folder, and the one to resume from.
+
+A run draws a random text, its ``run_id``. It is in each of its checkpoints and in a file of its folder, so that a copy
+of another run's checkpoint is not taken for one of this run. A folder without this file belongs to the run whose
+checkpoint ``last_checkpoint`` names.
+"""
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import NAMES
+from trainkit.checkpoint.mirror import mirror_of
 
 _logger = logging.getLogger(__name__)
 
-mirrors: dict[str, Any] = {}
-"""Local folder -> the object that copies its files to an address, see `trainkit.projects.remote.mirror.Mirror`."""
-
-
-def local_folder(path: str) -> str:
-    """The local folder for the files of a run: ``path``, or if it is an address, one of `mirrors`."""
-    return str(load_plugin(NAMES["Mirror"]).make_mirror(path)) if "://" in path else path
+RUN_ID = "run_id"
+"""The name of the file in the folder, and of the entry of a checkpoint."""
 
 
 def checkpoint_files(folder: str) -> list[str]:
@@ -30,15 +34,118 @@ def checkpoint_files(folder: str) -> list[str]:
     ]
 
 
-def candidates(folder: str) -> list[str]:
-    """The tagged file, then others, newest first; [] without a tag. Downloads `mirrors`. Raises as `tagged_file`."""
-    if folder in mirrors:
-        mirrors[folder].download()
+class Header(NamedTuple):
+    """What a checkpoint says about itself: its last iteration (else -1), and its run (else "")."""
+
+    iteration: int
+    run_id: str
+
+
+def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[str]:
+    """The checkpoints to resume from, in the order in which to try them; none if there is no run.
+
+    First the file that ``last_checkpoint`` names, then the earlier ones of the same run, the newest first, then later
+    ones, which the run has left behind. ``read`` returns the content of a file in another format than that of torch.
+
+    Raises:
+        CheckpointError: as `tagged_file`; ``last_checkpoint`` names a file of another run than ``run_id``; nothing says
+            to which of several runs the folder belongs.
+    """
+    mirror = mirror_of(folder)
+    if mirror is not None:
+        mirror.download()
     tagged = tagged_file(folder)
-    newest_first = sorted(
-        checkpoint_files(folder), key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True
-    )
-    return [tagged, *newest_first] if tagged else []
+    run_id = read_run_id(folder)
+    last_iteration = -1  # not known
+    if tagged:
+        header = read_header(tagged, read) or Header(_iteration_in_name(tagged), "")
+        if run_id and header.run_id not in ("", run_id):
+            raise CheckpointError(
+                f"last_checkpoint in '{folder}' names {os.path.basename(tagged)!r}, a file of another run. Name a file "
+                f"of this run there; or delete the file {RUN_ID} to go on with the other run here"
+            )
+        run_id = run_id or header.run_id
+        last_iteration = header.iteration
+        yield tagged
+
+    damaged = []
+    headers: dict[str, Header] = {}
+    for path in checkpoint_files(folder):
+        if path == tagged:
+            continue
+        found = read_header(path, read)
+        if found is None:
+            damaged.append(path)
+        elif found.run_id or found.iteration >= 0:  # others have weights alone
+            headers[path] = found
+    own = _of_one_run(folder, headers, run_id)
+    # of one iteration, "model_final" is after "model_best" and the number
+    own.sort(key=lambda path: (headers[path].iteration, path), reverse=True)
+    if last_iteration >= 0:
+        own.sort(key=lambda path: headers[path].iteration > last_iteration)
+    yield from own
+    if tagged or run_id or own:
+        yield from reversed(damaged)  # for their errors
+
+
+def _of_one_run(folder: str, headers: Mapping[str, Header], run_id: str) -> list[str]:
+    """The files of this run; "": of the only run that there is."""
+    run_ids = {header.run_id for header in headers.values()}
+    if not run_id and len(run_ids) > 1:
+        raise CheckpointError(
+            f"'{folder}' has checkpoints of several runs: {_names(headers)}. Write the name of the file to go on from "
+            "into last_checkpoint"
+        )
+    own_id = run_id or next(iter(run_ids), "")
+    others = [path for path in headers if headers[path].run_id != own_id]
+    if others:
+        _logger.warning("'%s' has files of another run, not used: %s", folder, _names(others))
+    return [path for path in headers if headers[path].run_id == own_id]
+
+
+def _iteration_in_name(path: str) -> int:
+    """99 of ``model_0000099.pth``; -1 of other names."""
+    match = re.search(r"_(\d{7,})\.pth$", path)
+    return int(match[1]) if match else -1
+
+
+def _names(paths: Iterable[str]) -> str:
+    return ", ".join(repr(os.path.basename(path)) for path in paths)
+
+
+def read_header(path: str, read: Callable[[str], Any] = read_file) -> Header | None:
+    """None if the file cannot be read. A file of torch is not searched for damage; others are read by ``read``."""
+    if not os.path.isfile(path):
+        return None
+    try:
+        # without tensors
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # torch and pickle raise many types
+        try:
+            state = read(path)
+        except CheckpointError:
+            return None
+    iteration = state.get("iteration") if isinstance(state, dict) else None
+    return Header(iteration if type(iteration) is int else -1, run_id_of(state))
+
+
+def run_id_of(state: Any) -> str:
+    """The run that has written a checkpoint; "" if it does not say it."""
+    run_id = state.get(RUN_ID) if isinstance(state, dict) else None
+    return run_id if isinstance(run_id, str) else ""
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
+def read_run_id(folder: str) -> str:
+    """The run to which a folder belongs; "" if it does not say it."""
+    path = os.path.join(folder, RUN_ID)
+    if not os.path.isfile(path) or not is_file_of(folder, RUN_ID):
+        return ""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
 
 
 def tagged_file(folder: str) -> str:
@@ -69,7 +176,7 @@ def choose(paths: Iterable[str], read: Callable[[str], Any] = read_file) -> tupl
         CheckpointError: there are candidates, but none is intact.
     """
     broken: list[str] = []
-    for path in dict.fromkeys(paths):
+    for path in paths:
         try:
             content = read(path)
         except CheckpointError as error:
@@ -92,6 +199,14 @@ def read_finished(folder: str) -> Any:
             return json.load(file)
     except (OSError, ValueError):
         return None
+
+
+def next_previous(folder: Path) -> Path:
+    """The path of the next folder ``previous_<n>`` for files that make room."""
+    n = 1
+    while os.path.lexists(folder / f"previous_{n}"):
+        n += 1
+    return folder / f"previous_{n}"
 
 
 def is_file_of(folder: str, name: str) -> bool:

@@ -184,7 +184,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         """
         resume = resume or is_restarted()
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
-        if not resume or not self.checkpointer.has_checkpoint():
+        if not self.checkpointer.resumed_from:
             return
         self.start_iter = self.iter + 1  # the checkpoint names the last completed iteration
         old_epoch = self._loaded_size.epoch

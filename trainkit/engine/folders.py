@@ -11,8 +11,9 @@ from typing import Any
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.atomic import write_text
-from trainkit.checkpoint.folder import is_file_of, local_folder, mirrors, tagged_file
+from trainkit.checkpoint.folder import candidates, is_file_of, next_previous
 from trainkit.checkpoint.format import owner_of_part
+from trainkit.checkpoint.mirror import local_folder, mirror_of
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
 from trainkit.utils.run_folder import (
@@ -26,12 +27,15 @@ from trainkit.utils.run_folder import (
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
     r"log\.txt|.+\.rank\d+(\.pt)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    r"|last_checkpoint|finished|slurm_job|.+\.pth|.+_published-\w{8}\.safetensors"
+    r"|last_checkpoint|run_id|finished|slurm_job|.+\.pth|.+_published-\w{8}\.safetensors"
     r"|events\.out\.tfevents\..+|events\.cut_\d+"
 )
 
 # those of them that `prepare_folders` and the log write, maybe for a run of this process that has not started
 _FILES_OF_SETUP = re.compile(r"log\.txt(\.rank\d+)?|config\.yaml|slurm_job")
+
+# the name of ``previous_<n>`` until all files are in it
+_MOVING = "previous_unfinished"
 
 # real path of a folder -> the trainer of this process that has trained there last, since `prepare_folders`
 _last_trainers: "dict[str, weakref.ref[Any]]" = {}
@@ -50,10 +54,15 @@ def use_local_folders(cfg: CfgNode) -> None:
 
 
 def _folders_of(cfg: CfgNode) -> dict[str, str]:
-    """Key -> folder; one key if it is the same folder."""
-    folders = {"OUTPUT_DIR": cfg.OUTPUT_DIR}
+    """Key -> folder; one key if it is the same folder.
+
+    The checkpoints are first: if a new run is killed before all files of an earlier one are moved away, no run goes on
+    from a checkpoint whose metrics are elsewhere.
+    """
+    folders = {}
     if os.path.realpath(checkpoint_dir(cfg)) != os.path.realpath(cfg.OUTPUT_DIR):
         folders["CHECKPOINT.DIR"] = checkpoint_dir(cfg)
+    folders["OUTPUT_DIR"] = cfg.OUTPUT_DIR
     return folders
 
 
@@ -74,7 +83,8 @@ def own_folders(
             raise ConfigError(
                 f"{key} {folder!r} cannot be written, choose another: {error}"
             ) from error
-        if (mirror := mirrors.get(folder)) is not None and not mirror.is_taken:
+        mirror = mirror_of(folder)
+        if mirror is not None and not mirror.is_taken:
             mirror.take(resume)
             notes.append(
                 f"Files are written to {folder}, and uploaded to {mirror.address} after each save"
@@ -128,20 +138,20 @@ def release_folders(cfg: CfgNode, *, after_use: bool = False) -> None:
     folders = list(_folders_of(cfg).values())
     if not after_use:
         folders = [folder for folder in folders if not is_in_use(folder)]
-    errors = [
-        error
-        for folder in folders
-        if (mirror := mirrors.get(folder)) and (error := mirror.release())
-    ]
+    errors = []
+    for folder in folders:
+        mirror = mirror_of(folder)
+        if mirror is not None:
+            error = mirror.release()
+            if error:
+                errors.append(error)
     for folder in folders:
         if after_use:
             leave_folder(folder)
         else:
             release_folder(folder)
     if errors and sys.exc_info()[0] is None:
-        raise CheckpointError(
-            f"the run is at its end, but {'; '.join(errors)}; the local folders have them"
-        )
+        raise CheckpointError(f"the run is at its end, but {'; '.join(errors)}")
 
 
 def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool) -> list[str]:
@@ -151,15 +161,19 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
     only links out of its folder, since it would write through them.
     """
     checkpoints = checkpoint_dir(cfg)
-    folders = dict.fromkeys([cfg.OUTPUT_DIR, checkpoints]) if comm.is_main_process() else {}
+    folders = list(_folders_of(cfg).values()) if comm.is_main_process() else []
     if eval_only:
-        for mirror in filter(None, map(mirrors.get, folders)):
-            mirror.download()
+        for folder in folders:
+            mirror = mirror_of(folder)
+            if mirror is not None:
+                mirror.download()
         with contextlib.suppress(OSError):  # it may belong to somebody else
             os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
     if eval_only or not folders:
         return []
-    notes, is_new = own_folders(cfg, resume), not (resume and tagged_file(checkpoints))
+    notes = own_folders(cfg, resume)
+    was_killed = any(_is_half_empty(Path(folder)) for folder in folders)
+    is_new = was_killed or not (resume and next(candidates(checkpoints), ""))
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
         notes += _note_of(folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new))
@@ -181,10 +195,20 @@ def can_log(folder: str) -> bool:
     return os.access(folder, os.W_OK) and is_file_of(folder, "log.txt")
 
 
+def _is_half_empty(folder: Path) -> bool:
+    """Whether a process was killed while it moved the files of an earlier run away."""
+    moving = folder / _MOVING
+    return moving.is_dir() and not moving.is_symlink()
+
+
 def _move_aside(
     folder: Path, weights: str, is_new: bool, *, keep: "re.Pattern[str] | None" = None
 ) -> Path | None:
-    """Move the files of a run into a new folder ``previous_<n>``, which is returned; None if there are none."""
+    """Move the files of a run into a new folder ``previous_<n>``, which is returned; None if there are none.
+
+    A new run moves them into another folder, which gets this name at the end. So `_is_half_empty` sees whether the
+    process was killed meanwhile, and the next call moves the rest.
+    """
     # a checkpoint after its further files
     found = sorted(folder.iterdir(), key=lambda path: not path.is_dir())
     old = [path for path in found if owner_of_part(path.name) or _RUN_FILES.fullmatch(path.name)]
@@ -198,12 +222,20 @@ def _move_aside(
         raise ConfigError(
             f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties; move it"
         )
-    if not old:
+    moving = folder / _MOVING
+    is_half_empty = _is_half_empty(folder)
+    if is_half_empty and any(os.path.lexists(moving / path.name) for path in old):
+        # an evaluation has written such a file since then
+        moving.rename(next_previous(folder))
+        is_half_empty = False
+    if not old and not is_half_empty:
         return None
-    n = 1
-    while os.path.lexists(aside := folder / f"previous_{n}"):
-        n += 1
-    aside.mkdir()
+    aside = next_previous(folder)
+    if not is_new:
+        # some links, without which the run goes on
+        moving = aside
+    moving.mkdir(exist_ok=is_half_empty)
     for path in old:
-        path.rename(aside / path.name)
+        path.rename(moving / path.name)
+    moving.rename(aside)
     return aside

@@ -2,17 +2,27 @@
 
 The lock keeps other processes out. A script locks the folder before it builds its trainer. Then one trainer uses it,
 and `use_folder` keeps other runs of the same process out.
+
+The lock is one of ``flock``: it belongs to the open file, so it stays when other code of the process opens and closes
+``run.lock``. A forked process inherits the open file, and would keep the lock after its parent was killed, so it closes
+the file at its start.
 """
 
-import contextlib
+import errno
 import fcntl
+import functools
+import logging
 import os
 import threading
 import time
 from pathlib import Path
 
+_logger = logging.getLogger(__name__)
+
 LOCK_FILE = "run.lock"
 _PATIENCE_SEC = 2.0  # a killed process releases its locks only at its very end
+# NFS without its lock service, Lustre mounted without locks, and others
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 _owned: dict[str, int] = {}  # real path -> descriptor of the locked file
 _in_use: list[str] = []  # real paths of owned folders in which a run of this process trains
@@ -94,12 +104,42 @@ def _try_to_own(folder: str | os.PathLike[str], for_use: bool) -> bool:
 
 
 def _lock(folder: str | os.PathLike[str]) -> bool:
+    _close_in_child_processes()
     descriptor = os.open(Path(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o666)
-    with contextlib.suppress(BlockingIOError, PermissionError):
-        # not `flock`: loader workers would inherit the lock, and may outlive a killed run by seconds
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:  # its former owner has not deleted it meanwhile
-            _owned[os.path.realpath(folder)] = descriptor
-            return True
-    os.close(descriptor)
-    return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            os.close(descriptor)
+            raise
+        _logger.warning(
+            "The file system of '%s' has no locks (%s), so nothing keeps a second run out of this folder",
+            os.fspath(folder),
+            error.strerror,
+        )
+    # its former owner has deleted the file meanwhile
+    if os.fstat(descriptor).st_nlink == 0:
+        os.close(descriptor)
+        return False
+    _owned[os.path.realpath(folder)] = descriptor
+    return True
+
+
+@functools.cache  # once in a process: it cannot be undone
+def _close_in_child_processes() -> None:
+    # with the guard, so that no file is open that `_owned` does not name
+    os.register_at_fork(
+        before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_own_nothing
+    )
+
+
+def _own_nothing() -> None:
+    """In a forked process: its parent owns the folders."""
+    for descriptor in _owned.values():
+        os.close(descriptor)
+    _owned.clear()
+    _in_use.clear()
+    _guard.release()

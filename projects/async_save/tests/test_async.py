@@ -76,6 +76,9 @@ class TwoOfOne(Counter):
 def test_the_file_is_the_same_byte_for_byte(tmp_path):
     found, model = {}, nn.BatchNorm1d(3)
     for format in ("", "staged", "async_save", "other"):
+        # as if all belonged to one run
+        (tmp_path / format).mkdir(exist_ok=True)
+        (tmp_path / format / "run_id").write_text("0123456789abcdef")
         if format == "other":  # the comparison can fail
             model.weight.data[0] += 1
         checkpointer = Checkpointer(
@@ -87,7 +90,7 @@ def test_the_file_is_the_same_byte_for_byte(tmp_path):
 
     assert found[""] == found["staged"] == found["async_save"] != found["other"]
     assert len(found[""]) < 2 * 24_000  # 6000 numbers that stand in the state four times
-    assert names(tmp_path / "async_save") == ["last_checkpoint", "model.pth"]
+    assert names(tmp_path / "async_save") == ["last_checkpoint", "model.pth", "run_id"]
 
 
 @pytest.mark.parametrize(("num", "is_kept"), [(1200, True), (1300, False)])
@@ -155,7 +158,7 @@ def test_whoever_reads_the_folder_waits(tmp_path, disk, read):
     assert names(tmp_path) == []
     threading.Timer(0.01, disk.go.set).start()
     assert read(checkpointer)
-    assert names(tmp_path) == ["last_checkpoint", "model.pth"]
+    assert names(tmp_path) == ["last_checkpoint", "model.pth", "run_id"]
 
 
 def settled(checkpointer):
@@ -183,6 +186,7 @@ def test_an_asynchronous_save_that_fails_is_logged_at_once_and_the_run_goes_on(t
         "model_0000001.pth",
         "model_0000003.pth",
         "model_final.pth",
+        "run_id",
     ]
 
 

@@ -121,8 +121,9 @@ def test_the_weights_alone_are_published_under_their_digest(tmp_path):
     digest = hashlib.sha256((tmp_path / first).read_bytes()).hexdigest()
     assert first == str(tmp_path / f"model_final_published-{digest[:8]}.pth")
     assert values_of(first) == {"weight": [1.0], "bias": [1.0]}
-    assert sorted(read_file(path)) == ["iteration", "model", "trainer"]
-    assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", path.name, os.path.basename(first)]
+    assert sorted(read_file(path)) == ["iteration", "model", "run_id", "trainer"]
+    names = ["last_checkpoint", path.name, os.path.basename(first), "run_id"]
+    assert sorted(os.listdir(tmp_path)) == names
 
 
 def test_averaged_weights_are_published_over_those_of_the_model_and_are_an_error_where_there_are_none(

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+import threading
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from tests.engine.tiny import AfterStep
 from tests.exactness.machine import content
 from tools.convert_checkpoint import convert
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.folder import local_folder, mirrors
 from trainkit.checkpoint.format import make_format
+from trainkit.checkpoint.mirror import forget_mirrors, local_folder, mirror_of
 from trainkit.engine import DefaultPredictor, DefaultTrainer, default_setup
 from trainkit.utils.file_io import PathManager
 from trainkit.utils.logger import close_logger
@@ -36,7 +37,7 @@ def empty_store():
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield
-    mirrors.clear()  # a run that a test breaks off goes on copying its files otherwise
+    forget_mirrors()  # a run that a test breaks off goes on copying its files otherwise
 
 
 @pytest.fixture
@@ -157,21 +158,128 @@ def test_what_could_not_be_uploaded_is_uploaded_by_the_next_save(on, monkeypatch
     assert same(start(resume=True), whole)
 
 
-def test_a_run_whose_last_upload_fails_says_so_and_goes_on_from_the_upload_before(
-    on, monkeypatch, whole
-):
+@pytest.fixture
+def cut_off(on, monkeypatch):
+    """A run on machine "a" that uploads nothing after iteration 4, and has ended with an error; its local folder."""
+
     def break_off(trainer):
         if trainer.iter == 4:
-            monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
+            patch.setattr(MemoryFileSystem, "put_file", fail)
 
     on("a")
-    put_file = MemoryFileSystem.put_file
-    with pytest.raises(CheckpointError, match="the network is down; the local folders have them"):
-        start(do=break_off)
-    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    with monkeypatch.context() as patch:
+        text = "the network is down. They are in .*/a/runs/.*: --resume goes on there, unless"
+        with pytest.raises(CheckpointError, match=text):
+            start(do=break_off)
+        folder = Path(local_folder(ADDRESS))
+    forget_mirrors()
+    return folder
+
+
+def bits(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob("*.pth")}
+
+
+def test_a_run_whose_last_upload_fails_goes_on_from_its_own_files_and_uploads_them(
+    cut_off, on, whole, caplog
+):
+    before = bits(cut_off)
     again = start(resume=True)
-    assert 0 < again.start_iter < 10
+    assert (again.status, again.start_iter) == ("finished", 10)
+    assert bits(cut_off) == before  # nothing was downloaded, nothing moved
+    assert "WARNING" not in caplog.text
+    on("b")
+    forget_mirrors()
+    other = start(resume=True)
+    assert (other.status, other.start_iter) == ("finished", 10)
+    assert same(other, whole)
+
+
+@pytest.mark.parametrize("knows_what_is_there", [True, False])
+def test_a_killed_run_goes_on_from_its_own_checkpoint_if_this_is_newer_than_the_upload(
+    on, monkeypatch, whole, knows_what_is_there
+):
+    """Also if the process was killed before it noted what it has uploaded."""
+
+    def kill(trainer):
+        if trainer.iter == 4:
+            patch.setattr(MemoryFileSystem, "put_file", fail)
+        if trainer.iter == 8:
+            raise KeyboardInterrupt
+
+    on("a")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        start(do=kill)
+    folder = Path(local_folder(ADDRESS))
+    if not knows_what_is_there:
+        (folder / ".uploaded.json").write_text(
+            json.dumps({**json.loads((folder / ".uploaded.json").read_text()), "sent": {}})
+        )
+    forget_mirrors()
+    again = start(resume=True)
+    assert again.start_iter == 8
     assert same(again, whole)
+
+
+def test_what_only_this_machine_has_is_moved_if_the_run_has_gone_on_elsewhere(
+    cut_off, on, whole, caplog
+):
+    before = bits(cut_off)
+    on("b")
+    assert 0 < start(resume=True).start_iter < 10
+    on("a")
+    forget_mirrors()
+    again = start(resume=True)
+    assert same(again, whole)
+    aside = cut_off / "previous_1"
+    assert f"the files that only {cut_off} had are now in {aside}" in caplog.text
+    moved = {str(cut_off / path.name): path.read_bytes() for path in aside.glob("*.pth")}
+    assert moved
+    assert moved.items() <= before.items()
+    assert {"model_final.pth", "metrics.json"} <= {path.name for path in aside.iterdir()}
+    in_store = {name for name in there() if name.endswith(".pth")}
+    assert {path.name for path in cut_off.glob("*.pth")} == in_store
+
+
+def test_files_of_a_machine_that_were_uploaded_are_not_kept_twice(on, whole):
+    def stop(trainer):
+        if trainer.iter == 4:
+            trainer.request_stop("elsewhere")
+
+    on("a")
+    folder = local(start(do=stop))
+    on("b")
+    start(resume=True)
+    on("a")
+    forget_mirrors()
+    assert same(start(resume=True), whole)
+    assert [*folder.glob("previous_*/*.pth")] == []
+
+
+def test_a_store_that_cannot_be_reached_is_not_another_run(on, monkeypatch, whole):
+    """Such as a folder that is not mounted: there the files are missing, without another error."""
+    get_file = MemoryFileSystem.get_file
+    was_asked = threading.Event()
+
+    def is_missing(self, path, *arguments, **kwargs):
+        was_asked.set()
+        raise FileNotFoundError(path)
+
+    def unmount(trainer):
+        if trainer.iter == 2:
+            monkeypatch.setattr(MemoryFileSystem, "get_file", is_missing)
+        if trainer.iter == 4:  # after a save
+            assert was_asked.wait(60)
+            monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+
+    on("a")
+    trainer = start(do=unmount)
+    log = (local(trainer) / "log.txt").read_text()
+    assert "last_upload.json is not there; the store cannot be reached, or the run was" in log
+    assert "another run writes there" not in log
+    on("b")
+    forget_mirrors()
+    assert same(start(resume=True), whole)
 
 
 def test_a_run_that_another_one_has_replaced_uploads_nothing_more(on):
@@ -210,7 +318,7 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
         (here / folder / ".metadata").write_text("m")
         (here / f"model_{iter:07d}.pth").write_text("p")
     (here / "last_checkpoint").write_text("model_0000009.pth")
-    remote = mirrors[str(here)]
+    remote = mirror_of(str(here))
     remote.take()
     assert remote.release() == ""
     new = {f"{folder}/.metadata" for folder in shards.values()} | {
@@ -230,12 +338,13 @@ def test_the_files_of_shards_go_with_their_checkpoint_and_no_file_leaves_the_fol
     MemoryFileSystem().pipe_file(f"{ROOT}last_upload.json", json.dumps(changed).encode())
     on("b")
     here = Path(local_folder(ADDRESS))
-    remote = mirrors[str(here)]
+    remote = mirror_of(str(here))
     remote.download()
     assert not list(tmp_path.rglob("evil*"))
     assert {path.name for path in here.iterdir()} == {
         *(*shards.values(), "model_0000004.pth", "model_0000009.pth", "last_checkpoint"),
         ".manifest",
+        ".uploaded.json",
     }
     assert (here / shards[9] / ".metadata").read_text() == "m"
     make_format("shards").remove(str(here / "model_0000004.pth"))

@@ -1,6 +1,7 @@
 """A fork goes on from a checkpoint of another run, with settings of its own."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -208,3 +209,43 @@ def test_what_cannot_be_forked_is_refused(tmp_path, parent, monkeypatch):
         ConfigError, match="--fork is given .*, but the script starts at iteration 0"
     ):
         fork(f"{parent}@5", tmp_path)
+
+
+def test_a_fork_is_another_run_than_its_parent(tmp_path, parent):
+    fork(f"{parent}@5", tmp_path / "fork")
+    own, of_parent = (
+        {read_file(path)["run_id"] for path in folder.glob("*.pth")}
+        for folder in (tmp_path / "fork", parent)
+    )
+    assert (len(own), len(of_parent)) == (1, 1)
+    assert own != of_parent
+    assert {(tmp_path / "fork/run_id").read_text()} == own
+    assert {(parent / "run_id").read_text()} == of_parent
+
+
+def test_a_fork_whose_tag_is_lost_is_resumed_from_its_own_newest_checkpoint(tmp_path, parent):
+    fork(f"{parent}@5", tmp_path)
+    (tmp_path / "last_checkpoint").unlink()
+    again = fork(f"{parent}@5", tmp_path, "SOLVER.MAX_ITER", 14, "--resume")
+    assert again.start_iter == 12
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b""])
+@pytest.mark.parametrize("name", ["model_final.pth", "model_0000009.pth"])
+def test_a_parent_whose_newest_checkpoint_may_be_damaged_is_forked_only_by_a_number(
+    tmp_path, parent, name, damage
+):
+    copy = tmp_path / "parent"
+    shutil.copytree(parent, copy)
+    if name != "model_final.pth":
+        (copy / "model_final.pth").unlink()
+    (copy / "last_checkpoint").write_text(name)
+    (copy / name).write_bytes(damage((copy / name).read_bytes()))
+    with pytest.raises(CheckpointError, match=f"{name} .* is damaged .*RUN@ITERATIONS; .* after 5"):
+        fork(copy, tmp_path / "fork", "SOLVER.MAX_ITER", 14)
+    assert fork(f"{copy}@5", tmp_path / "fork", "SOLVER.MAX_ITER", 14).cfg.FORK.ITER == 4
+    # a damaged file of an earlier iteration does not matter
+    shutil.copy(parent / "model_final.pth", copy)
+    if name != "model_final.pth":
+        trainer = fork(copy, tmp_path / "other", "SOLVER.MAX_ITER", 14)
+        assert trainer.cfg.FORK.ITER == 11

@@ -42,6 +42,7 @@ def write_manifest(path, folder, changes=()):
     empty["scale"] = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
     write_file(
         {
+            "iteration": 9,
             "model": empty,
             "shards": {"folder": folder.name, "files": files_of(folder), **dict(changes)},
         },

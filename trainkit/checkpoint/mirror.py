@@ -1,0 +1,58 @@
+"""The seam for runs at an address: such a run writes to a local folder, and a mirror copies its files."""
+
+from typing import Protocol
+
+from trainkit.utils.loading import load_plugin
+from trainkit.utils.plugins import NAMES
+
+
+class Mirror(Protocol):
+    """Copies the files of a local folder to an address. Used on rank 0.
+
+    Attributes:
+        is_taken: whether a run of this process writes to the address.
+    """
+
+    address: str
+    folder: str
+    is_taken: bool
+
+    def download(self) -> None:
+        """Get newer files from the address. Raises CheckpointError."""
+
+    def take(self, resume: bool | None = None) -> None:
+        """A run starts; ``resume``: None if it does not say it. Raises CheckpointError if another run is there."""
+
+    def after_save(self, folder: str) -> None:
+        """A checkpoint was saved in ``folder``, this one or another one of the run: upload, in a thread."""
+
+    def release(self) -> str:
+        """The run has ended: upload the last files; returns the error, or ""."""
+
+
+_mirrors: dict[str, Mirror] = {}  # by local folder
+
+
+def local_folder(path: str) -> str:
+    """The local folder for the files of a run: ``path``, or if it is an address, that of its `Mirror`."""
+    if "://" not in path:
+        return path
+    mirror: Mirror = load_plugin(NAMES["Mirror"]).make_mirror(path)
+    _mirrors.setdefault(mirror.folder, mirror)
+    return mirror.folder
+
+
+def mirror_of(folder: str) -> Mirror | None:
+    """The mirror of a folder that `local_folder` has returned; None if it stands for no address."""
+    return _mirrors.get(folder)
+
+
+def after_save(folder: str) -> None:
+    """Tell all mirrors that a checkpoint was saved: the run may have another folder."""
+    for mirror in list(_mirrors.values()):  # another run in a thread may add one
+        mirror.after_save(folder)
+
+
+def forget_mirrors() -> None:
+    """Start as a new process, whose runs have no addresses yet."""
+    _mirrors.clear()
