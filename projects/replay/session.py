@@ -292,7 +292,6 @@ class Session:
 def _not_listening(stops: StopRequests) -> Iterator[None]:
     """In the place of ``listening``: a signal ends a replay at once, since it has nothing to save."""
     yield
-    stops._read_exchange()  # every rank has started it
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ class TrainerBase:
         """Every rank asks after each step, also after the last one, so that they agree on a stop."""
         if self._early is not None:
             return True
-        is_stopped = self._stops.agreed(self.done - 1) is not None
+        is_stopped = self._stops.agreed(self.done) is not None
         return is_stopped or self.done >= self.max_iter
 
     def _write_saves(self) -> None:

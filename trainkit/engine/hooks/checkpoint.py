@@ -105,7 +105,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
 
     def after_step(self) -> None:
         name = self.name_at(self.trainer.iter)
-        if self._clock is not None and self._clock.is_over(self.trainer.iter) and name is None:
+        if self._clock is not None and self._clock.is_over(self.trainer.done) and name is None:
             name = f"{self.file_prefix}_{self.trainer.iter:07d}"
         if name is not None:
             self._request(name, self.trainer.iter, is_final=is_last(self.trainer))
@@ -116,8 +116,6 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         if status == "failed":
             self._settle()
             return
-        if self._clock is not None:
-            self._clock.end()
         if status == "finished" and self.save_last and self._final_iter != iteration + 1:
             self._request(f"{self.file_prefix}_final", iteration, is_final=True)
         elif status == "stopped" and iteration >= 0:
@@ -156,53 +154,31 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
 
 
 class _SaveClock:
-    """Whether the time from one save to the next is over, with the same answer on all ranks.
-
-    Rank 0 sends its answer in the background, so no rank waits for another: at every n-th iteration the ranks read the
-    answer of the last time, and start to exchange the next one.
-    """
+    """Whether the time from one save to the next is over: at every n-th iteration rank 0 tells it to the others."""
 
     def __init__(self, period_sec: float) -> None:
         self._period_sec = period_sec
 
     def begin(self, trainer: Any) -> None:
         """Start at 0; every rank calls it in the thread of the loop."""
-        self._every = max(trainer.stop_check_period // 2, 1)
-        self._start_iter = trainer.start_iter
+        self._every = trainer.stop_check_period
         # without rank_keys not all ranks have this hook, so they cannot exchange
         self._group = comm.side_group("requests") if trainer.rank_keys else None
-        self._exchange: tuple[dist.Work, torch.Tensor] | None = None
         self.restart()
 
     def restart(self) -> None:
         """The time counts from now."""
         self._end_sec = time.monotonic() + self._period_sec
 
-    def is_over(self, iter: int) -> bool:
-        """Every rank calls it after each iteration."""
+    def is_over(self, done: int) -> bool:
+        """Every rank calls it after each iteration, with the number of those that are done."""
+        is_over = time.monotonic() >= self._end_sec
         if self._group is None:
-            return time.monotonic() >= self._end_sec
-        # not in the first iteration: an exchange there would turn an error of DDP into a hang
-        if iter == self._start_iter or iter % self._every != 0:
+            return is_over
+        if done % self._every != 0:
             return False
-        is_over = self._read()
-        if is_over:
-            self.restart()
-        answer = torch.tensor([time.monotonic() >= self._end_sec], dtype=torch.int32, device="cpu")
-        work = dist.broadcast(answer, src=0, group=self._group, async_op=True)
-        self._exchange = (work, answer)
-        return is_over
-
-    def end(self) -> None:
-        """Wait for the last exchange, which every rank has started."""
-        self._read()
-
-    def _read(self) -> bool:
-        if self._exchange is None:
-            return False
-        work, answer = self._exchange
-        self._exchange = None
-        work.wait()
+        answer = torch.tensor(int(is_over), dtype=torch.int32, device="cpu")
+        dist.broadcast(answer, src=0, group=self._group)
         return bool(answer)
 
 
