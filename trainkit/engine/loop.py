@@ -207,19 +207,19 @@ class TrainerBase:
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
     def _check_state(self) -> None:
-        """After the first iteration of a run: can a checkpoint hold the state? Every rank calls it; nothing is written.
+        """After the first iteration of a run: can a checkpoint hold the state of this rank? Nothing is written.
+
+        Nothing is exchanged either, since DDP may still have to raise an error, see `comm.create_side_groups`.
 
         Raises:
-            TypeError: it cannot, on some rank.
+            TypeError: it cannot.
         """
         self._has_checked_state = True
-        error = ""
         for checkpointer in checkpointers_of(self):
-            if isinstance(checkpointer, Checkpointer) and not error:
+            if isinstance(checkpointer, Checkpointer):
                 error = checkpointer.describe_unwritable()
-        found = [text for text in self.gather(error) if text]
-        if found:
-            raise TypeError(f"checkpoints of this run cannot be written: {found[0]}")
+                if error:
+                    raise TypeError(f"checkpoints of this run cannot be written: {error}")
 
     # ------------------------------------------------------------------ requests
 
