@@ -25,7 +25,12 @@ LAYERS = [
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.attributes"],
     ["trainkit.engine.loop"],
-    ["trainkit.engine.data_size", "trainkit.engine.feed", "trainkit.engine.metrics"],
+    [
+        "trainkit.engine.data_size",
+        "trainkit.engine.feed",
+        "trainkit.engine.metrics",
+        "trainkit.engine.policies",
+    ],
     ["trainkit.engine.step"],
     ["trainkit.engine.amp"],
     ["trainkit.engine.train_loop"],

@@ -401,7 +401,7 @@ def test_a_default_trainer_passes_on_what_its_step_knows_and_may_have_attributes
 ):
     trainer = DefaultTrainer(tiny_cfg(tmp_path))
     seen = []
-    names = ("batch", "losses", "trained_losses", "feed", "metrics", "non_finite", "clip_gradients")
+    names = ("batch", "losses", "trained_losses", "feed", "metrics", "policy", "clip_gradients")
     look = hooks.CallbackHook(
         after_backward=lambda t: seen.append([getattr(t, name) for name in names])
     )

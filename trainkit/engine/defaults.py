@@ -114,7 +114,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     fetch = _Passed("fetch")
     reset_data_loader = _Passed("reset_data_loader")
     metrics = _Passed("metrics")
-    non_finite = _Passed("non_finite")
+    policy = _Passed("policy")
     grad_scaler = _Passed("grad_scaler")
     precision = _Passed("precision")
     skipped_updates = _Passed("skipped_updates")

@@ -27,7 +27,6 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.losses import (
     Losses,
     as_losses,
-    describe_failure,
     mean_losses,
     non_finite_names,
     parse_losses,
@@ -43,6 +42,7 @@ from trainkit.engine.parallel import (
     settle_buckets,
     without_gradient_sync,
 )
+from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
 from trainkit.utils.logger import format_table
@@ -86,7 +86,7 @@ class SimpleTrainer(TrainerBase):
         feed: draws the batches.
         metrics: takes the losses to the storage.
         accumulation_steps: micro-batches per iteration.
-        non_finite: "raise" or "ignore".
+        policy: what happens to values that are not finite.
         extra: further values of this iteration for the storage, shape ``[]``; `look` takes out ``[flag]...``.
     """
 
@@ -107,6 +107,9 @@ class SimpleTrainer(TrainerBase):
     )
     reset_data_loader = forwarded("feed.reset")
     gather_metric_period = forwarded("metrics.gather_period")
+    skipped_updates = forwarded(
+        "policy.skipped_updates", "The number of updates that were left out."
+    )
     _data_loader_iter = forwarded("feed.iterator")
     _data_loader_iter_obj = forwarded(
         "feed._iterator", "None: the next iteration iterates over the loader again."
@@ -123,7 +126,8 @@ class SimpleTrainer(TrainerBase):
         *,
         accumulation_steps: int = 1,
         clip_gradients: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
-        non_finite: str = "raise",
+        non_finite: str | NonFinitePolicy = "raise",
+        max_non_finite_in_row: int = 25,
         exchange_period: int = 1,
     ) -> None:
         """The model is set to train mode here, once; code that changes the mode later must restore it.
@@ -142,7 +146,8 @@ class SimpleTrainer(TrainerBase):
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
             non_finite: "raise" ends the run if the loss, or the norm that ``clip_gradients`` returns, is not finite:
                 before the update on a CPU, else at most 20 iterations later, and before anything is saved. The model is
-                checked at each save. "ignore" checks nothing.
+                checked at each save. "ignore" checks nothing. Or a `NonFinitePolicy`.
+            max_non_finite_in_row: so many updates in a row that are left out end the run, see `NonFinitePolicy`.
             exchange_period: with several ranks, the number of iterations between exchanges of metrics. Metrics are
                 stored, and a failure of a rank is raised, only at an exchange.
 
@@ -150,10 +155,8 @@ class SimpleTrainer(TrainerBase):
             ValueError: a period below 1; ``non_finite`` is not known.
         """
         super().__init__()
-        if non_finite not in ("raise", "ignore"):
-            raise ValueError(
-                f"non_finite must be 'raise' or 'ignore', got {non_finite!r}; projects have other policies"
-            )
+        self.policy = make_policy(non_finite, max_non_finite_in_row)
+        self.policy.bind(optimizer)
         model.train()
         self.model, self.optimizer, self.feed = model, optimizer, Feed(data_loader)
         trainer = weakref.proxy(self)  # a strong reference would keep the trainer alive
@@ -166,7 +169,7 @@ class SimpleTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         # detectron2's name
         self.concurrent_executor = DirectCalls() if async_write_metrics else None
-        self.non_finite, self.clip_gradients = non_finite, clip_gradients
+        self.clip_gradients = clip_gradients
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
         self.extra: dict[str, Tensor] = {}
@@ -218,6 +221,7 @@ class SimpleTrainer(TrainerBase):
 
     def compute_gradients(self) -> Losses:
         """Fetch, zero_grad, forward and backward for each micro-batch; the gradients are those of the mean loss."""
+        self.policy.before_gradients(self.model)
         if self.accumulation_steps == 1:
             return self._add_gradients(self.draw())
         found: list[Losses] = []
@@ -280,11 +284,19 @@ class SimpleTrainer(TrainerBase):
         self.extra = self.judge_gradients(self._losses)
 
     def judge_gradients(self, losses: Any) -> dict[str, Tensor]:
-        """Clip the gradients; returns ``extra``."""
-        if self.clip_gradients is None:
-            return {}
-        norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
-        return {} if norm is None else {"grad_norm": norm.detach()}
+        """Let the policy see the gradients, and clip them; returns ``extra``."""
+        self.policy.see_gradients(self.optimizer, self.model, losses)
+        extra = self.flags()
+        if self.clip_gradients is not None:
+            norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
+            if norm is not None:
+                extra["grad_norm"] = norm.detach()
+        self.policy.judge(extra, self.model)
+        return extra
+
+    def flags(self) -> dict[str, Tensor]:
+        """Values that a variant adds to ``extra`` in each step."""
+        return {}
 
     def _write_metrics(
         self,
@@ -313,23 +325,12 @@ class SimpleTrainer(TrainerBase):
     write_metrics = staticmethod(write_metrics)
 
     def update(self) -> None:
-        self.optimizer.step()
+        self.policy.update(self.optimizer)
 
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
-        """Judge the numbers of an iteration; called in the order of the iterations, maybe later and in a worker.
-
-        Args:
-            values: name -> number; what is removed here is not stored.
-
-        Returns:
-            A description of what is not finite; not raised here, since all ranks must raise it together.
-        """
-        if self.non_finite == "raise":
-            if not math.isfinite(values["total_loss"]):
-                return describe_failure("loss is", iter, values)
-            if not math.isfinite(values.get("grad_norm", 0.0)):
-                return describe_failure("gradients are", iter, values)
-        return None
+        """Judge the numbers of an iteration, maybe later and in a worker; see `NonFinitePolicy.look`."""
+        is_gathered = (iter + 1) % self.gather_metric_period == 0
+        return self.policy.look(iter, values, is_gathered)
 
     # ------------------------------------------------------------------ runs and state
 
@@ -391,7 +392,7 @@ class SimpleTrainer(TrainerBase):
         self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")
         # parts such as masks of -inf, which are never finite
         self._never_finite = (
-            {*non_finite_names(self.model)} if self.non_finite != "ignore" else set()
+            {*non_finite_names(self.model)} if self.policy.name != "ignore" else set()
         )
 
     def start_run(self) -> None:
@@ -421,7 +422,7 @@ class SimpleTrainer(TrainerBase):
         self._watch_untrained()  # a hook may have added parameters
         if everywhere:
             self.metrics.finish(self.storage_in_use())
-        if self.non_finite == "ignore":
+        if self.policy.name == "ignore":
             return None
         names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
         if not names:
@@ -470,8 +471,12 @@ class SimpleTrainer(TrainerBase):
 
     def step_state_dict(self) -> dict[str, Any]:
         """The state changed by steps, without the model; equal on all ranks."""
-        groups = describe_groups(self.optimizer, self.parameter_names())
-        return {"optimizer": self.optimizer.state_dict(), "optimizer_groups": groups}
+        self.storage_in_use().flush()  # updates that are left out are counted when they are stored
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_groups": describe_groups(self.optimizer, self.parameter_names()),
+            "non_finite": self.policy.state_dict(),
+        }
 
     def check_step_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the state does not fit; nothing is changed."""
@@ -485,6 +490,7 @@ class SimpleTrainer(TrainerBase):
         Raises:
             CheckpointError: the optimizer, its groups or the shapes of its parameters are others.
         """
+        self.policy.load_state_dict(state_dict.get("non_finite", {}))
         if "optimizer" not in state_dict:
             logger.warning(
                 "The checkpoint has no entry 'optimizer': %s starts anew",

@@ -87,7 +87,7 @@ NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_n
             "services: MLflowWriter WandbWriter mlflow wandb; tensorboard_writer: TensorboardXWriter tensorboard"
         ),
         "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",
-        "non_finite": "trainers: gradients skip",
+        "non_finite": "policies: gradients skip",
         "predict": "predictor: DefaultPredictor",
         "preflight": "hook: Killed Preflight",
         "remote": "mirror: Mirror; store: CheckpointStore STORE_REGISTRY register_addresses",
