@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sized
 from fractions import Fraction
 from itertools import islice
+from operator import attrgetter
 from typing import Any, cast
 
 from torch.utils.data import BatchSampler
@@ -53,10 +54,21 @@ class LogicalLoader:
             for rank in own
         ]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loaders[0], name)
+    # what others ask of a loader
+    dataset = property(attrgetter("_first.dataset"))
+    sampler = property(attrgetter("_first.sampler"))
+    batch_sampler = property(attrgetter("_first.batch_sampler"))
+    batch_size = property(attrgetter("_first.batch_size"))
+    drop_last = property(attrgetter("_first.drop_last"))
+    num_workers = property(attrgetter("_first.num_workers"))
+    collate_fn = property(attrgetter("_first.collate_fn"))
+    seed = property(attrgetter("_first.seed"))
+    resume_obstacle = property(attrgetter("_first.resume_obstacle"))
+    epoch_listeners = property(attrgetter("_first.epoch_listeners"))
+
+    @property
+    def _first(self) -> ResumableLoader:
+        return self._loaders[0]
 
     def __iter__(self) -> Iterator[Any]:
         iterators = [iter(loader) for loader in self._loaders]
@@ -69,6 +81,9 @@ class LogicalLoader:
         return whole_or_rounded(
             Fraction(exact(iters_per_epoch(self._loaders[0]) or 0)) * len(self._loaders)
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._first.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for loader in self._loaders:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing
+from trainkit.utils.file_io import refuse_pipe
 
 SUFFIX = ".pth"
 _OLD_KEY = "__trainkit_format__"
@@ -138,6 +139,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
         CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values.
     """
     try:
+        refuse_pipe(path)
         with open(path, "rb") as file:
             if file.read(2) == b"PK":
                 _check_records(file)

@@ -9,6 +9,7 @@ from typing import IO, Any
 import yaml
 
 from trainkit.utils.errors import ConfigError, not_accepted
+from trainkit.utils.file_io import refuse_pipe
 
 _NUMBER = re.compile(r"[-+]?((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|inf|nan)\Z")
 
@@ -74,10 +75,12 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
 def read_yaml(path: str) -> dict[str, Any]:
     """Read the file ``path``, see `load_yaml`."""
     try:
+        refuse_pipe(path)
         with open(path, encoding="utf-8") as file:
             return load_yaml(file, path)
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"cannot read the config file {path!r}: {reason}") from error
 
 
 def read_with_base(path: str | os.PathLike[str]) -> dict[str, Any]:

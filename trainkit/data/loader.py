@@ -27,6 +27,7 @@ from trainkit.data.samplers import InferenceSampler, InfiniteSampler, new_genera
 from trainkit.data.seeding import seed_globals, splitmix64, undisturbed_globals
 from trainkit.utils import comm
 from trainkit.utils.env import seed_all_rng, stop_signals
+from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
 
@@ -278,11 +279,16 @@ class _Order(data.Sampler[Any]):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.source.load_state_dict(copy.deepcopy(state["order"]))
-        self._own_seed, self._start, self._is_loaded = state["seed"], state["order"], True
-        self._progress = _Progress(
-            state["position"], state.get("batches", 0), state.get("epoch", _NOT_TOLD)
+        progress = _Progress(
+            check_period("position", state["position"]),
+            check_period("batches", state.get("batches", 0)),
+            check_period("epoch", state.get("epoch", _NOT_TOLD), minimum=_NOT_TOLD),
         )
+        self._own_seed = check_period("seed", state["seed"])
+        self.source.load_state_dict(copy.deepcopy(state["order"]))
+        self._start = state["order"]
+        self._is_loaded = True
+        self._progress = progress
 
     def start_pass(self) -> _Progress:
         """Start a pass: after loading a state where it says, else where the source goes on."""

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from trainkit.utils import comm
-from trainkit.utils.periods import exact
+from trainkit.utils.periods import check_number, check_period, exact
 from trainkit.utils.protocol import samples_of
 
 
@@ -33,6 +33,10 @@ class DataSize:
         epoch = state.get("epoch")
         if epoch is not None:
             epoch = Fraction(*epoch)
+            check_number("epoch", epoch.numerator, "(0, inf)")
+        for name in ("samples", "batch"):
+            if state.get(name) is not None:
+                check_period(name, state[name])
         return cls(state.get("samples"), state.get("batch"), epoch)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
-from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.atomic import loading, write_text
 from trainkit.checkpoint.folder import read_finished
 from trainkit.config import (
     CfgNode,
@@ -336,9 +336,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.__dict__.pop("_last_eval_results", None)
         if results := state_dict.get("results"):
             self._last_eval_results = results
-        self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
-        self._trainer.compare_data(state_dict)
-        self._trainer.feed.load_state_dict(state_dict.get("data", {}))
+        with loading("the position in the data"):
+            self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
+            self._trainer.compare_data(state_dict)
+            self._trainer.feed.load_state_dict(state_dict.get("data", {}))
         self._trainer._attributes.load_state_dict(state_dict["_trainer"])
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.atomic import remove_leftovers, write_text
 from trainkit.checkpoint.folder import is_file_of, local_folder, mirrors, tagged_file
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.config import CfgNode, ConfigError
@@ -162,6 +162,7 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
     notes, is_new = own_folders(cfg, resume), not (resume and tagged_file(checkpoints))
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
+        remove_leftovers(folder)
         notes += _note_of(folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new))
         _last_trainers.pop(os.path.realpath(folder), None)
     write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))

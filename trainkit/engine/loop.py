@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.engine.attributes import Attributes, checkpointers_of
 from trainkit.engine.run_state import EarlyEnd, Position, RunState
@@ -301,7 +302,8 @@ class TrainerBase(RunState):
     @staticmethod
     def _log_failure(what: str, error: BaseException) -> None:
         # not Ctrl-C either
-        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)
+        traced = isinstance(error, Exception)
+        traced = traced and not isinstance(error, ConfigError | CheckpointError)
         logger.error(
             "%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None
         )

@@ -6,18 +6,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.checkpoint.optimizer_state import names_in
 from trainkit.engine.attributes import Attributes, stateful_attributes
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
 from trainkit.utils import comm
-from trainkit.utils.env import get_rng_state, rng_state_for_rank
+from trainkit.utils.env import check_rng_state, get_rng_state, rng_state_for_rank
 from trainkit.utils.events.storage import (
     EventStorage,
     other_threads_have_storages,
     storage_of_thread,
 )
-from trainkit.utils.periods import exact, periods_done, say_done
+from trainkit.utils.periods import check_period, exact, periods_done, say_done
 
 _T = TypeVar("_T")
 
@@ -319,20 +320,25 @@ class RunState:
             state_dict["iteration"],
             state_dict.get("position", {"stage": 1, "finished_early": None}),
         )
-        if not isinstance(iteration, int) or iteration < -1:
-            raise TypeError(
-                f"the iteration of a saved run must be a whole number >= -1, got {iteration!r}"
-            )
+        check_period("iteration", iteration, minimum=-1)
+        if saved["stage"] not in (1, 2):
+            raise ValueError(f"the stage must be 1 or 2, got {saved['stage']!r}")
         self._at, self._stage = iteration + (saved["stage"] == 1), saved["stage"]
         self.iter, self.start_iter, self.status = iteration, iteration + 1, "not started"
         self._early = None
+        check_period("max_iter", saved.get("max_iter", 0))
         if saved["finished_early"] is not None:
             settings = saved["settings_of_early_end"]
             self._early = EarlyEnd(saved["finished_early"], saved["max_iter"], settings)
         # max_iter from a config comes first
         self.max_iter = self.max_iter or saved.get("max_iter", 0)
         self.storage = EventStorage()
-        if state_dict.get("storage"):
-            self.storage.load_state_dict(state_dict["storage"])
+        with loading("the storage"):
+            if state_dict.get("storage"):
+                self.storage.load_state_dict(state_dict["storage"])
         saved, present = state_dict.get("world_size", 1), comm.get_data_world_size()
-        self._rng_state = rng_state_for_rank(state_dict.get("rng"), saved, present, iteration)
+        check_period("world_size", saved, minimum=1)
+        with loading("the random state"):
+            if state_dict.get("rng") is not None:
+                check_rng_state(state_dict["rng"])
+            self._rng_state = rng_state_for_rank(state_dict.get("rng"), saved, present, iteration)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.checkpoint.optimizer_state import (
     describe_groups,
     fit_state,
@@ -430,8 +431,9 @@ class SimpleTrainer(OwnMetrics, TrainerBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.compare_data(state_dict)
-        self.feed.load_state_dict(state_dict.get("data", {}))
+        with loading("the position in the data"):
+            self.compare_data(state_dict)
+            self.feed.load_state_dict(state_dict.get("data", {}))
         self.load_step_state_dict(state_dict)
 
     def step_state_dict(self) -> dict[str, Any]:

@@ -218,3 +218,16 @@ def test_a_number_that_no_tree_has_or_that_processes_cannot_share_is_refused(
         ConfigError, match=f"LOGICAL_RANKS: got {number} .* a multiple of {world_size}"
     ):
         check_values(tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", number))
+
+
+def test_an_error_in_a_property_of_the_loader_is_shown_and_not_hidden(monkeypatch):
+    loader = train_loader()
+
+    def fail(given):
+        raise AttributeError("the dataset has no table")
+
+    monkeypatch.setattr("trainkit.projects.logical_ranks.loader.iters_per_epoch", fail)
+    with pytest.raises(AttributeError, match="the dataset has no table"):
+        _ = loader.batches_per_epoch
+    with pytest.raises(AttributeError, match="'LogicalLoader' object has no attribute 'batches'"):
+        _ = loader.batches

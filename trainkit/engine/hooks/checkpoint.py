@@ -17,7 +17,7 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils import comm
-from trainkit.utils.periods import is_last, next_due, parse_time, say_done
+from trainkit.utils.periods import check_period, is_last, next_due, parse_time, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,12 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             start=start,
             save_last=save_last,
         )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for iteration in state_dict["former_finals"]:
+            check_period("former_finals", iteration)
+        check_period("final_iter", state_dict["final_iter"], minimum=-1)
+        super().load_state_dict(state_dict)
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
