@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
+from trainkit.checkpoint.periodic import PeriodicSaves
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
-class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
-    """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the trainer gives the length of the run.
+class PeriodicCheckpointer(PeriodicSaves, HookBase):
+    """`PeriodicSaves` as a hook; the trainer gives the length of the run.
 
     A stopped run is saved too. If a save fails (a full disk), the error is logged and the run continues; if it is the
     last save, the run fails on every rank.
