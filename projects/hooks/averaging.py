@@ -17,7 +17,7 @@ from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.evaluation.observer import labelled
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.loading import load_plugin
-from trainkit.utils.periods import check_number, check_period
+from trainkit.utils.periods import check_number, check_period, round_length
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
@@ -60,7 +60,7 @@ def averaging_rule(
         check_number("decay", decay, "[0, 1)")
     if gamma is not None:
         check_number("gamma", gamma, "(0, inf)")
-    check_period("interval", interval, minimum=1)
+    interval = round_length(check_period("interval", interval, minimum=1))
     m = 1 - (0.999 if decay is None else decay)
     scale = gamma if gamma is not None else 2000.0 if kind == "warmup" else 100.0
     later: dict[str, Callable[[int], float]] = {

@@ -13,8 +13,7 @@ from trainkit.config import ConfigError
 from trainkit.data.loader import ResumableLoader
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler
 from trainkit.utils import comm
-from trainkit.utils.periods import exact, whole_or_rounded
-from trainkit.utils.protocol import iters_per_epoch
+from trainkit.utils.protocol import epoch_length
 
 
 def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTestLoader":
@@ -77,10 +76,8 @@ class LogicalLoader:
                 yield from islice(iterator, self.steps)
 
     @property
-    def batches_per_epoch(self) -> int:
-        return whole_or_rounded(
-            Fraction(exact(iters_per_epoch(self._loaders[0]) or 0)) * len(self._loaders)
-        )
+    def batches_per_epoch(self) -> Fraction:
+        return Fraction(epoch_length(self._first) or 0) * len(self._loaders)
 
     def state_dict(self) -> dict[str, Any]:
         return self._first.state_dict()

@@ -13,7 +13,7 @@ from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.loader import ResumableLoader, trivial_batch_collator, worker_init_reset_seed
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
 from trainkit.utils.loading import names_on_demand
-from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
+from trainkit.utils.protocol import epoch_length, iters_per_epoch, resume_obstacle
 
 _OF_PROJECTS = [
     "CombinedLoader",
@@ -36,6 +36,7 @@ __all__ += [
     "InfiniteSampler",
     "InferenceSampler",
     "resume_obstacle",
+    "epoch_length",
     "iters_per_epoch",
 ]
 __all__ += _OF_PROJECTS

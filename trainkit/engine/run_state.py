@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from trainkit.utils.events.storage import (
     other_threads_have_storages,
     storage_of_thread,
 )
-from trainkit.utils.periods import check_period, exact, periods_done, say_done
+from trainkit.utils.periods import check_period, periods_done, say_done
 
 _T = TypeVar("_T")
 
@@ -166,13 +167,21 @@ class RunState:
 
     @property
     def iters_per_epoch(self) -> int:
-        """Iterations per pass over the training data, rounded; n epochs are ``round(n * exact)`` iterations.
+        """Iterations per pass over the training data, rounded.
 
         A subclass that knows its data overrides this. Raises ValueError if there are no epochs.
         """
         raise ValueError(
             f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations"
         )
+
+    @property
+    def epoch_length(self) -> int | Fraction:
+        """Iterations per pass over the training data, not rounded; n epochs are ``round(n * epoch_length)`` iterations.
+
+        Raises as `iters_per_epoch`.
+        """
+        return self.iters_per_epoch
 
     @property
     def has_epochs(self) -> bool:
@@ -184,14 +193,14 @@ class RunState:
     @property
     def epoch(self) -> int:
         """The current epoch, counted from 0."""
-        return periods_done(self.iter, self.iters_per_epoch)
+        return periods_done(self.iter, self.epoch_length)
 
     def _find_epoch_end(self, done: int) -> int:
         """The next number of iterations after which an epoch ends: -1 without epochs, 0 before the first one."""
         if not self.has_epochs:
             return -1
-        length = self.iters_per_epoch
-        return round((periods_done(done, length) + 1) * exact(length)) if done >= 0 else 0
+        length = self.epoch_length
+        return round((periods_done(done, length) + 1) * length) if done >= 0 else 0
 
     # ------------------------------------------------------------------ of the trainer that makes the steps
 

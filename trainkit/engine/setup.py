@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,7 @@ def default_writers(
     max_iter: int | None = None,
     names: Sequence[str] = ("console", "json", "tensorboard"),
     window_size: int = 20,
-    iters_per_epoch: int | None = None,
+    iters_per_epoch: int | Fraction | None = None,
     *,
     cfg: CfgNode | None = None,
 ) -> list[events.EventWriter]:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from fractions import Fraction
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -111,7 +112,7 @@ class CommonMetricPrinter(EventWriter):
         max_iter: int | None = None,
         window_size: int = 20,
         *,
-        iters_per_epoch: int | None = None,
+        iters_per_epoch: int | Fraction | None = None,
         min_interval_sec: float = 0.0,
     ) -> None:
         self.logger = logger
