@@ -70,6 +70,7 @@ PUBLIC = {
             "InfiniteSampler",
         ),
         *(
+            "epoch_length",
             "iters_per_epoch",
             "MapDataset",
             "Metadata",

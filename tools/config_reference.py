@@ -36,6 +36,8 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
 
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`). `SOLVER.CHECKPOINT_PERIOD` also takes a time
   (`30min`, `1h 30min`).
+- In `trainer.cfg` a length in epochs is an int. A period that is not a whole number of iterations is a `Period`,
+  also in entries of `HOOKS`: read it by `is_due(trainer, period)`.
 - `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the node of that file.
 - `config.yaml` in the output folder has the settings of the last start, also of a `--resume` that was
   then refused: start it again with the right settings before you use the file. A run from this file trains the same.

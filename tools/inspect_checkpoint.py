@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import re
 import signal
 import sys
 import time
@@ -42,6 +41,8 @@ from trainkit.checkpoint.format import format_of, make_format
 from trainkit.config import get_cfg
 from trainkit.engine import user_errors_exit
 from trainkit.evaluation.testing import flatten_results_dict
+from trainkit.utils.file_io import refuse_pipe
+from trainkit.utils.logger import printable
 from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import FORMATS
 
@@ -100,8 +101,10 @@ def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
     if path.endswith(".safetensors"):
         return dict(make_format("safetensors").read(path))
     begin = b""
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
-        begin = file.read(2)
+    with contextlib.suppress(OSError):  # read_file says what fails
+        refuse_pipe(path)
+        with open(path, "rb") as file:
+            begin = file.read(2)
     if begin and not begin.startswith(_MAGIC):
         raise CheckpointError(
             f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth"
@@ -472,8 +475,7 @@ def main(args: argparse.Namespace) -> int:
             text, is_bad = describe_folder(args.path)
         else:
             text, is_bad = describe_file(args.path, args.all), False
-        # control characters
-        print(re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text))
+        print(printable(text))
     return int(is_bad)
 
 

@@ -97,12 +97,3 @@ class SkipBatches(HookBase):
             for _ in range((end - first) * self.trainer.accumulation_steps):
                 self.trainer.fetch()
             self._left_out = [*self._left_out, [first, end]]
-
-    def after_load(self, state: dict[str, Any]) -> None:
-        trainer = state.get("trainer")  # of an older file: the list was not yet that of a hook
-        if (
-            isinstance(trainer, dict)
-            and "left_out" in trainer
-            and isinstance(trainer.get("hooks"), dict)
-        ):
-            trainer["hooks"].setdefault("SkipBatches", {"left_out": trainer["left_out"]})

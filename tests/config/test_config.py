@@ -156,10 +156,10 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
 def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog):
     cfg = get_cfg()
     cfg.register_renamed_key("B", "A")
-    # of an earlier version
-    cfg.merge_from_list(["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"])
+    cfg.register_deprecated_key("LOG.EVAL_AXIS")
+    cfg.merge_from_list(["LOG.EVAL_AXIS", "iter"])
     assert "LOG.EVAL_AXIS" in caplog.text
-    assert "KEEP" not in cfg.MODEL.ACTIVATION_CHECKPOINT
+    assert "EVAL_AXIS" not in cfg.LOG
     with pytest.raises(KeyError, match="A"):
         cfg.merge_from_list(["B", "1"])
 

@@ -43,7 +43,7 @@ from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage
-from trainkit.utils.periods import RoundedLength
+from trainkit.utils.periods import Period
 
 
 def test_the_total_is_added_up_in_the_order_of_the_entries():
@@ -135,7 +135,7 @@ def losses(rank, folder):
         model, [torch.tensor(float(rank))], sgd(model, lr=0.0), gather_metric_period=3
     )
     trainer.train(0, 6)
-    period = RoundedLength(Fraction(12, 5))  # 2 iterations, and then 3
+    period = Period(Fraction(12, 5))  # 2 iterations, and then 3
     SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.0), exchange_period=period).train(
         0, 6
     )

@@ -9,10 +9,17 @@ from functools import partial
 from typing import Any
 
 import fvcore.common.checkpoint
+from fvcore.common.checkpoint import _filter_reused_missing_keys
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
+from trainkit.checkpoint.atomic import (
+    CheckpointError,
+    loading,
+    remove_leftovers,
+    sync_folder,
+    write_text,
+)
 from trainkit.checkpoint.file import (
     SUFFIX,
     UnwritableError,
@@ -330,7 +337,19 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
 
     def _read(self, path: str, keys: list[str], needs_all: bool = False) -> dict[str, Any]:
         """The content of a file with this rank's part of the states of ``keys``, and with what is in further files."""
-        state, objects = self._load_file(path), self.checkpointables
+        state = self._load_file(path)
+        try:
+            return self._complete(state, path, keys, needs_all)
+        except CheckpointError:
+            raise
+        except Exception as error:  # entries of any type
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"'{path}' is no checkpoint of trainkit ({reason})") from error
+
+    def _complete(
+        self, state: dict[str, Any], path: str, keys: list[str], needs_all: bool
+    ) -> dict[str, Any]:
+        objects = self.checkpointables
         if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
             if any(
                 isinstance(item, Mapping) and "_extra_state" not in str(key)
@@ -364,13 +383,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _apply(
         self, state: dict[str, Any], path: str, keys: list[str], strict: bool
     ) -> dict[str, Any]:
-        objects, trained = self.checkpointables, state.pop("trained_model", None)
+        objects = self.checkpointables
+        trained = state.pop("trained_model", None)
         state.pop(RUN_ID, None)
-        if trained and any(not getattr(objects[key], "only_evaluates", False) for key in keys):
-            state["model"] = trained
-        for obj in objects.values():
-            if hasattr(obj, "after_load"):
-                obj.after_load(state)
+        with loading(f"'{path}'"):
+            if trained and any(not getattr(objects[key], "only_evaluates", False) for key in keys):
+                state["model"] = trained
+            for obj in objects.values():
+                if hasattr(obj, "after_load"):
+                    obj.after_load(state)
         left_out = _left_out_of(state)
         state.pop("left_out", None)
         if left_out:
@@ -385,24 +406,33 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
             keys = [key for key in keys if key in state]
         groups = state.pop("optimizer_groups", {})
-        self._is_strict, key = strict, "model"
-        try:
-            for key in keys:
+        self._is_strict = strict
+        for key in keys:
+            with loading(f"'{path}': its entry {key!r}"):
                 self._check(key, state[key], groups)
-            key = "model"
+        with loading(f"'{path}': its entry 'model'"):
             incompatible = self._load_model(state)
             if incompatible is not None:
                 self._log_incompatible_keys(incompatible)
-            state.pop("model", None)
-            for key in keys:
+        state.pop("model", None)
+        for key in keys:
+            with loading(f"'{path}': its entry {key!r}"):
                 self._load(key, state.pop(key), groups)
-        except CheckpointError as error:
-            raise CheckpointError(f"'{path}': its entry {key!r} does not fit: {error}") from error
-        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"'{path}': its entry {key!r} does not fit ({reason})") from error
         _logger.info("Loaded %s", path)
         return state
+
+    def _log_incompatible_keys(self, incompatible: Any) -> None:
+        # fvcore's would color names, which come from a file of somebody else
+        for name, saved, own in incompatible.incorrect_shapes:
+            text = "The weight %r is left out: it has the shape %s in the checkpoint and %s in the model"
+            _logger.warning(text, name, saved, own)
+        missing = _filter_reused_missing_keys(self.model, incompatible.missing_keys)
+        if missing:
+            text = "The checkpoint does not have these weights, which stay as they are: %s"
+            _logger.warning(text, ", ".join(sorted(missing)))
+        if incompatible.unexpected_keys:
+            text = "The model does not have these weights of the checkpoint: %s"
+            _logger.warning(text, ", ".join(sorted(map(str, incompatible.unexpected_keys))))
 
     def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a state does not fit, as far as this can be known before anything is loaded."""

@@ -1,7 +1,7 @@
 """One checkpoint file: tensors and plain Python values, which load without running code.
 
 It has the format of ``torch.save``, a zip archive with a CRC for each record. ``torch.load`` ignores the CRCs, so
-`read_file` checks them. Files of older versions have one more key, and some a digest after the archive.
+`read_file` checks them.
 """
 
 import collections
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing
+from trainkit.utils.file_io import refuse_pipe
 
 SUFFIX = ".pth"
-_OLD_KEY = "__trainkit_format__"
 _FOLDER = 0x10  # the bit for folders in a record's attributes
 
 ORDINARY = (Tensor, torch.nn.Parameter)
@@ -45,7 +45,7 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
     if isinstance(value, Tensor):
         return (take or ordinary)(value, path)
     if isinstance(value, int):
-        return int(value)  # an IntEnum, or a length that was rounded
+        return int(value)  # an IntEnum
     if kind in (list, tuple):
         if _PLAIN.issuperset(map(type, value)):  # at once: a random state has a thousand numbers
             return kind(value)
@@ -138,6 +138,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
         CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values.
     """
     try:
+        refuse_pipe(path)
         with open(path, "rb") as file:
             if file.read(2) == b"PK":
                 _check_records(file)
@@ -158,8 +159,6 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
         ) from error
     if not isinstance(state, kind):
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
-    if isinstance(state, dict):
-        state.pop(_OLD_KEY, None)
     return state
 
 

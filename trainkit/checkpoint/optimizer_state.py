@@ -6,7 +6,7 @@ optimizer sees it: torch's fused kernels compare no sizes, and would read and wr
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.utils.logger import format_table
+from trainkit.utils.periods import is_number
 
 _logger = logging.getLogger(__name__)
 
@@ -173,10 +174,16 @@ def _fit(
     for group, saved_group in zip(optimizer.param_groups, fitting, strict=True):
         _check_settings(group, saved_group.values)
         places = []
+        keys: Collection[str] = ()  # of the first entry of the group that has any
         for parameter, place in zip(group["params"], saved_group.places, strict=True):
             if place in entries:
                 entry = entries.pop(place)
-                _check_shapes(_optimizer_of(optimizer, group), parameter, entry, position)
+                may_be_none = saved_group.values.get("momentum", 1) == 0
+                owner = _optimizer_of(optimizer, group)
+                _check_shapes(owner, parameter, entry, position, may_be_none)
+                if isinstance(entry, Mapping) and type(owner) is _torch_class(owner):
+                    keys = keys or entry.keys()
+                    _check_keys(owner, entry, keys, position)
                 fitted["state"][position] = entry
             places.append(position)
             position += 1
@@ -352,7 +359,19 @@ def _describe_change(
     )
 
 
-def _check_shapes(optimizer: Any, parameter: Tensor, entry: Any, position: int) -> None:
+def _check_keys(
+    optimizer: Any, entry: Mapping[str, Any], keys: Collection[str], position: int
+) -> None:
+    """Raises CheckpointError if an entry has other keys than one of the same group; an empty one starts anew."""
+    if entry and entry.keys() != keys and not isinstance(optimizer, _OTHER_SHAPES):
+        raise CheckpointError(
+            f"the state of parameter {position} has {sorted(entry)}, that of another one has {sorted(keys)}"
+        )
+
+
+def _check_shapes(
+    optimizer: Any, parameter: Tensor, entry: Any, position: int, may_be_none: bool
+) -> None:
     """Compare what torch's kernels will use with the parameter. Raises CheckpointError."""
     if not isinstance(entry, Mapping):
         if _torch_class(optimizer) is None:
@@ -363,9 +382,15 @@ def _check_shapes(optimizer: Any, parameter: Tensor, entry: Any, position: int) 
         return
     is_own_class = type(optimizer) is torch_class
     for name, value in entry.items():
-        if not isinstance(value, Tensor):
+        if name in _ONE_VALUE and not isinstance(value, Tensor):
+            fits = is_number(value)
+            expected = "one number"
+        elif name in _LIKE_PARAMETER and not isinstance(value, Tensor):
+            fits = value is None and may_be_none  # SGD without momentum
+            expected = f"a tensor of shape {list(parameter.shape)}, as its parameter"
+        elif not isinstance(value, Tensor):
             continue
-        if name in _ONE_VALUE:
+        elif name in _ONE_VALUE:
             fits = value.numel() == 1
             expected = "one value"
         elif name in _LIKE_PARAMETER or is_own_class:
@@ -374,9 +399,10 @@ def _check_shapes(optimizer: Any, parameter: Tensor, entry: Any, position: int) 
         else:  # what a subclass has added
             continue
         if not fits:
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise CheckpointError(
-                f"the entry {name!r} in the state of parameter {position} ({torch_class.__name__}) has shape "
-                f"{list(value.shape)}; accepted: {expected}"
+                f"the entry {name!r} in the state of parameter {position} ({torch_class.__name__}) has {got:.80}; "
+                f"accepted: {expected}"
             )
 
 
@@ -449,12 +475,34 @@ def _check_settings(group: Mapping[str, Any], saved_group: Mapping[str, Any]) ->
     """Raises CheckpointError if a saved group is of another kind of optimizer."""
     own = _values_at_start(group).keys()
     saved = _values_at_start(saved_group).keys()
+    for name, value in group.items():
+        if name in saved_group and name != "params" and name not in _OF_THE_RUN:
+            _check_kind(name, value, saved_group[name])
     only_saved = saved - own
     only_own = own - saved
     if only_saved and only_own:  # one alone: another version of torch
         raise CheckpointError(
             f"the optimizer in the checkpoint has {sorted(only_saved)}, this one {sorted(only_own)}. {_REMEDY}"
         )
+
+
+def _check_kind(name: str, own: Any, saved: Any) -> None:
+    """Raises CheckpointError if a setting is a number or a list of numbers in this run, but not in the checkpoint."""
+    fits: bool
+    if isinstance(own, int | float | Tensor):
+        fits = isinstance(saved, int | float) and saved == saved  # not NaN
+        if isinstance(own, bool):
+            fits = fits and saved in (False, True)
+        fits = fits or (isinstance(saved, Tensor) and saved.numel() == 1)
+    elif isinstance(own, tuple | list):
+        fits = isinstance(saved, tuple | list) and len(saved) == len(own)
+        if fits:
+            for own_value, saved_value in zip(own, saved, strict=True):
+                _check_kind(name, own_value, saved_value)
+    else:
+        return
+    if not fits:
+        raise CheckpointError(f"the setting {name!r} is {saved!r:.80}; here it is {own!r:.80}")
 
 
 def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:

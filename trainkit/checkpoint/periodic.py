@@ -1,4 +1,4 @@
-"""PeriodicCheckpointer: saves regularly and removes old files."""
+"""PeriodicSaves: saves regularly and removes old files."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from trainkit.utils.periods import check_period, is_nth
 _logger = logging.getLogger(__name__)
 
 
-class PeriodicCheckpointer:
+class PeriodicSaves:
     """Saves every ``period`` iterations as ``<file_prefix>_<iteration>`` and at the end as ``<file_prefix>_final``.
 
     Args:
@@ -108,3 +108,7 @@ class PeriodicCheckpointer:
                 form.remove(os.path.join(folder, numbered[number]))
         except OSError as error:
             _logger.warning("Old checkpoints are not removed, the next save tries again: %s", error)
+
+
+PeriodicCheckpointer = PeriodicSaves
+"""The name in fvcore and detectron2; the hook of this name is in `trainkit.engine.hooks`."""

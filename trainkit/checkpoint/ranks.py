@@ -71,11 +71,13 @@ def gather_rank_states(
 def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
     """Put this rank's own part into ``state``, which has rank 0's part."""
     num = comm.get_data_world_size()
+    trainer = state.get("trainer")
+    saved = trainer.get("world_size", num) if isinstance(trainer, Mapping) else num
     if parts is not None and len(parts) == num:
         for key, part in parts[comm.get_data_rank()].items():
             if isinstance(state.get(key), dict):
                 state[key].update(part)
-    elif parts is None and num > 1 and (state.get("trainer") or {}).get("world_size", num) == num:
+    elif parts is None and num > 1 and saved == num:
         _logger.warning("'%s' holds no states of several ranks; each takes those of rank 0", path)
 
 

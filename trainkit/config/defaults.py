@@ -269,15 +269,9 @@ ACCEPTED: dict[Any, str] = {
 """An interval of numbers, or values -> the keys that accept them, see `trainkit.config.checks.check_accepted`."""
 
 
-# config files of earlier versions have these keys
-_DROPPED = ["LOG.EVAL_AXIS", "MODEL.ACTIVATION_CHECKPOINT.KEEP", "TEST.PERSISTENT_WORKERS"]
-
-
 def get_cfg() -> CN:
     """A new copy of the defaults, which you may change."""
     cfg = _C.clone()
     mark_as_defaults(cfg, MEANT_IF_SET)
-    for key in _DROPPED:
-        cfg.register_deprecated_key(key)
     mark_keys_of_projects(cfg)
     return cfg

@@ -15,7 +15,7 @@ from trainkit.data.loader import ResumableLoader
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils.loading import names_on_demand
-from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
+from trainkit.utils.protocol import epoch_length, iters_per_epoch, resume_obstacle
 
 _OF_PROJECTS = [
     "CombinedLoader",
@@ -38,6 +38,7 @@ __all__ += [
     "InfiniteSampler",
     "InferenceSampler",
     "resume_obstacle",
+    "epoch_length",
     "iters_per_epoch",
 ]
 __all__ += _OF_PROJECTS

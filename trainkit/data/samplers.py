@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from trainkit.config.from_config import configurable
 from trainkit.utils import comm
 from trainkit.utils.loading import names_on_demand
-from trainkit.utils.periods import check_number, is_whole
+from trainkit.utils.periods import check_number, check_period, is_whole
 
 __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
@@ -60,6 +60,8 @@ class InfiniteSampler(Sampler[int]):
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        check_period("seed", state["seed"])
+        check_period("position", state["position"])
         if state["seed"] != self.seed:
             logger.info(
                 "The data continues in the order of the checkpoint's seed %d, not of %d",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
-from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.atomic import loading, write_text
 from trainkit.checkpoint.folder import read_finished
 from trainkit.config import (
     CfgNode,
@@ -103,6 +103,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     data_loader = forwarded("_trainer.data_loader")
     accumulation_steps = forwarded("_trainer.accumulation_steps")
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
+    epoch_length = forwarded("_trainer.epoch_length")
     clip_gradients = forwarded("_trainer.clip_gradients")
 
     # what can only be read; a subclass may have an attribute of its own with such a name
@@ -149,7 +150,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self._trainer = make(cfg, model, data_loader, optimizer)
 
         self._cfg_with_epochs = cfg
-        self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
+        self.cfg = cfg = resolve_lengths(cfg, self.epoch_length if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
@@ -336,9 +337,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.__dict__.pop("_last_eval_results", None)
         if results := state_dict.get("results"):
             self._last_eval_results = results
-        self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
-        self._trainer.compare_data(state_dict)
-        self._trainer.feed.load_state_dict(state_dict.get("data", {}))
+        with loading("the position in the data"):
+            self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
+            self._trainer.compare_data(state_dict)
+            self._trainer.feed.load_state_dict(state_dict.get("data", {}))
         self._trainer._attributes.load_state_dict(state_dict["_trainer"])
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
@@ -387,7 +389,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def build_writers(self) -> list[EventWriter]:
         """The writers of LOG.WRITERS; called on rank 0."""
-        epoch = self.iters_per_epoch if self.has_epochs else None
+        epoch = self.epoch_length if self.has_epochs else None
         names, window = self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW
         return default_writers(
             self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg

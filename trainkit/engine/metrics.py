@@ -23,7 +23,7 @@ from trainkit.utils.events.storage import (
     storage_of_thread,
 )
 from trainkit.utils.events.worker import Numbers
-from trainkit.utils.periods import check_period, exact, is_nth
+from trainkit.utils.periods import check_period, is_nth, iterations_of
 
 # names that the trainer, default hooks or writers store
 STORED_BESIDE_LOSSES = frozenset(
@@ -189,7 +189,9 @@ class MetricPath:
                 failure = row.iter, found
             if row.is_stored:
                 stored.append(row._replace(values=values))
-        means, failures = exchange_rows(stored, math.ceil(exact(self.exchange_period)), failure)
+        means, failures = exchange_rows(
+            stored, math.ceil(iterations_of(self.exchange_period)), failure
+        )
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.config import changed_settings
 from trainkit.engine.folders import can_log, prepare_folders, use_local_folders
-from trainkit.engine.process import is_restarted
+from trainkit.engine.process import check_launch, is_restarted, is_torchrun
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.device import resolve_device
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.errors import unknown_name
 from trainkit.utils.loading import installed, load_plugin
-from trainkit.utils.logger import log_file, setup_logger
+from trainkit.utils.logger import log_file, printable, setup_logger
 from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, type_name
 from trainkit.utils.run_folder import is_in_use
 
@@ -51,7 +52,15 @@ Examples:
     parser = argparse.ArgumentParser(
         epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False
     )
-    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]  # options after KEY VALUE pairs too
+
+    def parse_args(*given: Any, **named: Any) -> Any:
+        args = parser.parse_intermixed_args(*given, **named)  # options after KEY VALUE pairs too
+        if not is_torchrun():
+            with user_errors_exit():
+                check_launch(args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
+        return args
+
+    parser.parse_args = parse_args  # type: ignore[method-assign]
     add, add_flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add(
         "--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults"
@@ -89,7 +98,7 @@ def user_errors_exit() -> Iterator[None]:
         if not comm.is_main_process():
             # usually rank 0 has the same error, and with its end this process ends too
             time.sleep(5)
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         if comm.is_main_process():
@@ -211,7 +220,7 @@ def default_writers(
     max_iter: int | None = None,
     names: Sequence[str] = ("console", "json", "tensorboard"),
     window_size: int = 20,
-    iters_per_epoch: int | None = None,
+    iters_per_epoch: int | Fraction | None = None,
     *,
     cfg: CfgNode | None = None,
 ) -> list[events.EventWriter]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.checkpoint.optimizer_state import (
     describe_groups,
     fit_state,
@@ -46,7 +47,7 @@ from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
 from trainkit.utils.logger import format_table
-from trainkit.utils.periods import check_period, exact
+from trainkit.utils.periods import check_period, round_length
 
 logger = logging.getLogger(__name__)
 
@@ -336,25 +337,30 @@ class SimpleTrainer(TrainerBase):
 
     @property
     def iters_per_epoch(self) -> int:
-        """Iterations per pass over the training data, rounded; fixed when the trainer is built.
+        """`epoch_length`, rounded."""
+        return round_length(self.epoch_length)
+
+    @property
+    def epoch_length(self) -> Fraction:
+        """Iterations per pass over the training data, not rounded; fixed when the trainer is built.
 
         A loader without a length at that time may be replaced by one that has a length.
 
         Raises:
             ValueError: the data has no length.
         """
-        if self._iters_per_epoch is not None:
-            return self._iters_per_epoch
-        return self.feed.iters_per_epoch(self._steps_when_built)
+        if self._epoch_length is not None:
+            return self._epoch_length
+        return self.feed.epoch_length(self._steps_when_built)
 
     def _fix_epochs(self) -> None:
         """Epochs do not move if ``accumulation_steps`` or the loader changes later."""
         steps = self.accumulation_steps
         self._steps_when_built = steps
-        self._iters_per_epoch: int | None = None
+        self._epoch_length: Fraction | None = None
         if self.has_epochs:
-            self._iters_per_epoch = self.iters_per_epoch
-        self.data_size = data_size_of(self.data_loader, steps, self._iters_per_epoch)
+            self._epoch_length = self.epoch_length
+        self.data_size = data_size_of(self.data_loader, steps, self._epoch_length)
 
     def compare_data(self, state_dict: dict[str, Any]) -> None:
         """Warn of each difference between the data of this run and those of a loaded state."""
@@ -380,7 +386,7 @@ class SimpleTrainer(TrainerBase):
         epoch = self.feed.num_passes
         if self.has_epochs:
             share = Fraction(self.feed.drawn, self.accumulation_steps)
-            passes = (self.iter + share) / exact(self.iters_per_epoch)
+            passes = (self.iter + share) / self.epoch_length
             if self.feed.num_passes > 0:
                 # one has just ended, so this is a whole number, but for the rounding of lengths
                 passes += Fraction(1, 2)
@@ -465,8 +471,9 @@ class SimpleTrainer(TrainerBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.compare_data(state_dict)
-        self.feed.load_state_dict(state_dict.get("data", {}))
+        with loading("the position in the data"):
+            self.compare_data(state_dict)
+            self.feed.load_state_dict(state_dict.get("data", {}))
         self.load_step_state_dict(state_dict)
 
     def step_state_dict(self) -> dict[str, Any]:

@@ -154,10 +154,13 @@ class ScheduledLR(LRScheduler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; the learning rates in use, and the base rates, are part of the optimizer's state."""
-        self.last_epoch = state_dict["last_epoch"]
+        last_epoch = check_period("last_epoch", state_dict["last_epoch"], minimum=-1)
         # states of detectron2 have neither
-        self.factors = list(state_dict.get("factors", []))
-        self._last_lr = list(state_dict.get("last_lr", []))
+        factors = [float(factor) for factor in state_dict.get("factors", [])]
+        last_lr = [float(rate) for rate in state_dict.get("last_lr", [])]
+        self.last_epoch = last_epoch
+        self.factors = factors
+        self._last_lr = [*last_lr]
 
 
 def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:

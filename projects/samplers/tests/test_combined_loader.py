@@ -17,12 +17,12 @@ from trainkit.data import (
     TrainingSampler,
     build_batch_data_loader,
     build_train_loader,
+    epoch_length,
     iters_per_epoch,
     resume_obstacle,
 )
 from trainkit.engine import DefaultTrainer, default_argument_parser
 from trainkit.engine.hooks import CallbackHook
-from trainkit.utils.periods import exact
 
 
 class Noisy:
@@ -73,9 +73,7 @@ def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
         "min": {"each": 7 / 3, "round_robin": 7},
     }
     for epoch, by_mode in lengths.items():
-        found = {
-            mode: float(exact(iters_per_epoch(combined(mode, epoch=epoch)))) for mode in by_mode
-        }
+        found = {mode: float(epoch_length(combined(mode, epoch=epoch))) for mode in by_mode}
         assert found == pytest.approx(by_mode)
 
 

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
+from trainkit.checkpoint.periodic import PeriodicSaves
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils import comm
-from trainkit.utils.periods import is_last, parse_time, say_done
+from trainkit.utils.periods import check_period, is_last, parse_time, say_done
 
 logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
-class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
-    """`trainkit.checkpoint.PeriodicCheckpointer` as a hook; the trainer gives the length of the run.
+class PeriodicCheckpointer(PeriodicSaves, HookBase):
+    """`PeriodicSaves` as a hook; the trainer gives the length of the run.
 
     A stopped run is saved too. If a save fails (a full disk), the error is logged and the run continues; if it is the
     last save, the run fails on every rank.
@@ -75,6 +75,12 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             start=start,
             save_last=save_last,
         )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for iteration in state_dict["former_finals"]:
+            check_period("former_finals", iteration)
+        check_period("final_iter", state_dict["final_iter"], minimum=-1)
+        super().load_state_dict(state_dict)
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter

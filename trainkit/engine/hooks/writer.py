@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.utils.events import EventStorage, EventWriter, estimate_eta_sec, get_event_storage
@@ -46,7 +47,8 @@ class PeriodicWriter(HookBase):
                 found := next((entry for entry in left if entry["class"] == name), None)
             ) is not None:
                 left.remove(found)
-                writer.load_state_dict(found["state"])
+                with loading(f"the state of the writer {name!r}"):
+                    writer.load_state_dict(found["state"])
         self._waiting = None
         self._ended = None
         self._ended_storage = None
@@ -117,7 +119,11 @@ class PeriodicWriter(HookBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states until training starts, since writers cut their files only then. Does nothing during a run."""
         if self.trainer is None or self.trainer.status != "running":
-            self._waiting = state_dict["writers"]
+            waiting = [dict(entry) for entry in state_dict["writers"]]
+            for entry in waiting:
+                entry["state"] = dict(entry["state"])
+                entry["class"] = str(entry["class"])
+            self._waiting = waiting
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [
