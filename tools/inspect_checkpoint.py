@@ -44,7 +44,7 @@ from trainkit.evaluation.testing import flatten_results_dict
 from trainkit.utils.file_io import refuse_pipe
 from trainkit.utils.logger import printable
 from trainkit.utils.periods import say_done
-from trainkit.utils.plugins import FORMATS
+from trainkit.utils.plugins import find_plugins
 
 # the entries of these belong to different objects
 CONTAINERS = (
@@ -161,7 +161,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
         "left out": lambda: _describe_left_out(trainer["hooks"]["SkipBatches"]["left_out"]),
         "in parts": lambda: _describe_parts(
-            [file for name in FORMATS for file in make_format(name).files(path)[:-1]]
+            [file for name in find_plugins().formats for file in make_format(name).files(path)[:-1]]
         ),
         "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
     }

@@ -16,8 +16,8 @@ from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.evaluation.observer import labelled
 from trainkit.utils.device import unwrap_model
-from trainkit.utils.loading import load_plugin
 from trainkit.utils.periods import check_number, check_period, round_length
+from trainkit.utils.plugins import load
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
@@ -136,7 +136,7 @@ class ModelAverage:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
             saved = (
-                _sharding().shard_like(state_dict[name], average)
+                load("shard_like")(state_dict[name], average)
                 if self._is_sharded
                 else state_dict[name]
             )
@@ -165,7 +165,7 @@ class ModelAverage:
 
     def _tensors(self) -> dict[str, Tensor]:
         if self._is_sharded:
-            _sharding().release_gathered(self._model)
+            load("release_gathered")(self._model)
         state = self._model.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -206,10 +206,6 @@ def weight_of_start(rule: Callable[[int], float], num_updates: int) -> float:
         if weight <= 0.5:
             break
     return weight
-
-
-def _sharding() -> Any:
-    return load_plugin("trainkit.projects.sharding.tensors")
 
 
 def _local_part(tensor: Any) -> Any:

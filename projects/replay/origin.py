@@ -221,20 +221,17 @@ def _commit(folder: str) -> str:
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
-    # this declares keys of projects in `former`
-    changed = changed_settings(cfg, former := former.clone())
     return [
         (key, get_key(former, key), value)
-        for key, value in changed
+        for key, value in changed_settings(cfg, former)
         if not _NO_MATTER.fullmatch(key)
     ]
 
 
 def use_settings(cfg: CfgNode, config: str, name: str) -> None:
     """Merge the settings of a run, its config as YAML, into ``cfg``; ``name`` is that of the run in errors."""
-    defaults = get_cfg()
     # a key that is not in the text was not set in the run, and must not be set here either
-    cfg.merge_from_other_cfg({"SOLVER": defaults.SOLVER, "DATALOADER": defaults.DATALOADER})
+    cfg.merge_from_other_cfg(get_cfg())
     cfg.merge_from_other_cfg(load_yaml(config, name))
 
 
@@ -267,7 +264,7 @@ def _default(key: str) -> str:
     """The default of a key as text; "-" if there is no such key, or its project is not there."""
     try:
         default = repr(reduce(getattr, key.split("."), get_cfg()))
-    except (AttributeError, ImportError):
+    except AttributeError:
         return "-"
     # a config in which it is not set means something else than one in which it is set to the default
     return f"{default}, not set" if key in MEANT_IF_SET else default

@@ -18,7 +18,7 @@ from trainkit.engine import AMPTrainer, DefaultTrainer, EvaluationRun, HookBase,
 from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils.events import JSONWriter
 from trainkit.utils.periods import Period
-from trainkit.utils.plugins import RUN_HOOKS
+from trainkit.utils.plugins import find_plugins
 
 
 def rows(output_dir, name="metrics.json"):
@@ -42,7 +42,11 @@ def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
     ]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *every, "DATASETS.VAL", ("tiny_val",)))
     trainer.register_hooks([hooks.CallbackHook(), HookBase()])
-    assert [name for hook in trainer.hooks if (name := type(hook).__name__) not in RUN_HOOKS] == [
+    assert [
+        name
+        for hook in trainer.hooks
+        if (name := type(hook).__name__) not in find_plugins().run_hooks
+    ] == [
         *(
             "IterationTimer",
             "LRScheduler",

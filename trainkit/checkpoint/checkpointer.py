@@ -47,8 +47,7 @@ from trainkit.checkpoint.optimizer_state import (
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
-from trainkit.utils.loading import MissingProjectError, load_plugin
-from trainkit.utils.plugins import FORMATS, NAMES
+from trainkit.utils.plugins import find_plugins, load
 
 _logger = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]
@@ -328,9 +327,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
 
     def _local(self, path: _Path) -> str:
         try:
-            if "://" in os.fspath(path):
-                with contextlib.suppress(MissingProjectError):  # http addresses need no project
-                    load_plugin(NAMES["register_addresses"]).register_addresses(self.path_manager)
+            # without such a project there are still http addresses
+            if "://" in os.fspath(path) and "register_addresses" in find_plugins().names:
+                load("register_addresses")(self.path_manager)
             return str(self.path_manager.get_local_path(os.fspath(path)))
         except Exception as error:  # each file system raises its own types
             raise CheckpointError(f"'{path}' cannot be downloaded: {error}") from error
@@ -375,9 +374,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _load_file(self, filename: str) -> dict[str, Any]:
         """The content of a file: a dict with the weights under "model", or the weights alone; called on each rank."""
         suffix = os.path.splitext(filename)[1][1:]
-        content: dict[str, Any] = (make_format(suffix) if suffix in FORMATS else self.format).read(
-            filename
-        )
+        content: dict[str, Any] = (
+            make_format(suffix) if suffix in find_plugins().formats else self.format
+        ).read(filename)
         return content
 
     def _apply(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.checkpoint.file import SUFFIX, Take, plain_state, read_file, write_plain
-from trainkit.utils.plugins import FORMATS
+from trainkit.utils.plugins import find_plugins
 from trainkit.utils.registry import Registry
 
 FORMAT_REGISTRY = Registry("FORMAT")
@@ -79,14 +79,17 @@ def make_format(name: str, model: nn.Module | None = None) -> CheckpointFormat:
 def format_of(state: Mapping[str, Any]) -> CheckpointFormat:
     """The format that wrote a file with this content."""
     return make_format(
-        next((name for name in [*FORMATS, *dict(FORMAT_REGISTRY)] if name in state), "")
+        next(
+            (name for name in [*find_plugins().formats, *dict(FORMAT_REGISTRY)] if name in state),
+            "",
+        )
     )
 
 
 def owner_of_part(folder: str) -> str:
     """The name of the checkpoint file to which a folder of this name belongs; ``""`` if it is no such folder."""
     match = _PART.fullmatch(folder)
-    return match[1] + SUFFIX if match and match[2] in FORMATS else ""
+    return match[1] + SUFFIX if match and match[2] in find_plugins().formats else ""
 
 
 def part_folders(path: str) -> list[str]:

@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import load
 
 
 class Mirror(Protocol):
@@ -37,7 +36,7 @@ def local_folder(path: str) -> str:
     """The local folder for the files of a run: ``path``, or if it is an address, that of its `Mirror`."""
     if "://" not in path:
         return path
-    mirror: Mirror = load_plugin(NAMES["Mirror"]).make_mirror(path)
+    mirror: Mirror = load("make_mirror")(path)
     _mirrors.setdefault(mirror.folder, mirror)
     return mirror.folder
 

@@ -24,7 +24,7 @@ from trainkit.config import (
     resolve_lengths,
 )
 from trainkit.config.lengths import check_lengths_go_on
-from trainkit.config.projects import wrap_by_projects
+from trainkit.config.projects import wrap_loader, wrap_model
 from trainkit.engine import hooks
 from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
 from trainkit.engine.data_size import DataSize
@@ -46,9 +46,8 @@ from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
-from trainkit.utils.loading import installed, names_on_demand
 from trainkit.utils.periods import say_done
-from trainkit.utils.plugins import RUN_HOOKS
+from trainkit.utils.plugins import find_plugins, lent_names, lent_object, load
 from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
@@ -61,9 +60,14 @@ __all__ = [
     "default_setup",
     "default_writers",
 ]
-__all__ += ["DefaultPredictor"]  # noqa: F822 - in a project
 
-__getattr__ = names_on_demand(__name__, "DefaultPredictor")
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]
 
 
 class _Passed:
@@ -132,13 +136,13 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         cfg = self.auto_scale_workers(cfg, comm.get_data_world_size())
 
         def build(cfg: CfgNode) -> nn.Module:
-            return wrap_by_projects("wrap_model", cfg, on_device(cfg, self.build_model(cfg)))
+            return wrap_model(cfg, on_device(cfg, self.build_model(cfg)))
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
         # in this order: users' build_optimizer may need the model, and their build_train_loader both
         model = build_parallel(cfg, ModelBuilder(build, self))
         optimizer = self.build_optimizer(cfg, model)
-        data_loader = wrap_by_projects("wrap_loader", cfg, self.build_train_loader(cfg))
+        data_loader = wrap_loader(cfg, self.build_train_loader(cfg))
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
         key = "SOLVER.TRAINER"
@@ -162,8 +166,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
-        for name, module in installed(RUN_HOOKS):
-            hook_class = getattr(module, name)
+        for name in find_plugins().run_hooks:
+            hook_class = load(name)
             is_there = any(isinstance(hook, hook_class) for hook in self.hooks)
             self.register_hooks(
                 self._configured.take(

@@ -9,12 +9,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.utils.loading import names_on_demand
 from trainkit.utils.periods import check_number, check_period
+from trainkit.utils.plugins import lent_names, lent_object
 
-__getattr__ = names_on_demand(
-    __name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter"
-)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]
+
 
 Schedule: TypeAlias = Callable[[int, float], float]
 """``schedule(iter, base)`` is the value in an iteration of a parameter group whose first value is ``base``."""

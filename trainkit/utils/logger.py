@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainkit.utils.loading import names_on_demand
+from trainkit.utils.plugins import lent_names, lent_object
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
@@ -142,11 +142,9 @@ def format_table(
     )
 
 
-__getattr__ = names_on_demand(
-    __name__,
-    "_log_api_usage",
-    "create_small_table",
-    "log_every_n",
-    "log_every_n_seconds",
-    "log_first_n",
-)
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -24,7 +24,7 @@ from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRMultiplier
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import JSONWriter
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import find_plugins
 
 CLASSES = {name: value for name in hooks.__all__ if inspect.isclass(value := getattr(hooks, name))}
 PUBLIC = sorted(
@@ -153,7 +153,8 @@ NEEDED = {
 
 def numbers_of_all_hooks():
     """(class, name of an argument, its annotation) for each number that a constructor of a hook takes."""
-    registered = {NAMES[name] for name in NAMES if NAMES[name].endswith("hooks")}
+    modules = find_plugins().names.values()
+    registered = {module for module in modules if module.endswith("hooks")}
     for module in [
         "trainkit_selfsup",
         *registered,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from trainkit.projects.samplers.config import apply
+from trainkit.projects.samplers.plugin import apply_options
 
 from tests.data.conftest import Stream
 from tests.engine.job import tiny_cfg
@@ -159,7 +159,7 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
 def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_path):
     args = default_argument_parser().parse_args(["--overfit-batches", "3"])
     cfg = tiny_cfg(tmp_path)
-    apply(cfg, args)
+    apply_options(cfg, args)
     trainer = DefaultTrainer(cfg)
     found = [batch["x"] for batch in itertools.islice(trainer.data_loader, 7)]
     first = TrainingSampler(40, seed=1).epoch_indices(0)
