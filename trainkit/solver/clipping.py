@@ -3,17 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from trainkit.config.config import CfgNode
 from trainkit.utils.periods import check_number
-
-_Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
 
 class GradientClipType(Enum):
@@ -94,40 +91,7 @@ def _whole(norm: Any) -> Tensor:
     return whole
 
 
-def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
-    """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
-    clip = cfg.SOLVER.CLIP_GRADIENTS
-    return (
-        GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
-    )
-
-
-def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
-    """Let an optimizer, or a class, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``, by its ``gradient_clipper``.
-
-    If a trainer has called this clipper for a step, ``step()`` does not clip again. With a ``GradScaler`` and a fused
-    optimizer, call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
-
-    Returns:
-        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is off.
-    """
-    clipper = build_gradient_clipper(cfg)
-    if clipper is None or hasattr(optimizer, "gradient_clipper"):
-        return optimizer
-    if isinstance(optimizer, Optimizer):
-        _clip_before_step(optimizer, clipper)
-        return optimizer
-
-    class Clipping(optimizer):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            maybe_add_gradient_clipping(cfg, self)
-
-    Clipping.__name__ = Clipping.__qualname__ = f"{optimizer.__name__}WithGradientClip"
-    return Clipping
-
-
-def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
+def clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not clipper.has_clipped:
             # GradScaler.step sets it for a fused kernel

@@ -26,48 +26,43 @@ from trainkit.config import (
 from trainkit.config.lengths import check_lengths_go_on
 from trainkit.config.projects import wrap_loader, wrap_model
 from trainkit.engine import hooks
-from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
 from trainkit.engine.data_size import DataSize
-from trainkit.engine.folders import checkpoint_dir, release_folders, use_folders, use_local_folders
+from trainkit.engine.defaults.build import (
+    TRAINER_REGISTRY,
+    ModelBuilder,
+    build_parallel,
+    ddp_options,
+    make_step_trainer,
+)
+from trainkit.engine.defaults.folders import (
+    checkpoint_dir,
+    release_folders,
+    use_folders,
+    use_local_folders,
+)
+from trainkit.engine.defaults.hooks import ConfiguredHooks
+from trainkit.engine.defaults.monitored import check_monitored_metrics
+from trainkit.engine.defaults.parts import DefaultParts
+from trainkit.engine.defaults.setup import default_writers
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
+from trainkit.engine.launch import is_restarted
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.monitored import check_monitored_metrics
-from trainkit.engine.parallel import create_ddp_model, ddp_options
-from trainkit.engine.parts import DefaultParts
-from trainkit.engine.process import is_restarted
-from trainkit.engine.setup import default_argument_parser, default_setup, default_writers
+from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer, forwarded
 from trainkit.evaluation import verify_results
 from trainkit.evaluation.testing import result_as_float
-from trainkit.modeling import device_of_config, on_device
+from trainkit.modeling.build import device_of_config, on_device
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
 from trainkit.utils.periods import say_done
-from trainkit.utils.plugins import find_plugins, lent_names, lent_object, load
+from trainkit.utils.plugins import find_plugins, load
 from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
-
-# includes names that detectron2 users import from here
-__all__ = [
-    "DefaultTrainer",
-    "create_ddp_model",
-    "default_argument_parser",
-    "default_setup",
-    "default_writers",
-]
-
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
 
 
 class _Passed:
@@ -400,8 +395,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         )
 
     @cached_property
-    def _configured(self) -> hooks.ConfiguredHooks:
-        return hooks.ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self))
+    def _configured(self) -> ConfiguredHooks:
+        return ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self))
 
     @property
     def _results(self) -> dict[str, Any]:
