@@ -1,6 +1,7 @@
 """Checkpointer: saves, finds, verifies and loads a model with its training state."""
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import fvcore.common.checkpoint
 from fvcore.common.checkpoint import _filter_reused_missing_keys
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.atomic import (
@@ -56,20 +57,29 @@ _Path = str | os.PathLike[str]
 class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     """Saves and loads a model together with other objects.
 
-    ``save("model_0004999")`` writes ``model_0004999.pth`` and puts its name into the text file ``last_checkpoint``,
-    where ``resume_or_load`` finds it. If a save fails at any time, earlier files stay unchanged. Only one process may
-    write to a folder. A subclass may override fvcore's methods, such as ``_load_file(filename)``.
+    ``save("model_0004999")`` writes ``model_0004999.pth`` and puts its name into the text file
+    ``last_checkpoint``, where ``resume_or_load`` finds it. If a save fails at any time, earlier
+    files stay unchanged. Only one process may write to a folder. A subclass may override fvcore's
+    methods, such as ``_load_file(filename)``.
 
     Args:
-        save_dir: created by the first save; ``""`` switches off saving and resuming. An address becomes a local folder.
+        save_dir: created by the first save; ``""`` switches off saving and resuming. An address
+            becomes a local folder.
         save_to_disk: whether this process writes; None: rank 0 does.
         format: a `CheckpointFormat`, or its registered name; "": see `make_format`.
-        checkpointables: name in the file -> object with ``state_dict`` and ``load_state_dict``. Optional:
-            ``before_save(state)`` and ``after_load(state)`` may change the whole state before it is written and after
-            it is read (``paths_read``: what the latter reads); ``rank_keys``: the entries of its state that differ
-            between ranks; ``separate_states``: the entries whose own entries are states of different objects;
-            ``check_state_dict(state)``: raises CheckpointError if it does not fit, before anything is loaded;
-            ``only_evaluates``: a model loaded with it does not get the entry ``trained_model``.
+        checkpointables: name in the file -> object with ``state_dict`` and ``load_state_dict``.
+
+    A checkpointable may have:
+        ``before_save(state)``: may change the whole state before it is written.
+        ``after_load(state)``: may change the whole state after it is read. ``paths_read``: the
+            starts of the paths that it reads.
+        ``check_state_dict(state)``: raises CheckpointError if its state does not fit, before
+            anything is loaded.
+        ``rank_keys``: the entries of its state that differ between ranks.
+        ``separate_states``: the entries of its state that hold states of different objects. If one
+            of these cannot be written, the others are.
+        ``only_evaluates``: the model, if loaded with this object alone, does not get the weights of
+            the entry ``trained_model``, but those of ``model``.
     """
 
     def __init__(
@@ -81,15 +91,20 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         format: str | CheckpointFormat = "",
         **checkpointables: Any,
     ) -> None:
-        writes = comm.is_main_process() if save_to_disk is None else save_to_disk
-        super().__init__(
-            model, local_folder(os.fspath(save_dir)), save_to_disk=writes, **checkpointables
-        )
-        self.logger, self.path_manager = _logger, PathManager
-        self.format = make_format(format, self.model) if isinstance(format, str) else format
-        self._is_prepared, self._is_strict = False, False  # the latter: of the current load
-        self._writing: futures.Future[None] | None = None
+        if save_to_disk is None:
+            save_to_disk = comm.is_main_process()
+        folder = local_folder(os.fspath(save_dir))
+        super().__init__(model, folder, save_to_disk=save_to_disk, **checkpointables)
+        self.logger = _logger
+        self.path_manager = PathManager
+        if isinstance(format, str):
+            self.format = make_format(format, self.model)
+        else:
+            self.format = format
         self.resumed_from = ""  # the name of the file that was loaded last to resume
+        self._is_folder_prepared = False
+        self._is_strict = False  # of the current load, for `_load_model`
+        self._writing: futures.Future[None] | None = None
         self._run_id = ""  # of this run; "" if the folder says it
 
     def save(
@@ -125,14 +140,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         path = os.path.join(self.save_dir, name + SUFFIX)
         if self.format.collective:
             together(self._prepare_folder)
-        elif self.save_to_disk:
+        else:
             self._prepare_folder()
-        if self.format.collective or self.save_to_disk:
-            if self.save_to_disk:
-                _logger.info("Saving checkpoint to %s", path)
-                self._run_id = self._run_id or read_run_id(self.save_dir) or new_run_id()
-                state[RUN_ID] = self._run_id
-            save = partial(self._write, self.format.prepare(state), path, tag_last, on_commit)
+        if self.save_to_disk:
+            _logger.info("Saving checkpoint to %s", path)
+            self._run_id = self._run_id or read_run_id(self.save_dir) or new_run_id()
+            state[RUN_ID] = self._run_id
+        if self.save_to_disk or self.format.collective:
+            prepared = self.format.prepare(state)
+            save = partial(self._write, prepared, path, tag_last, on_commit)
             self._writing = self.format.submit(save)
         if errors:
             self.wait()
@@ -141,28 +157,39 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
 
     def collect(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """The state that a save would write now, with further ``entries``; every rank calls it."""
-        return self._collect(entries)[0]
+        state, _ = self._collect(entries)
+        return state
 
     def describe_unwritable(self) -> str:
-        """Which value a save could not write now, and why; "" if there is none. Nothing is written or exchanged."""
+        """Which value a save could not write now, and why; "" if there is none.
+
+        Nothing is written or exchanged.
+        """
         if not self.save_dir:
             return ""
-        errors = self._writable(self._own_state())[1]
+        _, errors = self._leave_out_unwritable(self._own_state())
         return str(errors[0]) if errors else ""
 
-    def _writable(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[UnwritableError]]:
-        """A plain copy of what a file can hold, and the errors of the rest."""
+    def _leave_out_unwritable(
+        self, state: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[UnwritableError]]:
+        """A plain copy without the states that a file cannot hold, and an error for each of these."""
         errors: list[UnwritableError] = []
         take = ordinary_or_divided if self.format.collective else ordinary
-        return writable_state(state, self._separate_states(), take, errors), errors
+        plain = writable_state(state, self._separate_states(), take, errors)
+        return plain, errors
+
+    def _parameter_names(self) -> dict[str, Tensor]:
+        return names_in({"": self.model})
 
     def _own_state(self) -> dict[str, Any]:
+        """The states of the model and of the checkpointables."""
         state: dict[str, Any] = {"model": self.model.state_dict()}
         groups = {}
         for key, obj in self.checkpointables.items():
             state[key] = obj.state_dict()
             if isinstance(obj, Optimizer):
-                groups[key] = describe_groups(obj, names_in({"": self.model}))
+                groups[key] = describe_groups(obj, self._parameter_names())
         if groups:
             state["optimizer_groups"] = groups
         return state
@@ -178,78 +205,95 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return paths
 
     def _collect(self, entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The state, and the reasons why parts of it are left out, on any rank."""
-        objects = self.checkpointables
+        """The state, and for each state that is left out on any rank, the reason."""
         state = {**self._own_state(), **entries}
-        for obj in objects.values():
+        for obj in self.checkpointables.values():
             if hasattr(obj, "before_save"):
                 obj.before_save(state)
-        state, errors = self._writable(state)
-        found = [(error.path, str(error)) for error in errors]
-        keys = {key: getattr(obj, "rank_keys", ()) for key, obj in objects.items()}
-        if comm.get_world_size() > 1 and any(keys.values()):
-            by_rank = comm.all_gather(found)
-            found = list(dict.fromkeys(each for found_there in by_rank for each in found_there))
-            state["ranks"] = gather_rank_states(state, self.model, keys)
-        if found:
-            state["left_out"] = [path for path, _ in found]
-        return state, [text for _, text in found]
+        state, errors = self._leave_out_unwritable(state)
+        left_out = [(error.path, str(error)) for error in errors]
+        rank_keys = {
+            key: getattr(obj, "rank_keys", ()) for key, obj in self.checkpointables.items()
+        }
+        if comm.get_world_size() > 1 and any(rank_keys.values()):
+            by_rank = comm.all_gather(left_out)
+            left_out = list(dict.fromkeys(itertools.chain(*by_rank)))  # each once
+            state["ranks"] = gather_rank_states(state, self.model, rank_keys)
+        if left_out:
+            state["left_out"] = [path for path, _ in left_out]
+        return state, [reason for _, reason in left_out]
 
     def _prepare_folder(self) -> None:
         # once: a folder that is deleted during a run is an error
-        if self.save_to_disk and not self._is_prepared:
+        if self.save_to_disk and not self._is_folder_prepared:
             os.makedirs(self.save_dir, exist_ok=True)
             remove_leftovers(self.save_dir)
-            self._is_prepared = True
+            self._is_folder_prepared = True
 
     def _write(
         self, state: Any, path: str, tag_last: bool, on_commit: Callable[[], None] | None
     ) -> None:
-        moves_tag = self.save_to_disk and tag_last
-        is_other_run = moves_tag and read_run_id(self.save_dir) != self._run_id
-        if is_other_run:
-            # while it is absent, the folder belongs to the run of the file that is tagged
+        """Write a prepared state; may be called in a thread of the format."""
+        if not self.save_to_disk:  # this rank only takes part in a collective format
+            self.format.write(state, path)
+            return
+        if tag_last:
+            self._write_and_tag(state, path)
+        else:
+            self.format.write(state, path)
+        sync_folder(self.save_dir)
+        if on_commit is not None:
+            on_commit()
+        after_save(self.save_dir)
+
+    def _write_and_tag(self, state: Any, path: str) -> None:
+        """Write the file and its name into ``last_checkpoint``; the folder is then of this run."""
+        is_folder_of_other_run = read_run_id(self.save_dir) != self._run_id
+        run_id_file = os.path.join(self.save_dir, RUN_ID)
+        if is_folder_of_other_run:
+            # without it, the folder belongs to the run of the file that is tagged
             with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(self.save_dir, RUN_ID))
+                os.remove(run_id_file)
         self.format.write(state, path)
-        if moves_tag:
-            self.tag_last_checkpoint(os.path.basename(path))
-        if is_other_run:
-            write_text(self._run_id, os.path.join(self.save_dir, RUN_ID))
-        if moves_tag:
-            self._run_id = ""
-        if self.save_to_disk:
-            sync_folder(self.save_dir)
-            if on_commit is not None:
-                on_commit()
-            after_save(self.save_dir)
+        self.tag_last_checkpoint(os.path.basename(path))
+        if is_folder_of_other_run:
+            write_text(self._run_id, run_id_file)
+        self._run_id = ""
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Make ``resume_or_load`` start from this file of ``save_dir``."""
         write_text(last_filename_basename, os.path.join(self.save_dir, "last_checkpoint"))
 
     def remove(self, name: str) -> None:
-        """Remove a file, such as an old best checkpoint, if it is there; every rank may call it. Raises OSError."""
+        """Remove a file, such as an old best checkpoint, if it is there.
+
+        Every rank may call it. Raises OSError.
+        """
         if self.save_to_disk:
             with contextlib.suppress(FileNotFoundError):
                 self.format.remove(os.path.join(self.save_dir, name + SUFFIX))
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises the error of an asynchronous save, once."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
-    def _settle(self) -> None:
-        futures.wait([self._writing] if self._writing is not None else [])
+    def _wait_without_raising(self) -> None:
+        if self._writing is not None:
+            futures.wait([self._writing])
 
     def has_checkpoint(self) -> bool:
         """Whether there is a run to resume."""
         return bool(self.get_checkpoint_file())
 
     def get_checkpoint_file(self) -> str:
-        """Path of the file that ``last_checkpoint`` names, else of the newest one; ``""`` if there is no run."""
-        self._settle()
+        """Path of the file that ``last_checkpoint`` names, else of the newest one.
+
+        ``""`` if there is no run.
+        """
+        self._wait_without_raising()
         return next(candidates(self.save_dir, self._load_file), "")
 
     def load(
@@ -270,62 +314,80 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             The entries of the file that were not used.
 
         Raises:
-            CheckpointError: the file is missing, damaged, refused (nothing is loaded then), or does not fit.
+            CheckpointError: the file is missing, damaged, refused (nothing is loaded then), or does
+                not fit.
         """
         if not path:
             _logger.info("No checkpoint to load; the model stays as it is")
             return {}
-        self._settle()
-        path, keys = (
-            self._local(path),
-            [*(self.checkpointables if checkpointables is None else checkpointables)],
-        )
-        return self._apply(self._read(path, keys), path, keys, strict)
+        self._wait_without_raising()
+        if checkpointables is None:
+            checkpointables = self.checkpointables
+        keys = [*checkpointables]
+        local_path = self._local_path(path)
+        state = self._read(local_path, keys)
+        return self._load_state(state, local_path, keys, strict)
 
     def resume_or_load(self, path: _Path | None, *, resume: bool = True) -> dict[str, Any]:
-        """Resume everything from the last checkpoint in ``save_dir``, or load only the model from ``path``.
+        """Resume everything from the last checkpoint in ``save_dir``, or load the model from ``path``.
 
-        If the last checkpoint is damaged, or ``last_checkpoint`` is missing, the newest intact one of the same run is
-        used, with a warning. Every rank calls it; rank 0 lists the files for all. Returns and raises as :meth:`load`.
+        If the last checkpoint is damaged, or ``last_checkpoint`` is missing, the newest intact one
+        of the same run is used, with a warning. Every rank calls it; rank 0 lists the files for
+        all. Returns and raises as :meth:`load`.
         """
-        self._settle()
+        self._wait_without_raising()
         self.resumed_from = ""
-        self._run_id = "" if resume else new_run_id()
         if resume:
-            keys = [*self.checkpointables]
-            last, state = choose(
-                self._candidates(),
-                lambda path: together(partial(self._read, path, keys, needs_all=True)),
-            )
+            self._run_id = ""
+            last, state = self._choose_last()
             if last:
-                if comm.is_main_process() and not tagged_file(self.save_dir):
-                    _logger.warning(
-                        "'%s' has no last_checkpoint; resuming from its newest checkpoint, '%s'",
-                        self.save_dir,
-                        os.path.basename(last),
-                    )
                 self.resumed_from = os.path.basename(last)
                 self._run_id = run_id_of(state)
-                return self._apply(state, last, keys, strict=True)
+                return self._load_state(state, last, [*self.checkpointables], strict=True)
             _logger.info(
                 "No checkpoint to resume from in '%s'; starting from '%s'",
                 self.save_dir,
                 path or "",
             )
+        else:
+            self._run_id = new_run_id()
         if not path:
             return self.load(path)
-        path = together(partial(self._local, path))
-        return self._apply(together(partial(self._read, path, [])), path, [], strict=False)
+        local_path = together(partial(self._local_path, path))
+        state = together(partial(self._read, local_path, []))
+        return self._load_state(state, local_path, [], strict=False)
+
+    def _choose_last(self) -> tuple[str, Any]:
+        """Path and content of the checkpoint to resume from; ``""`` and None if there is no run."""
+        keys = [*self.checkpointables]
+
+        def read(path: str) -> dict[str, Any]:
+            return together(partial(self._read, path, keys, needs_all=True))
+
+        last, state = choose(self._candidates(), read)
+        if last and comm.is_main_process() and not tagged_file(self.save_dir):
+            _logger.warning(
+                "'%s' has no last_checkpoint; resuming from its newest checkpoint, '%s'",
+                self.save_dir,
+                os.path.basename(last),
+            )
+        return last, state
 
     def _candidates(self) -> Iterator[str]:
         """The `candidates` that rank 0 finds, one by one on every rank."""
         paths = candidates(self.save_dir, self._load_file)
-        while path := comm.broadcast(
-            together(lambda: next(paths, "") if comm.is_main_process() else "")
-        ):
+
+        def find_next() -> str:
+            return next(paths, "") if comm.is_main_process() else ""
+
+        while True:
+            path = comm.broadcast(together(find_next))
+            if not path:
+                return
             yield path
 
-    def _local(self, path: _Path) -> str:
+    def _local_path(self, path: _Path) -> str:
+        """The path of a local file; one at an address is downloaded."""
         try:
             # without such a project there are still http addresses
             if "://" in os.fspath(path) and "register_addresses" in find_plugins().names:
@@ -334,8 +396,13 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         except Exception as error:  # each file system raises its own types
             raise CheckpointError(f"'{path}' cannot be downloaded: {error}") from error
 
-    def _read(self, path: str, keys: list[str], needs_all: bool = False) -> dict[str, Any]:
-        """The content of a file with this rank's part of the states of ``keys``, and with what is in further files."""
+    def _read(self, path: str, keys: list[str], *, needs_all: bool = False) -> dict[str, Any]:
+        """The content of a checkpoint, for this rank, with the parts that are in further files.
+
+        Args:
+            keys: of the checkpointables that will be loaded.
+            needs_all: whether it is an error if one of them is not in the file.
+        """
         state = self._load_file(path)
         try:
             return self._complete(state, path, keys, needs_all)
@@ -348,47 +415,60 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _complete(
         self, state: dict[str, Any], path: str, keys: list[str], needs_all: bool
     ) -> dict[str, Any]:
-        objects = self.checkpointables
-        if not isinstance(state.get("model"), Mapping):  # the state dict of a model alone
-            if any(
-                isinstance(item, Mapping) and "_extra_state" not in str(key)
-                for key, item in state.items()
-            ):
-                raise CheckpointError(
-                    f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone"
-                )
+        if not isinstance(state.get("model"), Mapping):
+            _check_is_weights(state, path)
             state = {"model": state}
-        left_out = _owners(_left_out_of(state))
-        absent = [key for key in keys if key not in state and key not in left_out]
-        if needs_all and absent:
-            raise CheckpointError(
-                f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
-            )
-        parts = state.pop("ranks", None)
-        if any(getattr(objects[key], "rank_keys", ()) for key in keys):
-            take_rank_state(state, parts, path)
-        wanted = [f"{key}." for key in ("model", *keys, *(["trained_model"] if keys else []))]
-        wanted += [read for obj in objects.values() for read in getattr(obj, "paths_read", ())]
-        return format_of(state).fill(state, path, self.model, wanted)
+        if needs_all:
+            left_out = _owners(_left_out_of(state))
+            absent = [key for key in keys if key not in state and key not in left_out]
+            if absent:
+                raise CheckpointError(
+                    f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
+                )
+        by_rank = state.pop("ranks", None)
+        if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
+            take_rank_state(state, by_rank, path)
+        return format_of(state).fill(state, path, self.model, self._paths_to_read(keys))
+
+    def _paths_to_read(self, keys: list[str]) -> list[str]:
+        """The starts of the paths in a state that are needed for loading these checkpointables."""
+        paths = ["model."]
+        for key in keys:
+            paths.append(f"{key}.")
+        if keys:
+            paths.append("trained_model.")
+        for obj in self.checkpointables.values():
+            paths.extend(getattr(obj, "paths_read", ()))
+        return paths
 
     def _load_file(self, filename: str) -> dict[str, Any]:
-        """The content of a file: a dict with the weights under "model", or the weights alone; called on each rank."""
+        """The content of a file: a dict with the weights under "model", or the weights alone.
+
+        Called on each rank.
+        """
         suffix = os.path.splitext(filename)[1][1:]
-        content: dict[str, Any] = (
-            make_format(suffix) if suffix in find_plugins().formats else self.format
-        ).read(filename)
+        is_named_format = suffix in find_plugins().formats
+        file_format = make_format(suffix) if is_named_format else self.format
+        content: dict[str, Any] = file_format.read(filename)
         return content
 
-    def _apply(
+    def _load_state(
         self, state: dict[str, Any], path: str, keys: list[str], strict: bool
     ) -> dict[str, Any]:
-        objects = self.checkpointables
-        trained = state.pop("trained_model", None)
+        """Load the content of a file; returns the entries that were not used.
+
+        Args:
+            state: of `_read`.
+            path: of the file, for messages.
+            keys: of the checkpointables to load besides the model.
+            strict: see `load`.
+        """
         state.pop(RUN_ID, None)
+        trained_weights = state.pop("trained_model", None)
         with loading(f"'{path}'"):
-            if trained and any(not getattr(objects[key], "only_evaluates", False) for key in keys):
-                state["model"] = trained
-            for obj in objects.values():
+            if trained_weights and not self._only_evaluates(keys):
+                state["model"] = trained_weights
+            for obj in self.checkpointables.values():
                 if hasattr(obj, "after_load"):
                     obj.after_load(state)
         left_out = _left_out_of(state)
@@ -399,13 +479,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                 path,
                 ", ".join(left_out),
             )
-            keys = [key for key in keys if key in state or key not in _owners(left_out)]
-            strict = strict and "model" not in _owners(left_out)
-        if not strict and (absent := [key for key in keys if key not in state]):
+            incomplete = _owners(left_out)
+            keys = [key for key in keys if key in state or key not in incomplete]
+            strict = strict and "model" not in incomplete
+        absent = [key for key in keys if key not in state]
+        if absent and not strict:
             _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
             keys = [key for key in keys if key in state]
-        groups = state.pop("optimizer_groups", {})
         self._is_strict = strict
+        groups = state.pop("optimizer_groups", {})
         for key in keys:
             with loading(f"'{path}': its entry {key!r}"):
                 self._check(key, state[key], groups)
@@ -433,11 +515,18 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             text = "The model does not have these weights of the checkpoint: %s"
             _logger.warning(text, ", ".join(sorted(map(str, incompatible.unexpected_keys))))
 
+    def _only_evaluates(self, keys: list[str]) -> bool:
+        """Whether the model is loaded with these checkpointables for evaluation, not for training."""
+        return all(getattr(self.checkpointables[key], "only_evaluates", False) for key in keys)
+
     def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if a state does not fit, as far as this can be known before anything is loaded."""
+        """Raises CheckpointError if a state does not fit.
+
+        This finds what can be known before anything is loaded.
+        """
         obj = self.checkpointables[key]
         if isinstance(obj, Optimizer):
-            fit_state(obj, state, groups.get(key, []), names_in({"": self.model}))
+            fit_state(obj, state, groups.get(key, []), self._parameter_names())
         elif hasattr(obj, "check_state_dict"):
             obj.check_state_dict(state)
 
@@ -447,7 +536,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             obj.load_state_dict(state)
             return
         adapt = getattr(self.model, "optimizer_state_to_load", None)
-        load_optimizer(obj, state, groups.get(key, []), names_in({"": self.model}), adapt)
+        load_optimizer(obj, state, groups.get(key, []), self._parameter_names(), adapt)
 
     def _load_model(self, checkpoint: dict[str, Any]) -> Any:
         """Load the entry "model" into the model; returns what ``_log_incompatible_keys`` logs, or None."""
@@ -464,8 +553,17 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return None
 
 
+def _check_is_weights(state: Mapping[str, Any], path: str) -> None:
+    """Raises CheckpointError if this is not the state dict of a model."""
+    for key, value in state.items():
+        if isinstance(value, Mapping) and "_extra_state" not in str(key):
+            raise CheckpointError(
+                f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone"
+            )
+
+
 def _left_out_of(state: Mapping[str, Any]) -> list[str]:
-    """The paths of the values for which states are not in the file."""
+    """The paths of the values because of which states are not in the file."""
     paths = state.get("left_out")
     return [str(path) for path in paths] if isinstance(paths, list) else []
 

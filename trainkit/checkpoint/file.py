@@ -1,7 +1,7 @@
 """One checkpoint file: tensors and plain Python values, which load without running code.
 
-It has the format of ``torch.save``, a zip archive with a CRC for each record. ``torch.load`` ignores the CRCs, so
-`read_file` checks them.
+It has the format of ``torch.save``, a zip archive with a CRC for each record. ``torch.load``
+ignores the CRCs, so `read_file` checks them.
 """
 
 import collections
@@ -19,10 +19,13 @@ from trainkit.checkpoint.atomic import CheckpointError, replacing
 from trainkit.utils.file_io import refuse_pipe
 
 SUFFIX = ".pth"
-_FOLDER = 0x10  # the bit for folders in a record's attributes
+_IS_FOLDER = 0x10  # this bit of a record's attributes marks a folder
 
 ORDINARY = (Tensor, torch.nn.Parameter)
+"""The types of tensors that a file holds; compared exactly."""
+
 Take = Callable[[Tensor, str], Tensor]
+"""``take(tensor, path)`` returns what stands in the copy of a state in place of a tensor."""
 
 # Types are compared exactly: numpy.float64 is a subclass of float, and loads only by running code.
 _PLAIN = frozenset(
@@ -32,39 +35,60 @@ _DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiSt
 
 
 def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
-    """A copy of nested dicts, lists and tuples that is safe to write; containers are new, tensors share memory.
+    """A copy of nested dicts, lists and tuples that is safe to write.
 
-    ``take(tensor, path)`` returns the replacement of a tensor; None: `ordinary`.
+    Containers are new, tensors share memory.
+
+    Args:
+        path: of ``value`` in the whole state.
+        take: None: `ordinary`.
 
     Raises:
         TypeError: there is a value other than tensors and plain values; the message has its path.
     """
+    if take is None:
+        take = ordinary
     kind = type(value)
-    if kind in _PLAIN or (kind is bytes and value):  # torch's reader refuses empty bytes
+    if kind in _PLAIN:
+        return value
+    if kind is bytes and value:  # torch's reader refuses empty bytes
         return value
     if isinstance(value, Tensor):
-        return (take or ordinary)(value, path)
+        return take(value, path)
     if isinstance(value, int):
         return int(value)  # an IntEnum
     if kind in (list, tuple):
-        if _PLAIN.issuperset(map(type, value)):  # at once: a random state has a thousand numbers
+        # fast, for the thousand numbers of a random state
+        if _PLAIN.issuperset(map(type, value)):
             return kind(value)
         return kind([plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value)])
     if kind not in _DICTS:
         refuse(value, path)
     copy: Any = kind()
     for key, item in value.items():
-        here = f"{path}[{key!r}]" if type(key) is not str else f"{path}.{key}" if path else key
+        item_path = _path_of_entry(path, key)
         if type(key) not in _PLAIN:
-            key = plain_state(key, here, refuse)
-        copy[key] = plain_state(item, here, take)
+            key = plain_state(key, item_path, take=refuse)  # a key is no tensor
+        copy[key] = plain_state(item, item_path, take)
     if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
         copy._metadata = value._metadata
     return copy
 
 
+def _path_of_entry(path: str, key: Any) -> str:
+    """Such as ``optimizer.state[0]``."""
+    if type(key) is not str:
+        return f"{path}[{key!r}]"
+    if not path:
+        return key
+    return f"{path}.{key}"
+
+
 def ordinary(tensor: Tensor, path: str) -> Tensor:
-    """The tensor as a file holds it, detached. Raises TypeError if it is of another type, such as a sharded one."""
+    """The tensor as a file holds it, detached.
+
+    Raises TypeError if it is of another type, such as a sharded one.
+    """
     if type(tensor) not in ORDINARY:
         refuse(tensor, path)
     return tensor.detach() if tensor.requires_grad else tensor
@@ -79,6 +103,7 @@ class UnwritableError(TypeError):
 
 
 def refuse(value: object, path: str) -> Any:
+    """Raises UnwritableError."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise UnwritableError(
         f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values",
@@ -96,18 +121,20 @@ def writable_state(
     """As `plain_state`, without the entries that a file cannot hold.
 
     Args:
-        separate: paths of dicts whose entries are left out one by one, since they are states of different objects.
+        separate: paths of dicts whose entries are left out one by one, since they are states of
+            different objects.
         take: as for `plain_state`, such as `ordinary`, or `ordinary_or_divided`.
         errors: gets one error for each entry that is left out.
+        path: of ``state`` in the whole state.
     """
     kept: Any = type(state)()
     for key, value in state.items():
-        here = f"{path}.{key}" if path else str(key)
+        value_path = f"{path}.{key}" if path else str(key)
         try:
-            if here in separate and type(value) in _DICTS:
-                kept[key] = writable_state(value, separate, take, errors, here)
+            if value_path in separate and type(value) in _DICTS:
+                kept[key] = writable_state(value, separate, take, errors, value_path)
             else:
-                kept[key] = plain_state(value, here, take)
+                kept[key] = plain_state(value, value_path, take)
         except UnwritableError as error:
             errors.append(error)
     if hasattr(state, "_metadata"):
@@ -117,11 +144,18 @@ def writable_state(
 
 def ordinary_or_divided(tensor: Tensor, path: str) -> Tensor:
     """For a format that writes sharded tensors too."""
-    return tensor if hasattr(tensor, "full_tensor") else ordinary(tensor, path)
+    if hasattr(tensor, "full_tensor"):
+        return tensor
+    return ordinary(tensor, path)
 
 
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``state`` to ``path`` completely or not at all; raises TypeError as `plain_state`, and CheckpointError."""
+    """Write ``state`` to ``path`` completely or not at all.
+
+    Raises:
+        TypeError: as `plain_state`.
+        CheckpointError: the file cannot be written.
+    """
     write_plain(plain_state(dict(state)), path)
 
 
@@ -132,10 +166,14 @@ def write_plain(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: type = dict) -> Any:
-    """Verify and read a checkpoint of trainkit, or a file of ``torch.save`` that holds another ``kind`` of object.
+    """Verify and read a checkpoint of trainkit, or another file of ``torch.save``.
+
+    Args:
+        kind: the type of the object in the file.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds more than tensors and plain Python values.
+        CheckpointError: the file is missing or damaged, holds more than tensors and plain Python
+            values, or is of another ``kind``.
     """
     try:
         refuse_pipe(path)
@@ -148,14 +186,16 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
         raise CheckpointError(f"cannot read '{path}': {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
+        needed = name[1] if name else "more than plain values"
         # Not chained: torch's message recommends loading without protection.
         raise CheckpointError(
-            f"'{path}' is refused: it needs {name[1] if name else 'more than plain values'}. Only tensors and plain "
+            f"'{path}' is refused: it needs {needed}. Only tensors and plain "
             "Python values are accepted; if you trust it, convert it by tools/convert_checkpoint.py"
         ) from None
     except Exception as error:  # zipfile and torch raise many types
+        reason = str(error) or "it ends too early"
         raise CheckpointError(
-            f"'{path}' is damaged or not a file of torch.save: {str(error) or 'it ends too early'}"
+            f"'{path}' is damaged or not a file of torch.save: {reason}"
         ) from error
     if not isinstance(state, kind):
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
@@ -165,11 +205,13 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
 def _check_records(file: BinaryIO) -> None:
     """Compare the records of a zip archive with their CRCs."""
     with zipfile.ZipFile(file) as archive:
-        if any(record.external_attr & _FOLDER for record in archive.infolist()):
-            raise zipfile.BadZipFile(
-                "a record is marked as a folder, which torch.load leaves out without a word"
-            )
-        if damaged := archive.testzip():
+        for record in archive.infolist():
+            if record.external_attr & _IS_FOLDER:
+                raise zipfile.BadZipFile(
+                    "a record is marked as a folder, which torch.load leaves out without a word"
+                )
+        damaged = archive.testzip()
+        if damaged:
             raise zipfile.BadZipFile(
                 f"the content of its record '{damaged}' does not match its checksum"
             )

@@ -1,8 +1,8 @@
 """Find the checkpoints of a folder, and the one to resume from.
 
-A run draws a random text, its ``run_id``. It is in each of its checkpoints and in a file of its folder, so that a copy
-of another run's checkpoint is not taken for one of this run. A folder without this file belongs to the run whose
-checkpoint ``last_checkpoint`` names.
+A run draws a random text, its ``run_id``. It is in each of its checkpoints and in a file of its
+folder, so that a copy of another run's checkpoint is not taken for one of this run. A folder
+without this file belongs to the run whose checkpoint ``last_checkpoint`` names.
 """
 
 import json
@@ -29,10 +29,14 @@ RUN_ID = "run_id"
 
 def checkpoint_files(folder: str) -> list[str]:
     """Paths of all ``.pth`` files, sorted by name; none if the folder does not exist."""
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    return [
-        os.path.join(folder, name) for name in names if name.endswith(SUFFIX) and name[0] != "."
-    ]
+    if not os.path.isdir(folder):
+        return []
+    paths = []
+    for name in sorted(os.listdir(folder)):
+        is_hidden = name.startswith(".")  # such as a file that is being written
+        if name.endswith(SUFFIX) and not is_hidden:
+            paths.append(os.path.join(folder, name))
+    return paths
 
 
 class Header(NamedTuple):
@@ -45,12 +49,15 @@ class Header(NamedTuple):
 def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[str]:
     """The checkpoints to resume from, in the order in which to try them; none if there is no run.
 
-    First the file that ``last_checkpoint`` names, then the earlier ones of the same run, the newest first, then later
-    ones, which the run has left behind. ``read`` returns the content of a file in another format than that of torch.
+    First the file that ``last_checkpoint`` names, then the earlier ones of the same run, the newest
+    first, then later ones, which the run has left behind. At the end, those that cannot be read.
+
+    Args:
+        read: returns the content of a file in another format than that of torch.
 
     Raises:
-        CheckpointError: as `tagged_file`; ``last_checkpoint`` names a file of another run than ``run_id``; nothing says
-            to which of several runs the folder belongs.
+        CheckpointError: as `tagged_file`; ``last_checkpoint`` names a file of another run than the
+            file ``run_id``; nothing says to which of several runs the folder belongs.
     """
     mirror = mirror_of(folder)
     if mirror is not None:
@@ -59,7 +66,9 @@ def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[
     run_id = read_run_id(folder)
     last_iteration = -1  # not known
     if tagged:
-        header = read_header(tagged, read) or Header(_iteration_in_name(tagged), "")
+        header = read_header(tagged, read)
+        if header is None:
+            header = Header(_iteration_in_name(tagged), run_id="")
         if run_id and header.run_id not in ("", run_id):
             raise CheckpointError(
                 f"last_checkpoint in '{folder}' names {os.path.basename(tagged)!r}, a file of another run. Name a file "
@@ -79,29 +88,37 @@ def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[
             damaged.append(path)
         elif found.run_id or found.iteration >= 0:  # others have weights alone
             headers[path] = found
-    own = _of_one_run(folder, headers, run_id)
-    # of one iteration, "model_final" is after "model_best" and the number
+    own = _files_of_run(folder, headers, run_id)
+    # newest first; of one iteration: "model_final", "model_best", the number
     own.sort(key=lambda path: (headers[path].iteration, path), reverse=True)
     if last_iteration >= 0:
-        own.sort(key=lambda path: headers[path].iteration > last_iteration)
+        later = [path for path in own if headers[path].iteration > last_iteration]
+        own = [path for path in own if path not in later] + later
     yield from own
     if tagged or run_id or own:
         yield from reversed(damaged)  # for their errors
 
 
-def _of_one_run(folder: str, headers: Mapping[str, Header], run_id: str) -> list[str]:
-    """The files of this run; "": of the only run that there is."""
-    run_ids = {header.run_id for header in headers.values()}
-    if not run_id and len(run_ids) > 1:
-        raise CheckpointError(
-            f"'{folder}' has checkpoints of several runs: {_names(headers)}. Write the name of the file to go on from "
-            "into last_checkpoint"
-        )
-    own_id = run_id or next(iter(run_ids), "")
-    others = [path for path in headers if headers[path].run_id != own_id]
+def _files_of_run(folder: str, headers: Mapping[str, Header], run_id: str) -> list[str]:
+    """The files of this run; ``run_id`` "": of the only run that there is."""
+    if not run_id:
+        run_ids = {header.run_id for header in headers.values()}
+        if len(run_ids) > 1:
+            raise CheckpointError(
+                f"'{folder}' has checkpoints of several runs: {_names(headers)}. Write the name of the file to go on "
+                "from into last_checkpoint"
+            )
+        return list(headers)
+    own = []
+    others = []
+    for path, header in headers.items():
+        if header.run_id == run_id:
+            own.append(path)
+        else:
+            others.append(path)
     if others:
         _logger.warning("'%s' has files of another run, not used: %s", folder, _names(others))
-    return [path for path in headers if headers[path].run_id == own_id]
+    return own
 
 
 def _iteration_in_name(path: str) -> int:
@@ -115,11 +132,14 @@ def _names(paths: Iterable[str]) -> str:
 
 
 def read_header(path: str, read: Callable[[str], Any] = read_file) -> Header | None:
-    """None if the file cannot be read. A file of torch is not searched for damage; others are read by ``read``."""
+    """The header of a checkpoint; None if the file cannot be read.
+
+    A file of torch is not searched for damage. Others are read by ``read``.
+    """
     if not os.path.isfile(path):
         return None
     try:
-        # without tensors
+        # `mmap`: the content of tensors is not read
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # torch and pickle raise many types
         try:
@@ -127,7 +147,9 @@ def read_header(path: str, read: Callable[[str], Any] = read_file) -> Header | N
         except CheckpointError:
             return None
     iteration = state.get("iteration") if isinstance(state, dict) else None
-    return Header(iteration if type(iteration) is int else -1, run_id_of(state))
+    if type(iteration) is not int:
+        iteration = -1
+    return Header(iteration, run_id_of(state))
 
 
 def run_id_of(state: Any) -> str:
@@ -167,15 +189,19 @@ def tagged_file(folder: str) -> str:
             name = file.read().strip()
     except OSError as error:
         raise CheckpointError(f"cannot read '{tag_file}': {error.strerror or error}") from error
-    if name and not is_file_of(folder, name):
+    if not name:
+        return ""
+    if not is_file_of(folder, name):
         raise CheckpointError(
             f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder"
         )
-    return os.path.join(folder, name) if name else ""
+    return os.path.join(folder, name)
 
 
 def choose(paths: Iterable[str], read: Callable[[str], Any] = read_file) -> tuple[str, Any]:
-    """Path and content of the first of the `candidates` that ``read`` can read; ``""`` if there are none.
+    """Path and content of the first of the `candidates` that ``read`` can read.
+
+    ``""`` and None if there are no candidates.
 
     Raises:
         CheckpointError: there are candidates, but none is intact.
@@ -198,7 +224,10 @@ def choose(paths: Iterable[str], read: Callable[[str], Any] = read_file) -> tupl
 
 
 def read_finished(folder: str) -> Any:
-    """What a finished run has written into the file ``finished``; None if the file is missing or damaged."""
+    """What a finished run has written into the file ``finished``.
+
+    None if the file is missing or damaged.
+    """
     try:
         path = os.path.join(folder, "finished")
         refuse_pipe(path)
@@ -217,10 +246,13 @@ def next_previous(folder: Path) -> Path:
 
 
 def is_file_of(folder: str, name: str) -> bool:
-    """Whether ``name`` is a file name in ``folder`` without a path, and not a link out of it; it need not exist."""
-    is_name = (
-        name.isprintable() and name not in (os.curdir, os.pardir) and os.path.basename(name) == name
-    )
-    return is_name and os.path.dirname(
-        os.path.realpath(os.path.join(folder, name))
-    ) == os.path.realpath(folder)
+    """Whether ``name`` is a file name without a path, and not a link out of ``folder``.
+
+    The file need not exist.
+    """
+    if not name.isprintable() or name in (os.curdir, os.pardir):
+        return False
+    if os.path.basename(name) != name:
+        return False
+    real_path = os.path.realpath(os.path.join(folder, name))
+    return os.path.dirname(real_path) == os.path.realpath(folder)

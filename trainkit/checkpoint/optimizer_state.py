@@ -1,8 +1,9 @@
 """The state of an optimizer in a checkpoint, which is given to the parameters of the same names.
 
-``optimizer.state_dict()`` knows parameters only by their places. So a checkpoint also holds, for each group, the class
-of the optimizer, and the names and the global shapes of the parameters. What does not fit is an error before the
-optimizer sees it: torch's fused kernels compare no sizes, and would read and write beyond a state of another shape.
+``optimizer.state_dict()`` knows parameters only by their places. So a checkpoint also holds, for
+each group, the class of the optimizer, and the names and the global shapes of the parameters. A
+state that does not fit is an error before the optimizer sees it: torch's fused kernels compare no
+sizes, and would read and write beyond a state of another shape.
 """
 
 import logging
@@ -37,10 +38,22 @@ _ONE_VALUE = {
     "mu",
     "mu_product",
 }
+# entries of torch's optimizers that have the shape of their parameter
 _LIKE_PARAMETER = {
-    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg"),
-    *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
+    "momentum_buffer",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "sum",
+    "prev",
+    "step_size",
+    "ax",
 }
+# the entries of these have other shapes
 _OTHER_SHAPES = (torch.optim.Adafactor, torch.optim.LBFGS)
 
 _REMEDY = (
@@ -52,9 +65,12 @@ _REMEDY = (
 
 
 def names_in(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """name -> parameter, for the modules under their prefixes ("" or "generator."); a tied one under all its names.
+    """name -> parameter; a tied parameter is there under all its names.
 
     The names have no ``module.`` and ``_orig_mod.``, unless two parameters would get one name.
+
+    Args:
+        modules: prefix of the names ("" or "generator.") -> module.
     """
     found: dict[str, Tensor] = {}
     for prefix, module in modules.items():
@@ -72,7 +88,10 @@ def _without_wrappers(name: str) -> str:
 
 
 def describe_groups(optimizer: Any, names: Mapping[str, Tensor]) -> Groups:
-    """What a checkpoint holds beside ``optimizer.state_dict()``; [] if the optimizer has no ``param_groups``."""
+    """What a checkpoint holds beside ``optimizer.state_dict()``.
+
+    [] if the optimizer has no ``param_groups``.
+    """
     first_names = _first_names(names)
     groups: Groups = []
     num_unnamed = 0
@@ -91,6 +110,7 @@ def describe_groups(optimizer: Any, names: Mapping[str, Tensor]) -> Groups:
 
 
 def _first_names(names: Mapping[str, Tensor]) -> dict[int, str]:
+    """``id`` of a parameter -> the first of its names."""
     first_names: dict[int, str] = {}
     for name, parameter in names.items():
         first_names.setdefault(id(parameter), name)
@@ -103,11 +123,15 @@ def _shape_of(parameter: Tensor) -> list[int] | None:
 
 
 def _optimizer_of(optimizer: Any, group: Mapping[str, Any]) -> Any:
-    """The optimizer that updates the group: itself, or one that it is made of (``optimizers``, ``optimizer``)."""
+    """The optimizer that updates the group: itself, or one that it is made of.
+
+    The attributes ``optimizers`` and ``optimizer`` hold these.
+    """
     parts = [*getattr(optimizer, "optimizers", ()), getattr(optimizer, "optimizer", None)]
     for part in parts:
-        if any(each is group for each in getattr(part, "param_groups", ())):
-            return _optimizer_of(part, group)
+        for part_group in getattr(part, "param_groups", ()):
+            if part_group is group:
+                return _optimizer_of(part, group)
     return optimizer
 
 
@@ -120,14 +144,20 @@ def _torch_class(optimizer: Any) -> type | None:
 
 
 def _class_name(optimizer: Any) -> str:
-    """The class whose state this is; "" if it is not known. A subclass, such as one that clips, has its state."""
+    """The class that decides what the state holds; "" if it is not known.
+
+    A subclass of it, such as one that clips, has the same state.
+    """
     torch_class = _torch_class(optimizer)
     if torch_class is not None:
         return torch_class.__name__
     if not isinstance(optimizer, Optimizer):
         return ""
-    derived = [each for each in type(optimizer).__mro__ if issubclass(each, Optimizer)]
-    return derived[-2].__name__ if len(derived) > 1 else ""
+    # the last one is torch's Optimizer itself
+    optimizer_classes = [each for each in type(optimizer).__mro__ if issubclass(each, Optimizer)]
+    if len(optimizer_classes) == 1:
+        return ""
+    return optimizer_classes[-2].__name__
 
 
 # ---------------------------------------------------------------------- fitting a saved state
@@ -148,78 +178,65 @@ def fit_state(
     Raises:
         CheckpointError: the optimizer is of another class; parameters, groups or shapes differ.
     """
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is None or ("param_groups" not in state and not isinstance(optimizer, Optimizer)):
+    if getattr(optimizer, "param_groups", None) is None:
+        return state
+    if "param_groups" not in state and not isinstance(optimizer, Optimizer):
         return state  # a wrapper with a state of its own kind
     try:
-        return _fit(optimizer, state, saved, names)
+        own = describe_groups(optimizer, names)
+        saved_groups = _saved_groups(state, saved)
+        _check_classes(own, saved_groups)
+        _rename_tied(saved_groups, names)
+        if _can_match_names(own, saved_groups):
+            fitting = _in_order_of_names(own, saved_groups)
+        else:
+            _check_sizes(own, saved_groups)
+            fitting = saved_groups
+        for own_group, saved_group in zip(own, fitting, strict=True):
+            _check_classes([own_group], [saved_group])
+            _check_parameter_shapes(own_group, saved_group)
+        return _number_by_position(optimizer, state, fitting)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the state of the optimizer is damaged ({reason})") from error
 
 
-def _fit(
-    optimizer: Any,
-    state: Mapping[str, Any],
-    saved: Sequence[Mapping[str, Any]],
-    names: Mapping[str, Tensor],
-) -> dict[str, Any]:
-    own = describe_groups(optimizer, names)
-    saved_groups = _groups_with_names(state, saved)
-    _check_classes(own, saved_groups)
-    fitting = _in_own_order(own, saved_groups, names)
-    entries = dict(state["state"])
-    fitted: dict[str, Any] = {**state, "param_groups": [], "state": {}}
-    position = 0
-    for group, saved_group in zip(optimizer.param_groups, fitting, strict=True):
-        _check_settings(group, saved_group.values)
-        places = []
-        keys: Collection[str] = ()  # of the first entry of the group that has any
-        for parameter, place in zip(group["params"], saved_group.places, strict=True):
-            if place in entries:
-                entry = entries.pop(place)
-                may_be_none = saved_group.values.get("momentum", 1) == 0
-                owner = _optimizer_of(optimizer, group)
-                _check_shapes(owner, parameter, entry, position, may_be_none)
-                if isinstance(entry, Mapping) and type(owner) is _torch_class(owner):
-                    keys = keys or entry.keys()
-                    _check_keys(owner, entry, keys, position)
-                fitted["state"][position] = entry
-            places.append(position)
-            position += 1
-        values = {**saved_group.values, "params": places}
-        for name, value in group.items():  # a newer version of torch may have more settings
-            values.setdefault(name, value)
-        fitted["param_groups"].append(values)
-    for key, value in entries.items():
-        if not isinstance(key, int):  # values of the optimizer as a whole
-            fitted["state"][key] = value
-    return fitted
-
-
 class _SavedGroup:
-    """A group of the checkpoint: its values, and for each parameter its place, its name and its shape."""
+    """A group of the checkpoint.
+
+    Attributes:
+        values: the group in the saved ``param_groups``.
+        places: of its parameters in the saved state; ``names`` and ``shapes`` are in the same order.
+        names: None: not known.
+        shapes: None: not known, for each parameter.
+        optimizer: the name of its class; "": not known.
+    """
 
     def __init__(self, values: Mapping[str, Any], description: Mapping[str, Any] | None) -> None:
         self.values = values
         self.places = list(values["params"])
-        self.optimizer = "" if description is None else str(description["optimizer"])
         self.names: list[str] | None = None
         self.shapes: list[Any] = [None] * len(self.places)
+        self.optimizer = ""
         if description is not None:
             self.names = [str(name) for name in description["names"]]
             self.shapes = list(description["shapes"])
+            self.optimizer = str(description["optimizer"])
             if not len(self.names) == len(self.shapes) == len(self.places):
                 raise ValueError(
                     f"a group has {len(self.places)} parameters, {len(self.names)} names and {len(self.shapes)} shapes"
                 )
 
-    def reorder(self, order: Sequence[int]) -> None:
+    def reorder(self, names: Sequence[str]) -> None:
+        """Put the parameters into the order of these names, which are its own."""
+        index_of = {name: i for i, name in enumerate(self.names or [])}
+        order = [index_of[name] for name in names]
+        self.names = list(names)
         self.places = [self.places[i] for i in order]
         self.shapes = [self.shapes[i] for i in order]
 
 
-def _groups_with_names(
+def _saved_groups(
     state: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
 ) -> list[_SavedGroup]:
     values = list(state["param_groups"])
@@ -240,49 +257,86 @@ def _check_classes(own: Groups, saved_groups: Sequence[_SavedGroup]) -> None:
         )
 
 
-def _in_own_order(
-    own: Groups,
-    saved_groups: list[_SavedGroup],
-    names: Mapping[str, Tensor],
-) -> list[_SavedGroup]:
-    """The saved groups in the order of this run's groups, each in the order of its parameters."""
+def _rename_tied(saved_groups: Sequence[_SavedGroup], names: Mapping[str, Tensor]) -> None:
+    """Use this run's first name of a tied parameter, which may be another one than at the save."""
     first_names = _first_names(names)
     for group in saved_groups:
-        if group.names is not None:  # a tied parameter may have another first name in this run
-            group.names = [
-                first_names[id(names[name])] if name in names else name for name in group.names
-            ]
-    if not _are_comparable(own, saved_groups):
-        fitting = saved_groups
-        _check_sizes(own, fitting)
-    else:
-        fitting = _by_name(own, saved_groups)
-    for own_group, saved_group in zip(own, fitting, strict=True):
-        _check_classes([own_group], [saved_group])
-        for name, shape, saved_shape in zip(
-            own_group["names"], own_group["shapes"], saved_group.shapes, strict=True
-        ):
-            if shape is not None and saved_shape is not None and shape != list(saved_shape):
-                raise CheckpointError(
-                    f"the parameter {name} has the shape {list(saved_shape)} in the checkpoint's optimizer, and "
-                    f"{shape} in this run. {_REMEDY}"
-                )
-    return fitting
+        if group.names is None:
+            continue
+        for place, name in enumerate(group.names):
+            if name in names:
+                group.names[place] = first_names[id(names[name])]
 
 
-def _are_comparable(own: Groups, saved_groups: list[_SavedGroup]) -> bool:
-    """Whether both sides have names for the same number of parameters."""
-    num_unnamed = 0
-    for group in own:
-        num_unnamed += sum(name.startswith(_UNNAMED) for name in group["names"])
+def _can_match_names(own: Groups, saved_groups: Sequence[_SavedGroup]) -> bool:
+    """Whether both sides have names, and the same number of parameters without one."""
+    saved_names: list[str] = []
     for saved_group in saved_groups:
         if saved_group.names is None:
             return False
-        num_unnamed -= sum(name.startswith(_UNNAMED) for name in saved_group.names)
-    return num_unnamed == 0
+        saved_names.extend(saved_group.names)
+    own_names: list[str] = []
+    for group in own:
+        own_names.extend(group["names"])
+    return _num_unnamed(own_names) == _num_unnamed(saved_names)
 
 
-def _check_sizes(own: Groups, saved_groups: list[_SavedGroup]) -> None:
+def _num_unnamed(names: Sequence[str]) -> int:
+    return sum(name.startswith(_UNNAMED) for name in names)
+
+
+def _check_parameter_shapes(own_group: Mapping[str, Any], saved_group: _SavedGroup) -> None:
+    for name, shape, saved_shape in zip(
+        own_group["names"], own_group["shapes"], saved_group.shapes, strict=True
+    ):
+        if shape is None or saved_shape is None:
+            continue
+        if shape != list(saved_shape):
+            raise CheckpointError(
+                f"the parameter {name} has the shape {list(saved_shape)} in the checkpoint's optimizer, and "
+                f"{shape} in this run. {_REMEDY}"
+            )
+
+
+def _number_by_position(
+    optimizer: Any, state: Mapping[str, Any], fitting: Sequence[_SavedGroup]
+) -> dict[str, Any]:
+    """The state for ``load_state_dict``: a parameter's key is its position in this run.
+
+    Args:
+        fitting: the saved groups in the order of the optimizer's groups and parameters.
+    """
+    entries = dict(state["state"])
+    fitted: dict[str, Any] = {**state, "param_groups": [], "state": {}}
+    position = 0
+    for group, saved_group in zip(optimizer.param_groups, fitting, strict=True):
+        _check_settings(group, saved_group.values)
+        group_optimizer = _optimizer_of(optimizer, group)
+        may_be_none = saved_group.values.get("momentum", 1) == 0
+        is_of_torch = type(group_optimizer) is _torch_class(group_optimizer)
+        positions = []
+        keys: Collection[str] = ()  # of the first entry of the group that has any
+        for parameter, place in zip(group["params"], saved_group.places, strict=True):
+            if place in entries:
+                entry = entries.pop(place)
+                _check_entry(group_optimizer, parameter, entry, position, may_be_none)
+                if isinstance(entry, Mapping) and is_of_torch:
+                    keys = keys or entry.keys()
+                    _check_keys(group_optimizer, entry, keys, position)
+                fitted["state"][position] = entry
+            positions.append(position)
+            position += 1
+        values = {**saved_group.values, "params": positions}
+        for name, value in group.items():  # a newer version of torch may have more settings
+            values.setdefault(name, value)
+        fitted["param_groups"].append(values)
+    for key, value in entries.items():
+        if not isinstance(key, int):  # values of the optimizer as a whole
+            fitted["state"][key] = value
+    return fitted
+
+
+def _check_sizes(own: Groups, saved_groups: Sequence[_SavedGroup]) -> None:
     sizes = [len(group["names"]) for group in own]
     saved_sizes = [len(group.places) for group in saved_groups]
     if sizes != saved_sizes:
@@ -291,15 +345,13 @@ def _check_sizes(own: Groups, saved_groups: list[_SavedGroup]) -> None:
         )
 
 
-def _by_name(own: Groups, saved_groups: list[_SavedGroup]) -> list[_SavedGroup]:
-    group_of: dict[str, int] = {}
-    saved_group_of: dict[str, int] = {}
-    for number, group in enumerate(own):
-        for name in group["names"]:
-            group_of[name] = number
-    for number, saved_group in enumerate(saved_groups):
-        for name in saved_group.names or ():
-            saved_group_of[name] = number
+def _in_order_of_names(own: Groups, saved_groups: Sequence[_SavedGroup]) -> list[_SavedGroup]:
+    """The saved groups in the order of this run's groups, each in the order of its parameters.
+
+    Raises CheckpointError if the groups do not have the same names.
+    """
+    group_of = _group_of_names([group["names"] for group in own])
+    saved_group_of = _group_of_names([group.names or [] for group in saved_groups])
     gone = [name for name in saved_group_of if name not in group_of]
     new = [name for name in group_of if name not in saved_group_of]
     if gone or new:
@@ -307,26 +359,40 @@ def _by_name(own: Groups, saved_groups: list[_SavedGroup]) -> list[_SavedGroup]:
             f"parameters only in the checkpoint's optimizer: {_first_of(gone)}; only in that of this run: "
             f"{_first_of(new)}. {_REMEDY}"
         )
-    left = list(saved_groups)
+    remaining = list(saved_groups)
     fitting = []
     for number, group in enumerate(own):
-        wanted = sorted(group["names"])
-        found = [each for each in left if sorted(each.names or ()) == wanted]
-        if not found:
+        match = _with_names(remaining, group["names"])
+        if match is None:
             raise CheckpointError(
                 _describe_change(number, group["names"], group_of, saved_group_of)
             )
-        match = found[0]
-        left.remove(match)
-        saved_names = match.names or []
-        place_of = {name: place for place, name in enumerate(saved_names)}
-        match.reorder([place_of[name] for name in group["names"]])
+        remaining.remove(match)
+        match.reorder(group["names"])
         fitting.append(match)
-    if left:  # groups without a parameter
+    if remaining:  # groups without a parameter
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved_groups)} groups, that of this run {len(own)}. {_REMEDY}"
         )
     return fitting
+
+
+def _group_of_names(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """name of a parameter -> number of its group."""
+    group_of = {}
+    for number, names in enumerate(groups):
+        for name in names:
+            group_of[name] = number
+    return group_of
+
+
+def _with_names(groups: Sequence[_SavedGroup], names: Sequence[str]) -> _SavedGroup | None:
+    """The first group with these names, in any order."""
+    wanted = sorted(names)
+    for group in groups:
+        if sorted(group.names or ()) == wanted:
+            return group
+    return None
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -342,11 +408,18 @@ def _describe_change(
     group_of: Mapping[str, int],
     saved_group_of: Mapping[str, int],
 ) -> str:
-    """Names a parameter that has left the others of its group, or has come to them."""
+    """Names a parameter that has left the others of its group, or has come to them.
+
+    Args:
+        number: of a group of this run that the checkpoint does not have.
+        names: of its parameters.
+        group_of: name -> number of its group in this run.
+        saved_group_of: name -> number of its group in the checkpoint.
+    """
     former = saved_group_of[names[0]] if names else number
     came = [name for name in names if saved_group_of[name] != former]
-    left = [name for name in saved_group_of if saved_group_of[name] == former]
-    left = [name for name in left if group_of[name] != number]
+    former_names = [name for name in saved_group_of if saved_group_of[name] == former]
+    left = [name for name in former_names if group_of[name] != number]
     moved = [*came, *left]
     if not moved:
         return (
@@ -362,23 +435,32 @@ def _describe_change(
 def _check_keys(
     optimizer: Any, entry: Mapping[str, Any], keys: Collection[str], position: int
 ) -> None:
-    """Raises CheckpointError if an entry has other keys than one of the same group; an empty one starts anew."""
+    """An empty entry starts anew.
+
+    Raises CheckpointError if an entry has other keys than one of the same group.
+    """
     if entry and entry.keys() != keys and not isinstance(optimizer, _OTHER_SHAPES):
         raise CheckpointError(
             f"the state of parameter {position} has {sorted(entry)}, that of another one has {sorted(keys)}"
         )
 
 
-def _check_shapes(
+def _check_entry(
     optimizer: Any, parameter: Tensor, entry: Any, position: int, may_be_none: bool
 ) -> None:
-    """Compare what torch's kernels will use with the parameter. Raises CheckpointError."""
-    if not isinstance(entry, Mapping):
-        if _torch_class(optimizer) is None:
-            return
-        raise CheckpointError(f"the state of parameter {position} is no dict but {entry!r:.80}")
+    """Compare the shapes of the tensors that torch's kernels will use with that of the parameter.
+
+    Args:
+        may_be_none: whether a value may be missing, as momentum that is not used.
+
+    Raises CheckpointError if they do not fit.
+    """
     torch_class = _torch_class(optimizer)
-    if torch_class is None or issubclass(torch_class, _OTHER_SHAPES) or is_lazy(parameter):
+    if torch_class is None:
+        return
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"the state of parameter {position} is no dict but {entry!r:.80}")
+    if issubclass(torch_class, _OTHER_SHAPES) or is_lazy(parameter):
         return
     is_own_class = type(optimizer) is torch_class
     for name, value in entry.items():
@@ -416,23 +498,28 @@ def load_optimizer(
     names: Mapping[str, Tensor],
     adapt: Callable[[Any, Any], Any] | None = None,
 ) -> None:
-    """Load a saved state; its hyper-parameters replace those of this run, and the log has a table of the differences.
+    """Load a saved state; its hyper-parameters replace those of this run.
+
+    The log has a table of the differences.
 
     Args:
-        adapt: called with the fitting state and the optimizer; returns what is loaded, such as sharded tensors.
         optimizer, state, saved, names: as in `fit_state`, which names the errors.
+        adapt: called with the fitting state and the optimizer; returns what is loaded, such as
+            sharded tensors.
     """
     fitting = fit_state(optimizer, state, saved, names)
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is None or fitting is state:
+    if fitting is state:
         optimizer.load_state_dict(state)
         return
-    changes = _compare_values(groups, fitting["param_groups"])
-    own_values = [_values_of_the_run(group) for group in groups]
-    optimizer.load_state_dict(fitting if adapt is None else adapt(fitting, optimizer))
+    changes = _compare_values(optimizer.param_groups, fitting["param_groups"])
+    own_values = [_values_of_the_run(group) for group in optimizer.param_groups]
+    if adapt is not None:
+        fitting = adapt(fitting, optimizer)
+    optimizer.load_state_dict(fitting)
     for group, own in zip(optimizer.param_groups, own_values, strict=True):
-        for name in _OF_THE_RUN - own.keys():
-            group.pop(name, None)
+        for name in _OF_THE_RUN:
+            if name not in own:
+                group.pop(name, None)
         group.update(own)  # in their places: the order of the settings stays
     _lay_out_like_parameters(optimizer)
     if changes:
@@ -455,20 +542,23 @@ def _lay_out_like_parameters(optimizer: Any) -> None:
                 if not isinstance(value, Tensor) or value.layout is not torch.strided:
                     continue
                 if value.shape == parameter.shape and value.stride() != parameter.stride():
-                    entry[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                    like_parameter = torch.empty_like(parameter, dtype=value.dtype)
+                    entry[name] = like_parameter.copy_(value)
 
 
 def _compare_values(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the values that differ in saved groups, at the start of their schedules; "" if none does."""
+    """A table of the values that differ, at the start of their schedules; "" if none does."""
     rows = []
     for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
-        old = _values_at_start(saved_group)
+        saved_values = _values_at_start(saved_group)
         for name, value in _values_at_start(group).items():
-            former = old.get(name, value)
-            if value != former:
-                rows.append((number, name, value, former))
+            saved_value = saved_values.get(name, value)
+            if value != saved_value:
+                rows.append((number, name, value, saved_value))
+    if not rows:
+        return ""
     headers = ("group", "setting", "of this run", "in the checkpoint")
-    return format_table(rows, headers, max_rows=20) if rows else ""
+    return format_table(rows, headers, max_rows=20)
 
 
 def _check_settings(group: Mapping[str, Any], saved_group: Mapping[str, Any]) -> None:
@@ -506,6 +596,7 @@ def _check_kind(name: str, own: Any, saved: Any) -> None:
 
 
 def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group; those with a schedule as at its start."""
     values = {}
     for name, value in group.items():
         if name == "params" or name in _OF_THE_RUN or name.startswith("initial_"):

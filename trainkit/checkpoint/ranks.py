@@ -23,69 +23,102 @@ def gather_rank_states(
 ) -> list[Any]:
     """Each data rank's own part of the state, on rank 0; every rank calls it.
 
-    The own part is the buffers of the model (ranks see different batches), and for each key of ``state`` the entries
-    that ``keys`` names. Tensors equal to those of rank 0 are not sent; they become the same objects, so that the file
-    holds them once.
+    The own part is the buffers of the model (ranks see different batches), and for each key of
+    ``state`` the entries that ``keys`` names. Tensors equal to those of rank 0 are not sent; they
+    become the same objects, so that the file holds them once.
     """
-    buffers = [name for name, _ in model.named_buffers()]
-    keys = {**dict.fromkeys(("model", "trained_model"), buffers), **keys}
-    mine = {
-        key: {name: state[key][name] for name in keys[key] if name in state[key]}
-        for key in keys
-        if key in state
-    }
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}  # path -> tensor of this rank
 
-    def keep(tensor: Tensor, path: str) -> Tensor:
+    def note(tensor: Tensor, path: str) -> Tensor:
         if path in tensors:
             raise ValueError(
                 f"two entries of the state have the path '{path}'; give one of them another name"
             )
-        # empty in place of a tensor that the format of the checkpoint stores in parts
-        is_whole = type(tensor) in ORDINARY
-        tensors[path] = (
-            tensor.detach()
-            if is_whole
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        )
+        if type(tensor) in ORDINARY:
+            tensors[path] = tensor.detach()
+        else:  # the format of the checkpoint stores this one in parts
+            tensors[path] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return tensors[path]
 
-    mine = plain_state(mine, take=keep)
-    on_host = {
-        k: x if x.is_meta else x.to("cpu", non_blocking=runs_ahead(x.device))
-        for k, x in tensors.items()
-    }
-    for device in filter(runs_ahead, {x.device for x in tensors.values()}):
-        wait_for(new_event(device))  # once for all copies
+    own_part = plain_state(_own_part(state, model, keys), take=note)
+    on_host = _copy_to_host(tensors)
     digests = {path: digest_of(tensor) for path, tensor in on_host.items()}
-    known, same = comm.broadcast(digests), torch.empty(0, device="meta")
-    mine = plain_state(
-        mine, take=lambda x, path: same if known.get(path) == digests[path] else on_host[path]
-    )
-    parts = comm.gather(mine)[:: comm.get_data_group_size()]
-    return [
-        plain_state(part, take=lambda x, path: tensors[path] if x.is_meta else x) for part in parts
-    ]
+    digests_of_rank_0 = comm.broadcast(digests)
+    equal_to_rank_0 = torch.empty(0, device="meta")
+
+    def leave_out_equal(tensor: Tensor, path: str) -> Tensor:
+        if digests_of_rank_0.get(path) == digests[path]:
+            return equal_to_rank_0
+        return on_host[path]
+
+    def put_back_equal(tensor: Tensor, path: str) -> Tensor:
+        return tensors[path] if tensor.is_meta else tensor
+
+    by_rank = comm.gather(plain_state(own_part, take=leave_out_equal))
+    by_data_rank = by_rank[:: comm.get_data_group_size()]
+    return [plain_state(part, take=put_back_equal) for part in by_data_rank]
+
+
+def _own_part(
+    state: Mapping[str, Any], model: nn.Module, keys: Mapping[str, Iterable[str]]
+) -> dict[str, dict[str, Any]]:
+    """The entries of the state that differ between ranks."""
+    buffers = [name for name, _ in model.named_buffers()]
+    names_of = {"model": buffers, "trained_model": buffers, **keys}
+    part = {}
+    for key, names in names_of.items():
+        if key in state:
+            part[key] = {name: state[key][name] for name in names if name in state[key]}
+    return part
+
+
+def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, after one wait for all copies; those on the meta device stay."""
+    on_host = {}
+    for path, tensor in tensors.items():
+        if tensor.is_meta:
+            on_host[path] = tensor
+        else:
+            on_host[path] = tensor.to("cpu", non_blocking=runs_ahead(tensor.device))
+    devices = {tensor.device for tensor in tensors.values()}
+    for device in devices:
+        if runs_ahead(device):
+            wait_for(new_event(device))
+    return on_host
 
 
 def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
-    """Put this rank's own part into ``state``, which has rank 0's part."""
-    num = comm.get_data_world_size()
-    trainer = state.get("trainer")
-    saved = trainer.get("world_size", num) if isinstance(trainer, Mapping) else num
-    if parts is not None and len(parts) == num:
-        for key, part in parts[comm.get_data_rank()].items():
+    """Put this rank's own part into ``state``, which has rank 0's part.
+
+    Args:
+        parts: of `gather_rank_states`; None: the file has none.
+        path: of the file, for a warning.
+    """
+    world_size = comm.get_data_world_size()
+    if parts is None:
+        if world_size > 1 and _saved_world_size(state) in (None, world_size):
+            _logger.warning(
+                "'%s' holds no states of several ranks; each takes those of rank 0", path
+            )
+    elif len(parts) == world_size:
+        own_part = parts[comm.get_data_rank()]
+        for key, entries in own_part.items():
             if isinstance(state.get(key), dict):
-                state[key].update(part)
-    elif parts is None and num > 1 and saved == num:
-        _logger.warning("'%s' holds no states of several ranks; each takes those of rank 0", path)
+                state[key].update(entries)
+
+
+def _saved_world_size(state: Mapping[str, Any]) -> Any:
+    """None if the file does not say it."""
+    trainer_state = state.get("trainer")
+    return trainer_state.get("world_size") if isinstance(trainer_state, Mapping) else None
 
 
 def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None) -> _T:
     """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever."""
     if comm.get_world_size() == 1:
         return call()
-    error, result = "", None
+    result = None
+    error = ""
     try:
         result = call()
     except OSError as failure:  # a CheckpointError is an OSError
@@ -100,9 +133,8 @@ def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None) -
 
 def digest_of(tensor: Tensor) -> tuple[Any, ...]:
     """dtype, shape, and a digest of the content, of which a tensor on the meta device has none."""
-    content = (
-        b""
-        if tensor.is_meta
-        else tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    )
-    return tensor.dtype, tensor.shape, hashlib.blake2b(content, digest_size=16).digest()
+    digest = hashlib.blake2b(digest_size=16)
+    if not tensor.is_meta:
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().data)
+    return tensor.dtype, tensor.shape, digest.digest()

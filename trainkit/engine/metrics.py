@@ -162,9 +162,9 @@ class MetricPath:
         numbers = Numbers([value for row in rows for value in row.values.values()])
         if self._asynchronous:
             worker = storage.start_worker()
-            part = storage.take()
+            part = storage.split_off()
             worker.submit(part, partial(self._store, rows, numbers, part))
-            worker.collect(but=1)  # so that an error is known at the next hand-over
+            worker.collect(leave_newest=1)  # so that an error is known at the next hand-over
         else:
             self._store(rows, numbers, storage)
 

@@ -33,13 +33,19 @@ _logger = logging.getLogger(__name__)
 _Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
 OPTIMIZER_REGISTRY = Registry("OPTIMIZER")
-"""Classes and functions that take ``(params, **kwargs)`` and return an optimizer; preferred over ``torch.optim``."""
+"""Classes and functions that take ``(params, **kwargs)`` and return an optimizer.
+
+They are preferred over those of ``torch.optim``.
+"""
 
 PARAM_GROUP_REGISTRY = Registry("PARAM_GROUP")
-"""SOLVER.PARAM_GROUP_BUILDER -> a function ``(cfg, model)`` that returns the parameter groups of the optimizer."""
+"""SOLVER.PARAM_GROUP_BUILDER -> a function ``(cfg, model)`` that returns parameter groups."""
 
 OPTIMIZER_BUILDER_REGISTRY = Registry("OPTIMIZER_BUILDER")
-"""SOLVER.OPTIMIZER_BUILDER -> a function ``(cfg, model)`` that returns an optimizer; it may call `build_one`."""
+"""SOLVER.OPTIMIZER_BUILDER -> a function ``(cfg, model)`` that returns an optimizer.
+
+It may call `build_one`.
+"""
 
 LR_SCHEDULER_BUILDER_REGISTRY = Registry("LR_SCHEDULER_BUILDER")
 """SOLVER.LR_SCHEDULER_BUILDER -> a function ``(cfg, optimizer)`` that returns a scheduler."""
@@ -62,10 +68,12 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     if isinstance(cfg.SOLVER.OPTIMIZER, str):
         cfg = with_optimizer(cfg, {"NAME": cfg.SOLVER.OPTIMIZER})
     name = cfg.SOLVER.OPTIMIZER_BUILDER
-    build = (
-        look_up(OPTIMIZER_BUILDER_REGISTRY, name, "SOLVER.OPTIMIZER_BUILDER") if name else build_one
-    )
-    return maybe_add_gradient_clipping(cfg, build(cfg, model))
+    if name:
+        build = look_up(OPTIMIZER_BUILDER_REGISTRY, name, "SOLVER.OPTIMIZER_BUILDER")
+    else:
+        build = build_one
+    optimizer = build(cfg, model)
+    return maybe_add_gradient_clipping(cfg, optimizer)
 
 
 def with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
@@ -77,32 +85,27 @@ def with_optimizer(cfg: CfgNode, node: Mapping[str, Any]) -> CfgNode:
 
 def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = None) -> Optimizer:
     """The optimizer of SOLVER.OPTIMIZER, for all trainable parameters or only those in ``only``."""
-    name, factory, arguments = (
-        cfg.SOLVER.OPTIMIZER.NAME,
-        _find_optimizer(cfg),
-        collect_arguments(cfg),
-    )
-    groups = [
-        {**group, "params": [*group["params"]]} for group in _build_groups(cfg, model, arguments)
-    ]
-    if only is not None:
-        groups = [
-            {**group, "params": [param for param in group["params"] if param in only]}
-            for group in groups
-        ]
-    groups = [group for group in groups if group["params"]]
-    params = [param for group in groups for param in group["params"]]
+    name = cfg.SOLVER.OPTIMIZER.NAME
+    make_optimizer = _find_optimizer(cfg)
+    arguments = collect_arguments(cfg)
+    groups = []
+    params: list[Tensor] = []
+    for group in _build_groups(cfg, model, arguments):
+        members = [param for param in group["params"] if only is None or param in only]
+        if members:
+            groups.append({**group, "params": members})
+            params.extend(members)
     if not params:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameters; set requires_grad=True"
         )
-    if _can_be_fused(factory, arguments, params, model):
+    if _can_be_fused(make_optimizer, arguments, params, model):
         arguments["fused"] = True
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     try:
-        optimizer = factory(groups, **arguments)
+        optimizer = make_optimizer(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        accepted = ", ".join(inspect.signature(factory).parameters)
+        accepted = ", ".join(inspect.signature(make_optimizer).parameters)
         raise ConfigError(
             f"SOLVER.OPTIMIZER: {name} refuses {given}: {error} (it takes {accepted})"
         ) from error
@@ -116,48 +119,56 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
 def _build_groups(
     cfg: CfgNode, model: nn.Module, arguments: Mapping[str, Any]
 ) -> Iterable[Mapping[str, Any]]:
-    solver, decay = cfg.SOLVER, arguments.get("weight_decay")
+    solver = cfg.SOLVER
     if solver.PARAM_GROUP_BUILDER:
-        return look_up(
+        build = look_up(
             PARAM_GROUP_REGISTRY, solver.PARAM_GROUP_BUILDER, "SOLVER.PARAM_GROUP_BUILDER"
-        )(cfg, model)
-    norm, bias = (
-        (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) if decay is not None else (None, None)
-    )
+        )
+        return build(cfg, model)
+    weight_decay = arguments.get("weight_decay")
+    if weight_decay is None:  # the optimizer does not take it
+        weight_decay_norm = None
+        weight_decay_bias = None
+    else:
+        weight_decay_norm = solver.WEIGHT_DECAY_NORM
+        weight_decay_bias = solver.WEIGHT_DECAY_BIAS
     return get_default_optimizer_params(
         model,
         arguments["lr"],
-        decay,
-        norm,
+        weight_decay,
+        weight_decay_norm,
         solver.BIAS_LR_FACTOR,
-        bias,
+        weight_decay_bias,
         all_biases=solver.ALL_BIASES,
     )
 
 
 def _find_optimizer(cfg: CfgNode) -> Callable[..., Optimizer]:
-    # the trainers pass no closure, which LBFGS needs
-    known = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and key != "LBFGS"
-    }
+    """The class, or function, that is called SOLVER.OPTIMIZER.NAME."""
     name = cfg.SOLVER.OPTIMIZER.NAME
-    if name not in OPTIMIZER_REGISTRY and name not in known:
-        raise unknown_name(
-            "SOLVER.OPTIMIZER.NAME", name, "accepted", {*known, *dict(OPTIMIZER_REGISTRY)}
-        )
-    return OPTIMIZER_REGISTRY.get(name) if name in OPTIMIZER_REGISTRY else known[name]
+    if name in OPTIMIZER_REGISTRY:
+        return OPTIMIZER_REGISTRY.get(name)
+    of_torch = {}
+    for torch_name, value in vars(torch.optim).items():
+        # the trainers pass no closure, which LBFGS needs
+        if isinstance(value, type) and torch_name != "LBFGS":
+            of_torch[torch_name] = value
+    if name not in of_torch:
+        accepted = {*of_torch, *dict(OPTIMIZER_REGISTRY)}
+        raise unknown_name("SOLVER.OPTIMIZER.NAME", name, "accepted", accepted)
+    return of_torch[name]
 
 
 def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
-    """The arguments of the constructor of SOLVER.OPTIMIZER but the parameters; always includes ``lr``."""
-    solver, node = cfg.SOLVER, cfg.SOLVER.OPTIMIZER
+    """The arguments of the constructor of SOLVER.OPTIMIZER but the parameters.
+
+    Always includes ``lr``.
+    """
+    solver = cfg.SOLVER
+    node = solver.OPTIMIZER
     parameters = inspect.signature(_find_optimizer(cfg)).parameters.values()
-    known, takes_any = (
-        {p.name for p in parameters},
-        any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
+    known = {parameter.name for parameter in parameters}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     arguments = {"lr": solver.BASE_LR}
     for key in ("MOMENTUM", "NESTEROV", "WEIGHT_DECAY"):
         # NESTEROV False, and 0, ask for nothing
@@ -167,39 +178,42 @@ def collect_arguments(cfg: CfgNode) -> dict[str, Any]:
         elif is_wanted:
             accepted = f"that you leave the key out, or set it to 0; {node.NAME} does not take it"
             raise not_accepted(f"SOLVER.{key}", solver[key], accepted)
-    given = {
-        key.lower(): value for key, value in node.items() if key != "NAME" and value is not None
-    }
-    arguments |= {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
+    for key, value in node.items():
+        if key == "NAME" or value is None:
+            continue
+        arguments[key.lower()] = tuple(value) if isinstance(value, list) else value
     return arguments
 
 
 def _can_be_fused(
-    factory: Any, arguments: Mapping[str, Any], params: list[Tensor], model: nn.Module
+    make_optimizer: Any, arguments: Mapping[str, Any], params: list[Tensor], model: nn.Module
 ) -> bool:
-    """Whether torch 2.13 has a fused implementation for all this; on a CPU, that of SGD is for float32 and float64."""
-    of_sgd = (
-        factory is torch.optim.SGD
-        and not any(  # with float16 it leaves out most values (pytorch#191763)
-            hasattr(param, "device_mesh") or (param.is_cpu and param.itemsize < 4)
-            for param in params
-        )
-    )
-    return (
-        (of_sgd or factory in (torch.optim.Adam, torch.optim.AdamW))
-        and not {"fused", "foreach", "differentiable", "dampening"} & arguments.keys()
-        and all(param.is_floating_point() for param in params)
-        and not any(getattr(module, "sparse", False) for module in model.modules())
-    )
+    """Whether torch 2.13 has a fused implementation for all this."""
+    if {"fused", "foreach", "differentiable", "dampening"} & arguments.keys():
+        return False
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        return False
+    if not all(param.is_floating_point() for param in params):
+        return False
+    if make_optimizer is torch.optim.SGD:
+        return all(_is_for_fused_sgd(param) for param in params)
+    return make_optimizer in (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _is_for_fused_sgd(param: Tensor) -> bool:
+    if hasattr(param, "device_mesh"):
+        return False
+    # on a CPU, with float16, it leaves out most values (pytorch#191763)
+    return not param.is_cpu or param.itemsize >= 4
 
 
 def base_lr(solver: CfgNode) -> tuple[str, Any]:
     """The key and the value of the learning rate: SOLVER.OPTIMIZER.LR wins over SOLVER.BASE_LR."""
-    # a text is its name
-    lr = None if isinstance(solver.OPTIMIZER, str) else solver.OPTIMIZER.get("LR")
-    return ("SOLVER.BASE_LR", solver.BASE_LR) if lr is None else ("SOLVER.OPTIMIZER.LR", lr)
+    if not isinstance(solver.OPTIMIZER, str):  # else it is a name alone
+        lr = solver.OPTIMIZER.get("LR")
+        if lr is not None:
+            return "SOLVER.OPTIMIZER.LR", lr
+    return "SOLVER.BASE_LR", solver.BASE_LR
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
@@ -220,37 +234,41 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
             "SOLVER.LR_SCHEDULER_BUILDER",
         )
         return build(cfg, optimizer)
-    name, max_iter, warmup = solver.LR_SCHEDULER_NAME, solver.MAX_ITER, solver.WARMUP_ITERS
+    name = solver.LR_SCHEDULER_NAME
+    max_iter = solver.MAX_ITER
     if name not in _SCHEDULES:
         raise unknown_name("SOLVER.LR_SCHEDULER_NAME", name, "accepted", _SCHEDULES)
-    if not is_whole(max_iter, 1) or not is_whole(warmup, 0):
-        raise not_accepted("SOLVER.MAX_ITER and WARMUP_ITERS", (max_iter, warmup), "iterations")
-    warmup = warmup_length(solver)
+    if not is_whole(max_iter, 1) or not is_whole(solver.WARMUP_ITERS, 0):
+        lengths = (max_iter, solver.WARMUP_ITERS)
+        raise not_accepted("SOLVER.MAX_ITER and WARMUP_ITERS", lengths, "iterations")
+    warmup_iters = warmup_length(solver)
     try:
         multiplier = _SCHEDULES[name](solver)
-        if warmup > 0:
+        if warmup_iters > 0:
             multiplier = WarmupParamScheduler(
                 multiplier,
                 solver.WARMUP_FACTOR,
-                warmup / max_iter,
+                warmup_iters / max_iter,
                 solver.WARMUP_METHOD,
                 solver.RESCALE_INTERVAL,
             )
         scheduler = LRMultiplier(optimizer, multiplier, max_iter)
     except ValueError as error:
         raise ConfigError(
-            f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup}: {error}"
+            f"SOLVER.LR_SCHEDULER_NAME {name}, WARMUP_ITERS {warmup_iters}: {error}"
         ) from error
-    base = scheduler.base_lrs[0]
-    rates = scheduler.schedule(0, base), scheduler.schedule(min(warmup, max_iter - 1), base)
     # the schedules rise in the warm-up and fall after it, or with GAMMA above 1 rise to the end
-    turns = [iter for iter in (0, warmup - 1, warmup, max_iter - 1) if 0 <= iter < max_iter]
+    turns = [0, warmup_iters - 1, warmup_iters, max_iter - 1]
+    turns = [iter for iter in turns if 0 <= iter < max_iter]
     advice = "a shorter warm-up, or SOLVER.RESCALE_INTERVAL True: the schedule then starts after it"
     warn_if_base_is_not_reached(scheduler, turns, advice)
+    base = scheduler.base_lrs[0]
+    first_after_warmup = min(warmup_iters, max_iter - 1)
     _logger.info(
         "The learning rate is %g at the start, and %g after %d iterations of warm-up",
-        *rates,
-        warmup,
+        scheduler.schedule(0, base),
+        scheduler.schedule(first_after_warmup, base),
+        warmup_iters,
     )
     return scheduler
 
@@ -265,8 +283,10 @@ def warn_if_base_is_not_reached(
     """
     base = scheduler.base_lrs[0]
     rates = {iter: scheduler.schedule(iter, base) for iter in iterations}
-    if rates and 0 <= max(rates.values()) < 0.99 * base:
-        largest = max(rates.values())
+    if not rates:
+        return
+    largest = max(rates.values())
+    if 0 <= largest < 0.99 * base:
         at = min(iter for iter, rate in rates.items() if rate == largest)
         _logger.warning(
             "The learning rate never reaches %g: the largest is %g, %.3g times this, in iteration "
@@ -328,9 +348,9 @@ _SCHEDULES = {
 def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
     """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
-    return (
-        GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE) if clip.ENABLED else None
-    )
+    if not clip.ENABLED:
+        return None
+    return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE)
 
 
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
@@ -354,5 +374,6 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
             super().__init__(*args, **kwargs)
             maybe_add_gradient_clipping(cfg, self)
 
-    Clipping.__name__ = Clipping.__qualname__ = f"{optimizer.__name__}WithGradientClip"
+    Clipping.__name__ = f"{optimizer.__name__}WithGradientClip"
+    Clipping.__qualname__ = Clipping.__name__
     return Clipping

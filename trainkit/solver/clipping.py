@@ -23,7 +23,9 @@ class GradientClipType(Enum):
 
 @dataclass
 class GradientClipper:
-    """Clips gradients in place, without waiting for the device; a gradient of which each rank holds a part as a whole.
+    """Clips gradients in place, without waiting for the device.
+
+    If each rank holds a part of a gradient, it is clipped as a whole.
 
     Args:
         clip_type: a ``GradientClipType`` or its value.
@@ -48,45 +50,53 @@ class GradientClipper:
         """Clip the gradients of ``parameters``; parameters without a gradient are skipped.
 
         Returns:
-            The norm of all gradients together before clipping, shape ``[]``, on the device of the gradients.
+            The norm of all gradients together before clipping, shape ``[]``, on their device.
         """
         self.has_clipped = True
-        groups = _by_mesh([parameter for parameter in parameters if parameter.grad is not None])
-        norms = [_whole(get_total_norm(_gradients(group), self.norm_type)) for group in groups]
-        total_norm = (
-            norms[0]
-            if len(norms) == 1
-            else torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
-        )
-        for group in groups if groups[0] else ():
+        with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+        groups = _group_by_mesh(with_gradient)
+        norms = [_over_ranks(get_total_norm(_gradients(group), self.norm_type)) for group in groups]
+        if len(norms) == 1:
+            total_norm = norms[0]
+        else:
+            total_norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
+        if not with_gradient:
+            return total_norm
+        for group in groups:
             if self.clip_type is GradientClipType.FULL_MODEL:
                 clip_grads_with_norm_(group, self.clip_value, total_norm)
             elif self.clip_type is GradientClipType.NORM:
-                grads: list[Any] = [parameter.grad for parameter in group]
-                # one all-reduce if ranks hold parts of the gradients
-                norms_of_group = _whole(
-                    torch.stack([torch.linalg.vector_norm(grad, self.norm_type) for grad in grads])
-                )
-                for grad, norm in zip(grads, norms_of_group, strict=True):
-                    own = grad.to_local() if hasattr(grad, "to_local") else grad
-                    own.mul_((self.clip_value / (norm + 1e-6)).clamp_(max=1.0))
+                self._clip_each(_gradients(group))
             else:
                 clip_grad_value_(group, self.clip_value)
         return total_norm
 
+    def _clip_each(self, grads: list[Any]) -> None:
+        """Limit the norm of each of these gradients."""
+        own_norms = [torch.linalg.vector_norm(grad, self.norm_type) for grad in grads]
+        norms = _over_ranks(torch.stack(own_norms))  # in one all-reduce
+        for grad, norm in zip(grads, norms, strict=True):
+            own_part = grad.to_local() if hasattr(grad, "to_local") else grad
+            factor = self.clip_value / (norm + 1e-6)
+            own_part.mul_(factor.clamp_(max=1.0))
 
-def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups that torch can process in one call: those that ranks divide in the same way, or not."""
+
+def _group_by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups that torch can process in one call.
+
+    The tensors of a group are divided over ranks in the same way, or not at all.
+    """
     if not tensors or not hasattr(tensors[0], "device_mesh"):
         return [tensors]
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+        mesh = getattr(tensor, "device_mesh", None)
+        groups.setdefault(mesh, []).append(tensor)
     return [*groups.values()]
 
 
-def _whole(norm: Any) -> Tensor:
-    """The norm over all ranks that hold parts of the tensors, on every rank."""
+def _over_ranks(norm: Any) -> Tensor:
+    """A norm, or several, over all ranks that hold parts of the tensors; on every rank."""
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
 
@@ -99,7 +109,10 @@ def clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
                 raise RuntimeError(
                     "gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()"
                 )
-            clipper(parameter for group in optimizer.param_groups for parameter in group["params"])
+            parameters: list[Tensor] = []
+            for group in optimizer.param_groups:
+                parameters.extend(group["params"])
+            clipper(parameters)
         clipper.has_clipped = False
 
     optimizer.register_step_pre_hook(clip)

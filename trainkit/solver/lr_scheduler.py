@@ -1,4 +1,7 @@
-"""Learning rates as functions of the iteration, or of ``where``: 0 at the start of training, 1 at the end."""
+"""Learning rates as functions of the iteration, or of ``where``.
+
+``where`` is 0 at the start of training and 1 at the end.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,18 +25,19 @@ def __dir__() -> list[str]:
 
 
 Schedule: TypeAlias = Callable[[int, float], float]
-"""``schedule(iter, base)`` is the value in an iteration of a parameter group whose first value is ``base``."""
+"""``schedule(iter, base)`` is the value in an iteration, for a group whose first value is ``base``."""
 
 
 class WarmupParamScheduler(ParamScheduler):
-    """A schedule after a warm-up. The warm-up starts at ``warmup_factor`` times the schedule's first value.
+    """A schedule after a warm-up.
 
     Args:
+        warmup_factor: the warm-up starts at this times the schedule's first value.
         warmup_length: fraction of the training, in [0, 1].
-        warmup_method: ``linear`` rises to the schedule's value at the end of the warm-up; ``constant`` keeps the first
-            value until then.
-        rescale_interval: True: the whole schedule runs after the warm-up. False: the warm-up replaces the start of the
-            schedule.
+        warmup_method: ``linear`` rises to the schedule's value at the end of the warm-up;
+            ``constant`` keeps the first value until then.
+        rescale_interval: True: the whole schedule runs after the warm-up. False: the warm-up
+            replaces the start of the schedule.
     """
 
     def __init__(
@@ -51,20 +55,25 @@ class WarmupParamScheduler(ParamScheduler):
                 f"warmup_length must be in [0, 1], below 1 with rescale_interval, got {warmup_length}"
             )
         check_number("warmup_factor", warmup_factor, "[0, inf)")
-        self._scheduler, self._length, self._rescale = scheduler, warmup_length, rescale_interval
-        self._start = self._end = warmup_factor * scheduler(0.0)
-        if warmup_method == "linear":
-            self._end = scheduler(
-                0.0 if rescale_interval else min(warmup_length, _last_where(scheduler))
-            )
+        self._scheduler = scheduler
+        self._length = warmup_length
+        self._rescale = rescale_interval
+        # the values at both ends of the warm-up
+        self._start = warmup_factor * scheduler(0.0)
+        if warmup_method == "constant":
+            self._end = self._start
+        elif rescale_interval:
+            self._end = scheduler(0.0)
+        else:
+            self._end = scheduler(min(warmup_length, _last_where(scheduler)))
 
     def __call__(self, where: float) -> float:
         if where < self._length:
             done = where / self._length
             return self._start * (1.0 - done) + self._end * done
-        return self._scheduler(
-            (where - self._length) / (1.0 - self._length) if self._rescale else where
-        )
+        if self._rescale:
+            where = (where - self._length) / (1.0 - self._length)
+        return self._scheduler(where)
 
 
 def _last_where(scheduler: ParamScheduler) -> float:
@@ -78,20 +87,26 @@ def _last_where(scheduler: ParamScheduler) -> float:
 
 
 class ScheduledLR(LRScheduler):
-    """Sets the learning rate of each parameter group to ``schedule(iter, base rate)``, times all ``factors``.
+    """Sets the learning rate of each parameter group to ``schedule(iter, base rate)``.
 
-    Step it once after each optimizer step. Groups with ``fixed_lr: True`` keep their base rate. The base rate of a
-    group is its ``initial_lr``; a group that is added later and has none gets its ``lr`` as its base rate.
-
-    The factors lower a rate at most to the group's number in ``min_lrs``; an empty list is 0 for all.
+    Step it once after each optimizer step. Groups with ``fixed_lr: True`` keep their base rate. The
+    base rate of a group is its ``initial_lr``; a group that is added later and has none gets its
+    ``lr`` as its base rate.
 
     Args:
         last_iter: the last iteration done, if training continues; -1 at its start.
+
+    Attributes:
+        factors: all of them multiply the rate.
+        min_lrs: for each group, the number below which the factors lower no rate; an empty list
+            is 0 for all.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_iter: int = -1) -> None:
         # not torch's constructor, which replaces optimizer.step()
-        self.optimizer, self.schedule, self.factors = optimizer, schedule, list[float]()
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.factors: list[float] = []
         self.min_lrs: list[float] = []
         self.seek(last_iter + 1)
 
@@ -107,18 +122,22 @@ class ScheduledLR(LRScheduler):
 
     def step(self, epoch: int | None = None) -> None:
         """Set the learning rates of the next iteration, or of iteration ``epoch``."""
-        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        if epoch is None:
+            epoch = self.last_epoch + 1
+        self.last_epoch = epoch
         self._last_lr = self._rates()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             _set_lr(group, lr)
 
     def seek(self, iter: int) -> None:
+        """Set the learning rates of iteration ``iter``."""
         self.step(iter)
 
     def refresh(self) -> None:
-        """Set the rates of the present iteration by the present schedule, but not one that somebody has changed.
+        """Set the rates of the present iteration by the present schedule.
 
-        The rate of a group that the last step did not know, or whose place has changed, counts as changed.
+        A rate that somebody has changed since the last step stays. The rate of a group that the
+        last step did not know, or whose place has changed, counts as changed.
         """
         rates = self._rates()
         for group, last, lr in zip(self.optimizer.param_groups, self._last_lr, rates, strict=False):
@@ -128,21 +147,22 @@ class ScheduledLR(LRScheduler):
 
     def _rates(self) -> list[float | Tensor]:
         """The rate of each group in iteration ``last_epoch``."""
-        values: dict[float, float] = {}
+        scheduled: dict[float, float] = {}  # base rate -> value of the schedule
         rates: list[float | Tensor] = []
         for number, group in enumerate(self.optimizer.param_groups):
             base = _base_lr_of(group)
-            if base not in values:
-                values[base] = self.schedule(self.last_epoch, base)
+            if base not in scheduled:
+                scheduled[base] = self.schedule(self.last_epoch, base)
             if group.get("fixed_lr"):
                 rates.append(base)
                 continue
+            lr = scheduled[base]
             min_lr = 0.0
             if number < len(self.min_lrs):  # a group may have been added later
                 min_lr = self.min_lrs[number]
-            lr = math.prod(self.factors, start=values[base])
-            # no reduction goes below the bound, and the bound raises no rate of the schedule
-            rates.append(max(lr, min(min_lr, values[base])))
+            bound = min(min_lr, lr)  # it raises no rate of the schedule
+            lowered = math.prod(self.factors, start=lr)
+            rates.append(max(lowered, bound))
         return rates
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +178,10 @@ class ScheduledLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; the learning rates in use, and the base rates, are part of the optimizer's state."""
+        """Load a state.
+
+        The learning rates in use, and the base rates, are part of the optimizer's state.
+        """
         last_epoch = check_period("last_epoch", state_dict["last_epoch"], minimum=-1)
         # states of detectron2 have neither
         factors = [float(factor) for factor in state_dict.get("factors", [])]
@@ -188,13 +211,19 @@ LRFunction = ScheduledLR
 
 
 class LRMultiplier(ScheduledLR):
-    """The base rate times ``multiplier(iter / max_iter)``; after the end the multiplier's last value stays."""
+    """The base rate times ``multiplier(iter / max_iter)``.
+
+    After the end the multiplier's last value stays.
+    """
 
     def __init__(
         self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1
     ) -> None:
         check_period("max_iter", max_iter, minimum=1)
-        last = _last_where(multiplier)
-        super().__init__(
-            optimizer, lambda iter, base: base * multiplier(min(iter / max_iter, last)), last_iter
-        )
+        last_where = _last_where(multiplier)
+
+        def schedule(iter: int, base: float) -> float:
+            where = min(iter / max_iter, last_where)
+            return base * multiplier(where)
+
+        super().__init__(optimizer, schedule, last_iter)

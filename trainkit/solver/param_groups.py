@@ -31,51 +31,64 @@ def get_default_optimizer_params(
     *,
     all_biases: bool = False,
 ) -> list[dict[str, Any]]:
-    """Put the trainable parameters of a model into as few groups for an optimizer as possible, as in detectron2.
+    """Put the trainable parameters of a model into few groups for an optimizer, as in detectron2.
 
-    A shared parameter is listed once, under its first name. The same model and arguments give the same groups in the
-    same order, so that a run can resume.
+    A shared parameter is listed once, under its first name. The same model and arguments give the
+    same groups in the same order, so that a run can resume.
 
     Args:
         base_lr, weight_decay: None leaves the value to the optimizer.
-        weight_decay_norm, weight_decay_bias: weight decay of parameters of norm layers, and of those named ``bias``
-            (this one wins); None: ``weight_decay``.
+        weight_decay_norm: weight decay of parameters of norm layers; None: ``weight_decay``.
+        weight_decay_bias: weight decay of parameters named ``bias``, also those of norm layers;
+            None: as the others.
         bias_lr_factor: multiplies the learning rate of every parameter named ``bias``.
-        lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``, and gives a further factor.
-        overrides: leaf name (``bias``) or full name of a parameter (which wins) -> hyper-parameters.
-        all_biases: also treat other biases as those named ``bias``, see `is_bias`. Without it, biases that a rule
-            misses are named in a warning.
+        lr_factor_func: takes a parameter's full name, such as ``backbone.conv1.weight``, and gives
+            a further factor.
+        overrides: leaf name (``bias``) or full name of a parameter (which wins) ->
+            hyper-parameters.
+        all_biases: also treat other biases as those named ``bias``, see `is_bias`. Without it,
+            biases that a rule misses are named in a warning.
     """
-    overrides, modules, groups = overrides or {}, dict(model.named_modules()), []
+    if overrides is None:
+        overrides = {}
     has_rule = bias_lr_factor != 1.0 or weight_decay_bias not in (None, weight_decay)
     if has_rule and not all_biases:
         warn_of_missed_biases(model)
     if base_lr is None and (bias_lr_factor != 1.0 or lr_factor_func is not None):
         raise ValueError("bias_lr_factor and lr_factor_func multiply base_lr, which is None")
-    for argument, value in {
+    numbers = {
         "weight_decay": weight_decay,
         "weight_decay_norm": weight_decay_norm,
         "weight_decay_bias": weight_decay_bias,
         "bias_lr_factor": bias_lr_factor,
-    }.items():
+    }
+    for argument, value in numbers.items():
         if value is not None:
             check_number(argument, value, "[0, inf)")  # torch does not check those of a group
+
+    modules = dict(model.named_modules())
+    groups = []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        own, (owner, _, leaf) = {"lr": base_lr, "weight_decay": weight_decay}, name.rpartition(".")
-        if isinstance(modules.get(owner), NORM_LAYERS) and weight_decay_norm is not None:
-            own["weight_decay"] = weight_decay_norm
         counts_as_bias = is_bias(name, all_biases)
+        module_name, _, leaf_name = name.rpartition(".")
+        decay = weight_decay
+        if isinstance(modules.get(module_name), NORM_LAYERS) and weight_decay_norm is not None:
+            decay = weight_decay_norm
         if counts_as_bias and weight_decay_bias is not None:
-            own["weight_decay"] = weight_decay_bias
+            decay = weight_decay_bias
+        group: dict[str, Any] = {"params": [param]}
         if base_lr is not None:
             lr = base_lr * (bias_lr_factor if counts_as_bias else 1.0)
-            own["lr"] = lr if lr_factor_func is None else lr * lr_factor_func(name)
-        own = {key: value for key, value in own.items() if value is not None}
-        groups.append(
-            {"params": [param], **own, **overrides.get(leaf, {}), **overrides.get(name, {})}
-        )
+            if lr_factor_func is not None:
+                lr = lr * lr_factor_func(name)
+            group["lr"] = lr
+        if decay is not None:
+            group["weight_decay"] = decay
+        group.update(overrides.get(leaf_name, {}))
+        group.update(overrides.get(name, {}))
+        groups.append(group)
     return reduce_param_groups(groups)
 
 
@@ -85,25 +98,26 @@ _PARAMETRIZED_BIAS = re.compile(r"parametrizations\.bias\.original\d*\Z")
 def is_bias(name: str, all_biases: bool) -> bool:
     """Whether the parameter with this full name is a bias: it is called ``bias``, as in detectron2.
 
-    With ``all_biases`` also one whose name starts or ends with this word, such as ``in_proj_bias`` and ``bias_k`` of
-    nn.MultiheadAttention and ``bias_ih_l0`` of nn.LSTM, and a bias that torch has parametrized. A table such as
-    ``relative_position_bias_table`` is none.
+    With ``all_biases`` also one whose name starts or ends with this word, such as ``in_proj_bias``
+    and ``bias_k`` of nn.MultiheadAttention and ``bias_ih_l0`` of nn.LSTM, and a bias that torch has
+    parametrized. A table such as ``relative_position_bias_table`` is none.
     """
-    words = name.rpartition(".")[2].split("_")
-    if words == ["bias"]:
+    leaf_name = name.rpartition(".")[2]
+    if leaf_name == "bias":
         return True
     if not all_biases:
         return False
+    words = leaf_name.split("_")
     return "bias" in (words[0], words[-1]) or bool(_PARAMETRIZED_BIAS.search(name))
 
 
 def warn_of_missed_biases(model: nn.Module) -> None:
     """Name the trained biases that are not called ``bias``, to which rules for biases do not apply."""
-    missed = [
-        name
-        for name, param in model.named_parameters()
-        if param.requires_grad and is_bias(name, True) and not is_bias(name, False)
-    ]
+    missed = []
+    for name, param in model.named_parameters():
+        is_missed = is_bias(name, all_biases=True) and not is_bias(name, all_biases=False)
+        if param.requires_grad and is_missed:
+            missed.append(name)
     if missed:
         shown = ", ".join(missed[:5]) + (", ..." if len(missed) > 5 else "")
         _logger.warning(
@@ -115,38 +129,48 @@ def warn_of_missed_biases(model: nn.Module) -> None:
 
 
 def reduce_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge parameter groups with equal hyper-parameters: optimizers are faster with few large groups.
+    """Merge groups with equal hyper-parameters: optimizers are faster with few large groups.
 
-    The order of groups and parameters stays. If a parameter is listed twice, it stays at its first place and gets the
-    later hyper-parameters.
+    The order of groups and parameters stays. If a parameter is listed twice, it stays at its first
+    place and gets the later hyper-parameters.
     """
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in _expand_param_groups(params):
         [param] = group.pop("params")
-        key = tuple(
-            sorted(
-                (name, tuple(value) if isinstance(value, list) else value)
-                for name, value in group.items()
-            )
-        )
-        merged.setdefault(key, {"params": [], **group})["params"].append(param)
+        key = _as_key(group)
+        if key not in merged:
+            merged[key] = {"params": [], **group}
+        merged[key]["params"].append(param)
     return list(merged.values())
 
 
+def _as_key(hyper_parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Equal for equal hyper-parameters, in any order."""
+    items = []
+    for name in sorted(hyper_parameters):
+        value = hyper_parameters[name]
+        items.append((name, tuple(value) if isinstance(value, list) else value))
+    return tuple(items)
+
+
 def _expand_param_groups(params: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    per_param: dict[Any, dict[str, Any]] = {}
+    """One group for each parameter."""
+    group_of: dict[Any, dict[str, Any]] = {}
     for group in params:
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         for param in members:
-            per_param.setdefault(param, {}).update({**group, "params": [param]})
-    return list(per_param.values())
+            if param not in group_of:
+                group_of[param] = {}
+            group_of[param].update({**group, "params": [param]})
+    return list(group_of.values())
 
 
 def start_momentum(optimizer: Optimizer) -> None:
-    """Give all parameters of fused SGD a momentum of 0, so that the first update of any may come late or be skipped.
+    """Give all parameters of fused SGD a momentum of 0.
 
-    Without it torch fails, or has an uninitialised momentum. With dampening 0 the first update from zeros equals the
-    usual one: ``momentum * 0 + grad``. Raises ConfigError if there is dampening.
+    Then the first update of any of them may come late or be skipped; without it torch fails, or has
+    an uninitialised momentum. With dampening 0 the first update from zeros equals the usual one:
+    ``momentum * 0 + grad``. Raises ConfigError if there is dampening.
     """
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):

@@ -11,23 +11,29 @@ import torch
 
 
 class HistoryBuffer:
-    """The last ``max_length`` values of a scalar, each with its iteration; older ones count only in ``global_avg``.
+    """The last ``max_length`` values of a scalar, each with its iteration.
 
-    Methods as in ``fvcore.common.history_buffer``, whose ``update`` becomes slower as it grows.
+    Older values count only in ``global_avg``. Methods as in ``fvcore.common.history_buffer``, whose
+    ``update`` becomes slower as it grows.
     """
 
     def __init__(self, max_length: int = 10_000) -> None:
         if max_length < 1:
             raise ValueError(f"max_length must be >= 1 value, got {max_length}")
-        self._max_length, self._length_to_drop = max_length, 2 * max_length
-        # arrays, since checkpoints copy them fast; up to twice the length, since dropping old values moves all others
-        self._values, self._iterations = array("d"), array("q")
+        self._max_length = max_length
+        # dropping old values moves all others, so they are dropped only when there are this many
+        self._length_to_drop = 2 * max_length
+        # arrays, since checkpoints copy them fast
+        self._values = array("d")
+        self._iterations = array("q")
         self._count = 0
         self._sum = 0.0
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values before."""
-        self.extend([value], [self._count if iteration is None else iteration])
+        if iteration is None:
+            iteration = self._count
+        self.extend([value], [iteration])
 
     def extend(self, values: Sequence[float], iterations: Sequence[int]) -> None:
         """Append values, each with its iteration."""
@@ -38,7 +44,8 @@ class HistoryBuffer:
         for value in values:
             self._sum += value
         if len(self._values) >= self._length_to_drop:
-            del self._values[: -self._max_length], self._iterations[: -self._max_length]
+            del self._values[: -self._max_length]
+            del self._iterations[: -self._max_length]
 
     def latest(self) -> float:
         return self._values[-1]
@@ -47,13 +54,19 @@ class HistoryBuffer:
         return self._values[-1], self._iterations[-1]
 
     def median(self, window_size: int) -> float:
-        """The median of the finite ones of the last ``window_size`` values; the newest value if none is finite."""
+        """The median of the last ``window_size`` values without those that are infinite or NaN.
+
+        If none of them is finite, the newest value.
+        """
         last = self._last(window_size)
-        # the sum is fast, but also that of large values is infinite
-        if not math.isfinite(sum(last)):
-            last = array("d", filter(math.isfinite, last)) or last[-1:]
-        ordered, middle = sorted(last), len(last) // 2
-        return ordered[middle] if len(last) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        if not math.isfinite(sum(last)):  # fast; the sum of large values is infinite too
+            finite = array("d", filter(math.isfinite, last))
+            last = finite or last[-1:]
+        ordered = sorted(last)
+        middle = len(ordered) // 2
+        if len(ordered) % 2 == 1:
+            return ordered[middle]
+        return (ordered[middle - 1] + ordered[middle]) / 2
 
     def count_not_finite(self, window_size: int) -> int:
         """The number of the last ``window_size`` values that are infinite or NaN."""
@@ -68,36 +81,48 @@ class HistoryBuffer:
         return sum(last) / len(last)
 
     def global_avg(self) -> float:
-        """The mean of all values ever, also of dropped ones; infinite or NaN from the first such value on."""
+        """The mean of all values ever, also of dropped ones.
+
+        It is infinite or NaN from the first such value on.
+        """
         return self._sum / self._count
 
     def values(self) -> list[tuple[float, int]]:
         """The stored ``(value, iteration)`` pairs, oldest first."""
-        return list(
-            zip(
-                self._values[-self._max_length :],
-                self._iterations[-self._max_length :],
-                strict=True,
-            )
-        )
+        values = self._values[-self._max_length :]
+        iterations = self._iterations[-self._max_length :]
+        return list(zip(values, iterations, strict=True))
 
     def count_within(self, window_iters: int) -> int:
-        """The number of values in the last ``window_iters`` iterations, which end with that of the newest value."""
-        iterations, start = self._iterations, self._iterations[-1] - window_iters
+        """The number of values in the last ``window_iters`` iterations.
+
+        The newest value is in the last one of them.
+        """
+        iterations = self._iterations
         length = min(len(iterations), self._max_length)
-        if (
-            window_iters < length
-            and iterations[-window_iters - 1] <= start < iterations[-window_iters]
-        ):
-            return window_iters  # the usual case: one value per iteration
-        newest_first = enumerate(islice(reversed(iterations), length))
-        return next((count for count, iteration in newest_first if iteration <= start), length)
+        before_window = iterations[-1] - window_iters  # the iteration
+        if window_iters < length:
+            # the usual case: one value per iteration
+            oldest_inside = iterations[-window_iters]
+            newest_outside = iterations[-window_iters - 1]
+            if newest_outside <= before_window < oldest_inside:
+                return window_iters
+        newest_first = islice(reversed(iterations), length)
+        for count, iteration in enumerate(newest_first):
+            if iteration <= before_window:
+                return count
+        return length
 
     def state_dict(self) -> dict[str, Any]:
-        """``values`` and ``iterations``, shape ``[N]``, float64 and int64; ``count`` and ``sum`` of all values ever."""
+        """The stored ``values`` and ``iterations``, and ``count`` and ``sum`` of all values ever.
+
+        Shape ``[N]``, float64 and int64.
+        """
+        values = np.array(self._values[-self._max_length :])
+        iterations = np.array(self._iterations[-self._max_length :])
         return {
-            "values": torch.from_numpy(np.array(self._values[-self._max_length :])),
-            "iterations": torch.from_numpy(np.array(self._iterations[-self._max_length :])),
+            "values": torch.from_numpy(values),
+            "iterations": torch.from_numpy(iterations),
             "count": self._count,
             "sum": self._sum,
         }

@@ -4,7 +4,7 @@ import copy
 import logging
 import operator
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -31,19 +31,21 @@ class _OfThread(threading.local):
 
 
 _thread = _OfThread()
-_innermost: dict[int, "EventStorage"] = {}  # of each thread that has opened one; key: its list
+# of each thread that has opened one; the key is the `id` of its list ``opened``
+_innermost: dict[int, "EventStorage"] = {}
 
 MAX_ROWS = 1000  # this number of rows waits at most before they are stored
-_MAX_IMAGES = 100  # limit for a rank without a writer, which would clear them
+_MAX_IMAGES = 100  # of images, and of histograms; for a rank without a writer that clears them
 
 
 def get_event_storage() -> "EventStorage":
     """The innermost storage whose ``with`` block is open in this thread.
 
-    A thread that has opened none (of autograd, of a loader) gets the innermost one of the thread that has.
+    A thread that has opened none (of autograd, of a loader) gets that of the thread that has.
 
     Raises:
-        RuntimeError: no storage is open, see ``has_event_storage()``; or several threads have opened one, but not this.
+        RuntimeError: no storage is open, see ``has_event_storage()``; or this thread has opened
+            none, and several others have.
     """
     if _thread.opened:
         return _thread.opened[-1]
@@ -72,18 +74,22 @@ def storage_of_thread() -> "EventStorage | None":
 
 
 def _opened_elsewhere() -> list["EventStorage"]:
-    """The innermost storages of other threads; one that several threads have opened is here once."""
-    by_id = {id(storage): storage for storage in list(_innermost.values())}
-    return list(by_id.values())
+    """The innermost storages of other threads, each once."""
+    storages: list[EventStorage] = []
+    for storage in list(_innermost.values()):
+        if storage not in storages:
+            storages.append(storage)
+    return storages
 
 
 def other_threads_have_storages() -> bool:
     """Whether another thread has opened a storage: it probably trains too."""
-    own = id(_thread.opened)
-    return any(key != own for key in list(_innermost))
+    this_thread = id(_thread.opened)
+    return any(thread != this_thread for thread in list(_innermost))
 
 
-def _mark_worker() -> None:
+def _mark_as_worker() -> None:
+    """Called in the thread of a `Worker`."""
     _thread.is_worker = True
 
 
@@ -102,14 +108,16 @@ class Histogram(NamedTuple):
 class EventStorage:
     """Scalars with their history, and the newest images and histograms.
 
-    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``, in the thread that has opened it. Each
-    history keeps ``history_length`` values (see `HistoryBuffer`). A put is one append to a list; whoever reads first
-    stores what waits there.
+    Writers read it; ``get_event_storage()`` finds it inside ``with storage:``, in the thread that
+    has opened it. Each history keeps ``history_length`` values (see `HistoryBuffer`). A put is one
+    append to a list, ``rows``. The first read moves them into the histories.
 
     Attributes:
         iter: the current iteration, counted from 0; the loop sets it.
-        rows: (iter, name -> value), in the order of the puts; a tensor, of shape ``[]``, is read later with all others.
-        before_read: called before a read stores what waits; the trainer adds what it still holds.
+        rows: (iter, name -> value), in the order of the puts; they wait here to be stored. A
+            tensor, of shape ``[]``, is read then, with all others.
+        before_read: called with this storage before a read stores what waits; the trainer adds the
+            rows that it still holds.
         worker: stores and writes in a thread, after `start_worker`.
     """
 
@@ -129,7 +137,7 @@ class EventStorage:
         self._holds_images = False
         self._warned: set[str] = set()
         self._num_open = 0
-        # those of ``rows``, if they are on their way to the host already
+        # the values of ``rows``, if their copy to the CPU has started already
         self._numbers: Numbers | None = None
 
     # ------------------------------------------------------------------ put
@@ -141,13 +149,18 @@ class EventStorage:
         smoothing_hint: bool = True,
         cur_iter: int | None = None,
     ) -> None:
-        """Store one number; writers show its median over a window if ``smoothing_hint``, else the number itself.
+        """Store one number.
 
-        An array or a tensor with one element is a number too. A tensor on an accelerator is copied there and read
-        later, so the caller does not wait.
+        An array or a tensor with one element is a number too. A tensor on an accelerator is copied
+        there and read later, so the caller does not wait.
+
+        Args:
+            smoothing_hint: writers show the median over a window. False: the number itself.
+            cur_iter: default: ``iter``.
 
         Raises:
-            ValueError: the name has the other hint already; writers use it; the value is not one number.
+            ValueError: the name has the other hint already; writers use the name themselves; the
+                value is not one number.
         """
         try:
             if isinstance(value, Tensor) and runs_ahead(value.device):
@@ -159,10 +172,12 @@ class EventStorage:
                 f"scalar {name!r} must be one number, got {type(value).__name__}: {error}"
             ) from error
         if self._prefix or self._smoothing_hints.get(name) is not smoothing_hint:
-            name = self._accepted(name, smoothing_hint)
-        self.rows.append(
-            (self.iter if cur_iter is None else operator.index(cur_iter), {name: number})
-        )
+            name = self._register_name(name, smoothing_hint)
+        if cur_iter is None:
+            iteration = self.iter
+        else:
+            iteration = operator.index(cur_iter)
+        self.rows.append((iteration, {name: number}))
         if len(self.rows) >= MAX_ROWS:
             self.hand_over()
 
@@ -173,30 +188,35 @@ class EventStorage:
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
-    def _accepted(self, name: str, smoothing_hint: bool) -> str:
-        """The full name, with its hint noted."""
+    def _register_name(self, name: str, smoothing_hint: bool) -> str:
+        """Note the hint of a scalar; returns its name with the prefix."""
         name = self._prefix + name
         if name == "iteration":
             raise ValueError(f"{name!r} is a name that writers use themselves; use another name")
-        if self._smoothing_hints.setdefault(name, smoothing_hint) is not smoothing_hint:
+        first_hint = self._smoothing_hints.setdefault(name, smoothing_hint)
+        if first_hint is not smoothing_hint:
             raise ValueError(
                 f"scalar {name!r} was put with smoothing_hint={not smoothing_hint}; use one hint per name"
             )
         return name
 
     def put_image(self, img_name: str, img_tensor: Tensor) -> None:
-        """Keep an image for the writers: shape ``[channel, height, width]``, RGB, float in [0, 1] or uint8.
+        """Keep an image for the writers.
 
-        The newest 100 are kept until a writer that shows images clears them. NaN is shown as 0; so is a mask's False.
+        The newest 100 are kept until a writer that shows images clears them. NaN is shown as 0.
+
+        Args:
+            img_tensor: shape ``[channel, height, width]``, RGB, float in [0, 1], uint8 or bool.
 
         Raises:
             ValueError: it has another shape or type, no pixel, or other than 1, 3 or 4 channels.
         """
         name = self._prefix + img_name
-        self._images.append(Image(name, self._showable(name, img_tensor), self.iter))
+        image = self._make_showable(name, img_tensor)
+        self._images.append(Image(name, image, self.iter))
 
-    def _showable(self, name: str, image: Any) -> Any:
-        """The image, or a copy that every writer can show."""
+    def _make_showable(self, name: str, image: Any) -> Any:
+        """``image`` itself if every writer can show it, else a copy that they can show."""
         try:
             tensor = torch.as_tensor(image)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -217,20 +237,23 @@ class EventStorage:
                 f"image {name!r} has the type {tensor.dtype}; accepted: float in [0, 1], uint8 in [0, 255], bool"
             )
         if tensor.dtype not in (torch.float32, torch.float64):
-            tensor = image = tensor.detach().float()  # NumPy has no bfloat16
-        if runs_ahead(tensor.device):  # to look would wait for the device
-            return tensor.detach().nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
-        if tensor.isfinite().all():
-            return image
-        self._warn_once(
-            f"The image {name!r} has pixels that are not finite; they are shown as 0 or 1"
-        )
+            tensor = tensor.detach().float()  # NumPy has no bfloat16
+            image = tensor
+        if not runs_ahead(tensor.device):  # else the check would wait for the device
+            if tensor.isfinite().all():
+                return image
+            self._warn_once(
+                f"The image {name!r} has pixels that are not finite; they are shown as 0 or 1"
+            )
         return tensor.detach().nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
 
     def put_histogram(self, hist_name: str, hist_tensor: Tensor, bins: int = 1000) -> None:
-        """Keep the histogram of the finite values of a tensor of any shape, like an image. Synchronizes its device.
+        """Keep the histogram of the finite values of a tensor of any shape, like an image.
 
-        Without such a value nothing is kept. Raises ValueError: these are no real numbers, or ``bins`` is below 1.
+        Synchronizes its device. If there is no finite value, nothing is kept.
+
+        Raises:
+            ValueError: these are no real numbers, or ``bins`` is below 1.
         """
         name = self._prefix + hist_name
         if bins < 1:
@@ -253,19 +276,19 @@ class EventStorage:
         if values.numel() == 0:
             self._warn_once(f"The histogram {name!r} has no finite value, so it is left out")
             return
-        low, high = values.min().item(), values.max().item()
-        limits, counts = (
-            torch.linspace(low, high, bins + 1, device="cpu")[1:],
-            torch.histc(values, bins=bins),
-        )
+        low = values.min().item()
+        high = values.max().item()
+        edges = torch.linspace(low, high, bins + 1, device="cpu")
+        counts = torch.histc(values, bins=bins)
         raw: dict[str, Any] = {
             "min": low,
             "max": high,
             "num": values.numel(),
             "sum": values.sum().item(),
+            "sum_squares": values.square().sum().item(),
+            "bucket_limits": edges[1:].tolist(),
+            "bucket_counts": counts.tolist(),
         }
-        raw |= {"sum_squares": values.square().sum().item()}
-        raw |= {"bucket_limits": limits.tolist(), "bucket_counts": counts.tolist()}
         self._histograms.append(Histogram(name, self.iter, raw))
 
     def _warn_once(self, text: str) -> None:
@@ -276,26 +299,30 @@ class EventStorage:
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
         """Context in which names get the prefix ``name/``."""
-        before, self._prefix = self._prefix, name.rstrip("/") + "/"
+        outer_prefix = self._prefix
+        self._prefix = name.rstrip("/") + "/"
         try:
             yield
         finally:
-            self._prefix = before
+            self._prefix = outer_prefix
 
     # ------------------------------------------------------------------ store what waits
 
     def start_worker(self) -> Worker:
-        """From now on a thread stores what waits, and makes the calls of `publish`; it ends with the ``with`` block.
+        """From now on a thread stores what waits, and makes the calls of `publish`.
 
-        Raises the first error of this thread since the last call.
+        The thread ends with the ``with`` block. Raises its first error since the last call.
         """
         if self.worker is None:
-            self.worker = Worker(self, _mark_worker)
+            self.worker = Worker(self, _mark_as_worker)
         self.worker.raise_error()
         return self.worker
 
     def flush(self) -> None:
-        """Store everything that was put so far. Raises the first error of the worker since the last flush."""
+        """Store everything that was put so far; wait until the worker has done it.
+
+        Raises the worker's first error since the last flush.
+        """
         if self.before_read is not None:
             self.before_read(self)
         if self.rows:
@@ -304,16 +331,17 @@ class EventStorage:
             self.worker.wait()
 
     def hand_over(self) -> None:
-        """Store what was put so far: now, or in the worker, without waiting."""
-        if self.worker is not None:
-            self.worker.submit(self.take())
-        elif self.rows:
+        """Store ``rows``: now, or in the worker, without waiting."""
+        if self.worker is None:
             self._store()
+        else:
+            self.worker.submit(self.split_off())
 
     def publish(self, call: Callable[[], object]) -> None:
-        """Call ``call()``, which may read the storage, after everything that was put so far: at once, or in the worker.
+        """Call ``call()``, which may read the storage, after everything so far is stored.
 
-        This storage is the open one then; in the worker it is one with the same values, and what was put so far.
+        Without a worker the call is made at once, with this storage as the open one. With a worker
+        it is made there, without waiting; the open storage is then a copy that `split_off` makes.
         """
         if self.worker is None:
             with self:
@@ -321,41 +349,61 @@ class EventStorage:
             return
         if self.before_read is not None:
             self.before_read(self)
-        self.worker.submit(self.take(images=True), call)
-        self.worker.collect(but=2)  # writers that are slower than the run hold it up
+        self.worker.submit(self.split_off(with_images=True), call)
+        self.worker.collect(leave_newest=2)  # writers that are slower than the run hold it up
 
-    def take(self, *, images: bool = False) -> "EventStorage":
-        """Returns a storage with the same histories and with what waits here; then nothing waits here any more."""
+    def split_off(self, *, with_images: bool = False) -> "EventStorage":
+        """Move ``rows`` into a new storage, which shares the histories of this one, for the worker.
+
+        The copy of their values to the CPU starts now. The images and histograms stay here, or go
+        with the rows.
+        """
         part = copy.copy(self)
-        part.before_read, part.worker = None, None
+        part.before_read = None
+        part.worker = None
         part._num_open = 0
-        part._numbers = Numbers(_values(self.rows)) if self.rows else None
-        self.rows, emptied = [], self if images else part
-        emptied._images, emptied._histograms = deque(maxlen=_MAX_IMAGES), deque(maxlen=_MAX_IMAGES)
+        if self.rows:
+            part._numbers = Numbers(_values_of(self.rows))
+        else:
+            part._numbers = None
+        self.rows = []
+        storage_without_images = self if with_images else part
+        storage_without_images._images = deque(maxlen=_MAX_IMAGES)
+        storage_without_images._histograms = deque(maxlen=_MAX_IMAGES)
         return part
 
-    def take_back(self, parts: Sequence["EventStorage"]) -> None:
-        """Take the images and histograms that nobody has cleared in storages of `take`."""
-        for name in ("_images", "_histograms"):
-            kept = [item for part in (*parts, self) for item in getattr(part, name)]
-            setattr(self, name, deque(sorted(kept, key=attrgetter("iter")), maxlen=_MAX_IMAGES))
+    def take_back_images(self, parts: Sequence["EventStorage"]) -> None:
+        """Take the images and histograms that nobody has cleared in storages of `split_off`."""
+        images: list[Image] = []
+        histograms: list[Histogram] = []
+        for storage in (*parts, self):
+            images.extend(storage._images)
+            histograms.extend(storage._histograms)
+        images.sort(key=attrgetter("iter"))
+        histograms.sort(key=attrgetter("iter"))
+        self._images = deque(images, maxlen=_MAX_IMAGES)
+        self._histograms = deque(histograms, maxlen=_MAX_IMAGES)
 
     def _store(self) -> None:
-        rows, self.rows = self.rows, []
-        numbers, self._numbers = self._numbers or Numbers(_values(rows)), None
-        columns: dict[str, tuple[list[float], list[int]]] = {}
-        read = iter(numbers.read())
+        """Move ``rows`` into the histories."""
+        rows = self.rows
+        self.rows = []
+        numbers = self._numbers
+        self._numbers = None
+        if numbers is None:
+            numbers = Numbers(_values_of(rows))
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        iterations: defaultdict[str, list[int]] = defaultdict(list)
+        number = iter(numbers.read())
         for iteration, row in rows:
             for name in row:
-                if (column := columns.get(name)) is None:
-                    columns[name] = column = [], []
-                column[0].append(next(read))
-                column[1].append(iteration)
-        for name, (values, iterations) in columns.items():
+                values[name].append(next(number))
+                iterations[name].append(iteration)
+        for name in values:
             if name not in self._history:
                 self._smoothing_hints.setdefault(name, True)
                 self._history[name] = HistoryBuffer(self._history_length)
-            self._history[name].extend(values, iterations)
+            self._history[name].extend(values[name], iterations[name])
 
     # ------------------------------------------------------------------ read
 
@@ -380,16 +428,18 @@ class EventStorage:
         The median is that of the finite values; `counts_left_out` says how many others there are.
         """
         smoothed = self.latest()
-        for name, (_, iter) in smoothed.items():
+        for name, (_, iteration) in smoothed.items():
             if self._smoothing_hints[name]:
                 history = self._history[name]
-                smoothed[name] = history.median(history.count_within(window_size)), iter
+                length = history.count_within(window_size)
+                smoothed[name] = history.median(length), iteration
         return smoothed
 
     def counts_left_out(self, window_size: int = 20) -> dict[str, int]:
-        """name -> number of values that a median leaves out, since they are not finite; without those that have none.
+        """name -> number of values that the median leaves out, since they are not finite.
 
-        A scalar without any finite value in the window is not here: the newest value is shown for it.
+        Only scalars whose median leaves out some. A scalar without any finite value in the window
+        is not here: its newest value is shown.
         """
         counts = {}
         for name, history in self.histories().items():
@@ -402,7 +452,7 @@ class EventStorage:
         return counts
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """The number of values in the last ``window_size`` iterations, which end with that of the newest value."""
+        """The number of values in the last ``window_size`` iterations, see `HistoryBuffer`."""
         return self.history(name).count_within(window_size)
 
     def smoothing_hints(self) -> dict[str, bool]:
@@ -410,6 +460,7 @@ class EventStorage:
         return self._smoothing_hints
 
     def images(self) -> list[Image]:
+        # code for detectron2 may have put plain tuples into `_vis_data`
         return [Image(*image) for image in self._vis_data]
 
     @property
@@ -451,25 +502,28 @@ class EventStorage:
     # ------------------------------------------------------------------ state, and the open storage
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything stored, without ``iter``, which belongs to the loop. Images become plain tensors on the CPU."""
+        """Everything stored, without ``iter``, which belongs to the loop.
+
+        Images become plain tensors on the CPU.
+        """
+        histories = {name: history.state_dict() for name, history in self.histories().items()}
+        images = []
+        for image in self.images():
+            tensor = torch.as_tensor(image.tensor).detach().cpu().as_subclass(Tensor)
+            images.append(image._replace(tensor=tensor)._asdict())
         return {
-            "histories": {name: history.state_dict() for name, history in self.histories().items()},
+            "histories": histories,
             "smoothing_hints": dict(self._smoothing_hints),
-            "images": [
-                {
-                    **image._asdict(),
-                    "tensor": torch.as_tensor(image.tensor).detach().cpu().as_subclass(Tensor),
-                }
-                for image in self.images()
-            ],
+            "images": images,
             "histograms": [histogram._asdict() for histogram in self._histograms],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the content by that of ``state``; ``history_length`` stays."""
         self.flush()
-        self._history = {name: HistoryBuffer(self._history_length) for name in state["histories"]}
+        self._history = {}
         for name, saved in state["histories"].items():
+            self._history[name] = HistoryBuffer(self._history_length)
             self._history[name].load_state_dict(saved)
             self._history[name].latest()  # raises an error if it is empty
         self._smoothing_hints = dict(state["smoothing_hints"])
@@ -505,13 +559,15 @@ class EventStorage:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         opened = _thread.opened
-        opened.reverse()  # so that the innermost entry of this storage is removed
+        # `remove` finds the first entry; the innermost one of this storage is the last
+        opened.reverse()
         opened.remove(self)
         opened.reverse()
         _show_innermost()
         self._num_open -= 1
         if self.worker is None or self.is_open:
             return
+        # the last ``with`` block ends
         try:
             self.flush()
         except Exception:
@@ -533,5 +589,8 @@ def _show_innermost() -> None:
         _innermost.pop(id(_thread.opened), None)
 
 
-def _values(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Any]:
-    return [value for _, row in rows for value in row.values()]
+def _values_of(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Any]:
+    values: list[Any] = []
+    for _, row in rows:
+        values.extend(row.values())
+    return values

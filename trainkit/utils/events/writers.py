@@ -22,19 +22,26 @@ from trainkit.utils.registry import Registry
 logger = logging.getLogger(__name__)
 
 WRITER_REGISTRY = Registry("WRITER")
-"""Classes or functions that ``LOG.WRITERS`` can name; called with ``(output_dir, window_size)``, they give a writer.
+"""Classes or functions that ``LOG.WRITERS`` can name.
 
-One that has an argument ``cfg`` also gets the config by this name, or None.
+They are called with ``(output_dir, window_size)`` and return a writer. One that has an argument
+``cfg`` also gets the config by this name, or None.
 """
 
 _ETA_WINDOW = 100  # in iterations; the median ignores an evaluation or a slow first batch
 
 
 class EventWriter:
-    """Base class of writers; after ``close()`` a writer can be used with another storage, and continues its output."""
+    """Base class of writers.
+
+    After ``close()`` a writer can be used with another storage; it then continues its output.
+    """
 
     def write(self) -> None:
-        """Write new values of ``get_event_storage()``. An OSError does not end the run; the next call may succeed."""
+        """Write new values of ``get_event_storage()``.
+
+        An OSError does not end the run; the next call may succeed.
+        """
         raise NotImplementedError
 
     def begin(self, trainer: Any) -> None:
@@ -48,7 +55,7 @@ class EventWriter:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the ``write()`` of ``state``; the next write hides or cuts off everything later."""
+        """Continue after the ``write()`` of ``state``; the next write hides what is later."""
 
 
 Row: TypeAlias = tuple[int, dict[str, float]]
@@ -56,36 +63,42 @@ Row: TypeAlias = tuple[int, dict[str, float]]
 
 
 class ScalarWriter(EventWriter):
-    """Base class of writers that show each new value of a scalar once, smoothed. A subclass defines ``_show``.
+    """Base class of writers that show each new value of a scalar once, smoothed.
 
-    If a median leaves out values that are not finite, their number is shown as ``<name>_not_finite``.
+    A subclass defines ``_show``. If a median leaves out values that are not finite, their number is
+    shown as ``<name>_not_finite``.
     """
 
     def __init__(self, window_size: int) -> None:
         self._window_size = window_size
-        self._taken: dict[str, int] = {}  # name -> iteration of the newest value that was shown
+        # name -> iteration of the newest value that was shown
+        self._shown: dict[str, int] = {}
 
     def write(self) -> None:
-        storage, taken = get_event_storage(), dict(self._taken)
+        storage = get_event_storage()
+        shown = dict(self._shown)
         left_out = storage.counts_left_out(self._window_size)
+        latest = storage.latest_with_smoothing_hint(self._window_size)
         rows: dict[int, dict[str, float]] = {}
-        for name, (value, iter) in storage.latest_with_smoothing_hint(self._window_size).items():
-            if iter > taken.get(name, -1):
-                taken[name] = iter
-                rows.setdefault(iter, {})[name] = value
-                if name in left_out:
-                    rows[iter][f"{name}_not_finite"] = left_out[name]
+        for name, (value, iteration) in latest.items():
+            if iteration <= shown.get(name, -1):
+                continue
+            shown[name] = iteration
+            row = rows.setdefault(iteration, {})
+            row[name] = value
+            if name in left_out:
+                row[f"{name}_not_finite"] = left_out[name]
         self._show(sorted(rows.items()), storage)
-        self._taken = taken  # after an error they are shown the next time
+        self._shown = shown  # not after an error: the next write shows the same again
 
     def close(self) -> None:
-        self._taken.clear()  # the next storage may have the same iterations
+        self._shown.clear()  # the next storage may have the same iterations
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": dict(self._taken)}
+        return {"taken": dict(self._shown)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._taken = {name: int(iter) for name, iter in state["taken"].items()}
+        self._shown = {name: int(iter) for name, iter in state["taken"].items()}
 
     def _show(self, rows: list[Row], storage: EventStorage) -> None:
         """Show rows, in the order of their iterations."""
@@ -93,12 +106,13 @@ class ScalarWriter(EventWriter):
 
 
 class CommonMetricPrinter(EventWriter):
-    """One log line: ETA, epoch, iteration, every smoothed scalar, times, learning rate, peak memory of CUDA.
+    """One log line: ETA, epoch, iteration, smoothed scalars, times, learning rate, peak memory.
 
-    The ETA needs ``max_iter`` and the scalar ``time``. Nothing is logged before there is a smoothed scalar, and when
-    ``iter == max_iter``, since nothing was trained after the last line.
+    The ETA needs ``max_iter`` and the scalar ``time``. Nothing is logged before there is a smoothed
+    scalar, and when ``iter == max_iter``, since nothing was trained after the last line.
 
     Args:
+        max_iter: where the run ends; None: unknown, and not shown.
         iters_per_epoch: None if there are no epochs.
         min_interval_sec: log nothing if the last line is newer, except after the last iteration.
     """
@@ -116,45 +130,65 @@ class CommonMetricPrinter(EventWriter):
         min_interval_sec: float = 0.0,
     ) -> None:
         self.logger = logger
-        self._max_iter, self._iters_per_epoch = max_iter, iters_per_epoch
-        self._window_size, self._min_interval_sec = window_size, min_interval_sec
+        self._max_iter = max_iter
+        self._iters_per_epoch = iters_per_epoch
+        self._window_size = window_size
+        self._min_interval_sec = min_interval_sec
         self._last_time = -math.inf  # of the last line
 
     def write(self) -> None:
-        storage, now = get_event_storage(), time.perf_counter()
-        is_early = (
-            now - self._last_time < self._min_interval_sec and storage.iter + 1 != self._max_iter
-        )
+        storage = get_event_storage()
+        now = time.perf_counter()
         hints = storage.smoothing_hints()
-        if storage.iter == self._max_iter or is_early or not any(hints.values()):
+        if storage.iter == self._max_iter or self._is_too_early(now, storage):
+            return
+        if not any(hints.values()):
             return
         latest = storage.latest_with_smoothing_hint(self._window_size)
         # at the end of a stopped run, storage.iter is the next iteration
-        iter = min(storage.iter, max(iter for _, iter in latest.values()))
-        eta_sec = None if self._max_iter is None else estimate_eta_sec(storage, self._max_iter)
-        fields = [] if eta_sec is None else [f" eta: {datetime.timedelta(seconds=int(eta_sec))} "]
-        if self._iters_per_epoch is not None:  # the last epoch may end early
-            done, end = (
-                periods_done(i, self._iters_per_epoch) + 1
-                for i in (iter, (self._max_iter or 1) - 1)
-            )
-            fields.append(f"[Epoch {done}{'' if self._max_iter is None else f'/{end}'}] ")
-        fields.append(f"{say_done(iter + 1, self._max_iter)} ")
+        newest_iter = max(iteration for _, iteration in latest.values())
+        iteration = min(storage.iter, newest_iter)
+
+        fields = self._say_progress(iteration, storage)
         left_out = storage.counts_left_out(self._window_size)
         for name, (value, _) in latest.items():
-            if hints[name] and name not in self._PLACED:
-                fields.append(f"{name}: {value:.4g} ")
-                if name in left_out:
-                    fields[-1] += f"({left_out[name]} not finite) "
-        for name, digits in (("time", ".4f"), ("data_time", ".4f"), ("lr", ".5g")):
+            if not hints[name] or name in self._PLACED:
+                continue
+            field = f"{name}: {value:.4g} "
+            if name in left_out:
+                field += f"({left_out[name]} not finite) "
+            fields.append(field)
+        for name, number_format in (("time", ".4f"), ("data_time", ".4f"), ("lr", ".5g")):
             if name in latest:
-                fields.append(f"{name}: {latest[name][0]:{digits}} ")
-        if accelerator_runs_ahead() and (
-            max_memory := torch.accelerator.memory.max_memory_allocated()
-        ):
-            fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
+                value, _ = latest[name]
+                fields.append(f"{name}: {value:{number_format}} ")
+        if accelerator_runs_ahead():
+            max_memory = torch.accelerator.memory.max_memory_allocated()
+            if max_memory > 0:
+                fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
         self._last_time = now
         self.logger.log(self._level, " ".join(fields))
+
+    def _is_too_early(self, now: float, storage: EventStorage) -> bool:
+        """Whether the last line is so new that this one is left out."""
+        is_last_iter = storage.iter + 1 == self._max_iter
+        return now - self._last_time < self._min_interval_sec and not is_last_iter
+
+    def _say_progress(self, iteration: int, storage: EventStorage) -> list[str]:
+        """The ETA, the epoch and the iteration, as far as they are known."""
+        fields = []
+        if self._max_iter is not None:
+            eta_sec = estimate_eta_sec(storage, self._max_iter)
+            if eta_sec is not None:
+                fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
+        if self._iters_per_epoch is not None:
+            epoch = str(periods_done(iteration, self._iters_per_epoch) + 1)
+            if self._max_iter is not None:  # the last epoch may end early
+                last_iter = max(self._max_iter - 1, 0)
+                epoch += f"/{periods_done(last_iter, self._iters_per_epoch) + 1}"
+            fields.append(f"[Epoch {epoch}] ")
+        fields.append(f"{say_done(iteration + 1, self._max_iter)} ")
+        return fields
 
     def begin(self, trainer: Any) -> None:
         if self._max_iter is not None:  # another train() may be longer or shorter
@@ -162,29 +196,36 @@ class CommonMetricPrinter(EventWriter):
 
 
 def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
-    """Seconds until ``max_iter`` at the recent median time per iteration; None if there is no ``time``."""
+    """Seconds until ``max_iter`` at the recent median time per iteration.
+
+    None if there is no ``time``.
+    """
     time_history = storage.histories().get("time")
-    return (
-        None
-        if time_history is None
-        else time_history.median(_ETA_WINDOW) * (max_iter - storage.iter - 1)
-    )
+    if time_history is None:
+        return None
+    remaining_iters = max_iter - storage.iter - 1
+    return time_history.median(_ETA_WINDOW) * remaining_iters
 
 
 class LinesWriter(ScalarWriter):
-    """Base class of writers that append lines to a file, which starts with ``header``; a subclass defines ``format``.
+    """Base class of writers that append lines to a file. A subclass defines ``format``.
 
-    The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or ``_2``, ...), and so
-    does each first write with a part of a line at the end. If the file has lost lines that it had at the checkpoint, a
-    warning says so.
+    The first write of a resumed run moves the lines after the checkpoint into ``<path>.cut_1`` (or
+    ``_2``, ...). The first write of any run also moves a last line that is not complete. If the
+    file has lost lines that it had at the checkpoint, a warning says so.
+
+    Args:
+        header: written at the start of an empty file.
     """
 
     _file: FileIO | None = None
-    _start: int | None = None  # where the lines of a resumed run continue
+    # the byte after which a resumed run continues; None: the end of the file
+    _start: int | None = None
 
     def __init__(self, path: str | Path, window_size: int, header: str = "") -> None:
         super().__init__(window_size)
-        self._path, self._header = Path(path), header
+        self._path = Path(path)
+        self._header = header
 
     def format(self, rows: list[Row]) -> str:
         """The lines for these rows."""
@@ -194,14 +235,20 @@ class LinesWriter(ScalarWriter):
         super().close()
         if self._file is not None:
             self._file.close()
-        self._file = self._start = None
+        self._file = None
+        self._start = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state after all lines are written to the disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
-        size = self._path.stat().st_size if self._path.exists() else 0
-        return {"length": size if self._start is None else self._start, **super().state_dict()}
+        if self._start is not None:
+            length = self._start
+        elif self._path.exists():
+            length = self._path.stat().st_size
+        else:
+            length = 0
+        return {"length": length, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
@@ -211,26 +258,32 @@ class LinesWriter(ScalarWriter):
     def _show(self, rows: list[Row], storage: EventStorage) -> None:
         if not rows:
             return
-        file = self._file = self._file or self._open()
+        if self._file is None:
+            self._file = self._open()
+        file = self._file
         if os.fstat(file.fileno()).st_nlink == 0:
             raise FileNotFoundError(f"{self._path} was deleted during the run")
-        length, lines = file.seek(0, os.SEEK_END), self.format(rows)
-        rest = (lines if length else self._header + lines).encode(errors="backslashreplace")
+        length = file.seek(0, os.SEEK_END)
+        lines = self.format(rows)
+        if length == 0:
+            lines = self._header + lines
+        content = lines.encode(errors="backslashreplace")
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            while content:
+                num_written = file.write(content)  # may be a part
+                content = content[num_written:]
         except OSError:
             file.truncate(length)  # no part of a line
             raise
 
     def _open(self) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._cut()
+        self._move_tail_aside()
         self._start = None
         return FileIO(self._path, "ab")
 
-    def _cut(self) -> None:
-        """Move away what is after ``_start``, and a part of a line before it."""
+    def _move_tail_aside(self) -> None:
+        """Move what is after ``_start`` into another file, and a part of a line before it."""
         content = self._path.read_bytes() if self._path.is_file() else b""
         start = len(content) if self._start is None else self._start
         if start > len(content):
@@ -263,6 +316,9 @@ class JSONWriter(LinesWriter):
     def format(self, rows: list[Row]) -> str:
         lines = ""
         for iter, row in rows:
-            line = {name: value if math.isfinite(value) else None for name, value in row.items()}
-            lines += json.dumps({**line, "iteration": iter}, sort_keys=True) + "\n"
+            entries: dict[str, float | None] = {}
+            for name, value in row.items():
+                entries[name] = value if math.isfinite(value) else None
+            entries["iteration"] = iter
+            lines += json.dumps(entries, sort_keys=True) + "\n"
         return lines
