@@ -154,7 +154,7 @@ FURTHER: list[tuple[str, str, list[object]]] = [
         ("no class 3, repeated batches, idle augmentation", "classes repeats augmentation", []),
         ("unseeded augmentation", "augmentation", []),
         ("", "disk schedule decay clipping", [*LONG, "SOLVER.WEIGHT_DECAY_NORM", 0.1, *CLIP, 1e6]),
-        ("many, leak", "overlap", []),
+        pytest.param("many, leak", "overlap", [], marks=pytest.mark.slow),
         ("overlap, with paths", "overlap", []),
         ("", "overlap", ["DATASETS.TEST", ["planted_train"]]),
         ("shuffled labels in VAL", "val_labels", []),
@@ -189,7 +189,8 @@ def test_a_planted_mistake_is_named(tmp_path, monkeypatch, plant, names, options
     ("plant", "names"),
     [
         ("overlap, random augmentation", "overlap"),
-        ("many, leak", "overlap"),  # there is no time to read enough
+        # there is no time to read enough
+        pytest.param("many, leak", "overlap", marks=pytest.mark.slow),
         ("evaluation fails", "val_labels val_inputs"),
         ("shuffled labels", "val_labels"),  # a model that knows nothing cannot judge others
         ("", "clipping"),
@@ -257,6 +258,7 @@ def test_a_class_is_missing_only_if_so_many_samples_of_it_were_to_be_expected():
     assert missing(here, Counter({0: 600, 1: 400}), is_whole=False) == [2]
 
 
+@pytest.mark.slow
 def test_a_finding_is_allowed_by_its_name_also_that_of_ones_own_check(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_check.py").write_text(OWN)

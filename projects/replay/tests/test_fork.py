@@ -16,6 +16,8 @@ from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer
 
+pytestmark = pytest.mark.slow  # each test trains and replays in several ways
+
 OWN = ("SOLVER.MAX_ITER", 12, "TEST.EVAL_PERIOD", 4, "HOOKS", [{"NAME": "EMAHook", "DECAY": 0.9}])
 
 
@@ -88,7 +90,6 @@ def check_fork_of_a_rank(rank, folder):
     fork(f"{folder}/parent@5", f"{folder}/other", "SOLVER.BASE_LR", 0.05)
 
 
-@pytest.mark.slow
 def test_a_fork_on_two_ranks_ends_with_the_bits_of_its_parent(tmp_path):
     assert on_two_ranks([check_fork_of_a_rank], tmp_path) == {"check_fork_of_a_rank": [None, None]}
     assert differences(tmp_path / "fork", tmp_path / "parent") == []

@@ -23,6 +23,8 @@ from trainkit.engine import DefaultTrainer, GraphTrainer
 from trainkit.engine.hooks import CallbackHook
 from trainkit.modeling import MODEL_REGISTRY
 
+pytestmark = pytest.mark.slow  # each test trains and replays in several ways
+
 SAME = "repeated in this process, every bit is equal"
 REPRODUCIBLE = f"reproducible: {SAME}; not repeated in a new process: no command is given"
 TOP1 = "classification/top1"
@@ -374,7 +376,6 @@ train("run", *sys.argv[1:], options=("DATASETS.TEST", ()))
 """
 
 
-@pytest.mark.slow
 def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the script imports from tests
@@ -436,7 +437,6 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
     assert str(found).splitlines()[2] == f"not as in the run: {found.differences[0]}"
 
 
-@pytest.mark.slow
 def test_modules_that_only_writers_import_are_no_difference(tmp_path, monkeypatch):
     """They are in the repository, which is the current folder, and a replay has no writers."""
     monkeypatch.chdir(ROOT)

@@ -11,6 +11,8 @@ from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
 from trainkit.engine import HookBase
 
+pytestmark = pytest.mark.slow  # each test trains and replays in several ways
+
 
 def grow():
     """From iteration 7 on one weight is a hundred times as large as any; the loss notices it only later."""
@@ -52,7 +54,6 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_the_step_in_which_a_quantity_leaves_its_band_is_found_with_its_samples(grown):
     before = digest_of_folder(grown.folder)
 

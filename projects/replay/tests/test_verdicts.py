@@ -305,6 +305,7 @@ def test_a_failure_that_has_not_come_back_is_not_reproducible(counted):
         assert not replay(run, iter, counted, verdict=False).is_equal
 
 
+@pytest.mark.slow
 def test_every_question_about_past_iterations_says_that_the_failure_has_not_come_back(
     counted, tmp_path
 ):
@@ -327,6 +328,7 @@ def test_a_step_after_a_failure_that_has_not_come_back_is_not_that_of_the_run(co
     assert found.verdict.startswith(NOT_BACK)
 
 
+@pytest.mark.slow
 def test_a_failure_that_the_run_has_passed_when_it_was_resumed_counts_in_its_own_step(tmp_path):
     job = counting(tmp_path)
     job("--resume")
@@ -353,6 +355,7 @@ def test_a_failure_is_compared_also_if_the_checkpoints_have_their_own_folder(tmp
     assert (tmp_path / "run/capsule.rank0.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_that_only_the_replay_has_is_not_reproducible(tmp_path):
     Job(tmp_path)()
     job = Job(tmp_path, make_hooks=lambda: [At(6, KeyError("new"), "after_backward")])
