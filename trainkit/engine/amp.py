@@ -24,22 +24,24 @@ SKIP_FLAG = "[flag]not_finite"  # of the scaler: 1 if it skips the update
 
 
 class SkippingTrainer(SimpleTrainer):
-    """Base class of trainers that leave out some updates: they are counted, and too many in a row end the run.
+    """Base class of trainers that leave out some updates.
 
-    `judge_gradients` of a subclass returns `SKIP_FLAG`, which is 1 if the update is left out.
+    These are counted, and too many in a row end the run. `judge_gradients` of a subclass returns
+    `SKIP_FLAG`, which is 1 if the update is left out.
     """
 
     def __init__(self, *args: Any, max_non_finite_in_row: int = 25, **kwargs: Any) -> None:
         """
         Args:
             args, kwargs: as in `SimpleTrainer`.
-            max_non_finite_in_row: this number of updates in a row that are left out ends the run. After 25 of them a
-                gradient scale of 2**16 has fallen to 2**-9.
+            max_non_finite_in_row: this number of updates in a row that are left out ends the run.
+                After 25 of them a gradient scale of 2**16 has fallen to 2**-9.
         """
         self.max_non_finite_in_row = check_period(
             "max_non_finite_in_row", max_non_finite_in_row, minimum=1
         )
-        self.skipped_updates = self._skipped_in_row = 0
+        self.skipped_updates = 0
+        self._skipped_in_row = 0
         super().__init__(*args, **kwargs)
 
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
@@ -47,29 +49,27 @@ class SkippingTrainer(SimpleTrainer):
         if SKIP_FLAG not in values:
             return super().look(iter, values)
         is_skipped = bool(values.pop(SKIP_FLAG))
-        self.skipped_updates += is_skipped
-        self._skipped_in_row = (self._skipped_in_row + 1) * is_skipped
+        if is_skipped:
+            self.skipped_updates += 1
+            self._skipped_in_row += 1
+        else:
+            self._skipped_in_row = 0
         if (iter + 1) % self.gather_metric_period == 0:
-            number = self.skipped_updates
             get_event_storage().put_scalar(
-                "skipped_updates", number, smoothing_hint=False, cur_iter=iter
+                "skipped_updates", self.skipped_updates, smoothing_hint=False, cur_iter=iter
             )
         if not is_skipped:
             return super().look(iter, values)
-        is_finite = math.isfinite(values["total_loss"])
-        text = f"; this is update {self._skipped_in_row} in a row that is skipped"
-        fails = self._skipped_in_row >= self.max_non_finite_in_row and self.non_finite != "ignore"
-        failure = (
-            describe_failure("gradients are" if is_finite else "loss is", iter, values, text)
-            if fails
-            else None
-        )
-        for name in (
-            []
-            if is_finite
-            else [name for name, value in values.items() if not math.isfinite(value)]
-        ):
-            del values[name]  # it would spoil every average
+        has_finite_loss = math.isfinite(values["total_loss"])
+        failure = None
+        if self._skipped_in_row >= self.max_non_finite_in_row and self.non_finite != "ignore":
+            subject = "gradients are" if has_finite_loss else "loss is"
+            note = f"; this is update {self._skipped_in_row} in a row that is skipped"
+            failure = describe_failure(subject, iter, values, note)
+        if not has_finite_loss:
+            for name, value in list(values.items()):
+                if not math.isfinite(value):
+                    del values[name]  # it would spoil every average
         return failure
 
     def step_state_dict(self) -> dict[str, Any]:
@@ -80,19 +80,17 @@ class SkippingTrainer(SimpleTrainer):
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_step_state_dict(state_dict)
         counts = state_dict.get("non_finite", {})  # detectron2 has no such entry
-        self.skipped_updates, self._skipped_in_row = (
-            counts.get("skipped", 0),
-            counts.get("in_row", 0),
-        )
+        self.skipped_updates = counts.get("skipped", 0)
+        self._skipped_in_row = counts.get("in_row", 0)
 
 
 class AMPTrainer(SkippingTrainer):
-    """`SimpleTrainer` in mixed precision: the forward pass under autocast; float16 with a gradient scaler.
+    """`SimpleTrainer` in mixed precision: the forward pass is under autocast.
 
-    Parameters, gradients and the optimizer's state stay in float32. bfloat16 has the range of float32 and needs no
-    scaler. If gradients are not finite, because of an overflow or ``after_backward``, the scaler skips the update;
-    ``skipped_updates`` in the storage counts these. Schedules are functions of the iteration, so skipping does not
-    delay them.
+    Parameters, gradients and the optimizer's state stay in float32. float16 has a gradient scaler;
+    bfloat16 has the range of float32 and needs none. If gradients are not finite, because of an
+    overflow or ``after_backward``, the scaler skips the update; ``skipped_updates`` in the storage
+    counts these. Schedules are functions of the iteration, so skipping does not delay them.
     """
 
     def __init__(
@@ -110,7 +108,8 @@ class AMPTrainer(SkippingTrainer):
     ) -> None:
         """
         Args:
-            grad_scaler: default is a dynamic one for float16 and none for bfloat16; see `fixed_scaler`.
+            grad_scaler: default is a dynamic one for float16 and none for bfloat16; see
+                `fixed_scaler`.
             precision: ``torch.float16`` or ``torch.bfloat16``.
             log_grad_scaler: store the scale of each iteration as ``[metric]grad_scaler``.
             kwargs: as in `SkippingTrainer` and `SimpleTrainer`.
@@ -132,14 +131,16 @@ class AMPTrainer(SkippingTrainer):
             raise ValueError(f"precision must be torch.float16 or torch.bfloat16, got {precision}")
         if isinstance(model, nn.DataParallel) or len(getattr(model, "device_ids", None) or ()) > 1:
             raise ValueError(
-                "AMPTrainer needs one device per process; use create_ddp_model instead of DataParallel"
+                "AMPTrainer needs one device per process; use create_ddp_model instead of "
+                "DataParallel"
             )
         self._device_type = self._device.type
-        self.precision, self.log_grad_scaler = precision, log_grad_scaler
+        self.precision = precision
+        self.log_grad_scaler = log_grad_scaler
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(
             self._device_type, enabled=precision == torch.float16
         )
-        self._unscaled = False
+        self._unscaled = False  # whether the gradients of this step are unscaled
         if self.grad_scaler.is_enabled() and skips_on_device(optimizer):
             start_momentum(optimizer)
 
@@ -156,29 +157,33 @@ class AMPTrainer(SkippingTrainer):
         super().before_update()
 
     def unscale(self) -> None:
+        """Divide the gradients by the scale, and note on the device whether they are finite."""
         scaler = self.grad_scaler
-        if scaler.is_enabled():
-            if self._unscaled:  # the last step failed after this point; reset the scaler
-                scaler.update(scaler.get_scale())
-            self._unscaled = True
-            scaler.unscale_(self.optimizer)
-            # step() reads this tensor to decide whether to update; the public API would wait for the device
-            flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
-            if not flags:
-                raise RuntimeError(
-                    f"in iteration {self.iter} no parameter of the optimizer has a gradient, so float16 has nothing to "
-                    "scale: the loss depends on none of them. Give the optimizer the parameters that the loss depends "
-                    "on, or return a loss that depends on them (for a batch without samples: their sum times 0)"
-                )
-            [self._flag] = flags.values()  # the model is on one device
-            # torch shares a flag only among the ranks that hold a gradient
-            if comm.get_data_group_size() > 1:
-                dist.all_reduce(self._flag, dist.ReduceOp.MAX)
+        if not scaler.is_enabled():
+            return
+        if self._unscaled:  # the last step failed after this point; reset the scaler
+            scaler.update(scaler.get_scale())
+        self._unscaled = True
+        scaler.unscale_(self.optimizer)
+        # step() reads this tensor to decide whether to update; the public API would wait for the
+        # device
+        flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
+        if not flags:
+            raise RuntimeError(
+                f"in iteration {self.iter} no parameter of the optimizer has a gradient, so "
+                "float16 has nothing to scale: the loss depends on none of them. Give the "
+                "optimizer the parameters that the loss depends on, or return a loss that "
+                "depends on them (for a batch without samples: their sum times 0)"
+            )
+        [self._skip_flag] = flags.values()  # the model is on one device
+        # torch shares a flag only among the ranks that hold a gradient
+        if comm.get_data_group_size() > 1:
+            dist.all_reduce(self._skip_flag, dist.ReduceOp.MAX)
 
     def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
         extra = super().judge_gradients(losses)
         if self.grad_scaler.is_enabled():
-            extra[SKIP_FLAG] = self._flag
+            extra[SKIP_FLAG] = self._skip_flag
             if self.log_grad_scaler:
                 extra[_SCALE_FLAG] = cast(Tensor, self.grad_scaler._get_scale_async()).clone()
         return extra
@@ -205,9 +210,11 @@ class AMPTrainer(SkippingTrainer):
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_step_state_dict(state_dict)
-        if self.grad_scaler.is_enabled() and state_dict.get("grad_scaler"):
+        if not self.grad_scaler.is_enabled():
+            return
+        if state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        elif self.grad_scaler.is_enabled():
+        else:
             logger.warning(
                 "The checkpoint has no gradient scale; it starts from %g",
                 self.grad_scaler.get_scale(),
@@ -223,4 +230,5 @@ def fixed_scaler(device_type: str, scale: float) -> torch.amp.GradScaler:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` reads the scaler's flag itself, so that the host does not wait for it."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
