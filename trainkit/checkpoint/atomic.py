@@ -12,14 +12,18 @@ _being_written: list[str] = []  # names of temporary files of this process
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written, found, read or applied; the message names the file and the reason."""
+    """A checkpoint cannot be written, found, read or applied.
+
+    The message names the file and the reason.
+    """
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` after the block has succeeded. Raises CheckpointError.
+    """Yield a temporary file that replaces ``path`` after the block has succeeded.
 
-    `sync_folder` makes the rename durable: until then, a power failure may bring the old file back.
+    Raises CheckpointError. `sync_folder` makes the rename durable: until then, a power failure may
+    bring the old file back.
     """
     folder, name = os.path.split(path)
     own_name = f".{name}.{os.urandom(4).hex()}{_SUFFIX}"
@@ -47,7 +51,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a small text file completely or not at all. Raises CheckpointError if it cannot be written."""
+    """Write a small text file completely or not at all.
+
+    Raises CheckpointError if it cannot be written.
+    """
     with replacing(path) as output:
         output.write(text.encode())
 

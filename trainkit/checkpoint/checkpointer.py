@@ -109,19 +109,24 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         on_commit: Callable[[], None] | None = None,
         **kwargs: Any,
     ) -> "futures.Future[None] | None":
-        """Write ``<save_dir>/<name>.pth``; every rank calls it, since states may be gathered over ranks.
+        """Write ``<save_dir>/<name>.pth``.
+
+        Every rank calls it, since states may be gathered over ranks.
 
         Args:
             tag_last: whether a later resume starts from this file; False for a best checkpoint.
-            on_commit: called after the file is on the disk, in the rank and the thread that write it.
+            on_commit: called after the file is on the disk, in the rank and the thread that write
+                it.
             kwargs: further entries, such as ``iteration=99``.
 
         Returns:
-            The future of a save that continues in a thread, whose error :meth:`wait` raises; else None.
+            The future of a save that continues in a thread, whose error :meth:`wait` raises; else
+            None.
 
         Raises:
-            TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path. The
-                file is written without the state that has it, and names the path in its entry ``left_out``.
+            TypeError: a value in a state is neither a tensor nor a plain Python value; the message
+                has its path. The file is written without the state that has it, and names the path
+                in its entry ``left_out``.
             CheckpointError: the file cannot be written; earlier files are unchanged.
         """
         if not name or os.path.basename(name) != name:
@@ -167,7 +172,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _leave_out_unwritable(
         self, state: Mapping[str, Any]
     ) -> tuple[dict[str, Any], list[UnwritableError]]:
-        """A plain copy without the states that a file cannot hold, and an error for each of these."""
+        """A plain copy without the states that a file cannot hold; an error for each of these."""
         errors: list[UnwritableError] = []
         take = ordinary_or_divided if self.format.collective else ordinary
         plain = writable_state(state, self._separate_states(), take, errors)
@@ -297,12 +302,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         *,
         strict: bool = False,
     ) -> dict[str, Any]:
-        """Load a file of trainkit or fvcore, or the state dict of a model; a rank may call it alone.
+        """Load a file of trainkit or fvcore, or the state dict of a model.
+
+        A rank may call it alone.
 
         Args:
             path: None and ``""`` load nothing.
             checkpointables: the keys to load besides the model; None: all.
-            strict: whether different model keys and a missing checkpointable are errors; else they are logged.
+            strict: whether different model keys and a missing checkpointable are errors; else they
+                are logged.
 
         Returns:
             The entries of the file that were not used.
@@ -323,7 +331,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return self._load_state(state, local_path, keys, strict)
 
     def resume_or_load(self, path: _Path | None, *, resume: bool = True) -> dict[str, Any]:
-        """Resume everything from the last checkpoint in ``save_dir``, or load the model from ``path``.
+        """Resume everything from the last checkpoint in ``save_dir``.
+
+        If there is none, or ``resume`` is False, load only the model from ``path``.
 
         If the last checkpoint is damaged, or ``last_checkpoint`` is missing, the newest intact one
         of the same run is used, with a warning. Every rank calls it; rank 0 lists the files for
@@ -456,7 +466,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         state.pop("left_out", None)
         if left_out:
             _logger.warning(
-                "'%s' was written without these states, which start anew: they held values that a file cannot hold: %s",
+                "'%s' was written without these states, which start anew: they held values that "
+                "a file cannot hold: %s",
                 path,
                 ", ".join(left_out),
             )
@@ -484,7 +495,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return state
 
     def _only_evaluates(self, keys: list[str]) -> bool:
-        """Whether the model is loaded with these checkpointables for evaluation, not for training."""
+        """Whether the model is loaded for evaluation, not for training."""
         return all(getattr(self.checkpointables[key], "only_evaluates", False) for key in keys)
 
     def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
@@ -507,7 +518,10 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         load_optimizer(obj, state, groups.get(key, []), self._parameter_names(), adapt)
 
     def _load_model(self, checkpoint: dict[str, Any]) -> Any:
-        """Load the entry "model" into the model; returns what ``_log_incompatible_keys`` logs, or None."""
+        """Load the entry "model" into the model.
+
+        Returns what ``_log_incompatible_keys`` logs, or None.
+        """
         try:
             self.model.load_state_dict(checkpoint["model"])
         except RuntimeError:  # it names all differences

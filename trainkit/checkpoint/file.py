@@ -107,7 +107,8 @@ def refuse(value: object, path: str) -> Any:
     """Raises UnwritableError."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise UnwritableError(
-        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values",
+        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain "
+        "Python values",
         path,
     )
 

@@ -120,7 +120,8 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
     ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
 
     Returns:
-        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is off.
+        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is
+        off.
     """
     clipper = build_gradient_clipper(cfg)
     if clipper is None or hasattr(optimizer, "gradient_clipper"):
@@ -145,7 +146,8 @@ def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
             # GradScaler.step sets it for a fused kernel
             if getattr(optimizer, "grad_scale", None) is not None:
                 raise RuntimeError(
-                    "gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()"
+                    "gradients are still scaled; call scaler.unscale_(optimizer) before "
+                    "scaler.step()"
                 )
             parameters: list[Tensor] = []
             for group in optimizer.param_groups:

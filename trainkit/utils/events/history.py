@@ -128,7 +128,10 @@ class HistoryBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue like the buffer that gave ``state``; a shorter buffer takes the newest values."""
+        """Continue like the buffer that gave ``state``.
+
+        A shorter buffer takes the newest values.
+        """
         self._values = array("d", state["values"].numpy().tobytes())
         self._iterations = array("q", state["iterations"].numpy().tobytes())
         self._count = state["count"]
