@@ -72,8 +72,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         ``rank_keys``: the entries of its state that differ between ranks.
         ``separate_states``: the entries of its state that hold states of different objects. If one
             of these cannot be written, the others are.
-        ``only_evaluates``: the model, if loaded with this object alone, does not get the weights of
-            the entry ``trained_model``, but those of ``model``.
+        ``only_evaluates``: if only such objects are loaded, the model gets the weights for
+            evaluation, which are the entry ``model``, also if there is an entry ``trained_model``.
     """
 
     def __init__(
@@ -456,6 +456,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             strict: see `load`.
         """
         state.pop(RUN_ID, None)
+        # beside ``model``, if this has other weights for evaluation, such as averages
         trained_weights = state.pop("trained_model", None)
         if trained_weights and not self._only_evaluates(keys):
             state["model"] = trained_weights

@@ -81,7 +81,10 @@ class Feed:
         Raises:
             ValueError: the loader yields no batch.
         """
-        batch = next(self.iterator, _END)
+        iterator = self._iterator
+        if iterator is None:
+            iterator = self.iterator
+        batch = next(iterator, _END)
         if batch is _END:
             self._iterator = None  # ends its workers
             self.num_passes += 1

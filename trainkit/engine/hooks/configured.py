@@ -133,7 +133,7 @@ class ConfiguredHooks:
         for name in _FROM_TRAINER:
             if name in required and hasattr(self._trainer, name):
                 collected[name] = getattr(self._trainer, name)
-        if hasattr(hook_class, "config_arguments"):  # a function in the registry has not
+        if hasattr(hook_class, "config_arguments"):  # a function in the registry has no such method
             accepted = inspect.signature(hook_class).parameters
             for name, value in hook_class.config_arguments(self._trainer).items():
                 if name in accepted:
