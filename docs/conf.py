@@ -1,5 +1,6 @@
 """How Sphinx builds these pages and the reference: ``sphinx-build -W -b html docs build/docs``."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "projects"))  # trainkit_self
 
 import trainkit.data
 import trainkit.engine
+from trainkit.utils.plugins import find_plugins
 
 project = "trainkit"
 version = release = trainkit.__version__
@@ -47,6 +49,15 @@ for catalog in ("DatasetCatalog", "MetadataCatalog"):
     }
     kind.__name__ = catalog
     setattr(trainkit.data, catalog, kind)
+
+# What projects lend to a package is described with it; hooks with `trainkit.engine.hooks`, not once more.
+lends = find_plugins().lends
+for package, names in lends.items():
+    module = importlib.import_module(package)
+    if hasattr(module, "__all__"):
+        elsewhere = lends["trainkit.engine.hooks"] if package == "trainkit.engine" else []
+        lent = [name for name in names if name not in elsewhere]
+        module.__all__ = [*dict.fromkeys([*module.__all__, *lent])]
 
 # The docstring of an imported object, such as a registry, is in the file that creates it.
 modules = {name: module for name, module in sys.modules.items() if name.startswith("trainkit.")}

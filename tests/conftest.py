@@ -3,15 +3,17 @@
 import gc
 import itertools
 import signal
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trainkit.data import DatasetCatalog, MetadataCatalog
+import trainkit.data
 from trainkit.utils import comm
 from trainkit.utils.logger import close_logger
+from trainkit.utils.plugins import find_plugins
 
 # tiny models only lose by more threads, most of all when something else runs on the machine
 torch.set_num_threads(1)
@@ -69,11 +71,42 @@ def closed_log():
 @pytest.fixture
 def catalogs():
     """What a test registers is gone after it."""
-    before = dict(DatasetCatalog), dict(MetadataCatalog)
+    both = trainkit.data.DatasetCatalog, trainkit.data.MetadataCatalog
+    before = [dict(catalog) for catalog in both]
     yield
-    for catalog, entries in zip((DatasetCatalog, MetadataCatalog), before, strict=True):
+    for catalog, entries in zip(both, before, strict=True):
         catalog.clear()
         catalog.update(entries)
+
+
+@pytest.fixture
+def plug_in(tmp_path_factory, monkeypatch):
+    """Install a package whose module ``plugin`` has some text, for one test, as pip would."""
+    packages = []
+
+    def plug_in(package, text):
+        packages.append(package)
+        folder = tmp_path_factory.mktemp("installed")
+        metadata = folder / f"{package}-1.0.dist-info"
+        (folder / package).mkdir()
+        metadata.mkdir()
+        (folder / package / "__init__.py").touch()
+        (folder / package / "plugin.py").write_text(text)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
+        (metadata / "entry_points.txt").write_text(
+            f"[trainkit.projects]\n{package} = {package}.plugin\n"
+        )
+        monkeypatch.syspath_prepend(folder)
+        find_plugins.cache_clear()
+        return folder / package
+
+    yield plug_in
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in packages:
+            del sys.modules[name]
+    find_plugins.cache_clear()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,12 @@ LAYERS = [
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.attributes"],
     ["trainkit.engine.loop"],
-    ["trainkit.engine.data_size", "trainkit.engine.feed", "trainkit.engine.metrics"],
+    [
+        "trainkit.engine.data_size",
+        "trainkit.engine.feed",
+        "trainkit.engine.metrics",
+        "trainkit.engine.policies",
+    ],
     ["trainkit.engine.step"],
     ["trainkit.engine.amp"],
     ["trainkit.engine.train_loop"],
@@ -60,7 +66,7 @@ LATE_IMPORTS = {
     "trainkit.projects.compat.memory": "cloudpickle, an optional package",
     "trainkit.projects.sharding.fsdp": "torch.distributed.fsdp takes as long to import as torch",
     "trainkit.projects.sharding.tensors": "torch.distributed.tensor takes as long to import as torch",
-    "trainkit.utils.loading": "projects, and the names of packages; when they are first used",
+    "trainkit.utils.plugins": "projects, when something of them is asked for",
     "trainkit.utils.logger": "tabulate takes a third as long to import as the rest of trainkit",
 }
 
@@ -90,7 +96,6 @@ PURE = {
     "type",
 }
 PURE |= {
-    "_by_name",
     "_of_step",
     "_point",
     "attrgetter",
@@ -100,7 +105,7 @@ PURE |= {
     "itemgetter",
     "property",
 }
-PURE |= {"names_on_demand", "startswith", "staticmethod", "timedelta", "vars"}
+PURE |= {"startswith", "staticmethod", "timedelta", "vars"}
 # not capabilities
 JOBS = (
     "charlm",
@@ -205,8 +210,10 @@ def import_cycle(sources):
 
 def late_imports(sources):
     for module, tree in sources.trees.items():
+        # all plug-ins are imported, so their functions import what they need
+        is_plugin = re.fullmatch(r"trainkit\.projects\.\w+\.plugin", module)
         for function in ast.walk(tree):
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            if is_plugin or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             for node in ast.walk(function):
                 if isinstance(node, ast.Import | ast.ImportFrom):
@@ -319,6 +326,37 @@ def test_imports_run_one_way_without_a_cycle_or_the_package_that_a_module_is_in(
 
 def test_imports_stand_at_the_top_of_a_module(sources):
     assert list(late_imports(sources)) == []
+
+
+def test_a_plug_in_imports_only_small_modules_of_trainkit_at_its_top(sources):
+    """Every process that has a config imports all plug-ins."""
+    plugins = [module for module in sources.trees if module.endswith(".plugin")]
+    imported = {
+        target
+        for module in plugins
+        for node in sources.trees[module].body
+        for target in imported_at_top(node)
+    }
+    assert len(plugins) > 20
+    assert imported <= {
+        "trainkit.config",
+        "trainkit.config.checks",
+        "trainkit.config.projects",
+        "trainkit.utils",
+        "trainkit.utils.errors",
+        "trainkit.utils.periods",
+        "argparse",
+        "collections.abc",
+        "shlex",
+        "sys",
+        "typing",
+    }
+
+
+def imported_at_top(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) else []
 
 
 def test_nothing_happens_at_import(sources):

@@ -1,6 +1,7 @@
 """The core knows no capability: a capability is a folder of projects, and can be deleted."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,6 @@ JOBS = {
 CAPABILITIES = sorted(
     file.parent.name for file in ROOT.glob("projects/*/__init__.py") if file.parent.name not in JOBS
 )
-TABLE = "trainkit/utils/plugins.py"  # the one place that names capabilities
 CORE_TESTS = [
     "engine/test_train_loop.py",
     "engine/test_defaults.py",
@@ -89,10 +89,20 @@ def test_nothing_in_the_core_imports_a_project():
 
 def test_nothing_in_the_core_is_named_after_a_capability():
     trees = parsed(sources("trainkit"))
-    found = {
-        file: names_of_capabilities(file, tree) for file, tree in trees.items() if file != TABLE
-    }
+    found = {file: names_of_capabilities(file, tree) for file, tree in trees.items()}
     assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_no_text_in_the_core_names_a_project():
+    """Also no string, comment or docstring."""
+    folders = "|".join([*CAPABILITIES, *JOBS])
+    of_project = re.compile(rf"\bprojects[./]({folders})\b")
+    found = {
+        file.as_posix(): names
+        for file in sources("trainkit")
+        if (names := of_project.findall((ROOT / file).read_text()))
+    }
+    assert found == {}
 
 
 def test_a_name_of_a_capability_and_an_import_of_a_project_are_found():
@@ -119,7 +129,7 @@ def test_a_name_of_a_capability_and_an_import_of_a_project_are_found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", [*CAPABILITIES, "all of them"])
 def test_the_core_passes_its_tests_without_a_capability(capability, tmp_path):
     for name in ("trainkit", "tests", "tools", "projects"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -129,7 +139,8 @@ def test_the_core_passes_its_tests_without_a_capability(capability, tmp_path):
         "setup.py",
     ):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.rmtree(tmp_path / "projects" / capability)
+    for name in CAPABILITIES if capability == "all of them" else [capability]:
+        shutil.rmtree(tmp_path / "projects" / name)
     modules = [
         ".".join(file.with_suffix("").parts).removesuffix(".__init__")
         for file in sources("trainkit")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.utils.plugins import lent_names
+
 ROOT = Path(__file__).parent.parent
 
 # not capabilities
@@ -70,6 +72,7 @@ PUBLIC = {
             "InfiniteSampler",
         ),
         *(
+            "epoch_length",
             "iters_per_epoch",
             "MapDataset",
             "Metadata",
@@ -90,7 +93,14 @@ PUBLIC = {
             "worker_init_reset_seed",
         ),
     },
-    "trainkit.data.samplers": {"InferenceSampler", "InfiniteSampler", "TrainingSampler"},
+    "trainkit.data.samplers": {
+        "GroupedBatchSampler",
+        "InferenceSampler",
+        "InfiniteSampler",
+        "RandomSubsetTrainingSampler",
+        "RepeatFactorTrainingSampler",
+        "TrainingSampler",
+    },
     "trainkit.engine": {
         *(
             "AMPTrainer",
@@ -261,9 +271,13 @@ PUBLIC = {
 @pytest.mark.parametrize("package", PUBLIC)
 def test_the_public_names_of_a_package_are_these_and_exist(package):
     module = importlib.import_module(package)
+    lent = set(lent_names(package))
+    if package == "trainkit.engine":
+        lent -= PUBLIC["trainkit.engine.hooks"]  # from here too, as in detectron2
     assert len(module.__all__) == len(set(module.__all__))
-    assert set(module.__all__) == PUBLIC[package]
-    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert {*module.__all__} | lent == PUBLIC[package]
+    assert PUBLIC[package] <= {*dir(module)}
+    assert [name for name in PUBLIC[package] if not hasattr(module, name)] == []
 
 
 def imported(file):
@@ -293,13 +307,19 @@ def test_jobs_use_what_is_public_or_on_the_pages_of_the_reference():
     assert sorted(private) == []
 
 
+MODULES = """
+import sys, trainkit.engine, tools.plain_train_net, tools.train_net
+print(*{name.split('.')[0] for name in sys.modules})
+before = {*sys.modules}
+trainkit.config.get_cfg()
+print(*{name for name in {*sys.modules} - before if name.startswith('trainkit.')})
+"""
+
+
 def test_importing_takes_no_optional_or_slow_package_and_warns_of_nothing():
-    code = (
-        "import sys, trainkit.engine, tools.plain_train_net, tools.train_net\n"
-        "print(*{name.split('.')[0] for name in sys.modules})"
-    )
+    """The modules of projects are imported when they are needed; a config needs only their plug-ins."""
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", MODULES],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -317,4 +337,12 @@ def test_importing_takes_no_optional_or_slow_package_and_warns_of_nothing():
         "pandas",
     }
     unwanted |= {"wandb", "mlflow"}
-    assert unwanted & set(run.stdout.split()) == set()
+    packages, of_projects = run.stdout.splitlines()
+    assert unwanted & set(packages.split()) == set()
+    found = set(of_projects.split())
+    plugins = {name for name in found if name.endswith(".plugin")}
+    folders = {path.parent.name for path in ROOT.glob("projects/*/plugin.py")}
+    assert plugins == {f"trainkit.projects.{folder}.plugin" for folder in folders}
+    assert found - plugins - {"trainkit.projects"} == {
+        f"trainkit.projects.{folder}" for folder in folders
+    }

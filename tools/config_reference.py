@@ -10,6 +10,7 @@ import argparse
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Any
 from tabulate import tabulate
 
 from trainkit.config import CfgNode, defaults, get_cfg
+from trainkit.config.defaults import core_defaults, keys_of
 from trainkit.config.lengths import LENGTH_KEYS
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import CONFIG_KEYS
+from trainkit.utils.plugins import Plugin, find_plugins
 
 ROOT = Path(__file__).parents[1]
 INTRODUCTION = """\
@@ -36,12 +37,16 @@ python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_
 
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`). `SOLVER.CHECKPOINT_PERIOD` also takes a time
   (`30min`, `1h 30min`).
+- In `trainer.cfg` a length in epochs is an int. A period that is not a whole number of iterations is a `Period`,
+  also in entries of `HOOKS`: read it by `is_due(trainer, period)`.
 - `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the node of that file.
 - `config.yaml` in the output folder has the settings of the last start, also of a `--resume` that was
   then refused: start it again with the right settings before you use the file. A run from this file trains the same.
 - A few defaults give way where they do not fit: `WARMUP_ITERS`, `STEPS`, `MOMENTUM`, `NESTEROV` and `WEIGHT_DECAY` of
   `SOLVER`, and `DATALOADER.SAMPLER_TRAIN`. A value that you set counts as it is, also if it is the same as the default.
   `config.yaml` has these keys only if you set them; the others are comments at its end.
+- Keys of projects are there too. `config.yaml` leaves out those that have their defaults, so that a
+  run can be opened where such a project is missing.
 - A key that does not exist, or a value of the wrong type, is an error that says what is accepted, and so is a number
   out of its range. `MODEL`, `INPUT` and `SOLVER.OPTIMIZER` accept keys of your own too, so check your spelling there.
   The keys of a feature that is off accept every value of their type.
@@ -53,23 +58,45 @@ _HEADING = "## Keys\n"
 _COMMENT = r"(?P<text>(?: *# (?!-{5}).+\n)+)"
 _KEY = r" *(?:_C|cfg)\.(?P<key>[A-Z]\S+) = .+"
 _SECTION = r"# -{5,} (?P<section>.+)"
+_OF_PROJECT = re.compile(r"trainkit\.projects\.(\w+)\.plugin")
 _ENTRY = re.compile(rf"^(?:{_SECTION}|{_COMMENT}{_KEY})$", re.MULTILINE)
 
 
 def describe_keys() -> Iterator[tuple[str, str, Any, str]]:
-    """Module or section, key, default (a node if it holds keys) and comment of each key, in the order of files."""
-    cfg, section = get_cfg(), "general"
-    for module in ["", *dict.fromkeys(CONFIG_KEYS.values())]:
-        for entry in _ENTRY.finditer(
-            inspect.getsource(load_plugin(module) if module else defaults)
-        ):
-            section = entry["section"] or section
-            if entry["key"]:
-                default = reduce(getattr, entry["key"].split("."), cfg)
-                text = " ".join(
-                    line.strip().removeprefix("# ") for line in entry["text"].splitlines()
-                )
-                yield module or section, entry["key"], default, text
+    """Project or section, key, default (a node if it holds keys) and comment of each key, in the order of files."""
+    section = "general"
+    for entry in _ENTRY.finditer(inspect.getsource(defaults)):
+        section = entry["section"] or section
+        if entry["key"]:
+            yield section, *_described(entry)
+    for project, plugin in projects_with_keys().items():
+        for entry in _ENTRY.finditer(inspect.getsource(sys.modules[plugin.module])):
+            yield project, *_described(entry)
+
+
+def _described(entry: re.Match[str]) -> tuple[str, Any, str]:
+    default = reduce(getattr, entry["key"].split("."), get_cfg())
+    lines = [line.strip().removeprefix("# ") for line in entry["text"].splitlines()]
+    return entry["key"], default, " ".join(lines)
+
+
+def projects_with_keys() -> dict[str, Plugin]:
+    """The plug-ins of this repository that add keys, by the name of the folder."""
+    found = {}
+    for plugin in find_plugins().each:
+        match = _OF_PROJECT.fullmatch(plugin.module)
+        if match and keys_of(plugin):
+            found[match[1]] = plugin
+    return found
+
+
+def outermost_keys(keys: CfgNode, known: CfgNode, prefix: str = "") -> Iterator[str]:
+    """The full names of ``keys``, but of those below a node that ``known`` does not have only this node."""
+    for name, value in keys.items():
+        if name in known:
+            yield from outermost_keys(value, known[name], f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def pages() -> Iterator[tuple[Path, str]]:
@@ -82,20 +109,19 @@ def pages() -> Iterator[tuple[Path, str]]:
         )
         for place, entries in itertools.groupby(describe_keys(), key=lambda entry: entry[0])
     }
-    projects = {module: module.split(".")[2] for module in CONFIG_KEYS.values()}
+    projects = projects_with_keys()
     page = INTRODUCTION
     for section in [place for place in tables if place not in projects]:
         page += f"\n## {section.capitalize()}\n\n{tables[section]}\n"
     page += "\n## Projects\n\nThe README of a project has its keys.\n\n"
-    for module, project in projects.items():
-        keys = ", ".join(
-            f"`{key}`" for key, declared_by in CONFIG_KEYS.items() if declared_by == module
-        )
+    for project, plugin in projects.items():
+        own = outermost_keys(keys_of(plugin), core_defaults())
+        keys = ", ".join(f"`{key}`" for key in sorted(own))
         page += f"- [{project}](../projects/{project}/README.md): {keys}\n"
         readme = ROOT / "projects" / project / "README.md"
         before, heading, after = readme.read_text().partition(_HEADING)
         following = after[after.index("\n## ") :] if "\n## " in after else ""
-        yield readme, f"{before.rstrip()}\n\n{heading or _HEADING}\n{tables[module]}\n{following}"
+        yield readme, f"{before.rstrip()}\n\n{heading or _HEADING}\n{tables[project]}\n{following}"
     yield ROOT / "docs" / "config.md", page
 
 

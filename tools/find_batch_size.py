@@ -32,7 +32,6 @@ from trainkit.engine import DefaultTrainer, HookBase, user_errors_exit
 from trainkit.utils.device import accelerator_runs_ahead, resolve_device
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.logger import format_table
-from trainkit.utils.periods import exact
 
 _WARM_UP = 2  # steps before the time is measured
 
@@ -85,9 +84,7 @@ def try_size(
             trainer, clock = trainer_class(test_cfg), Clock()
             trainer.resume_or_load(resume=False)
             trainer.register_hooks([clock])
-            samples = (
-                round(exact(trainer.iters_per_epoch) * batch_size) if trainer.has_epochs else None
-            )
+            samples = round(trainer.epoch_length * batch_size) if trainer.has_epochs else None
             trainer.train()
             rate = steps * batch_size / clock.sec
 

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import re
 import signal
 import sys
 import time
@@ -42,8 +41,10 @@ from trainkit.checkpoint.format import format_of, make_format
 from trainkit.config import get_cfg
 from trainkit.engine import user_errors_exit
 from trainkit.evaluation.testing import flatten_results_dict
+from trainkit.utils.file_io import refuse_pipe
+from trainkit.utils.logger import printable
 from trainkit.utils.periods import say_done
-from trainkit.utils.plugins import FORMATS
+from trainkit.utils.plugins import find_plugins
 
 # the entries of these belong to different objects
 CONTAINERS = (
@@ -100,8 +101,10 @@ def _read(path: str, map_location: str = "cpu") -> dict[str, Any]:
     if path.endswith(".safetensors"):
         return dict(make_format("safetensors").read(path))
     begin = b""
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # read_file says what fails
-        begin = file.read(2)
+    with contextlib.suppress(OSError):  # read_file says what fails
+        refuse_pipe(path)
+        with open(path, "rb") as file:
+            begin = file.read(2)
     if begin and not begin.startswith(_MAGIC):
         raise CheckpointError(
             f"'{path}' is not a checkpoint; name a file that torch.save wrote, such as *.pth"
@@ -158,7 +161,7 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         "forked from": lambda: "\n".join(map(describe_parent, reversed(origin["parents"]))),
         "left out": lambda: _describe_left_out(trainer["hooks"]["SkipBatches"]["left_out"]),
         "in parts": lambda: _describe_parts(
-            [file for name in FORMATS for file in make_format(name).files(path)[:-1]]
+            [file for name in find_plugins().formats for file in make_format(name).files(path)[:-1]]
         ),
         "is": lambda: _notes(path, _tagged(os.path.dirname(path))[0]),
     }
@@ -472,8 +475,7 @@ def main(args: argparse.Namespace) -> int:
             text, is_bad = describe_folder(args.path)
         else:
             text, is_bad = describe_file(args.path, args.all), False
-        # control characters
-        print(re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text))
+        print(printable(text))
     return int(is_bad)
 
 

@@ -1,5 +1,13 @@
 """Checkpoints that a thread writes while training continues."""
 
-from trainkit.projects.async_save.format import AsyncFormat, StagedFormat
+from typing import Any
 
-__all__ = ["AsyncFormat", "StagedFormat"]
+from trainkit.utils.plugins import lent_names, lent_object
+
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

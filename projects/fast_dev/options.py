@@ -1,6 +1,5 @@
 """``--fast-dev-run``: every part of a run in seconds, to find errors."""
 
-import argparse
 import logging
 import os
 from collections.abc import Mapping
@@ -18,24 +17,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "MAX_ITER": 6,
         "STEPS": (),
         "WARMUP_ITERS": 1,
-        "SCHEDULES": [],
         "CHECKPOINT_PERIOD": 3,
     },
     "CHECKPOINT": {"DIR": ""},
     "TEST": {"EVAL_PERIOD": 3, "EVAL_AT_START": True, "MAX_BATCHES": 2, "EXPECTED_RESULTS": []},
     "LOG": {"PERIOD": 1},
 }
-_OF_PROJECTS = {"TEST.PRECISE_BN": ("NUM_ITER", 2), "FORK": ("RUN", "")}
+# those of other projects, which may be missing
+_OF_PROJECTS: dict[str, Any] = {"SOLVER.SCHEDULES": [], "FORK.RUN": ""}
 # with the periods and starts of a long run most hooks would do nothing
 _EARLY = {"PERIOD": 1, "INTERVAL": 1, "BEGIN": 0}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    text = "a few iterations, an evaluation, a save and a load, to find errors"
-    parser.add_argument("--fast-dev-run", action="store_true", help=text)
-
-
-def apply(cfg: Any, args: argparse.Namespace) -> None:
+def apply(cfg: Any) -> None:
     """Change the config in place; a script with a LazyConfig does it itself."""
     if isinstance(cfg, CfgNode) and os.path.basename(cfg.OUTPUT_DIR) != _FOLDER:
         cfg.update(fast_dev_config(cfg))  # by item, since the config may be frozen
@@ -49,9 +43,13 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     for name, settings in _SETTINGS.items():
         for key, value in settings.items():
             setattr(cfg[name], key, value)  # it counts as set by the user
-    for key, (name, value) in _OF_PROJECTS.items():
-        if (node := get_key(cfg, key)) is not None:
-            node[name] = value
+    for key, value in _OF_PROJECTS.items():
+        if get_key(cfg, key) is not None:
+            node, _, name = key.partition(".")
+            cfg[node][name] = value
+    precise_bn = get_key(cfg, "TEST.PRECISE_BN")
+    if precise_bn is not None and precise_bn.ENABLED:
+        precise_bn["NUM_ITER"] = 2
     entries = [
         entry
         for entry in cfg.HOOKS

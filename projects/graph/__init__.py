@@ -1,5 +1,13 @@
 """The step as a static graph, for models that are small for their GPU."""
 
-from trainkit.projects.graph.trainer import GraphAMPTrainer, GraphTrainer
+from typing import Any
 
-__all__ = ["GraphAMPTrainer", "GraphTrainer"]
+from trainkit.utils.plugins import lent_names, lent_object
+
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -367,7 +367,7 @@ def graph_trainer(
     cfg: CfgNode, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
 ) -> SimpleTrainer:
     """The builder for SOLVER.TRAINER."""
-    return make_step_trainer(cfg, model, data_loader, optimizer, outer=(GraphTrainer,))
+    return make_step_trainer(cfg, model, data_loader, optimizer, GraphTrainer, GraphAMPTrainer)
 
 
 class _RecordedLosses(Losses):

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.evaluation.observer import labelled
 from trainkit.utils.device import unwrap_model
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.periods import check_number, check_period
+from trainkit.utils.periods import check_number, check_period, round_length
+from trainkit.utils.plugins import load
 
 AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean", "mmcv"]
 
@@ -59,7 +60,7 @@ def averaging_rule(
         check_number("decay", decay, "[0, 1)")
     if gamma is not None:
         check_number("gamma", gamma, "(0, inf)")
-    check_period("interval", interval, minimum=1)
+    interval = round_length(check_period("interval", interval, minimum=1))
     m = 1 - (0.999 if decay is None else decay)
     scale = gamma if gamma is not None else 2000.0 if kind == "warmup" else 100.0
     later: dict[str, Callable[[int], float]] = {
@@ -135,11 +136,14 @@ class ModelAverage:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
             saved = (
-                _sharding().shard_like(state_dict[name], average)
+                load("shard_like")(state_dict[name], average)
                 if self._is_sharded
                 else state_dict[name]
             )
-            _local_part(average).copy_(_local_part(saved))
+            own, saved = _local_part(average), _local_part(saved)
+            if own.shape != saved.shape:  # copy_ would repeat a smaller one
+                raise ValueError(f"{name!r} has shape {[*saved.shape]}, and here {[*own.shape]}")
+            own.copy_(saved)
 
     @contextmanager
     def held(self, label: str = "") -> Iterator[nn.Module]:
@@ -161,7 +165,7 @@ class ModelAverage:
 
     def _tensors(self) -> dict[str, Tensor]:
         if self._is_sharded:
-            _sharding().release_gathered(self._model)
+            load("release_gathered")(self._model)
         state = self._model.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -202,10 +206,6 @@ def weight_of_start(rule: Callable[[int], float], num_updates: int) -> float:
         if weight <= 0.5:
             break
     return weight
-
-
-def _sharding() -> Any:
-    return load_plugin("trainkit.projects.sharding.tensors")
 
 
 def _local_part(tensor: Any) -> Any:
@@ -379,7 +379,8 @@ class EMAHook(HookBase):
             unwrap_model(model), self._rule, average_buffers=self._average_buffers
         )
         if state:
-            average.load_state_dict(state["model"])
+            with loading("the average of EMAHook in the checkpoint"):
+                average.load_state_dict(state["model"])
             average.steps = state["steps"]
             self._has_own_statistics = state.get("has_own_statistics", False)
         self._average, self._waiting_state = average, {}
@@ -397,5 +398,10 @@ class EMAHook(HookBase):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._was_evaluated = state_dict.get("was_evaluated", False)
+        if state_dict:
+            check_period("steps", state_dict["steps"])
+            for name, value in state_dict["model"].items():
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"model.{name} must be a tensor, got {value!r:.80}")
+        self._was_evaluated = bool(state_dict.get("was_evaluated", False))
         self._waiting_state = dict(state_dict)

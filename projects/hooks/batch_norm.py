@@ -233,7 +233,7 @@ class SyncBuffers(HookBase):
 
     def after_step(self) -> None:
         self._has_stepped = True
-        period = self._period or (self.trainer.iters_per_epoch if self.trainer.has_epochs else 0)
+        period = self._period or (self.trainer.epoch_length if self.trainer.has_epochs else 0)
         if is_due(self.trainer, period, or_last=True):
             self._sync()
 

@@ -9,12 +9,12 @@ from torch.utils._pytree import tree_leaves
 from trainkit.data.epochs import epoch_listeners
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.utils.device import device_of, move_to_device, runs_ahead
-from trainkit.utils.periods import exact, is_last, is_nth, periods_done
+from trainkit.utils.periods import is_last, is_nth, periods_done
 
 
 def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
     """Whether an action with this period in epochs is due; call it at the end of an epoch."""
-    last = max(trainer.epoch + 1, periods_done(trainer.iter + 1, trainer.iters_per_epoch))
+    last = max(trainer.epoch + 1, periods_done(trainer.iter + 1, trainer.epoch_length))
     ends = any(is_nth(epoch, period, offset) for epoch in range(trainer.epoch + 1, last + 1))
     return ends or (or_last and is_last(trainer))
 
@@ -38,7 +38,7 @@ class SamplerSeed(HookBase):
 
     def before_epoch(self) -> None:
         # not trainer.epoch, which is rounded: the pass that a resumed run continues may end inside this iteration
-        epoch = self.trainer.iter // exact(self.trainer.iters_per_epoch)
+        epoch = self.trainer.iter // self.trainer.epoch_length
         for listener in epoch_listeners(self.trainer.data_loader):
             listener.set_epoch(epoch)
 

@@ -214,7 +214,3 @@ class ReduceOnPlateau(MetricHook):
             logger.info(text, self.monitored_metric, math.prod(factors))
         scheduler.factors = factors
         scheduler.seek(scheduler.last_epoch)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # older files have a part "monitor"
-        super().load_state_dict({**state_dict.get("monitor", {}), **state_dict})

@@ -49,6 +49,11 @@ class TorchProfiler(HookBase):
         self._profile: profiler.profile | None = None
 
     def before_train(self) -> None:
+        if not callable(self._picks) and self._picks[0] >= self.trainer.max_iter:
+            text = (
+                "%s: enable_predicate is %s, but the run has only %d iterations: none is profiled"
+            )
+            logger.warning(text, type(self).__name__, [*self._picks], self.trainer.max_iter)
         self._folder = Path(self._output_dir or Path(self.trainer.cfg.OUTPUT_DIR, "profile"))
 
     def before_step(self) -> None:

@@ -166,16 +166,6 @@ class BestCheckpoints(BestCheckpointer):
         # [name, value] of numbered files, the best first; on rank 0
         self._kept: list[list[Any]] = []
 
-    def after_load(self, state: dict[str, Any]) -> None:
-        """In older checkpoints the states of these hooks have the name of the base class."""
-        states = state.get("trainer", {}).get("hooks", {})
-        for name in [
-            name
-            for name in states
-            if name.startswith("BestCheckpointer") and "kept" in states[name]
-        ]:
-            states[name.replace("BestCheckpointer", "BestCheckpoints")] = states.pop(name)
-
     def judge(self, value: float) -> list[str]:
         names = super().judge(value)
         if math.isfinite(value):

@@ -18,7 +18,7 @@ from trainkit.engine.metrics import Row, exchange_rows
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.events import get_event_storage
-from trainkit.utils.periods import check_number, check_period, exact, is_due
+from trainkit.utils.periods import check_number, check_period, is_due
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class RuntimeInfo(HookBase):
         trainer, cfg = self.trainer, getattr(self.trainer, "cfg", None)
         length = f"{trainer.max_iter} iterations"
         if trainer.has_epochs:
-            per_epoch = exact(trainer.iters_per_epoch)
+            per_epoch = trainer.epoch_length
             length += f" = {float(trainer.max_iter / per_epoch):g} epochs of {float(per_epoch):g}"
         yield length
         yield f"world size {comm.get_world_size()}"

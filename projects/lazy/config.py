@@ -29,6 +29,7 @@ from trainkit.config import CfgNode, get_cfg
 from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_yaml
 from trainkit.utils.device import resolve_device
 from trainkit.utils.errors import ConfigError, UnknownKeyError
+from trainkit.utils.file_io import refuse_pipe
 from trainkit.utils.registry import did_you_mean
 
 _logger = logging.getLogger(__name__)
@@ -333,9 +334,11 @@ def run_file(path: str) -> ModuleType:
     Raises ConfigError: the file cannot be read. Errors of its code are not changed.
     """
     try:
+        refuse_pipe(path)
         source = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"cannot read the config file {path!r}: {reason}") from error
     module = ModuleType(f"<config {path}>")
     # An import statement calls __import__ of its own namespace, so this changes no other code
     own_builtins = {**vars(builtins), "__import__": partial(_import, path)}

@@ -28,7 +28,7 @@ class ProgressBar(CommonMetricPrinter):
     def begin(self, trainer: Any) -> None:
         self._max_iter = trainer.max_iter
         if self._iters_per_epoch is None and getattr(trainer, "has_epochs", False):
-            self._iters_per_epoch = trainer.iters_per_epoch
+            self._iters_per_epoch = trainer.epoch_length
         if can_show_bars():
             self._stdout = sys.stdout
             length = {"total": trainer.max_iter, "initial": trainer.start_iter}

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sized
 from fractions import Fraction
 from itertools import islice
+from operator import attrgetter
 from typing import Any, cast
 
 from torch.utils.data import BatchSampler
@@ -12,8 +13,7 @@ from trainkit.config import ConfigError
 from trainkit.data.loader import ResumableLoader
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler
 from trainkit.utils import comm
-from trainkit.utils.periods import exact, whole_or_rounded
-from trainkit.utils.protocol import iters_per_epoch
+from trainkit.utils.protocol import epoch_length
 
 
 def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTestLoader":
@@ -53,10 +53,21 @@ class LogicalLoader:
             for rank in own
         ]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loaders[0], name)
+    # what others ask of a loader
+    dataset = property(attrgetter("_first.dataset"))
+    sampler = property(attrgetter("_first.sampler"))
+    batch_sampler = property(attrgetter("_first.batch_sampler"))
+    batch_size = property(attrgetter("_first.batch_size"))
+    drop_last = property(attrgetter("_first.drop_last"))
+    num_workers = property(attrgetter("_first.num_workers"))
+    collate_fn = property(attrgetter("_first.collate_fn"))
+    seed = property(attrgetter("_first.seed"))
+    resume_obstacle = property(attrgetter("_first.resume_obstacle"))
+    epoch_listeners = property(attrgetter("_first.epoch_listeners"))
+
+    @property
+    def _first(self) -> ResumableLoader:
+        return self._loaders[0]
 
     def __iter__(self) -> Iterator[Any]:
         iterators = [iter(loader) for loader in self._loaders]
@@ -65,10 +76,11 @@ class LogicalLoader:
                 yield from islice(iterator, self.steps)
 
     @property
-    def batches_per_epoch(self) -> int:
-        return whole_or_rounded(
-            Fraction(exact(iters_per_epoch(self._loaders[0]) or 0)) * len(self._loaders)
-        )
+    def batches_per_epoch(self) -> Fraction:
+        return Fraction(epoch_length(self._first) or 0) * len(self._loaders)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._first.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for loader in self._loaders:

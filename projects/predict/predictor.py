@@ -15,8 +15,7 @@ from trainkit.data.build import build_transform
 from trainkit.engine.hook_base import HookBase
 from trainkit.modeling import build_model, on_device
 from trainkit.utils.device import device_of, move_to_device
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import load
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +101,8 @@ class _TakeFrozen(HookBase):
 
     def after_load(self, state: dict[str, Any]) -> None:
         if "frozen_digests" in state:
-            load_plugin(NAMES["FrozenWeights"]).FrozenWeights(
-                self._weights, self._model
-            ).after_load(state)
+            frozen_weights = load("FrozenWeights")
+            frozen_weights(self._weights, self._model).after_load(state)
 
 
 def _take(outputs: Any, i: int) -> Any:

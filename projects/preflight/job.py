@@ -30,7 +30,6 @@ from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, unwrap_model
 from trainkit.utils.env import seed_all_rng
-from trainkit.utils.periods import exact
 
 STEPS = 20  # of the ordinary run
 NEVER = 10**9  # iterations
@@ -322,9 +321,7 @@ class Job:
         # memory of the machine that runs out ends other programs, and ranks would have to agree
         if not accelerator_runs_ahead() or comm.get_world_size() > 1:
             return f"at least {size}"
-        of_epoch = (
-            round(now * exact(self.trainer.iters_per_epoch)) if self.trainer.has_epochs else size
-        )
+        of_epoch = round(now * self.trainer.epoch_length) if self.trainer.has_epochs else size
 
         def fits(size: int) -> bool:
             return has_room(lambda: self.make(self.build("SOLVER.IMS_PER_BATCH", size), 2))

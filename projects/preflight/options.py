@@ -3,9 +3,7 @@
 import argparse
 import atexit
 import os
-import shlex
 import shutil
-import sys
 import tempfile
 from typing import Any
 
@@ -34,22 +32,6 @@ def record_reads(node: CfgNode, key: str = "") -> None:
             record_reads(value, f"{key}{name}.")
     object.__setattr__(node, "__class__", RecordedCfg)  # the node may be frozen
     node.__dict__["__key__"] = key
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    text = "check the job instead of training it; exit code 0: sound, 3: findings"
-    parser.add_argument("--preflight", action="store_true", help=text)
-    parser.add_argument(
-        "--preflight-quick", action="store_true", help="the same, without new processes"
-    )
-    parser.add_argument(
-        "--preflight-allow", action="append", default=[], metavar="NAME", help="accept this finding"
-    )
-    parser.add_argument(
-        "--preflight-json", default="", metavar="FILE", help="write the findings to FILE too"
-    )
-    # that of the first process, before `launch` starts others; as one text, in which "3ep" stays a word
-    parser.set_defaults(preflight_command=shlex.join(sys.orig_argv))
 
 
 def apply(cfg: Any, args: argparse.Namespace) -> None:

@@ -1,6 +1,13 @@
 """Runs whose folder is an address of fsspec, such as ``s3://bucket/run``."""
 
-from trainkit.projects.remote.mirror import Mirror
-from trainkit.projects.remote.store import STORE_REGISTRY, CheckpointStore
+from typing import Any
 
-__all__ = ["STORE_REGISTRY", "CheckpointStore", "Mirror"]
+from trainkit.utils.plugins import lent_names, lent_object
+
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -14,7 +14,7 @@ from trainkit.projects.replay.failure import Failure
 
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
-from trainkit.utils.plugins import FORMATS
+from trainkit.utils.plugins import find_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,8 @@ def around(run: str, iteration: int) -> Place:
     Raises CheckpointError: no checkpoint or capsule says how the run was started, or the run is sharded.
     """
     files = files_of(run)
-    if sharded := [saved.path for saved in files.checkpoints if saved.state.keys() & FORMATS]:
+    formats = {*find_plugins().formats}
+    if sharded := [saved.path for saved in files.checkpoints if saved.state.keys() & formats]:
         raise CheckpointError(
             f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed"
         )

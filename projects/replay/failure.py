@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from trainkit.utils.logger import printable
+
 # what differs between two processes in the text of one error: addresses, process ids, the number of a loader worker,
 # and the iteration and the rank that notice a failure
 _OF_THE_PROCESS = re.compile(
@@ -116,4 +118,4 @@ def _short(error: str) -> str:
     text = f"{lines[0].partition('. ')[0]:.200}"
     if len(lines) > 1:
         text = f"{text} ... {lines[-1].partition('. ')[0]:.200}"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return printable(text)

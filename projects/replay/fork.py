@@ -1,6 +1,5 @@
 """A fork: a run that starts from a checkpoint of another run, its parent. Its settings and its state."""
 
-import argparse
 import logging
 import os
 import shutil
@@ -31,11 +30,6 @@ from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 
 logger = logging.getLogger(__name__)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    text = "start from another run after so many iterations (default: its newest checkpoint), with its settings"
-    parser.add_argument("--fork", default="", metavar="RUN[@ITERATIONS]", help=text)
 
 
 def apply(cfg: Any, args: Any) -> Callable[[], None]:

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.config.config import changed_settings, get_key
 from trainkit.config.defaults import MEANT_IF_SET
 from trainkit.config.yaml_files import load_yaml
 from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
-from trainkit.utils.logger import format_table
+from trainkit.utils.logger import format_table, printable
 
 THREADS = "threads of torch"
 # these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
@@ -52,7 +53,7 @@ def command_of(origin: Mapping[str, Any]) -> str:
     if not isinstance(argv, list) or not argv or not origin.get("has_file", True):
         return "(not known)"
     words = map(str, ["python", *(["-m", module] if module else argv[:1]), *argv[1:]])
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in shlex.join(words))
+    return printable(shlex.join(words)).replace("\n", r"\n")
 
 
 def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
@@ -220,20 +221,17 @@ def _commit(folder: str) -> str:
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
-    # this declares keys of projects in `former`
-    changed = changed_settings(cfg, former := former.clone())
     return [
         (key, get_key(former, key), value)
-        for key, value in changed
+        for key, value in changed_settings(cfg, former)
         if not _NO_MATTER.fullmatch(key)
     ]
 
 
 def use_settings(cfg: CfgNode, config: str, name: str) -> None:
     """Merge the settings of a run, its config as YAML, into ``cfg``; ``name`` is that of the run in errors."""
-    defaults = get_cfg()
     # a key that is not in the text was not set in the run, and must not be set here either
-    cfg.merge_from_other_cfg({"SOLVER": defaults.SOLVER, "DATALOADER": defaults.DATALOADER})
+    cfg.merge_from_other_cfg(get_cfg())
     cfg.merge_from_other_cfg(load_yaml(config, name))
 
 
@@ -245,7 +243,12 @@ def settings_of(config: str) -> dict[str, Any]:
 def table_of_other_settings(saved: Mapping[str, Any], cfg: CfgNode) -> str:
     """A table of the settings of ``cfg`` that differ from those in an origin, and what is used; "" if none."""
     own = settings_of(cfg.dump()) | {THREADS: torch.get_num_threads()}
-    pair, rows = (own, settings_of(saved["config"]) | {THREADS: saved["facts"][THREADS]}), []
+    try:
+        of_checkpoint = settings_of(saved["config"])
+    except ConfigError as error:  # not one of this run's config
+        raise CheckpointError(f"the config in the checkpoint cannot be read: {error}") from error
+    pair = (own, of_checkpoint | {THREADS: saved["facts"][THREADS]})
+    rows = []
     for key in pair[0] | pair[1]:
         # only one of the two may know a key of a project: the other has its default
         here, there = (repr(found[key]) if key in found else _default(key) for found in pair)
@@ -261,7 +264,7 @@ def _default(key: str) -> str:
     """The default of a key as text; "-" if there is no such key, or its project is not there."""
     try:
         default = repr(reduce(getattr, key.split("."), get_cfg()))
-    except (AttributeError, ImportError):
+    except AttributeError:
         return "-"
     # a config in which it is not set means something else than one in which it is set to the default
     return f"{default}, not set" if key in MEANT_IF_SET else default

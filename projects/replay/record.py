@@ -89,8 +89,9 @@ class RunRecord(HookBase):
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")
-        # else it is not the file of a DefaultTrainer
-        if isinstance(trainer, dict) and trainer.get("origin"):
+        if not isinstance(trainer, dict) or not isinstance(trainer.get("hooks"), dict):
+            return  # it is not the file of a DefaultTrainer
+        if trainer.get("origin"):
             fork, parents = self.trainer.cfg.get("FORK"), trainer["origin"].get("parents", [])
             known = [(parent["run"], parent["iteration"]) for parent in parents]
             if fork is not None and fork.RUN and (fork.RUN, fork.ITER) not in known:

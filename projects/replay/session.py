@@ -38,7 +38,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import device_of
 from trainkit.utils.env import stop_signals
 from trainkit.utils.events.writers import WRITER_REGISTRY
-from trainkit.utils.plugins import OPTIONS
+from trainkit.utils.plugins import find_plugins
 from trainkit.utils.run_folder import release_folder
 
 Folder = str | os.PathLike[str]
@@ -118,10 +118,8 @@ class Session:
             build(trainer, cfg)
 
         def apply_options(cfg: Any, args: Any) -> list[Any]:
-            self._set_up(
-                cfg,
-                any(getattr(args, option.strip("-").replace("-", "_"), None) for option in OPTIONS),
-            )
+            options = find_plugins().options
+            self._set_up(cfg, any(setup.is_given(option, args) for option in options))
             return []
 
         def iterate(loader: Any) -> Iterator[Any]:
@@ -292,7 +290,6 @@ class Session:
 def _not_listening(stops: StopRequests) -> Iterator[None]:
     """In the place of ``listening``: a signal ends a replay at once, since it has nothing to save."""
     yield
-    stops._read_exchange()  # every rank has started it
 
 
 @contextlib.contextmanager

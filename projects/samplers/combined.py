@@ -11,8 +11,8 @@ from torch.utils.data import Sampler
 
 from trainkit.data.epochs import epoch_listeners
 from trainkit.data.samplers import InfiniteSampler
-from trainkit.utils.periods import check_period, exact, whole_or_rounded
-from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
+from trainkit.utils.periods import check_period
+from trainkit.utils.protocol import epoch_length, resume_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +50,16 @@ class CombinedLoader:
     epoch_listeners: Sequence[Any] = ()  # each loader has its own epochs
 
     @property
-    def batches_per_epoch(self) -> int | None:
+    def batches_per_epoch(self) -> Fraction | None:
         """None if a loader has no known length."""
-        lengths = [iters_per_epoch(loader) for loader in self.loaders.values()]
-        if None in lengths:
-            return None
-        passes = (max if self._epoch == "max_cycle" else min)(
-            Fraction(exact(length or 0)) for length in lengths
-        )
-        return whole_or_rounded(passes * (len(lengths) if self._mode == "round_robin" else 1))
+        lengths = []
+        for loader in self.loaders.values():
+            length = epoch_length(loader)
+            if length is None:
+                return None
+            lengths.append(Fraction(length))
+        batches = max(lengths) if self._epoch == "max_cycle" else min(lengths)
+        return batches * len(lengths) if self._mode == "round_robin" else batches
 
     @property
     def resume_obstacle(self) -> str:

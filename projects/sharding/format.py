@@ -33,6 +33,7 @@ from trainkit.checkpoint.format import (
 )
 from trainkit.checkpoint.ranks import together
 from trainkit.utils import comm
+from trainkit.utils.file_io import refuse_pipe
 
 KEY = "shards"
 
@@ -166,6 +167,7 @@ def _empty_like(size: torch.Size, dtype: torch.dtype, like: Any) -> Tensor:
 
 def _digest_of(path: Path) -> str:
     sha256 = hashlib.sha256()
+    refuse_pipe(path)
     with open(path, "rb") as file:
         while data := file.read(1 << 20):
             sha256.update(data)

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from trainkit.utils.file_io import refuse_pipe
+
 
 class ShardReader(FileSystemReader):
     """Reads tensors only, since torch would unpickle other objects without limits, and only from ``files``."""
@@ -68,6 +70,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_metadata(path: str, files: Collection[str]) -> Metadata:
     """Raises ValueError: the file is not metadata, or names a file that may not be read; OSError: it cannot be read."""
+    refuse_pipe(path)
     with open(path, "rb") as file:
         try:
             found = _Unpickler(file).load().state

@@ -13,6 +13,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -22,7 +23,14 @@ from trainkit.config.config import CfgNode
 from trainkit.solver.build import LR_SCHEDULER_BUILDER_REGISTRY, warn_if_base_is_not_reached
 from trainkit.solver.lr_scheduler import Schedule, ScheduledLR
 from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
-from trainkit.utils.periods import check_number, check_period, exact, is_whole, periods_done
+from trainkit.utils.periods import (
+    Period,
+    check_number,
+    check_period,
+    is_whole,
+    iterations_of,
+    periods_done,
+)
 from trainkit.utils.registry import Registry
 
 SCHEDULE_REGISTRY = Registry("SCHEDULE")
@@ -145,7 +153,7 @@ def CosineRestarts(
         raise ValueError(f"weights must be one for each period, got {periods!r} and {weights!r}")
     end_of, ends = (
         _end(end_value, end_ratio),
-        [round(end) for end in accumulate(map(exact, periods))],
+        [round(end) for end in accumulate(map(iterations_of, periods))],
     )
 
     def schedule(t: int, base: float) -> float:
@@ -348,7 +356,9 @@ def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule
         arguments.setdefault("length", length)
     step_size = None
     if "step_size" in arguments and "step_size" not in known:
-        step_size = _iters(f"{here}: STEP_SIZE", arguments.pop("step_size"), at_least=1)
+        step_size = arguments.pop("step_size")
+        if not isinstance(step_size, Period):
+            step_size = _iters(f"{here}: STEP_SIZE", step_size, at_least=1)
         arguments |= {
             name: _in_steps(arguments[name], step_size) for name in _LENGTHS if name in arguments
         }
@@ -365,11 +375,13 @@ def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule
     )
 
 
-def _in_steps(length: Any, step_size: int) -> Any:
+def _in_steps(length: Any, step_size: int | Period) -> Any:
     """A length, or a list of them, in steps of ``step_size``; other values stay, for the error of the schedule."""
     if isinstance(length, list | tuple):
         return [_in_steps(item, step_size) for item in length]
-    return max(round(exact(length) / exact(step_size)), 1) if is_whole(length, 1) else length
+    if not is_whole(length, 1) and not isinstance(length, Period):
+        return length
+    return max(round(iterations_of(length) / Fraction(iterations_of(step_size))), 1)
 
 
 def _iters(key: str, value: object, at_least: int) -> int:

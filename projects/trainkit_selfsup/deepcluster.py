@@ -138,7 +138,7 @@ class DeepClusterHook(ClusterHook):
         if self._period is not None:
             ends = is_due(self.trainer, self._period)
         else:
-            ends_epoch = is_due(self.trainer, self.trainer.iters_per_epoch)
+            ends_epoch = is_due(self.trainer, self.trainer.epoch_length)
             ends = ends_epoch and is_due_epoch(self.trainer, self._interval)
         if ends:
             self._cluster()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.utils.file_io import refuse_pipe
 
 
 def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -15,6 +16,7 @@ def load_trusted_pickle(path: str | os.PathLike[str]) -> dict[str, Any]:
     Use it in your own `Checkpointer._load_file`, and only for files that you trust.
     """
     try:
+        refuse_pipe(path)
         with open(path, "rb") as file:
             is_archive = file.read(2) == b"PK"
             file.seek(0)

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
+from trainkit.utils.file_io import refuse_pipe
 
 
 class SafetensorsFormat(CheckpointFormat):
@@ -28,6 +29,7 @@ class SafetensorsFormat(CheckpointFormat):
 
     def read(self, path: str) -> dict[str, Any]:
         try:
+            refuse_pipe(path)
             with open(path, "rb") as file:
                 return {"model": import_safetensors().load(file.read())}
         except CheckpointError:

@@ -19,7 +19,8 @@ def resume(folder, path="", **checkpointables):
     return weight_of(model), rest
 
 
-def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_path):
+def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_path, plug_in):
+    plug_in("parts", "FORMATS = ['parts']")
     checkpointer = Checkpointer(linear(1), tmp_path / "new", trainer=Counter(1))
     checkpointer.save("model_0000009", iteration=9)
     checkpointer.save("model_best", tag_last=False)
@@ -43,7 +44,7 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     assert sorted(os.listdir(tmp_path / "other")) == ["last_checkpoint", "model.pth", "run_id"]
     # a file that is not there is no error, and a removal that was killed is completed
     for _ in range(2):
-        (tmp_path / "new/model_best.shards-0123abcd").mkdir()
+        (tmp_path / "new/model_best.parts-0123abcd").mkdir()
         checkpointer.remove("model_best")
     left = sorted(os.listdir(tmp_path / "new"))
     assert left == ["last_checkpoint", "model_0000009.pth", "run_id"]

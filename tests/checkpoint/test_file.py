@@ -2,10 +2,8 @@
 
 import collections
 import errno
-import hashlib
 import os
 import random
-import struct
 from enum import IntEnum
 
 import numpy as np
@@ -107,19 +105,6 @@ def test_no_flipped_byte_and_no_truncated_file_loads_as_something_else(path):
         path.write_bytes(intact[:length])
         with pytest.raises(CheckpointError, match=r"model\.pth"):
             read_file(path)
-
-
-def test_files_of_older_versions_are_read(path):
-    """They have a mark, and their length and digest behind the archive."""
-    torch.save({"__trainkit_format__": 1, **NEW}, path)
-    content = path.read_bytes()
-    path.write_bytes(
-        content
-        + struct.pack("<8sIQ32s", b"TRAINKIT", 1, len(content), hashlib.sha256(content).digest())
-    )
-    loaded = read_file(path)
-    assert list(loaded) == ["weight"]
-    assert torch.equal(loaded["weight"], NEW["weight"])
 
 
 def test_a_file_with_other_contents_is_refused_and_nothing_unsafe_recommended(path):

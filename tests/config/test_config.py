@@ -2,13 +2,10 @@
 
 import copy
 import pickle
-import sys
-import types
 
 import pytest
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
-from trainkit.config.projects import projects_of
 
 
 def leaves(cfg, prefix=""):
@@ -156,10 +153,10 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
 def test_a_deprecated_key_is_skipped_and_a_renamed_one_names_the_new_one(caplog):
     cfg = get_cfg()
     cfg.register_renamed_key("B", "A")
-    # of an earlier version
-    cfg.merge_from_list(["MODEL.ACTIVATION_CHECKPOINT.KEEP", [], "LOG.EVAL_AXIS", "iter"])
+    cfg.register_deprecated_key("LOG.EVAL_AXIS")
+    cfg.merge_from_list(["LOG.EVAL_AXIS", "iter"])
     assert "LOG.EVAL_AXIS" in caplog.text
-    assert "KEEP" not in cfg.MODEL.ACTIVATION_CHECKPOINT
+    assert "EVAL_AXIS" not in cfg.LOG
     with pytest.raises(KeyError, match="A"):
         cfg.merge_from_list(["B", "1"])
 
@@ -193,33 +190,6 @@ def test_a_config_survives_a_dump_and_a_load(tmp_path):
     assert [(key, type(value)) for key, value in sorted(leaves(again))] == [
         (key, type(value)) for key, value in sorted(leaves(cfg))
     ]
-
-
-def test_keys_of_a_project_below_other_nodes_are_declared_one_by_one(monkeypatch):
-    project = types.ModuleType("config_test_project")
-
-    def add_config(cfg):
-        cfg.SOLVER.AMP.DEPTH = CfgNode({"SIZE": 3})
-        cfg.SOLVER.WIDTH = 2.0
-
-    project.add_config = add_config
-    monkeypatch.setitem(sys.modules, "config_test_project", project)
-    keys = dict.fromkeys(["SOLVER.AMP.DEPTH", "SOLVER.WIDTH"], "config_test_project")
-    for module in ("config", "projects"):
-        monkeypatch.setattr(f"trainkit.config.{module}.CONFIG_KEYS", keys)
-    cfg = get_cfg()
-
-    assert projects_of(cfg) == []
-    cfg.merge_from_list(["SOLVER.AMP.DEPTH.SIZE", 5])
-    assert cfg.SOLVER.AMP.DEPTH == {"SIZE": 5}
-    assert "WIDTH" not in cfg.SOLVER
-    with pytest.raises(ConfigError, match="accepted: a number"):
-        cfg.merge_from_list(["SOLVER.WIDTH", "wide"])
-    assert cfg.SOLVER.WIDTH == 2.0
-    (frozen := get_cfg()).freeze()
-    with pytest.raises(AttributeError, match="SIZE"):
-        frozen.SOLVER.AMP.DEPTH.SIZE = 4
-    assert projects_of(cfg) == [project]
 
 
 def by_file(cfg, tmp_path, value):

@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.config import LENGTH_KEYS, ConfigError, Epochs, get_cfg, parse_length, resolve_lengths
 from trainkit.config.yaml_files import load_yaml
-from trainkit.utils.periods import is_nth
+from trainkit.utils.periods import Period, is_nth
 
 
 def test_a_length_is_iterations_or_epochs():
@@ -85,4 +85,27 @@ def test_a_period_in_epochs_ends_where_the_epochs_end():
     assert [done for done in range(9) if is_nth(done, resolved.HOOKS[0]["PERIOD"])] == [3, 5, 8]
     other = get_cfg()
     other.merge_from_other_cfg(load_yaml(resolved.dump(), "here"))  # as whole numbers
-    assert (period, start, type(other.TEST.EVAL_PERIOD)) == (1, 3, int)
+    assert (other.TEST.EVAL_PERIOD, other.CHECKPOINT.START) == (1, 3)
+    assert type(other.TEST.EVAL_PERIOD) is int
+
+
+def test_only_periods_and_their_offsets_keep_a_fraction_of_an_iteration():
+    cfg = get_cfg()
+    for key in LENGTH_KEYS:
+        cfg.merge_from_list([key, ["2ep"] if key == "SOLVER.STEPS" else "2ep"])
+    cfg.HOOKS = [{"NAME": "A", "PERIOD": "2ep", "EVAL_PERIOD": "2ep", "BEGIN": "2ep", "X": "2ep"}]
+    cfg.SOLVER.SCHEDULES = [{"NAME": "B", "PERIODS": ["2ep"], "MILESTONES": ["2ep"], "END": "2ep"}]
+    resolved = resolve_lengths(cfg, Fraction(5, 3))
+    period = Period(Fraction(10, 3))
+    solver = resolved.SOLVER
+    assert (solver.MAX_ITER, solver.WARMUP_ITERS, [*solver.STEPS]) == (3, 3, [3])
+    assert (resolved.EARLY_STOPPING.START, type(solver.MAX_ITER)) == (3, int)
+    of_config = (
+        *(solver.CHECKPOINT_PERIOD, resolved.CHECKPOINT.START, resolved.TEST.EVAL_PERIOD),
+        *(resolved.TEST.EVAL_START, resolved.LOG.PERIOD, resolved.VIS_PERIOD),
+    )
+    assert of_config == (period,) * 6
+    assert [
+        {"NAME": "A", "PERIOD": period, "EVAL_PERIOD": period, "BEGIN": 3, "X": 3}
+    ] == resolved.HOOKS
+    assert [{"NAME": "B", "PERIODS": [period], "MILESTONES": [3], "END": 3}] == solver.SCHEDULES

@@ -30,8 +30,7 @@ from trainkit.data.loader import ResumableLoader
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
-from trainkit.utils.periods import exact
-from trainkit.utils.protocol import iters_per_epoch
+from trainkit.utils.protocol import epoch_length, iters_per_epoch
 
 # a machine with few cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -167,7 +166,7 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(size, expected,
         stream = build_batch_data_loader(
             ToIterableDataset(Squares(100), TrainingSampler(size, seed=0)), None, 4
         )
-        assert exact(iters_per_epoch(loader)) == exact(iters_per_epoch(stream)) == expected
+        assert epoch_length(loader) == epoch_length(stream) == expected
 
 
 class ByTokens(Sampler):
@@ -278,7 +277,7 @@ def test_training_datasets_are_concatenated_and_transformed_and_a_transform_may_
     cfg.INPUT.TRAIN_TRANSFORM = cfg.INPUT.TEST_TRANSFORM = "data_test_add"
     cfg.SOLVER.IMS_PER_BATCH = 20  # a batch may be larger than the data
     loader = build_train_loader(cfg)
-    assert exact(iters_per_epoch(loader)) == Fraction(1, 2)
+    assert epoch_length(loader) == Fraction(1, 2)
     assert sorted(indices(loader, 1)[0]) == sorted([*range(1100, 1105)] * 4)
     assert indices(build_test_loader(cfg, "data_five"))[0] == [1100, 1101, 1102, 1103]
     assert build_transform(get_cfg(), is_train=True) is None

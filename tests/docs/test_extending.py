@@ -3,8 +3,6 @@
 import gzip
 import os
 import shutil
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.config import ConfigError, get_cfg, prepare_projects
+from trainkit.config import ConfigError, check_values, prepare_projects
 from trainkit.engine import (
     DefaultTrainer,
     SimpleTrainer,
@@ -22,11 +20,14 @@ from trainkit.engine import (
     default_setup,
     hooks,
 )
-from trainkit.utils import comm, plugins
-from trainkit.utils.run_folder import release_folder
+from trainkit.engine.hook_base import HOOK_REGISTRY
+from trainkit.utils import comm
 
 ONE_STEP = ("SOLVER.MAX_ITER", 1, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", ())
-HOOK, STEP, WRAPPER, FORMAT, STORE, LOADER, KEYS, TABLES = blocks("docs/extending.md", "python")
+HOOK, STEP, WRAPPER, FORMAT, STORE, LOADER, PLUG_IN, PAIRS, SCRIPT = blocks(
+    "docs/extending.md", "python"
+)
+(ENTRY_POINT,) = blocks("docs/extending.md", "toml")
 
 
 @pytest.fixture(scope="module")
@@ -121,36 +122,40 @@ def test_the_loader_goes_on_after_a_resume(page, tmp_path):
     assert torch.equal(trainer.model.weight, whole.model.weight)
 
 
-@pytest.fixture
-def pairs(monkeypatch):
-    """The module of the page, named in the tables by the lines of the page."""
-    module = ModuleType("pairs")
-    vars(module).update(run(KEYS, "docs/extending.md"))
-    monkeypatch.setitem(sys.modules, "pairs", module)
-    tables = plugins.CONFIG_KEYS, plugins.OPTIONS
-    before = [dict(table) for table in tables]
-    run(TABLES, "docs/extending.md")
-    yield module
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
+def test_the_plug_in_in_20_lines_adds_the_hook_by_its_key(plug_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(HOOK_REGISTRY, "_objects", dict(HOOK_REGISTRY))
+    HOOK_REGISTRY._objects.pop("CountSamples", None)
+    (plug_in("my_parts", PLUG_IN) / "hooks.py").write_text(HOOK)
+    # as `plug_in` has installed it
+    assert (
+        ENTRY_POINT == '[project.entry-points."trainkit.projects"]\nmy_parts = "my_parts.plugin"\n'
+    )
+    assert len(PLUG_IN.splitlines()) <= 20
+    for is_on in (False, True):
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.SAMPLES", is_on))
+        assert sum(isinstance(hook, hooks.CountSamples) for hook in trainer.hooks) == is_on
+    again = DefaultTrainer(trainer.cfg)  # its config is prepared already
+    assert sum(isinstance(hook, hooks.CountSamples) for hook in again.hooks) == 1
 
 
-def test_a_key_is_declared_checked_and_prepares_the_run(pairs, tmp_path, monkeypatch, as_rank):
-    by_option = tiny_cfg(tmp_path)
-    with monkeypatch.context() as patch:  # one process is an odd number
-        patch.setattr(pairs, "check", lambda cfg: None)
-        default_setup(by_option, default_argument_parser().parse_args(["--pairs"]))
-    release_folder(tmp_path)
-    assert by_option.MODEL.PAIRS is True
-
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.PAIRS", True])
+def test_the_plug_in_with_an_option_lets_ranks_share_their_data(
+    plug_in, tmp_path, monkeypatch, as_rank
+):
+    plug_in("pairs", PAIRS)
+    cfg = tiny_cfg(tmp_path)
+    args = default_argument_parser().parse_args(["--pairs"])
+    with pytest.raises(ConfigError, match="MODEL.PAIRS is True with 1 processes"):
+        default_setup(cfg, args)
+    assert cfg.MODEL.PAIRS is True
     as_rank(3, 4)
     monkeypatch.setattr(comm, "set_data_ranks", lambda *ranks: found.append(ranks))
     found = []
+    check_values(cfg)
     prepare_projects(cfg)
     assert found[-1] == (1, 2)
-    as_rank(0, 3)
-    with pytest.raises(ConfigError, match="MODEL.PAIRS is True with 3 processes"):
-        pairs.check(cfg)
+
+
+def test_a_script_has_keys_of_its_own():
+    cfg = run(SCRIPT, "docs/extending.md")["cfg"]
+    cfg.merge_from_list(["MODEL.WIDTH", "32", "TEST.SHOW_ERRORS", "True"])
+    assert (cfg.MODEL.WIDTH, cfg.TEST.SHOW_ERRORS) == (32, True)

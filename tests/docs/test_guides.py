@@ -31,7 +31,7 @@ from trainkit.engine import (
 )
 from trainkit.engine.hook_base import HOOK_POINTS
 from trainkit.utils import events
-from trainkit.utils.plugins import RUN_HOOKS
+from trainkit.utils.plugins import find_plugins, lent_names
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,11 @@ def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monk
     assert (by_command.IMPORTS, by_command.HOOKS) == (cfg.IMPORTS, cfg.HOOKS)
     default_setup(cfg, Namespace())
     trainer = DefaultTrainer(cfg)
-    names = [name for hook in trainer.hooks if (name := type(hook).__name__) not in RUN_HOOKS]
+    names = [
+        name
+        for hook in trainer.hooks
+        if (name := type(hook).__name__) not in find_plugins().run_hooks
+    ]
     assert "BestCheckpointer" not in names
     assert names[:2] == ["IterationTimer", "CheckInvalidLoss"]  # moved by its priority
 
@@ -107,7 +111,10 @@ def test_the_tables_have_every_point_and_every_hook_with_a_line_that_is_understo
             r"^\| `(\w+)` \| .+? \| (.+) \|$", text.partition("## The save point")[0], re.MULTILINE
         )
     )
-    public = {name: getattr(hooks, name) for name in hooks.__all__}
+    public = {
+        name: getattr(hooks, name)
+        for name in [*hooks.__all__, *lent_names("trainkit.engine.hooks")]
+    }
     classes = {
         name
         for name, value in public.items()

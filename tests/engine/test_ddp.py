@@ -20,6 +20,7 @@ from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.entry import EvaluationRun
 from trainkit.engine.hooks import CallbackHook, PeriodicCheckpointer
+from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model, ddp_options
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
@@ -214,6 +215,24 @@ def uneven_by_worker(rank, folder):
     return train_uneven(folder, async_write_metrics=True)
 
 
+class OwnStep(TrainerBase):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.optimizer = model, sgd(model)
+
+    def run_step(self):
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 3)).backward()
+        self.optimizer.step()
+
+
+def uneven_in_a_step_of_ones_own(rank, folder):
+    trainer = OwnStep(create_ddp_model(Uneven()))
+    checkpointer = Checkpointer(trainer.model, os.path.join(folder, "own"), trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, 2)])
+    trainer.train(0, 3)
+
+
 def uneven_allowed(rank, folder):
     return train_uneven(folder, {"find_unused_parameters": True})
 
@@ -253,7 +272,13 @@ def devices(rank, folder):
     return found
 
 
-UNEVEN = (uneven, uneven_accumulated, uneven_by_worker, uneven_allowed)
+UNEVEN = (
+    uneven,
+    uneven_accumulated,
+    uneven_by_worker,
+    uneven_in_a_step_of_ones_own,
+    uneven_allowed,
+)
 CHECKS = (settings, compression, from_config, new_groups, devices, *UNEVEN)
 
 
@@ -322,6 +347,12 @@ def test_ranks_that_use_different_layers_end_with_an_error_that_names_these_and_
     assert "Connection closed by peer" in first  # by rank 1, which has failed
     assert second.startswith("RuntimeError: Expected to have finished reduction")
     assert WITHOUT_GRADIENT.format(1) + "parameters, set MODEL.DDP.FIND_UNUSED_PARAMETERS" in second
+
+
+def test_a_trainer_with_its_own_step_and_checkpoints_ends_with_torchs_error_too(ranks):
+    first, second = ranks["uneven_in_a_step_of_ones_own"]
+    assert "Connection closed by peer" in first
+    assert second.startswith("RuntimeError: Expected to have finished reduction")
 
 
 def test_all_groups_of_a_run_are_there_before_its_first_step(ranks):

@@ -17,8 +17,8 @@ from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import AMPTrainer, DefaultTrainer, EvaluationRun, HookBase, hooks
 from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils.events import JSONWriter
-from trainkit.utils.periods import exact
-from trainkit.utils.plugins import RUN_HOOKS
+from trainkit.utils.periods import Period
+from trainkit.utils.plugins import find_plugins
 
 
 def rows(output_dir, name="metrics.json"):
@@ -42,7 +42,11 @@ def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
     ]
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *every, "DATASETS.VAL", ("tiny_val",)))
     trainer.register_hooks([hooks.CallbackHook(), HookBase()])
-    assert [name for hook in trainer.hooks if (name := type(hook).__name__) not in RUN_HOOKS] == [
+    assert [
+        name
+        for hook in trainer.hooks
+        if (name := type(hook).__name__) not in find_plugins().run_hooks
+    ] == [
         *(
             "IterationTimer",
             "LRScheduler",
@@ -239,8 +243,8 @@ def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(tmp_path, is
     if is_endless:
         assert trainer.max_iter == 5
     else:  # of whole batches, the last of each pass being smaller
-        assert exact(trainer.iters_per_epoch) == Fraction(math.ceil(1197 / 64), 16)
-    assert abs(trainer.max_iter - 4 * exact(trainer.iters_per_epoch)) <= 0.5
+        assert trainer.epoch_length == Fraction(math.ceil(1197 / 64), 16)
+    assert abs(trainer.max_iter - 4 * trainer.epoch_length) <= 0.5
 
 
 def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whole_and_is_resumed(
@@ -256,16 +260,11 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
     )
     cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.STEPS", ["3ep"])
     trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
-    assert (trainer.iters_per_epoch, exact(trainer.iters_per_epoch)) == (2, Fraction(5, 3))
+    assert (trainer.iters_per_epoch, trainer.epoch_length) == (2, Fraction(5, 3))
     assert (trainer.cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER) == ((5,), "6ep")
     ends, evaluated = [], []
 
     class Note(HookBase):
-        _state_names = ("period",)
-
-        def before_train(self):
-            self.period = self.trainer.cfg.TEST.EVAL_PERIOD
-
         def after_epoch(self):
             ends.append(self.trainer.iter + 1)
 
@@ -278,11 +277,11 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
     files = sorted(path.name for path in tmp_path.glob("*.pth"))
     assert files == ["model_0000002.pth", "model_0000006.pth", "model_final.pth"]
 
-    resumed, note = DefaultTrainer(cfg), Note()
-    resumed.register_hooks([note])
+    resumed = DefaultTrainer(cfg)
+    resumed.register_hooks([Note()])
     resumed.resume_or_load()
-    assert (resumed.status, resumed.start_iter, note.period) == ("finished", 10, 2)
-    assert type(note.period) is int
+    assert (resumed.status, resumed.start_iter) == ("finished", 10)
+    assert (trainer.cfg.TEST.EVAL_PERIOD, trainer.max_iter) == (Period(Fraction(5, 3)), 10)
 
 
 def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):

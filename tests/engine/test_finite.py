@@ -87,7 +87,9 @@ def test_statistics_that_are_not_finite_are_found_though_losses_and_gradients_ar
         FloatingPointError, match=r"iteration 0, .* norm.running_mean, norm.running_var \(2 in"
     ):
         trainer.train(0, 1)
-    with pytest.raises(ValueError, match="non_finite must be 'raise' or 'ignore', got 'warn'"):
+    with pytest.raises(
+        ValueError, match="non_finite must be 'raise', 'ignore' or a NonFinitePolicy, got 'warn'"
+    ):
         SimpleTrainer(Weight(), [], sgd(Weight()), non_finite="warn")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from trainkit.projects.non_finite.trainers import SkipNonFinite
+from trainkit.projects.non_finite.policies import SkipNonFinite
 
 from tests.cuda import needs_cuda
 from tests.engine.tiny import (
@@ -43,7 +43,7 @@ from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 from trainkit.utils.events import EventStorage
-from trainkit.utils.periods import RoundedLength
+from trainkit.utils.periods import Period
 
 
 def test_the_total_is_added_up_in_the_order_of_the_entries():
@@ -135,7 +135,7 @@ def losses(rank, folder):
         model, [torch.tensor(float(rank))], sgd(model, lr=0.0), gather_metric_period=3
     )
     trainer.train(0, 6)
-    period = RoundedLength(Fraction(12, 5))  # 2 iterations, and then 3
+    period = Period(Fraction(12, 5))  # 2 iterations, and then 3
     SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=0.0), exchange_period=period).train(
         0, 6
     )
@@ -298,14 +298,14 @@ def sharded(rank, folder):
     return found
 
 
-def rank_1_alone(rank, values, check_after=None, trainer_class=SimpleTrainer, **kwargs):
+def rank_1_alone(rank, values, check_after=None, **kwargs):
     """Rank 1 gets ``values``, and rank 0 what is not finite one step later: what happened, and the failure if any."""
     model = Weight()
     data = [
         torch.tensor(value if rank else max(former, 1.0))
         for former, value in pairwise([1.0, *values])
     ]
-    trainer = trainer_class(model, data, sgd(model, lr=0.25), **kwargs)
+    trainer = SimpleTrainer(model, data, sgd(model, lr=0.25), **kwargs)
     trainer.register_hooks(
         [AfterStep(lambda trainer: trainer.iter == check_after and trainer.check_finite())]
     )
@@ -333,7 +333,7 @@ def alone(rank, folder):
         "before a check": rank_1_alone(
             rank, nan, 2, gather_metric_period=4, async_write_metrics=True
         ),
-        "skipped": rank_1_alone(rank, [*nan[:3], math.inf], 3, SkipNonFinite),
+        "skipped": rank_1_alone(rank, [*nan[:3], math.inf], 3, non_finite=SkipNonFinite()),
     }
 
 

@@ -1,62 +1,48 @@
-"""What a project adds: hooks of every run; with its key, wrappers of the parts."""
-
-import sys
-from types import ModuleType
-
-import pytest
-import torch
+"""What a project adds: hooks of every run; its other seams are tested in tests/config/test_projects.py."""
 
 from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer, HookBase
-from trainkit.utils import plugins
-from trainkit.utils.loading import installed
+from trainkit.engine import DefaultTrainer
+
+RECORDER = """
+NAMES = {"Recorder": "recorder.hooks"}
+RUN_HOOKS = ["Recorder"]
+"""
+HOOKS = """
+from trainkit.engine import HookBase
 
 
-def test_every_default_trainer_has_the_hooks_of_installed_projects(monkeypatch, tmp_path):
-    module = ModuleType("a_project")
-    module.Recorder = type("Recorder", (HookBase,), {"priority": "HIGH"})
-    monkeypatch.setitem(sys.modules, "a_project", module)
-    # the latter is not installed
-    table = {
-        "Recorder": "a_project",
-        "Missing": "trainkit.projects.not_there.options",
-    }
-    monkeypatch.setattr("trainkit.engine.defaults.RUN_HOOKS", table)
+class Recorder(HookBase):
+    priority = "HIGH"
+"""
+
+
+def test_every_default_trainer_has_the_hooks_of_installed_projects(plug_in, tmp_path):
+    (plug_in("recorder", RECORDER) / "hooks.py").write_text(HOOKS)
     names = [type(hook).__name__ for hook in DefaultTrainer(tiny_cfg(tmp_path)).hooks]
     assert names.count("Recorder") == 1
     assert names.index("Recorder") < names.index("LRScheduler")
 
 
-def test_a_project_whose_key_is_used_wraps_the_model_and_the_loaders(monkeypatch, tmp_path):
-    def wrap_model(cfg, model):
-        with torch.no_grad():
-            model.layers[0].weight.mul_(cfg.MODEL.SCALE)
-        return model
+LOADER = """
+asked = []
 
-    def wrap_loader(cfg, loader):
-        wrapped.append(loader)
-        # its own way to these
-        loader.first_batches = lambda num: asked.append(num) or [*loader][:num]
-        return loader
 
-    module, wrapped, asked = ModuleType("a_wrapper"), [], []
-    module.wrap_model, module.wrap_loader = wrap_model, wrap_loader
-    module.add_config = lambda cfg: cfg.MODEL.update(SCALE=0.0)
-    monkeypatch.setitem(sys.modules, "a_wrapper", module)
-    monkeypatch.setitem(plugins.CONFIG_KEYS, "MODEL.SCALE", "a_wrapper")
+def add_config(cfg):
+    cfg.TEST.OWN_WAY = False
 
-    torch.manual_seed(0)
-    plain = DefaultTrainer(tiny_cfg(tmp_path))
-    torch.manual_seed(0)
-    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MODEL.SCALE", 2.0, "TEST.MAX_BATCHES", 2))
+
+def wrap_loader(cfg, loader):
+    def first_batches(num):
+        asked.append(num)
+        return [*loader][:num]
+
+    loader.first_batches = first_batches
+    return loader
+"""
+
+
+def test_a_loader_that_a_project_has_wrapped_may_cut_itself(plug_in, tmp_path):
+    plug_in("own_way", LOADER)
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "TEST.OWN_WAY", True, "TEST.MAX_BATCHES", 2))
     trainer.test(trainer.cfg, trainer.model)
-
-    assert torch.equal(trainer.model.layers[0].weight, 2 * plain.model.layers[0].weight)
-    assert [trainer.data_loader, 2] == [wrapped[0], *asked]
-
-
-def test_a_broken_project_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
-    (tmp_path / "broken_project.py").write_text("import not_there_either")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="not_there_either"):
-        list(installed({"Hook": "broken_project"}))
+    assert trainer.data_loader.first_batches.__globals__["asked"] == [2]

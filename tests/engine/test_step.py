@@ -277,7 +277,7 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     trainer.register_hooks(
         [CallbackHook(after_step=lambda trainer: epochs.append(trainer.epoch), **on_epoch)]
     )
-    assert (trainer.iters_per_epoch, trainer.iters_per_epoch.exact) == (3, Fraction(10, 3))
+    assert (trainer.iters_per_epoch, trainer.epoch_length) == (3, Fraction(10, 3))
     trainer.train(0, 5)
     trainer.train(5, 9)
     # they start in the iterations nearest to 3 1/3 and 6 2/3
@@ -285,7 +285,7 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     assert (starts, ends) == ([0, 3, 7], [2, 6])
     data = build_batch_data_loader([*range(10)], TrainingSampler(10), total_batch_size=3)
     endless = SimpleTrainer(model, data, sgd(model))
-    assert (endless.iters_per_epoch, endless.iters_per_epoch.exact) == (3, Fraction(10, 3))
+    assert (endless.iters_per_epoch, endless.epoch_length) == (3, Fraction(10, 3))
 
 
 @pytest.mark.parametrize("change", ["accumulation", "loader"])

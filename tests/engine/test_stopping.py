@@ -1,14 +1,10 @@
 """What asks a run to stop, and after which step its ranks do."""
 
-import contextlib
 import logging
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.engine.stopping import Stop, StopRequests
@@ -95,7 +91,7 @@ def ask_both(rank, folder):
         run(stops, {0: (f"rank {rank}",)}),
         run(stops, [{0: ("enough",)}, {0: ("SIGTERM", 15)}][rank]),
         run(stops, [{0: ("SIGINT", 2)}, {0: ("SIGTERM", 15)}][rank]),
-        run(stops, [{2: ("late on rank 0",)}, {0: ("early on rank 1",)}][rank]),
+        run(stops, [{2: ("late on rank 0",)}, {1: ("early on rank 1",)}][rank]),
     ]
 
 
@@ -110,33 +106,7 @@ def agree_between_the_steps(rank, folder):
     return [*found, stops.pending, stops.agree_now()]
 
 
-def leave(rank, folder):
-    """Rank 1 starts the exchange that is under way only when it is told that rank 0 has left, by an error."""
-    stops = StopRequests()
-    stops.reset(20)
-    if rank == 1:
-        dist.recv(torch.zeros(1), src=0)
-        stops.agreed(0)
-    else:
-        with contextlib.suppress(ZeroDivisionError), stops.listening():
-            stops.agreed(0)
-            raise ZeroDivisionError
-        dist.send(torch.zeros(1), dst=1)
-
-    # without one, rank 0 waits until rank 1 has come
-    stops.reset(20)
-    reached = os.path.join(folder, "reached")
-    if rank == 1:
-        dist.recv(torch.zeros(1), src=0)
-        open(reached, "x").close()
-    with stops.listening():
-        stops.agreed(0)
-        if rank == 0:
-            dist.send(torch.zeros(1), dst=1)
-    return os.path.exists(reached)
-
-
-CHECKS = [ask_one_at_each_step, ask_both, agree_between_the_steps, leave]
+CHECKS = [ask_one_at_each_step, ask_both, agree_between_the_steps]
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -149,27 +119,23 @@ def test_a_request_on_one_rank_stops_both_after_the_same_step_less_than_a_period
     assert first == second
     for (_, period), later in first.items():
         assert max(later) < period
-    # they exchange every third step, and hear of it in the next exchange
-    assert first[0, 6] == [3, 5, 4] * 2
+    # they ask each other at every sixth step
+    assert first[0, 6] == [0, 5, 4, 3, 2, 1]
 
 
 def test_signals_count_first_and_then_the_lowest_rank_that_was_asked(found):
     stopped = [
-        (10, ("rank 0", None)),
-        (10, ("SIGTERM", 15)),
-        (10, ("SIGINT", 2)),
-        (10, ("late on rank 0", None)),
+        (0, ("rank 0", None)),
+        (0, ("SIGTERM", 15)),
+        (0, ("SIGINT", 2)),
+        (20, ("late on rank 0", None)),
     ]
     assert found["ask_both"] == [stopped] * 2
 
 
-def test_ranks_can_agree_at_once_with_an_exchange_under_way(found):
+def test_ranks_can_agree_at_once_between_the_steps_at_which_they_ask_each_other(found):
     stop = Stop("enough", None)
     assert found["agree_between_the_steps"] == [[None, None, True, stop, stop, False, None]] * 2
-
-
-def test_a_rank_that_leaves_waits_for_the_exchange_under_way_unless_it_failed(found):
-    assert found["leave"] == [True, True]
 
 
 def test_ignored_signals_and_handlers_of_the_program_stay_and_a_thread_takes_none(monkeypatch):

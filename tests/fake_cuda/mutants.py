@@ -69,7 +69,7 @@ a save takes the memory of one under way | trainers | with contextlib.suppress(C
 projects/non_finite/trainers.py
 the flag is not given to the optimizer | trainers | found_inf = None, flag | found_inf = None, 0 * flag
 a skipped step changes the buffers | trainers | if name in self._former_buffers: | if False:
-the flag is read by the host | not finite | elif not skips_on_device(self.optimizer): | elif True:
+the flag is read by the host | not finite | elif not skips_on_device(optimizer): | elif True:
 projects/logical_ranks/trainer.py
 means are sorted by a list of places | waits | torch.stack(ascending) | torch.stack(ascending)[[*range(len(ascending))]]
 projects/graph/recorder.py

@@ -7,7 +7,7 @@ import torch
 from trainkit.projects.async_save import format, host_copy
 from trainkit.projects.async_save.format import AsyncFormat
 from trainkit.projects.graph.tests.test_graph import Net
-from trainkit.projects.non_finite.trainers import SkipNonFinite
+from trainkit.projects.non_finite.policies import SkipNonFinite
 
 from tests.cuda import needs_cuda
 from tests.engine.job import tiny_cfg
@@ -18,7 +18,7 @@ from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.format import CheckpointFormat
 from trainkit.data import TRANSFORM_REGISTRY
-from trainkit.engine import AMPTrainer, DefaultTrainer
+from trainkit.engine import AMPTrainer, DefaultTrainer, SimpleTrainer
 from trainkit.engine.hooks import CallbackHook, MemorySnapshot
 from trainkit.utils.device import uuid_of
 from trainkit.utils.env import get_rng_state, set_rng_state
@@ -115,7 +115,7 @@ def test_the_forward_pass_is_under_autocast_of_cuda(dtype):
 
 @draws_as_cpu
 @needs_cuda
-@pytest.mark.parametrize("trainer_type", [SkipNonFinite, AMPTrainer])
+@pytest.mark.parametrize("trainer_type", [SimpleTrainer, AMPTrainer])
 def test_skipped_updates_leave_what_they_leave_on_the_cpu(trainer_type):
     by_scaler = trainer_type is AMPTrainer
 
@@ -128,7 +128,7 @@ def test_skipped_updates_leave_what_they_leave_on_the_cpu(trainer_type):
             for place, (x, y) in enumerate(batches(8))
         ]
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
-        options = {"log_grad_scaler": True} if by_scaler else {}
+        options = {"log_grad_scaler": True} if by_scaler else {"non_finite": SkipNonFinite()}
         trainer = trainer_type(model, data, optimizer, async_write_metrics=True, **options)
         trainer.train(0, 8)
         state = {name: value.cpu() for name, value in model.state_dict().items()}

@@ -9,14 +9,16 @@ import pytest
 
 from trainkit.config import ConfigError
 from trainkit.utils.periods import (
+    Period,
+    as_period,
     check_period,
     is_due,
     is_last,
     is_nth,
     parse_time,
     periods_done,
+    round_length,
     say_done,
-    whole_or_rounded,
 )
 
 
@@ -77,7 +79,7 @@ def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch):
 
 def test_no_period_ends_before_the_first_iteration_and_progress_is_said_in_words():
     assert not any(
-        is_nth(done, period) for done in (0, -3) for period in (3, whole_or_rounded(Fraction(3, 2)))
+        is_nth(done, period) for done in (0, -3) for period in (3, Period(Fraction(3, 2)))
     )
     said = say_done(1), say_done(2), say_done(0, 1), say_done(1, 2)
     assert said == (
@@ -95,14 +97,18 @@ def test_anything_else_is_refused_by_the_name_of_the_argument():
             check_period("eval_period", period, minimum=minimum)
 
 
-def test_the_length_of_an_epoch_is_an_int_for_everybody_and_as_a_period_it_does_not_drift():
-    length = whole_or_rounded(Fraction(10, 3))
-    assert (length, f"{length:d}", [*range(length)], 7 % length) == (3, "3", [0, 1, 2], 1)
-    assert [done for done in range(1, 12) if is_nth(done, length)] == [3, 7, 10]
-    assert (
-        copy.deepcopy(length).exact == pickle.loads(pickle.dumps(length)).exact == Fraction(10, 3)
-    )
-    assert whole_or_rounded(Fraction(1, 3)) == 1
+def test_a_period_with_a_fraction_does_not_drift_and_is_readable():
+    period = as_period(Fraction(10, 3))
+    assert (as_period(Fraction(6, 2)), str(period)) == (3, "3.333 iterations")
+    assert [done for done in range(1, 12) if is_nth(done, period)] == [3, 7, 10]
+    assert copy.deepcopy(period) == pickle.loads(pickle.dumps(period)) == period
+    assert check_period("period", period, minimum=1) is period
+
+
+def test_a_length_is_rounded_to_at_least_one_iteration_but_for_zero():
+    lengths = [0, Fraction(0), Fraction(1, 3), Period(Fraction(7, 3)), Fraction(7, 2), 5]
+    assert [round_length(length) for length in lengths] == [0, 0, 1, 2, 4, 5]
+    assert {type(round_length(length)) for length in lengths} == {int}
 
 
 def test_times_have_units_and_other_texts_are_errors():

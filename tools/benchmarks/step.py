@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trainkit.projects.non_finite.trainers import SkipNonFinite
+from trainkit.projects.non_finite.policies import SkipNonFinite
 
 from benchmarks import job
 from benchmarks.measure import Row, alternate, compare
@@ -22,6 +23,10 @@ DEEP: dict[str, Callable[..., TrainerBase]] = {
 }
 
 
+def _skipping_trainer(*args: Any, **kwargs: Any) -> TrainerBase:
+    return job.simple_trainer(*args, non_finite=SkipNonFinite(), **kwargs)
+
+
 def step(
     rounds: int = 31,
     *,
@@ -32,7 +37,7 @@ def step(
     """Each trainer compared with the bare loop, for a tiny model and a model of 100 tensors; peers have no goal."""
     tiny: dict[str, Callable[..., TrainerBase]] = {
         **job.TRAINERS,
-        SKIP: partial(job.simple_trainer, trainer_class=SkipNonFinite),
+        SKIP: _skipping_trainer,
     }
     goals = {
         **dict.fromkeys(job.TRAINERS, 1.10),

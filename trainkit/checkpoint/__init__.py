@@ -1,12 +1,13 @@
 """Checkpoints: written completely or not at all, verified when loaded, and rotated."""
 
+from typing import Any
+
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
 from trainkit.checkpoint.periodic import PeriodicCheckpointer
-from trainkit.utils.loading import names_on_demand
+from trainkit.utils.plugins import lent_names, lent_object
 
-_OF_PROJECTS = ("CheckpointStore", "STORE_REGISTRY", "load_trusted_pickle")
 __all__ = [
     "FORMAT_REGISTRY",
     "CheckpointError",
@@ -14,6 +15,11 @@ __all__ = [
     "Checkpointer",
     "PeriodicCheckpointer",
 ]
-__all__ += _OF_PROJECTS
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

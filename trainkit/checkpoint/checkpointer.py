@@ -10,10 +10,17 @@ from functools import partial
 from typing import Any
 
 import fvcore.common.checkpoint
+from fvcore.common.checkpoint import _filter_reused_missing_keys
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.atomic import CheckpointError, remove_leftovers, sync_folder, write_text
+from trainkit.checkpoint.atomic import (
+    CheckpointError,
+    loading,
+    remove_leftovers,
+    sync_folder,
+    write_text,
+)
 from trainkit.checkpoint.file import (
     SUFFIX,
     UnwritableError,
@@ -41,8 +48,7 @@ from trainkit.checkpoint.optimizer_state import (
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
-from trainkit.utils.loading import MissingProjectError, load_plugin
-from trainkit.utils.plugins import FORMATS, NAMES
+from trainkit.utils.plugins import find_plugins, load
 
 _logger = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]
@@ -393,9 +399,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _local_path(self, path: _Path) -> str:
         """The path of a local file; one at an address is downloaded."""
         try:
-            if "://" in os.fspath(path):
-                with contextlib.suppress(MissingProjectError):  # http addresses need no project
-                    load_plugin(NAMES["register_addresses"]).register_addresses(self.path_manager)
+            # without such a project there are still http addresses
+            if "://" in os.fspath(path) and "register_addresses" in find_plugins().names:
+                load("register_addresses")(self.path_manager)
             return str(self.path_manager.get_local_path(os.fspath(path)))
         except Exception as error:  # each file system raises its own types
             raise CheckpointError(f"'{path}' cannot be downloaded: {error}") from error
@@ -408,20 +414,21 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             needs_all: whether it is an error if one of them is not in the file.
         """
         state = self._load_file(path)
-        if not isinstance(state.get("model"), Mapping):
-            _check_is_weights(state, path)
-            state = {"model": state}
-        if needs_all:
-            left_out = _owners(_left_out_of(state))
-            absent = [key for key in keys if key not in state and key not in left_out]
-            if absent:
-                raise CheckpointError(
-                    f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
-                )
-        by_rank = state.pop("ranks", None)
-        if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
-            take_rank_state(state, by_rank, path)
-        return format_of(state).fill(state, path, self.model, self._paths_to_read(keys))
+        try:
+            if not isinstance(state.get("model"), Mapping):
+                _check_is_weights(state, path)
+                state = {"model": state}
+            if needs_all:
+                _check_has_all(state, keys, path)
+            by_rank = state.pop("ranks", None)
+            if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
+                take_rank_state(state, by_rank, path)
+            return format_of(state).fill(state, path, self.model, self._paths_to_read(keys))
+        except CheckpointError:
+            raise
+        except Exception as error:  # entries of any type
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"'{path}' is no checkpoint of trainkit ({reason})") from error
 
     def _paths_to_read(self, keys: list[str]) -> list[str]:
         """The starts of the paths in a state that are needed for loading these checkpointables."""
@@ -440,7 +447,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         Called on each rank.
         """
         suffix = os.path.splitext(filename)[1][1:]
-        file_format = make_format(suffix) if suffix in FORMATS else self.format
+        file_format = make_format(suffix) if suffix in find_plugins().formats else self.format
         content: dict[str, Any] = file_format.read(filename)
         return content
 
@@ -458,11 +465,12 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         state.pop(RUN_ID, None)
         # beside ``model``, if this has other weights for evaluation, such as averages
         trained_weights = state.pop("trained_model", None)
-        if trained_weights and not self._only_evaluates(keys):
-            state["model"] = trained_weights
-        for obj in self.checkpointables.values():
-            if hasattr(obj, "after_load"):
-                obj.after_load(state)
+        with loading(f"'{path}'"):
+            if trained_weights and not self._only_evaluates(keys):
+                state["model"] = trained_weights
+            for obj in self.checkpointables.values():
+                if hasattr(obj, "after_load"):
+                    obj.after_load(state)
         left_out = _left_out_of(state)
         state.pop("left_out", None)
         if left_out:
@@ -482,15 +490,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self._is_strict = strict
         groups = state.pop("optimizer_groups", {})
         for key in keys:
-            with _errors_name_entry(path, key):
+            with loading(f"'{path}': its entry {key!r}"):
                 self._check(key, state[key], groups)
-        with _errors_name_entry(path, "model"):
+        with loading(f"'{path}': its entry 'model'"):
             incompatible = self._load_model(state)
             if incompatible is not None:
                 self._log_incompatible_keys(incompatible)
-            state.pop("model", None)
+        state.pop("model", None)
         for key in keys:
-            with _errors_name_entry(path, key):
+            with loading(f"'{path}': its entry {key!r}"):
                 self._load(key, state.pop(key), groups)
         _logger.info("Loaded %s", path)
         return state
@@ -498,6 +506,23 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _only_evaluates(self, keys: list[str]) -> bool:
         """Whether the model is loaded for evaluation, not for training."""
         return all(getattr(self.checkpointables[key], "only_evaluates", False) for key in keys)
+
+    def _log_incompatible_keys(self, incompatible: Any) -> None:
+        # fvcore's would color names, which come from a file of somebody else
+        for name, saved, own in incompatible.incorrect_shapes:
+            _logger.warning(
+                "The weight %r is left out: it has the shape %s in the checkpoint and %s in the model",
+                name,
+                saved,
+                own,
+            )
+        missing = _filter_reused_missing_keys(self.model, incompatible.missing_keys)
+        if missing:
+            text = "The checkpoint does not have these weights, which stay as they are: %s"
+            _logger.warning(text, ", ".join(sorted(missing)))
+        if incompatible.unexpected_keys:
+            text = "The model does not have these weights of the checkpoint: %s"
+            _logger.warning(text, ", ".join(sorted(map(str, incompatible.unexpected_keys))))
 
     def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a state does not fit.
@@ -536,18 +561,6 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return None
 
 
-@contextlib.contextmanager
-def _errors_name_entry(path: str, key: str) -> Iterator[None]:
-    """Context that raises a CheckpointError with the file and its entry if this does not fit."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"'{path}': its entry {key!r} does not fit: {error}") from error
-    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"'{path}': its entry {key!r} does not fit ({reason})") from error
-
-
 def _check_is_weights(state: Mapping[str, Any], path: str) -> None:
     """Raises CheckpointError if this is not the state dict of a model."""
     for key, value in state.items():
@@ -555,6 +568,16 @@ def _check_is_weights(state: Mapping[str, Any], path: str) -> None:
             raise CheckpointError(
                 f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone"
             )
+
+
+def _check_has_all(state: Mapping[str, Any], keys: list[str], path: str) -> None:
+    """Raises CheckpointError if the state of one of these keys was never in the file."""
+    left_out = _owners(_left_out_of(state))
+    absent = [key for key in keys if key not in state and key not in left_out]
+    if absent:
+        raise CheckpointError(
+            f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
+        )
 
 
 def _left_out_of(state: Mapping[str, Any]) -> list[str]:

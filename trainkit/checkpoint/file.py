@@ -1,8 +1,7 @@
 """One checkpoint file: tensors and plain Python values, which load without running code.
 
 It has the format of ``torch.save``, a zip archive with a CRC for each record. ``torch.load``
-ignores the CRCs, so `read_file` checks them. Files of older versions have one more key, and some
-have a digest after the archive.
+ignores the CRCs, so `read_file` checks them.
 """
 
 import collections
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.atomic import CheckpointError, replacing
+from trainkit.utils.file_io import refuse_pipe
 
 SUFFIX = ".pth"
-_OLD_KEY = "__trainkit_format__"
 _IS_FOLDER = 0x10  # this bit of a record's attributes marks a folder
 
 ORDINARY = (Tensor, torch.nn.Parameter)
@@ -57,7 +56,7 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
     if isinstance(value, Tensor):
         return take(value, path)
     if isinstance(value, int):
-        return int(value)  # an IntEnum, or a length that was rounded
+        return int(value)  # an IntEnum
     if kind in (list, tuple):
         # fast, for the thousand numbers of a random state
         if _PLAIN.issuperset(map(type, value)):
@@ -174,6 +173,7 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
             values, or is of another ``kind``.
     """
     try:
+        refuse_pipe(path)
         with open(path, "rb") as file:
             if file.read(2) == b"PK":
                 _check_records(file)
@@ -196,8 +196,6 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
         ) from error
     if not isinstance(state, kind):
         raise CheckpointError(f"'{path}' holds a {type(state).__name__}; a checkpoint is a dict")
-    if isinstance(state, dict):
-        state.pop(_OLD_KEY, None)
     return state
 
 

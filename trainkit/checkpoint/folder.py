@@ -19,6 +19,7 @@ import torch
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
 from trainkit.checkpoint.mirror import mirror_of
+from trainkit.utils.file_io import refuse_pipe
 
 _logger = logging.getLogger(__name__)
 
@@ -183,8 +184,12 @@ def tagged_file(folder: str) -> str:
     # do not read it, since errors would show its content
     if not is_file_of(folder, "last_checkpoint"):
         raise CheckpointError(f"'{tag_file}' is a link out of its folder; delete it")
-    with open(tag_file, encoding="utf-8", errors="replace") as file:
-        name = file.read().strip()
+    try:
+        refuse_pipe(tag_file)
+        with open(tag_file, encoding="utf-8", errors="replace") as file:
+            name = file.read().strip()
+    except OSError as error:
+        raise CheckpointError(f"cannot read '{tag_file}': {error.strerror or error}") from error
     if not name:
         return ""
     if not is_file_of(folder, name):
@@ -226,7 +231,9 @@ def read_finished(folder: str) -> Any:
     None if the file is missing or damaged.
     """
     try:
-        with open(os.path.join(folder, "finished"), "rb") as file:
+        path = os.path.join(folder, "finished")
+        refuse_pipe(path)
+        with open(path, "rb") as file:
             return json.load(file)
     except (OSError, ValueError):
         return None

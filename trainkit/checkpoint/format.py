@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.checkpoint.file import SUFFIX, Take, plain_state, read_file, write_plain
-from trainkit.utils.plugins import FORMATS
+from trainkit.utils.plugins import find_plugins
 from trainkit.utils.registry import Registry
 
 FORMAT_REGISTRY = Registry("FORMAT")
@@ -111,7 +111,7 @@ def make_format(name: str, model: nn.Module | None = None) -> CheckpointFormat:
 
 def format_of(state: Mapping[str, Any]) -> CheckpointFormat:
     """The format that wrote a file with this content."""
-    for name in [*FORMATS, *dict(FORMAT_REGISTRY)]:
+    for name in [*find_plugins().formats, *dict(FORMAT_REGISTRY)]:
         if name in state:
             return make_format(name)
     return CheckpointFormat()
@@ -123,7 +123,7 @@ def owner_of_part(folder: str) -> str:
     ``""`` if no format makes such a folder.
     """
     match = _PART_FOLDER.fullmatch(folder)
-    if match is None or match[2] not in FORMATS:
+    if match is None or match[2] not in find_plugins().formats:
         return ""
     return match[1] + SUFFIX
 

@@ -5,8 +5,7 @@ Such a run writes to a local folder, and a mirror copies its files.
 
 from typing import Protocol
 
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import load
 
 
 class Mirror(Protocol):
@@ -53,7 +52,7 @@ def local_folder(path: str) -> str:
     """
     if "://" not in path:
         return path
-    mirror: Mirror = load_plugin(NAMES["Mirror"]).make_mirror(path)
+    mirror: Mirror = load("make_mirror")(path)
     _mirrors.setdefault(mirror.folder, mirror)
     return mirror.folder
 

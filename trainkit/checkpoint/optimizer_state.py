@@ -7,7 +7,7 @@ sizes, and would read and write beyond a state of another shape.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.utils.logger import format_table
+from trainkit.utils.periods import is_number
 
 _logger = logging.getLogger(__name__)
 
@@ -315,12 +316,17 @@ def _number_by_position(
     position = 0
     for group, saved_group in zip(optimizer.param_groups, fitting, strict=True):
         _check_settings(group, saved_group.values)
-        group_optimizer = _optimizer_of(optimizer, group)
+        owner = _optimizer_of(optimizer, group)
+        may_be_none = saved_group.values.get("momentum", 1) == 0
         positions = []
+        keys: Collection[str] = ()  # of the first entry of the group that has any
         for parameter, place in zip(group["params"], saved_group.places, strict=True):
             if place in entries:
                 entry = entries.pop(place)
-                _check_entry(group_optimizer, parameter, entry, position)
+                _check_entry(owner, parameter, entry, position, may_be_none)
+                if isinstance(entry, Mapping) and type(owner) is _torch_class(owner):
+                    keys = keys or entry.keys()
+                    _check_keys(owner, entry, keys, position)
                 fitted["state"][position] = entry
             positions.append(position)
             position += 1
@@ -433,7 +439,23 @@ def _describe_change(
     )
 
 
-def _check_entry(optimizer: Any, parameter: Tensor, entry: Any, position: int) -> None:
+def _check_keys(
+    optimizer: Any, entry: Mapping[str, Any], keys: Collection[str], position: int
+) -> None:
+    """Raises CheckpointError if an entry has other keys than one of the same group.
+
+    An empty entry starts anew.
+    """
+    if entry and entry.keys() != keys and not isinstance(optimizer, _OTHER_SHAPES):
+        raise CheckpointError(
+            f"the state of parameter {position} has {sorted(entry)}, that of another one has "
+            f"{sorted(keys)}"
+        )
+
+
+def _check_entry(
+    optimizer: Any, parameter: Tensor, entry: Any, position: int, may_be_none: bool
+) -> None:
     """Compare the shapes of the tensors that torch's kernels will use with that of the parameter.
 
     Raises CheckpointError if they do not fit.
@@ -447,20 +469,30 @@ def _check_entry(optimizer: Any, parameter: Tensor, entry: Any, position: int) -
         return
     is_own_class = type(optimizer) is torch_class
     for name, value in entry.items():
-        if not isinstance(value, Tensor):
-            continue
-        if name in _ONE_VALUE:
-            fits = value.numel() == 1
-            expected = "one value"
-        elif name in _LIKE_PARAMETER or is_own_class:
-            fits = value.shape == parameter.shape
-            expected = f"shape {list(parameter.shape)}, as its parameter"
-        else:  # what a subclass has added
-            continue
+        if isinstance(value, Tensor):
+            got = f"shape {list(value.shape)}"
+            if name in _ONE_VALUE:
+                fits = value.numel() == 1
+                expected = "one value"
+            elif name in _LIKE_PARAMETER or is_own_class:
+                fits = value.shape == parameter.shape
+                expected = f"shape {list(parameter.shape)}, as its parameter"
+            else:  # what a subclass has added
+                continue
+        else:
+            got = repr(value)
+            if name in _ONE_VALUE:
+                fits = is_number(value)
+                expected = "one number"
+            elif name in _LIKE_PARAMETER:
+                fits = value is None and may_be_none  # SGD without momentum
+                expected = f"a tensor of shape {list(parameter.shape)}, as its parameter"
+            else:
+                continue
         if not fits:
             raise CheckpointError(
                 f"the entry {name!r} in the state of parameter {position} "
-                f"({torch_class.__name__}) has shape {list(value.shape)}; accepted: {expected}"
+                f"({torch_class.__name__}) has {got:.80}; accepted: {expected}"
             )
 
 
@@ -541,6 +573,9 @@ def _check_settings(group: Mapping[str, Any], saved_group: Mapping[str, Any]) ->
     """Raises CheckpointError if a saved group is of another kind of optimizer."""
     own = _values_at_start(group).keys()
     saved = _values_at_start(saved_group).keys()
+    for name, value in group.items():
+        if name in saved_group and name != "params" and name not in _OF_THE_RUN:
+            _check_kind(name, value, saved_group[name])
     only_saved = saved - own
     only_own = own - saved
     if only_saved and only_own:  # one alone: another version of torch
@@ -548,6 +583,25 @@ def _check_settings(group: Mapping[str, Any], saved_group: Mapping[str, Any]) ->
             f"the optimizer in the checkpoint has {sorted(only_saved)}, this one "
             f"{sorted(only_own)}. {_REMEDY}"
         )
+
+
+def _check_kind(name: str, own: Any, saved: Any) -> None:
+    """Raises CheckpointError if a number, or a list of numbers, is none in the checkpoint."""
+    fits: bool
+    if isinstance(own, int | float | Tensor):
+        fits = isinstance(saved, int | float) and saved == saved  # not NaN
+        if isinstance(own, bool):
+            fits = fits and saved in (False, True)
+        fits = fits or (isinstance(saved, Tensor) and saved.numel() == 1)
+    elif isinstance(own, tuple | list):
+        fits = isinstance(saved, tuple | list) and len(saved) == len(own)
+        if fits:
+            for own_value, saved_value in zip(own, saved, strict=True):
+                _check_kind(name, own_value, saved_value)
+    else:
+        return
+    if not fits:
+        raise CheckpointError(f"the setting {name!r} is {saved!r:.80}; here it is {own!r:.80}")
 
 
 def _values_at_start(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PeriodicCheckpointer: saves regularly and removes old files."""
+"""PeriodicSaves: saves regularly and removes old files."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from trainkit.utils.periods import check_period, is_nth
 _logger = logging.getLogger(__name__)
 
 
-class PeriodicCheckpointer:
+class PeriodicSaves:
     """Saves every ``period`` iterations, and at the end of the run.
 
     The files are ``<file_prefix>_<iteration>`` and ``<file_prefix>_final``.
@@ -125,3 +125,7 @@ class PeriodicCheckpointer:
             if match is not None:
                 files[int(match[1])] = name
         return files
+
+
+PeriodicCheckpointer = PeriodicSaves
+"""The name in fvcore and detectron2; the hook of this name is in `trainkit.engine.hooks`."""

@@ -109,7 +109,9 @@ def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
 
 def _saved_world_size(state: Mapping[str, Any]) -> Any:
     """None if the file does not say it."""
-    trainer_state = state.get("trainer") or {}
+    trainer_state = state.get("trainer")
+    if not isinstance(trainer_state, Mapping):
+        return None
     return trainer_state.get("world_size")
 
 

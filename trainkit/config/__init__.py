@@ -1,5 +1,7 @@
 """Configs: a CfgNode with trainkit's keys, lengths in iterations or epochs, and constructors that take a config."""
 
+from typing import Any
+
 from trainkit.config.checks import check_values
 from trainkit.config.config import CfgNode
 from trainkit.config.defaults import get_cfg
@@ -8,16 +10,8 @@ from trainkit.config.instantiate import instantiate
 from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
 from trainkit.config.projects import choose, import_modules, prepare_projects
 from trainkit.utils.errors import ConfigError
-from trainkit.utils.loading import names_on_demand
+from trainkit.utils.plugins import lent_names, lent_object
 
-_OF_PROJECTS = [
-    "LazyConfig",
-    "LazyCall",
-    "scale_lr_to_batch",
-    "scale_workers",
-    "global_cfg",
-    "set_global_cfg",
-]
 __all__ = [
     "get_cfg",
     "CfgNode",
@@ -35,6 +29,11 @@ __all__ += [
     "LENGTH_KEYS",
     "instantiate",
 ]
-__all__ += _OF_PROJECTS
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -6,9 +6,9 @@ from functools import reduce
 from typing import Any
 
 from trainkit.config.config import CfgNode, changed_settings, get_key
-from trainkit.config.defaults import ACCEPTED, get_cfg
+from trainkit.config.defaults import ACCEPTED, core_defaults, get_cfg
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
-from trainkit.config.projects import projects_of
+from trainkit.config.projects import check_projects
 from trainkit.utils.errors import ConfigError, not_accepted
 from trainkit.utils.periods import is_in
 
@@ -38,8 +38,7 @@ def check_values(cfg: Any) -> None:
         raise not_accepted("SOLVER.AMP.LOSS_SCALE", scale, '"dynamic", or a number in (0, inf)')
     if "SOLVER.WARMUP_ITERS" not in unused:
         warmup_length(cfg.SOLVER)
-    for project in projects_of(cfg):
-        getattr(project, "check", lambda _: None)(cfg)
+    check_projects(cfg)
 
 
 def unused_keys(cfg: CfgNode) -> set[str]:
@@ -95,7 +94,7 @@ def _unused_of_schedule(solver: CfgNode) -> str:
 
 def _check_none(cfg: CfgNode, unused: Collection[str]) -> None:
     """Raises ConfigError if a text is None that has no "off": its default is not empty."""
-    for key, default in changed_settings(get_cfg(), CfgNode()):
+    for key, default in changed_settings(core_defaults(), CfgNode()):
         *parents, name = key.split(".")
         node = get_key(cfg, ".".join(parents)) if parents else cfg
         is_none = isinstance(node, CfgNode) and name in node and node[name] is None

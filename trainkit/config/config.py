@@ -1,4 +1,4 @@
-"""CfgNode: fvcore's config node with keys of projects, and with errors that name the key and what is accepted."""
+"""CfgNode: fvcore's config node, with errors that name the key and what is accepted."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,12 +12,10 @@ from fvcore.common.config import CfgNode as _FvcoreCfgNode
 from trainkit.config.lengths import LENGTH_KEYS, parse_length
 from trainkit.config.yaml_files import Dumper, load_yaml, parse_literal, read_with_base
 from trainkit.utils.errors import ConfigError, UnknownKeyError, not_accepted
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import CONFIG_KEYS
 from trainkit.utils.registry import did_you_mean
 
 # marks in a node's __dict__, like those of yacs
-_OF_PROJECTS = "__of_projects__"  # name -> full key of the keys of projects
+_OF_PROJECTS = "__of_projects__"  # name -> default of the keys of projects
 _UNSET = "__unset__"  # the names whose values are defaults that nobody has set
 # the names that `CfgNode.dump` leaves out while they are not set
 _DUMPED_IF_SET = "__dumped_if_set__"
@@ -41,10 +39,6 @@ class CfgNode(_FvcoreCfgNode):
     A node remembers which of its values were set: by merging, or as an attribute, ``cfg.SOLVER.BASE_LR = 0.1``. An
     item, ``cfg.SOLVER["BASE_LR"] = 0.1``, is how trainkit changes a value for the user; it does not count.
     """
-
-    def __getattr__(self, name: str) -> Any:
-        _declare(self, name)
-        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -118,7 +112,8 @@ class CfgNode(_FvcoreCfgNode):
         """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``.
 
         Keys of ``trainkit.config.defaults.MEANT_IF_SET`` that are not set are only comments at the end, so that they
-        are not set in the config that is read back either.
+        are not set in the config that is read back either. Keys of projects that have their defaults are left out, so
+        that the config can also be read where the project is missing.
         """
         left_out: list[str] = []
         text: str = yaml.dump(_without_unset(self, "", left_out), Dumper=Dumper, **kwargs)
@@ -139,15 +134,29 @@ def mark_as_defaults(root: CfgNode, dumped_if_set: Iterable[str]) -> None:
         node.__dict__.setdefault(_DUMPED_IF_SET, set()).add(name)
 
 
+def mark_keys_of_projects(root: CfgNode, keys: CfgNode) -> None:
+    """Note the defaults of ``keys``, a part of the config ``root``, for `CfgNode.dump`."""
+    for name, default in keys.items():
+        if isinstance(default, CfgNode):
+            mark_keys_of_projects(root[name], default)
+        else:
+            root.__dict__.setdefault(_OF_PROJECTS, {})[name] = default
+
+
 def _without_unset(node: _FvcoreCfgNode, prefix: str, left_out: list[str]) -> dict[str, Any]:
-    """A plain copy for a dump; a line for each key that is not in it is appended to ``left_out``."""
+    """A plain copy for a dump; a line for each key that was not set is appended to ``left_out``."""
     plain: dict[str, Any] = {}
     if_set = node.__dict__.get(_DUMPED_IF_SET, set()) & node.__dict__.get(_UNSET, set())
+    of_projects = node.__dict__.get(_OF_PROJECTS, {})
     for name, value in node.items():
         if isinstance(value, _FvcoreCfgNode):
-            plain[name] = _without_unset(value, f"{prefix}{name}.", left_out)
+            below = _without_unset(value, f"{prefix}{name}.", left_out)
+            if below or not value:  # else all of its keys are those of a project
+                plain[name] = below
         elif name in if_set:
             left_out.append(f"{prefix}{name} {value}")
+        elif name in of_projects and value == of_projects[name]:
+            continue
         else:
             plain[name] = value
     return plain
@@ -156,7 +165,6 @@ def _without_unset(node: _FvcoreCfgNode, prefix: str, left_out: list[str]) -> di
 def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(full key, value) of each setting of ``cfg`` that differs from ``default`` or is not in it."""
     for name, value in cfg.items():
-        _declare(default, name)
         if isinstance(value, _FvcoreCfgNode):
             yield from changed_settings(value, default.get(name, CfgNode()), f"{prefix}{name}.")
         elif name not in default or value != default[name]:
@@ -164,36 +172,11 @@ def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterat
 
 
 def get_key(cfg: CfgNode, key: str) -> Any:
-    """The value of a full key; None if it is not there, also if a project could declare it."""
+    """The value of a full key; None if it is not there."""
     value: Any = cfg
     for name in key.split("."):
         value = value.get(name) if isinstance(value, _FvcoreCfgNode) else None
     return value
-
-
-def mark_keys_of_projects(root: CfgNode) -> None:
-    """Let projects declare their keys in ``root``, and in its copies, when these keys are first used."""
-    for key in CONFIG_KEYS:
-        *parents, name = key.split(".")
-        reduce(getitem, parents, root).__dict__.setdefault(_OF_PROJECTS, {})[name] = key
-
-
-def _declare(node: _FvcoreCfgNode, name: object) -> None:
-    """Add the key ``name`` with its default, if a project declares it and it is not there yet."""
-    full_key = node.__dict__.get(_OF_PROJECTS, {}).get(name)
-    if full_key is None or name in node:
-        return
-    defaults = CfgNode()
-    for key in CONFIG_KEYS:
-        reduce(
-            lambda parent, part: parent.setdefault(part, CfgNode()), key.split(".")[:-1], defaults
-        )
-    load_plugin(CONFIG_KEYS[full_key]).add_config(defaults)
-    mark_as_defaults(defaults, ())
-    node.__dict__.get(_UNSET, set()).add(name)
-    node[name] = reduce(getitem, full_key.split("."), defaults)
-    if isinstance(node[name], CfgNode) and node.is_frozen():
-        node[name].freeze()
 
 
 def _merge(
@@ -202,7 +185,6 @@ def _merge(
     """Merge a mapping into the node of ``root`` whose key is ``prefix`` (it ends with a dot)."""
     for name, value in other.items():
         key = f"{prefix}{name}"
-        _declare(node, name)
         if name not in node:
             if root.key_is_deprecated(key):  # this logs a warning
                 continue

@@ -3,10 +3,14 @@
 Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epochs (``"3ep"``).
 """
 
+import copy
+import functools
 from typing import Any
 
 from trainkit.config.config import CfgNode as CN
-from trainkit.config.config import mark_as_defaults, mark_keys_of_projects
+from trainkit.config.config import changed_settings, mark_as_defaults, mark_keys_of_projects
+from trainkit.utils.errors import ConfigError
+from trainkit.utils.plugins import Plugin, Plugins, find_plugins
 
 _C = CN()
 # The version of this set of keys.
@@ -269,15 +273,76 @@ ACCEPTED: dict[Any, str] = {
 """An interval of numbers, or values -> the keys that accept them, see `trainkit.config.checks.check_accepted`."""
 
 
-# config files of earlier versions have these keys
-_DROPPED = ["LOG.EVAL_AXIS", "MODEL.ACTIVATION_CHECKPOINT.KEEP", "TEST.PERSISTENT_WORKERS"]
-
-
 def get_cfg() -> CN:
-    """A new copy of the defaults, which you may change."""
-    cfg = _C.clone()
+    """A new copy of the defaults, those of projects too, which you may change."""
+    return _defaults_with(find_plugins()).clone()
+
+
+def core_defaults() -> CN:
+    """A new copy of the defaults of trainkit's own keys, without those of projects."""
+    return _C.clone()
+
+
+@functools.cache
+def _defaults_with(plugins: Plugins) -> CN:
+    cfg = core_defaults()
+    for plugin in plugins.each:
+        _add_keys(cfg, keys_of(plugin), "", plugins)
     mark_as_defaults(cfg, MEANT_IF_SET)
-    for key in _DROPPED:
-        cfg.register_deprecated_key(key)
-    mark_keys_of_projects(cfg)
+    for plugin in plugins.each:
+        mark_keys_of_projects(cfg, keys_of(plugin))
     return cfg
+
+
+@functools.cache
+def keys_of(plugin: Plugin) -> CN:
+    """A config that has only the keys that ``plugin`` adds to those of trainkit; do not change it.
+
+    Raises ConfigError if it changes a key of trainkit, or if its ``add_config`` fails.
+    """
+    cfg = core_defaults()
+    try:
+        plugin.add_config(cfg)
+    except Exception as error:  # it may raise anything
+        raise ConfigError(
+            f"add_config of the plug-in {plugin.module} fails: {type(error).__name__}: {error}; "
+            "correct it, or remove the package"
+        ) from error
+    return _added_keys(cfg, _C, "", plugin)
+
+
+def _added_keys(node: CN, known: CN, prefix: str, plugin: Plugin) -> CN:
+    added = CN()
+    for name, value in node.items():
+        if name not in known:
+            added[name] = value
+        elif isinstance(value, CN) and isinstance(known[name], CN):
+            below = _added_keys(value, known[name], f"{prefix}{name}.", plugin)
+            if below:
+                added[name] = below
+        elif value != known[name]:
+            raise ConfigError(
+                f"the plug-in {plugin.module} changes {prefix}{name}, a key of trainkit; "
+                "let its add_config add keys with other names"
+            )
+    return added
+
+
+def _add_keys(cfg: CN, keys: CN, prefix: str, plugins: Plugins) -> None:
+    """Raises ConfigError if one of them is there already."""
+    for name, value in keys.items():
+        key = f"{prefix}{name}"
+        if name not in cfg:
+            cfg[name] = copy.deepcopy(value)
+        elif isinstance(value, CN) and isinstance(cfg[name], CN):
+            _add_keys(cfg[name], value, f"{key}.", plugins)
+        else:
+            both = [plugin.module for plugin in plugins.each if _has_key(plugin, key)]
+            raise ConfigError(
+                f"{' and '.join(both)} both have the key {key}; remove one of them, or rename the key there"
+            )
+
+
+def _has_key(plugin: Plugin, key: str) -> bool:
+    settings = changed_settings(keys_of(plugin), CN())
+    return any(f"{name}.".startswith(f"{key}.") for name, _ in settings)

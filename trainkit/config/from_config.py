@@ -8,7 +8,7 @@ from typing import Any
 # the base class of all config nodes, also those of fvcore and trainkit
 from yacs.config import CfgNode
 
-from trainkit.utils.plugins import CONFIG_TYPES, type_name
+from trainkit.utils.plugins import find_plugins, type_name
 
 
 def configurable(
@@ -62,7 +62,7 @@ def _configurable_function(
 
 def _is_called_with_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     cfg = args[0] if args else kwargs.get("cfg")
-    return isinstance(cfg, CfgNode) or type_name(cfg) in CONFIG_TYPES
+    return isinstance(cfg, CfgNode) or type_name(cfg) in find_plugins().config_types
 
 
 def _class_method_of(owner: type) -> Callable[..., Any]:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import load
 
 
 def instantiate(cfg: Any) -> Any:
     """Make every call that ``cfg`` describes, inner calls first; a project has the function."""
-    return load_plugin(NAMES["instantiate"]).instantiate(cfg)
+    return load("instantiate")(cfg)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fvcore.common.config import CfgNode
 
 from trainkit.utils.errors import ConfigError, not_accepted
-from trainkit.utils.periods import exact, parse_time, whole_or_rounded
+from trainkit.utils.periods import Period, as_period, parse_time, round_length
 
 LENGTH_KEYS = frozenset(
     {
@@ -23,6 +23,10 @@ LENGTH_KEYS = frozenset(
 TIME_KEYS = frozenset({"SOLVER.CHECKPOINT_PERIOD"})
 """Those of LENGTH_KEYS that also take a time, such as ``30min``."""
 _PERIODS = frozenset({"SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD", "LOG.PERIOD", "VIS_PERIOD"})
+# an offset of a period keeps its fraction as the period does
+_OFFSETS = frozenset({"CHECKPOINT.START", "TEST.EVAL_START"})
+# in entries of HOOKS and SOLVER.SCHEDULES, the keys of periods and their offsets
+_PERIOD_OF_ENTRY = re.compile(r"(.*_)?(PERIOD|INTERVAL)|START|STEP_SIZE|PERIODS\[\d+\]")
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
 _Cfg = TypeVar("_Cfg", bound=CfgNode)
 
@@ -33,9 +37,13 @@ class Epochs:
 
     count: float
 
-    def to_iters(self, iters_per_epoch: int) -> int:
-        """The nearest number of iterations, at least 1 unless ``count`` is 0. A period in epochs keeps its fraction."""
-        return whole_or_rounded(Fraction(str(self.count)) * exact(iters_per_epoch))
+    def to_iters(self, epoch_length: int | Fraction) -> int:
+        """The nearest number of iterations, at least 1 unless ``count`` is 0."""
+        return round_length(Fraction(str(self.count)) * epoch_length)
+
+    def to_period(self, epoch_length: int | Fraction) -> int | Period:
+        """A period: a number of iterations that keeps its fraction."""
+        return as_period(Fraction(str(self.count)) * Fraction(epoch_length))
 
 
 @dataclass(frozen=True)
@@ -63,29 +71,44 @@ def parse_length(value: object, key: str = "length") -> int | Epochs | Seconds:
     raise not_accepted(key, value, accepted)
 
 
-def resolve_lengths(cfg: _Cfg, iters_per_epoch: int | None) -> _Cfg:
+def resolve_lengths(cfg: _Cfg, epoch_length: int | Fraction | None) -> _Cfg:
     """A copy of ``cfg`` with all lengths in iterations; it is frozen if ``cfg`` is.
 
+    A length is an int. A period, and its offset, that is not a whole number of iterations is a `Period`.
+
     Args:
-        iters_per_epoch: iterations per pass over the training data; None if the data has no length: a length in epochs
-            is then a ConfigError.
+        epoch_length: iterations per pass over the training data, not rounded; None if the data has no length: a length
+            in epochs is then a ConfigError.
     """
 
-    def resolve(key: str, value: Any) -> Any:
+    def resolve(key: str, value: Any, in_steps: bool = False) -> Any:
         if isinstance(value, CfgNode):  # a copy that knows what was set
             node = value.clone()
             for name, item in value.items():
                 node[name] = resolve(f"{key}.{name}", item)
             return node
         if isinstance(value, Mapping):
-            return {name: resolve(f"{key}.{name}", item) for name, item in value.items()}
+            # a schedule divides these lengths by STEP_SIZE, and rounds then
+            rounded_later = value.keys() - {"BEGIN", "END"} if "STEP_SIZE" in value else set()
+            return {
+                name: resolve(f"{key}.{name}", item, name in rounded_later)
+                for name, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            return type(value)(resolve(f"{key}[{i}]", item) for i, item in enumerate(value))
+            return type(value)(
+                resolve(f"{key}[{i}]", item, in_steps) for i, item in enumerate(value)
+            )
         if not isinstance(value, str) or not _EPOCHS.fullmatch(value):
             return value
-        if iters_per_epoch is None:
+        if epoch_length is None:
             raise not_accepted(key, value, "iterations, since an epoch of these data has no length")
-        return Epochs(float(value[:-2])).to_iters(iters_per_epoch)
+        epochs = Epochs(float(value[:-2]))
+        if key in _PERIODS or key in _OFFSETS:
+            return epochs.to_period(epoch_length)
+        name = key.rpartition(".")[2]
+        if in_steps or (key not in LENGTH_KEYS and _PERIOD_OF_ENTRY.fullmatch(name)):
+            return epochs.to_period(epoch_length)
+        return epochs.to_iters(epoch_length)
 
     resolved = cfg.clone()
     # in entries, every text such as "3ep" is a length

@@ -1,17 +1,17 @@
-"""What a config names outside of trainkit: modules in IMPORTS, and projects whose keys it has, see `CONFIG_KEYS`."""
+"""What a config names outside of trainkit: modules in IMPORTS, and the projects whose keys it changes."""
 
+import copy
 import importlib
 from collections.abc import Iterable
 from functools import reduce
 from operator import getitem
-from types import ModuleType
 from typing import Any
 
-from trainkit.config.config import CfgNode, get_key
+from trainkit.config.config import CfgNode
+from trainkit.config.defaults import keys_of
 from trainkit.utils import comm
 from trainkit.utils.errors import ConfigError, not_accepted
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import CONFIG_KEYS
+from trainkit.utils.plugins import Plugin, find_plugins
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -28,31 +28,92 @@ def import_modules(names: Iterable[str]) -> None:
             raise not_accepted("IMPORTS", name, accepted) from error
 
 
-def projects_of(cfg: CfgNode) -> list[ModuleType]:
-    """The modules that declare keys which are in ``cfg``; each once."""
-    found = dict.fromkeys(
-        module for key, module in CONFIG_KEYS.items() if get_key(cfg, key) is not None
-    )
-    return [load_plugin(module) for module in found]
+def projects_in_use(cfg: CfgNode) -> list[Plugin]:
+    """The plug-ins of which a key has another value than its default in ``cfg``; a key may be missing there."""
+    return [plugin for plugin in find_plugins().each if has_changes(cfg, keys_of(plugin))]
+
+
+def has_changes(cfg: CfgNode, defaults: CfgNode) -> bool:
+    """Whether a key of ``defaults`` has another value in ``cfg``.
+
+    None is no other value if the default is empty, 0 or False: both switch off.
+    """
+    if defaults.is_new_allowed() and not {*cfg} <= {*defaults}:
+        return True
+    for name, default in defaults.items():
+        if name not in cfg:
+            continue
+        value = cfg[name]
+        if isinstance(default, CfgNode) and isinstance(value, CfgNode):
+            if has_changes(value, default):
+                return True
+        elif value is None and not default:
+            continue
+        elif value != default:
+            return True
+    return False
+
+
+def check_projects(cfg: CfgNode) -> None:
+    """Raises ConfigError if a project does not accept the values of its keys."""
+    for plugin in projects_in_use(cfg):
+        plugin.check(with_keys_of(cfg, plugin))
 
 
 def prepare_projects(cfg: CfgNode) -> CfgNode:
-    """A copy of ``cfg`` that its projects have changed."""
-    cfg, was_frozen = cfg.clone(), cfg.is_frozen()
+    """A copy of ``cfg`` that the projects in use have changed."""
+    was_frozen = cfg.is_frozen()
+    cfg = cfg.clone()
     cfg.defrost()
     comm.set_data_ranks()  # a project may set others
-    for project in projects_of(cfg):
-        getattr(project, "prepare", lambda _: None)(cfg)
+    for plugin in projects_in_use(cfg):
+        cfg = with_keys_of(cfg, plugin)
+        plugin.prepare(cfg)
     if was_frozen:
         cfg.freeze()
     return cfg
 
 
-def wrap_by_projects(function: str, cfg: CfgNode, part: Any) -> Any:
-    """``part``, after each project of ``cfg`` has wrapped it by its ``function``."""
-    for project in projects_of(cfg):
-        part = getattr(project, function, lambda _, same: same)(cfg, part)
-    return part
+def wrap_model(cfg: CfgNode, model: Any) -> Any:
+    """``model``, after the projects in use have wrapped it."""
+    for plugin in projects_in_use(cfg):
+        model = plugin.wrap_model(with_keys_of(cfg, plugin), model)
+    return model
+
+
+def wrap_loader(cfg: CfgNode, loader: Any) -> Any:
+    """``loader``, after the projects in use have wrapped it."""
+    for plugin in projects_in_use(cfg):
+        loader = plugin.wrap_loader(with_keys_of(cfg, plugin), loader)
+    return loader
+
+
+def with_keys_of(cfg: CfgNode, plugin: Plugin) -> CfgNode:
+    """``cfg`` itself if it has all keys of ``plugin``; else a copy in which missing ones have their defaults."""
+    keys = keys_of(plugin)
+    if _has_all(cfg, keys):
+        return cfg
+    cfg = cfg.clone()
+    _add_missing(cfg, keys)
+    return cfg
+
+
+def _has_all(cfg: CfgNode, keys: CfgNode) -> bool:
+    for name, default in keys.items():
+        if name not in cfg:
+            return False
+        is_node = isinstance(default, CfgNode) and isinstance(cfg[name], CfgNode)
+        if is_node and not _has_all(cfg[name], default):
+            return False
+    return True
+
+
+def _add_missing(cfg: CfgNode, defaults: CfgNode) -> None:
+    for name, default in defaults.items():
+        if name not in cfg:
+            cfg[name] = copy.deepcopy(default)
+        elif isinstance(default, CfgNode) and isinstance(cfg[name], CfgNode):
+            _add_missing(cfg[name], default)
 
 
 def choose(cfg: CfgNode, key: str, value: str, because: str) -> None:

@@ -9,6 +9,8 @@ from typing import IO, Any
 import yaml
 
 from trainkit.utils.errors import ConfigError, not_accepted
+from trainkit.utils.file_io import refuse_pipe
+from trainkit.utils.periods import Period, round_length
 
 _NUMBER = re.compile(r"[-+]?((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|inf|nan)\Z")
 
@@ -32,9 +34,12 @@ class Dumper(yaml.SafeDumper):
     """Writes YAML that `load_yaml` reads back as the same values."""
 
     def represent_data(self, data: Any) -> yaml.Node:
-        for kind in (dict, int):  # a node, and a length that was rounded
-            if isinstance(data, kind) and not isinstance(data, bool):
-                data = kind(data)  # type: ignore[arg-type]
+        if isinstance(data, dict):
+            data = dict(data)  # a node
+        elif isinstance(data, Period):
+            data = round_length(data)
+        elif isinstance(data, int) and not isinstance(data, bool):
+            data = int(data)  # an IntEnum
         return super().represent_data(data)
 
 
@@ -74,10 +79,12 @@ def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
 def read_yaml(path: str) -> dict[str, Any]:
     """Read the file ``path``, see `load_yaml`."""
     try:
+        refuse_pipe(path)
         with open(path, encoding="utf-8") as file:
             return load_yaml(file, path)
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"cannot read the config file {path!r}: {reason}") from error
 
 
 def read_with_base(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Datasets by name, samplers whose order depends on seed and position alone, and loaders built from a config."""
 
+from typing import Any
+
 from trainkit.data.build import (
     SAMPLER_REGISTRY,
     TRANSFORM_REGISTRY,
@@ -14,16 +16,8 @@ from trainkit.data.fetch import trivial_batch_collator
 from trainkit.data.loader import ResumableLoader
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
 from trainkit.data.workers import worker_init_reset_seed
-from trainkit.utils.loading import names_on_demand
-from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
-
-_OF_PROJECTS = [
-    "CombinedLoader",
-    "GroupedBatchSampler",
-    "RandomSubsetTrainingSampler",
-    "RepeatFactorTrainingSampler",
-]
-_OF_PROJECTS += ["Metadata", "MetadataCatalog", "ToIterableDataset"]
+from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.protocol import epoch_length, iters_per_epoch, resume_obstacle
 
 __all__ = ["DatasetCatalog", "MapDataset", "DatasetFromList", "SAMPLER_REGISTRY"]
 __all__ += ["TRANSFORM_REGISTRY", "build_transform", "build_train_loader", "build_test_loader"]
@@ -38,8 +32,14 @@ __all__ += [
     "InfiniteSampler",
     "InferenceSampler",
     "resume_obstacle",
+    "epoch_length",
     "iters_per_epoch",
 ]
-__all__ += _OF_PROJECTS
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

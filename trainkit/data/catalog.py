@@ -4,12 +4,19 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainkit.utils.loading import names_on_demand
+from trainkit.utils.plugins import lent_names, lent_object
 from trainkit.utils.registry import did_you_mean
 
-__all__ = ["DatasetCatalog", "Metadata", "MetadataCatalog"]  # noqa: F822  the last two are in a project
+__all__ = ["DatasetCatalog"]
 
-__getattr__ = names_on_demand(__name__, "Metadata", "MetadataCatalog")
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]
+
 
 _T = TypeVar("_T")
 

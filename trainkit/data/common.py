@@ -12,14 +12,17 @@ import torch
 from torch.utils import data
 from torch.utils.data import IterableDataset
 
-from trainkit.utils.loading import names_on_demand
+from trainkit.utils.plugins import lent_names, lent_object
 
-_OF_PROJECTS = ["AspectRatioGroupedDataset", "ToIterableDataset"]
-__all__ = ["DatasetFromList", "MapDataset", *_OF_PROJECTS]
+__all__ = ["DatasetFromList", "MapDataset"]
 
-__getattr__ = names_on_demand(
-    __name__, *_OF_PROJECTS, "set_default_dataset_from_list_serialize_method"
-)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]
 
 
 class MapDataset(data.Dataset[Any]):

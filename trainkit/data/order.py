@@ -11,6 +11,7 @@ from torch.utils import data
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler
 from trainkit.data.seeding import splitmix64
 from trainkit.utils import comm
+from trainkit.utils.periods import check_period
 
 NOT_TOLD = -1
 """The epoch, if nobody has said which one it is."""
@@ -102,13 +103,16 @@ class Order(data.Sampler[Draw]):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.source.load_state_dict(copy.deepcopy(state["order"]))
-        self._own_seed = state["seed"]
-        self._source_at_start = state["order"]
-        self._progress = Progress(
-            state["position"], state.get("batches", 0), state.get("epoch", NOT_TOLD)
+        progress = Progress(
+            check_period("position", state["position"]),
+            check_period("batches", state.get("batches", 0)),
+            check_period("epoch", state.get("epoch", NOT_TOLD), minimum=NOT_TOLD),
         )
+        self._own_seed = check_period("seed", state["seed"])
+        self.source.load_state_dict(copy.deepcopy(state["order"]))
+        self._source_at_start = state["order"]
         self._is_loaded = True
+        self._progress = progress
 
     def start_pass(self) -> Progress:
         """Start a pass: after loading a state where it says, else where the source goes on."""

@@ -11,8 +11,8 @@ from torch.utils.data import Sampler
 
 from trainkit.config.from_config import configurable
 from trainkit.utils import comm
-from trainkit.utils.loading import names_on_demand
-from trainkit.utils.periods import check_number, is_whole
+from trainkit.utils.periods import check_number, check_period, is_whole
+from trainkit.utils.plugins import lent_names, lent_object
 
 __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
@@ -21,9 +21,13 @@ logger = logging.getLogger(__name__)
 # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
 _BLOCK = 1 << 16
 
-__getattr__ = names_on_demand(
-    __name__, "GroupedBatchSampler", "RandomSubsetTrainingSampler", "RepeatFactorTrainingSampler"
-)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]
 
 
 class InfiniteSampler(Sampler[int]):
@@ -60,6 +64,8 @@ class InfiniteSampler(Sampler[int]):
         return {"seed": self.seed, "position": self.start if position is None else position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        check_period("seed", state["seed"])
+        check_period("position", state["position"])
         if state["seed"] != self.seed:
             logger.info(
                 "The data continues in the order of the checkpoint's seed %d, not of %d",

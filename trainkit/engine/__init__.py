@@ -1,5 +1,7 @@
 """The loop, the trainers, hooks, and the default trainer."""
 
+from typing import Any
+
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
@@ -7,7 +9,6 @@ from trainkit.engine.entry import EvaluationRun, run
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import (  # noqa: F401  - from here too, as in detectron2
     HOOK_REGISTRY,
-    HOOKS_OF_PROJECTS,
     BestCheckpointer,
     CallbackHook,
     ConfiguredHooks,
@@ -34,9 +35,7 @@ from trainkit.engine.setup import (
     user_errors_exit,
 )
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils.loading import names_on_demand
-
-_OF_PROJECTS = ["DefaultPredictor", "GraphTrainer", "GraphAMPTrainer", "fast_dev_config"]
+from trainkit.utils.plugins import lent_names, lent_object
 
 __all__ = [
     "DefaultTrainer",
@@ -56,6 +55,12 @@ __all__ += [
     "launch",
     "run",
 ]
-__all__ += ["DEFAULT_TIMEOUT", "create_ddp_model", "is_restarted", *_OF_PROJECTS]
+__all__ += ["DEFAULT_TIMEOUT", "create_ddp_model", "is_restarted"]
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS, *HOOKS_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

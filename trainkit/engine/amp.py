@@ -1,7 +1,6 @@
 """One optimization step in mixed precision."""
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -9,82 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.engine.losses import Losses, describe_failure
+from trainkit.engine.losses import Losses
+from trainkit.engine.policies import SKIP_FLAG, skips_on_device
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
 from trainkit.utils.events.storage import get_event_storage
-from trainkit.utils.periods import check_period
 
 logger = logging.getLogger(__name__)
 
 SCALE = "[metric]grad_scaler"  # stored in each iteration, as in detectron2
 _SCALE_FLAG = "[flag]scale"
-SKIP_FLAG = "[flag]not_finite"  # of the scaler: 1 if it skips the update
 
 
-class SkippingTrainer(SimpleTrainer):
-    """Base class of trainers that leave out some updates.
-
-    These are counted, and too many in a row end the run. `judge_gradients` of a subclass returns
-    `SKIP_FLAG`, which is 1 if the update is left out.
-    """
-
-    def __init__(self, *args: Any, max_non_finite_in_row: int = 25, **kwargs: Any) -> None:
-        """
-        Args:
-            args, kwargs: as in `SimpleTrainer`.
-            max_non_finite_in_row: this number of updates in a row that are left out ends the run.
-                After 25 of them a gradient scale of 2**16 has fallen to 2**-9.
-        """
-        self.max_non_finite_in_row = check_period(
-            "max_non_finite_in_row", max_non_finite_in_row, minimum=1
-        )
-        self.skipped_updates = 0
-        self._skipped_in_row = 0
-        super().__init__(*args, **kwargs)
-
-    def look(self, iter: int, values: dict[str, Any]) -> str | None:
-        """As in `SimpleTrainer`; counts the updates that are left out, and stores their number."""
-        if SKIP_FLAG not in values:
-            return super().look(iter, values)
-        is_skipped = bool(values.pop(SKIP_FLAG))
-        if is_skipped:
-            self.skipped_updates += 1
-            self._skipped_in_row += 1
-        else:
-            self._skipped_in_row = 0
-        if (iter + 1) % self.gather_metric_period == 0:
-            get_event_storage().put_scalar(
-                "skipped_updates", self.skipped_updates, smoothing_hint=False, cur_iter=iter
-            )
-        if not is_skipped:
-            return super().look(iter, values)
-        has_finite_loss = math.isfinite(values["total_loss"])
-        failure = None
-        if self._skipped_in_row >= self.max_non_finite_in_row and self.non_finite != "ignore":
-            subject = "gradients are" if has_finite_loss else "loss is"
-            note = f"; this is update {self._skipped_in_row} in a row that is skipped"
-            failure = describe_failure(subject, iter, values, note)
-        if not has_finite_loss:
-            for name, value in list(values.items()):
-                if not math.isfinite(value):
-                    del values[name]  # it would spoil every average
-        return failure
-
-    def step_state_dict(self) -> dict[str, Any]:
-        self.storage_in_use().flush()  # updates are counted when they are stored
-        counts = {"skipped": self.skipped_updates, "in_row": self._skipped_in_row}
-        return {**super().step_state_dict(), "non_finite": counts}
-
-    def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_step_state_dict(state_dict)
-        counts = state_dict.get("non_finite", {})  # detectron2 has no such entry
-        self.skipped_updates = counts.get("skipped", 0)
-        self._skipped_in_row = counts.get("in_row", 0)
-
-
-class AMPTrainer(SkippingTrainer):
+class AMPTrainer(SimpleTrainer):
     """`SimpleTrainer` in mixed precision: the forward pass is under autocast.
 
     Parameters, gradients and the optimizer's state stay in float32. float16 has a gradient scaler;
@@ -112,7 +49,7 @@ class AMPTrainer(SkippingTrainer):
                 `fixed_scaler`.
             precision: ``torch.float16`` or ``torch.bfloat16``.
             log_grad_scaler: store the scale of each iteration as ``[metric]grad_scaler``.
-            kwargs: as in `SkippingTrainer` and `SimpleTrainer`.
+            kwargs: as in `SimpleTrainer`.
 
         Raises:
             ValueError: another precision; a model on several devices of one process.
@@ -180,13 +117,13 @@ class AMPTrainer(SkippingTrainer):
         if comm.get_data_group_size() > 1:
             dist.all_reduce(self._skip_flag, dist.ReduceOp.MAX)
 
-    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
-        extra = super().judge_gradients(losses)
+    def flags(self) -> dict[str, Tensor]:
+        flags = super().flags()
         if self.grad_scaler.is_enabled():
-            extra[SKIP_FLAG] = self._skip_flag
+            flags[SKIP_FLAG] = self._skip_flag
             if self.log_grad_scaler:
-                extra[_SCALE_FLAG] = cast(Tensor, self.grad_scaler._get_scale_async()).clone()
-        return extra
+                flags[_SCALE_FLAG] = cast(Tensor, self.grad_scaler._get_scale_async()).clone()
+        return flags
 
     def update(self) -> None:
         if not self.grad_scaler.is_enabled():
@@ -227,8 +164,3 @@ def fixed_scaler(device_type: str, scale: float) -> torch.amp.GradScaler:
     scaler.set_growth_factor(1.0)
     scaler.set_backoff_factor(1.0)
     return scaler
-
-
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step()`` reads the scaler's flag itself, so that the host does not wait for it."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)

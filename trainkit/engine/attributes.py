@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.atomic import loading
 from trainkit.checkpoint.optimizer_state import (
     describe_groups,
     fit_state,
@@ -142,10 +142,8 @@ class Attributes:
         groups = state_dict.get("attribute_groups", {})
         for name, value in self.objects().items():
             if name in states and isinstance(value, Optimizer):
-                try:
+                with loading(f"trainer.{name}"):
                     fit_state(value, states[name], groups.get(name, []), self.names())
-                except CheckpointError as error:
-                    raise CheckpointError(f"trainer.{name}: {error}") from error
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the states of the attributes that exist; the others wait. Raises CheckpointError."""
@@ -163,17 +161,11 @@ class Attributes:
                 continue
             state = self._waiting.pop(name)
             groups = self._groups.pop(name, [])
-            try:
+            with loading(f"trainer.{name} ({type(value).__name__})"):
                 if isinstance(value, Optimizer):
                     load_optimizer(value, state, groups, self.names())
                 else:
                     _unwrap(value).load_state_dict(state)
-            except CheckpointError as error:
-                raise CheckpointError(f"trainer.{name}: {error}") from error
-            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                text = f"trainer.{name} ({type(value).__name__}) does not fit its state"
-                raise CheckpointError(f"{text} ({reason})") from error
             if self._loaded is not None:
                 self._loaded.add(name)
 

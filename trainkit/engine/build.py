@@ -1,6 +1,6 @@
 """The trainer of a step and the wrapper of the model that a config asks for."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from trainkit.config import CfgNode
-from trainkit.engine.amp import AMPTrainer, SkippingTrainer, fixed_scaler
+from trainkit.engine.amp import AMPTrainer, fixed_scaler
 from trainkit.engine.parallel import check_own_device
+from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.clipping import build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
@@ -20,7 +21,7 @@ TRAINER_REGISTRY = Registry("TRAINER")
 """SOLVER.TRAINER -> a function ``(cfg, model, data_loader, optimizer)`` that returns a `SimpleTrainer`."""
 
 POLICY_REGISTRY = Registry("POLICY")
-"""SOLVER.NON_FINITE.POLICY, except "raise" and "ignore" -> a function without arguments that returns a base class."""
+"""SOLVER.NON_FINITE.POLICY, except "raise" and "ignore" -> a function ``(max_in_row)`` that returns a policy."""
 
 WRAPPER_REGISTRY = Registry("WRAPPER")
 """MODEL.PARALLEL -> a function ``(cfg, build)`` that returns the model of several processes; "ddp" is not in it.
@@ -61,16 +62,14 @@ def make_step_trainer(
     optimizer: torch.optim.Optimizer,
     plain: type[SimpleTrainer] = SimpleTrainer,
     mixed: type[AMPTrainer] = AMPTrainer,
-    outer: Sequence[type[SimpleTrainer]] = (),
     **kwargs: Any,
 ) -> SimpleTrainer:
     """A trainer with the arguments that ``cfg`` gives, and ``kwargs``.
 
     Args:
         plain: the class without SOLVER.AMP; ``mixed``: the class with it.
-        outer: further base classes, which come before these and that of the policy for values that are not finite.
     """
-    device, policy = device_of(model), cfg.SOLVER.NON_FINITE.POLICY
+    device = device_of(model)
     arguments: dict[str, Any] = {
         "gather_metric_period": cfg.LOG.GATHER_PERIOD,
         "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
@@ -80,28 +79,28 @@ def make_step_trainer(
         "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
         "clip_gradients": getattr(optimizer, "gradient_clipper", None)
         or build_gradient_clipper(cfg),
+        "non_finite": _build_policy(cfg),
         **kwargs,
     }
-    parts: list[type[SimpleTrainer]] = [*outer]
-    if policy in ("raise", "ignore"):
-        arguments["non_finite"] = policy
-    else:
-        parts.append(look_up(POLICY_REGISTRY, policy, "SOLVER.NON_FINITE.POLICY")())
-    parts.append(mixed if cfg.SOLVER.AMP.ENABLED else plain)
-    trainer = (
-        parts[0]
-        if len(parts) == 1
-        else type("".join(part.__name__ for part in parts), tuple(parts), {})
+    if not cfg.SOLVER.AMP.ENABLED:
+        return plain(model, data_loader, optimizer, **arguments)
+    amp = cfg.SOLVER.AMP
+    precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
+    device_type = "cpu" if device is None else device.type
+    if amp.LOSS_SCALE != "dynamic":
+        arguments["grad_scaler"] = fixed_scaler(device_type, amp.LOSS_SCALE)
+    elif precision == torch.float16:
+        arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
+    arguments |= {"precision": precision, "log_grad_scaler": True}
+    return mixed(model, data_loader, optimizer, **arguments)
+
+
+def _build_policy(cfg: CfgNode) -> NonFinitePolicy:
+    name = cfg.SOLVER.NON_FINITE.POLICY
+    max_in_row = cfg.SOLVER.NON_FINITE.MAX_IN_ROW
+    if name in ("raise", "ignore"):
+        return make_policy(name, max_in_row)
+    build: Callable[[int], NonFinitePolicy] = look_up(
+        POLICY_REGISTRY, name, "SOLVER.NON_FINITE.POLICY"
     )
-    if issubclass(trainer, SkippingTrainer):
-        arguments["max_non_finite_in_row"] = cfg.SOLVER.NON_FINITE.MAX_IN_ROW
-    if cfg.SOLVER.AMP.ENABLED:
-        amp = cfg.SOLVER.AMP
-        precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
-        device_type = "cpu" if device is None else device.type
-        if amp.LOSS_SCALE != "dynamic":
-            arguments["grad_scaler"] = fixed_scaler(device_type, amp.LOSS_SCALE)
-        elif precision == torch.float16:
-            arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
-        arguments |= {"precision": precision, "log_grad_scaler": True}
-    return trainer(model, data_loader, optimizer, **arguments)
+    return build(max_in_row)

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from trainkit.utils import comm
-from trainkit.utils.periods import exact
+from trainkit.utils.periods import check_number, check_period
 from trainkit.utils.protocol import samples_of
 
 
@@ -33,16 +33,22 @@ class DataSize:
         epoch = state.get("epoch")
         if epoch is not None:
             epoch = Fraction(*epoch)
+            check_number("epoch", epoch.numerator, "(0, inf)")
+        for name in ("samples", "batch"):
+            if state.get(name) is not None:
+                check_period(name, state[name])
         return cls(state.get("samples"), state.get("batch"), epoch)
 
 
-def data_size_of(loader: Any, accumulation_steps: int, iters_per_epoch: int | None) -> DataSize:
+def data_size_of(
+    loader: Any, accumulation_steps: int, epoch_length: int | Fraction | None
+) -> DataSize:
     """The size of the data of a trainer with this loader."""
     samples, batch_of_rank = samples_of(loader)
     batch = None
     if batch_of_rank is not None:
         batch = batch_of_rank * comm.get_data_world_size() * accumulation_steps
-    epoch = None if iters_per_epoch is None else Fraction(exact(iters_per_epoch))
+    epoch = None if epoch_length is None else Fraction(epoch_length)
     return DataSize(samples, batch, epoch)
 
 

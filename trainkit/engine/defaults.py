@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
-from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.atomic import loading, write_text
 from trainkit.checkpoint.folder import read_finished
 from trainkit.config import (
     CfgNode,
@@ -24,7 +24,7 @@ from trainkit.config import (
     resolve_lengths,
 )
 from trainkit.config.lengths import check_lengths_go_on
-from trainkit.config.projects import wrap_by_projects
+from trainkit.config.projects import wrap_loader, wrap_model
 from trainkit.engine import hooks
 from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
 from trainkit.engine.data_size import DataSize
@@ -46,9 +46,8 @@ from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
-from trainkit.utils.loading import installed, names_on_demand
 from trainkit.utils.periods import say_done
-from trainkit.utils.plugins import RUN_HOOKS
+from trainkit.utils.plugins import find_plugins, lent_names, lent_object, load
 from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
@@ -61,9 +60,14 @@ __all__ = [
     "default_setup",
     "default_writers",
 ]
-__all__ += ["DefaultPredictor"]  # noqa: F822 - in a project
 
-__getattr__ = names_on_demand(__name__, "DefaultPredictor")
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]
 
 
 class _Passed:
@@ -103,6 +107,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     data_loader = forwarded("_trainer.data_loader")
     accumulation_steps = forwarded("_trainer.accumulation_steps")
     iters_per_epoch = forwarded("_trainer.iters_per_epoch")
+    epoch_length = forwarded("_trainer.epoch_length")
     clip_gradients = forwarded("_trainer.clip_gradients")
 
     # what can only be read; a subclass may have an attribute of its own with such a name
@@ -114,7 +119,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     fetch = _Passed("fetch")
     reset_data_loader = _Passed("reset_data_loader")
     metrics = _Passed("metrics")
-    non_finite = _Passed("non_finite")
+    policy = _Passed("policy")
     grad_scaler = _Passed("grad_scaler")
     precision = _Passed("precision")
     skipped_updates = _Passed("skipped_updates")
@@ -131,13 +136,13 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         cfg = self.auto_scale_workers(cfg, comm.get_data_world_size())
 
         def build(cfg: CfgNode) -> nn.Module:
-            return wrap_by_projects("wrap_model", cfg, on_device(cfg, self.build_model(cfg)))
+            return wrap_model(cfg, on_device(cfg, self.build_model(cfg)))
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
         # in this order: users' build_optimizer may need the model, and their build_train_loader both
         model = build_parallel(cfg, ModelBuilder(build, self))
         optimizer = self.build_optimizer(cfg, model)
-        data_loader = wrap_by_projects("wrap_loader", cfg, self.build_train_loader(cfg))
+        data_loader = wrap_loader(cfg, self.build_train_loader(cfg))
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
         key = "SOLVER.TRAINER"
@@ -149,7 +154,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self._trainer = make(cfg, model, data_loader, optimizer)
 
         self._cfg_with_epochs = cfg
-        self.cfg = cfg = resolve_lengths(cfg, self.iters_per_epoch if self.has_epochs else None)
+        self.cfg = cfg = resolve_lengths(cfg, self.epoch_length if self.has_epochs else None)
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
@@ -161,8 +166,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
-        for name, module in installed(RUN_HOOKS):
-            hook_class = getattr(module, name)
+        for name in find_plugins().run_hooks:
+            hook_class = load(name)
             is_there = any(isinstance(hook, hook_class) for hook in self.hooks)
             self.register_hooks(
                 self._configured.take(
@@ -336,9 +341,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self.__dict__.pop("_last_eval_results", None)
         if results := state_dict.get("results"):
             self._last_eval_results = results
-        self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
-        self._trainer.compare_data(state_dict)
-        self._trainer.feed.load_state_dict(state_dict.get("data", {}))
+        with loading("the position in the data"):
+            self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
+            self._trainer.compare_data(state_dict)
+            self._trainer.feed.load_state_dict(state_dict.get("data", {}))
         self._trainer._attributes.load_state_dict(state_dict["_trainer"])
         self._trainer.load_step_state_dict(state_dict["_trainer"])
 
@@ -387,7 +393,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def build_writers(self) -> list[EventWriter]:
         """The writers of LOG.WRITERS; called on rank 0."""
-        epoch = self.iters_per_epoch if self.has_epochs else None
+        epoch = self.epoch_length if self.has_epochs else None
         names, window = self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW
         return default_writers(
             self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg

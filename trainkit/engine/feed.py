@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from trainkit.utils.device import move_to_device
-from trainkit.utils.periods import exact, whole_or_rounded
-from trainkit.utils.protocol import iters_per_epoch, resume_obstacle
+from trainkit.utils.protocol import epoch_length, resume_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -109,19 +108,21 @@ class Feed:
             "with drop_last?)"
         )
 
-    def iters_per_epoch(self, accumulation_steps: int) -> int:
+    def epoch_length(self, accumulation_steps: int) -> Fraction:
         """Iterations per pass over the data, from the length of the loader or its dataset.
+
+        Not rounded.
 
         Raises:
             ValueError: the data has no length.
         """
-        batches = iters_per_epoch(self._loader)
+        batches = epoch_length(self._loader)
         if batches is None:
             kind = type(self._loader).__name__
             raise ValueError(
                 f"the training data ({kind}) has no length, so there are no epochs; use iterations"
             )
-        return whole_or_rounded(Fraction(exact(batches)) / accumulation_steps)
+        return Fraction(batches) / accumulation_steps
 
     @property
     def obstacle(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint import CheckpointError
-from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.atomic import remove_leftovers, write_text
 from trainkit.checkpoint.folder import candidates, is_file_of, next_previous
 from trainkit.checkpoint.format import owner_of_part
 from trainkit.checkpoint.mirror import local_folder, mirror_of
@@ -176,6 +176,7 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
     is_new = was_killed or not (resume and next(candidates(checkpoints), ""))
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
+        remove_leftovers(folder)
         notes += _note_of(folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new))
         _last_trainers.pop(os.path.realpath(folder), None)
     write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))

@@ -118,7 +118,7 @@ class HookBase:
 
     @classmethod
     def is_needed(cls, trainer: Any) -> bool:
-        """Whether this `DefaultTrainer` gets a hook of the class, if it is in `RUN_HOOKS` and not in HOOKS."""
+        """Whether this `DefaultTrainer` gets a hook of the class: a project names it in RUN_HOOKS, HOOKS does not."""
         return True
 
     def settings_of_early_end(self) -> dict[str, Any]:

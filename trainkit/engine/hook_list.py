@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
 from trainkit.utils import comm
 from trainkit.utils.errors import ConfigError
@@ -211,12 +212,15 @@ class HookList:
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Give each hook its state; other states wait for hooks that are registered later."""
+        if not isinstance(states, Mapping):
+            raise TypeError(f"hooks must be a dict of states, got {states!r:.80}")
         self._unclaimed_states = dict(states)
         self._hand_out_states()
 
     def _hand_out_states(self) -> None:
         for name in [name for name in self._unclaimed_states if name in self._names]:
-            self._names[name].load_state_dict(self._unclaimed_states.pop(name))
+            with loading(f"the state of the hook {name!r}"):
+                self._names[name].load_state_dict(self._unclaimed_states.pop(name))
 
 
 def overrides(hook: HookBase | type[HookBase], point: str) -> bool:

@@ -4,10 +4,12 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from trainkit.checkpoint.atomic import CheckpointError, loading
 from trainkit.checkpoint.checkpointer import Checkpointer
 from trainkit.checkpoint.optimizer_state import names_in
 from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
@@ -17,7 +19,12 @@ from trainkit.engine.losses import raise_failure
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned, Phase
 from trainkit.utils import comm
-from trainkit.utils.env import get_rng_state, rng_state_for_rank, set_rng_state
+from trainkit.utils.env import (
+    check_rng_state,
+    get_rng_state,
+    rng_state_for_rank,
+    set_rng_state,
+)
 from trainkit.utils.errors import ConfigError
 from trainkit.utils.events.storage import (
     EventStorage,
@@ -25,7 +32,7 @@ from trainkit.utils.events.storage import (
     storage_of_thread,
 )
 from trainkit.utils.logger import setup_logger
-from trainkit.utils.periods import exact, periods_done, say_done
+from trainkit.utils.periods import check_period, periods_done, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +200,7 @@ class TrainerBase:
         """Every rank asks after each step, also after the last one, so that they agree on a stop."""
         if self._early is not None:
             return True
-        is_stopped = self._stops.agreed(self.done - 1) is not None
+        is_stopped = self._stops.agreed(self.done) is not None
         return is_stopped or self.done >= self.max_iter
 
     def _write_saves(self) -> None:
@@ -207,19 +214,19 @@ class TrainerBase:
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
     def _check_state(self) -> None:
-        """After the first iteration of a run: can a checkpoint hold the state? Every rank calls it; nothing is written.
+        """After the first iteration of a run: can a checkpoint hold the state of this rank? Nothing is written.
+
+        Nothing is exchanged either, since DDP may still have to raise an error, see `comm.create_side_groups`.
 
         Raises:
-            TypeError: it cannot, on some rank.
+            TypeError: it cannot.
         """
         self._has_checked_state = True
-        error = ""
         for checkpointer in checkpointers_of(self):
-            if isinstance(checkpointer, Checkpointer) and not error:
+            if isinstance(checkpointer, Checkpointer):
                 error = checkpointer.describe_unwritable()
-        found = [text for text in self.gather(error) if text]
-        if found:
-            raise TypeError(f"checkpoints of this run cannot be written: {found[0]}")
+                if error:
+                    raise TypeError(f"checkpoints of this run cannot be written: {error}")
 
     # ------------------------------------------------------------------ requests
 
@@ -378,7 +385,8 @@ class TrainerBase:
     @staticmethod
     def _log_failure(what: str, error: BaseException) -> None:
         # not Ctrl-C either
-        traced = isinstance(error, Exception) and not isinstance(error, ConfigError)
+        traced = isinstance(error, Exception)
+        traced = traced and not isinstance(error, ConfigError | CheckpointError)
         logger.error(
             "%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None
         )
@@ -581,13 +589,21 @@ class TrainerBase:
 
     @property
     def iters_per_epoch(self) -> int:
-        """Iterations per pass over the training data, rounded; n epochs are ``round(n * exact)`` iterations.
+        """Iterations per pass over the training data, rounded.
 
         A subclass that knows its data overrides this. Raises ValueError if there are no epochs.
         """
         raise ValueError(
             f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations"
         )
+
+    @property
+    def epoch_length(self) -> int | Fraction:
+        """Iterations per pass over the training data, not rounded; n epochs are ``round(n * epoch_length)`` iterations.
+
+        Raises as `iters_per_epoch`.
+        """
+        return self.iters_per_epoch
 
     @property
     def has_epochs(self) -> bool:
@@ -599,17 +615,17 @@ class TrainerBase:
     @property
     def epoch(self) -> int:
         """The current epoch, counted from 0."""
-        return periods_done(self.iter, self.iters_per_epoch)
+        return periods_done(self.iter, self.epoch_length)
 
     def _find_epoch(self, done: int) -> None:
         """Find where the epoch after ``done`` updates ends, and whether it starts with the next iteration."""
         self._epoch_start = self._epoch_end = -1
         if not self.has_epochs:
             return
-        length = self.iters_per_epoch
+        length = self.epoch_length
         number = periods_done(done, length)
-        self._epoch_end = round((number + 1) * exact(length))
-        if done == round(number * exact(length)):
+        self._epoch_end = round((number + 1) * length)
+        if done == round(number * length):
             self._epoch_start = done
 
     # ------------------------------------------------------------------ of the trainer that makes the steps
@@ -711,19 +727,15 @@ class TrainerBase:
         self._attributes.load_state_dict(state_dict)
         if self.status == "running":  # a hook has restored the model; the run keeps its position
             return
-        iteration = state_dict["iteration"]
-        if not isinstance(iteration, int) or iteration < -1:
-            raise TypeError(
-                f"the iteration of a saved run must be a whole number >= -1, got {iteration!r}"
-            )
+        iteration = check_period("iteration", state_dict["iteration"], minimum=-1)
         self.iter = iteration
         self.start_iter = self.done = iteration + 1
-        boundary = state_dict.get("boundary", {"is_over": True, "passed": []})
-        self.boundary_done = self.done if boundary["is_over"] else self.done - 1
-        self._passed = set(boundary["passed"])
+        with loading("the boundary"):
+            self._load_boundary(state_dict.get("boundary", {"is_over": True, "passed": []}))
         self.status = "not started"
         self._early = None
         end = state_dict.get("end", {"max_iter": 0, "finished_early": None})
+        check_period("max_iter", end["max_iter"])
         if end["finished_early"] is not None:
             self._early = EarlyEnd(
                 end["finished_early"], end["max_iter"], end["settings_of_early_end"]
@@ -731,11 +743,25 @@ class TrainerBase:
         # max_iter from a config comes first
         self.max_iter = self.max_iter or end["max_iter"]
         self.storage = EventStorage()
-        if state_dict.get("storage"):
-            self.storage.load_state_dict(state_dict["storage"])
-        self._rng_state = rng_state_for_rank(
-            state_dict.get("rng"),
-            state_dict.get("world_size", 1),
-            comm.get_data_world_size(),
-            iteration,
-        )
+        with loading("the storage"):
+            if state_dict.get("storage"):
+                self.storage.load_state_dict(state_dict["storage"])
+        with loading("the random state"):
+            self._load_rng_state(state_dict)
+
+    def _load_boundary(self, state: Mapping[str, Any]) -> None:
+        is_over, passed = state["is_over"], state["passed"]
+        if not isinstance(is_over, bool):
+            raise TypeError(f"is_over must be True or False, got {is_over!r}")
+        if not isinstance(passed, list) or not all(isinstance(name, str) for name in passed):
+            raise TypeError(f"passed must be a list of names, got {passed!r}")
+        self.boundary_done = self.done if is_over else self.done - 1
+        self._passed = set(passed)
+
+    def _load_rng_state(self, state_dict: Mapping[str, Any]) -> None:
+        saved = state_dict.get("rng")
+        if saved is not None:
+            check_rng_state(saved)
+        saved_world_size = check_period("world_size", state_dict.get("world_size", 1), minimum=1)
+        world_size = comm.get_data_world_size()
+        self._rng_state = rng_state_for_rank(saved, saved_world_size, world_size, self.iter)

@@ -26,7 +26,7 @@ from trainkit.utils.events.storage import (
     storage_of_thread,
 )
 from trainkit.utils.events.worker import Numbers
-from trainkit.utils.periods import check_period, exact, is_nth
+from trainkit.utils.periods import check_period, is_nth, iterations_of
 
 # names that the trainer, default hooks or writers store
 STORED_BESIDE_LOSSES = frozenset(
@@ -233,7 +233,7 @@ class MetricPath:
                 failure = (row.iter, text)
             if row.is_stored:
                 stored.append(row._replace(values=values))
-        most = math.ceil(exact(self.exchange_period))
+        most = math.ceil(iterations_of(self.exchange_period))
         means, failures = exchange_rows(stored, most, failure)
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):

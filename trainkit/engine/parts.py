@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.projects import wrap_by_projects
+from trainkit.config.projects import wrap_loader
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import FirstBatches
@@ -26,8 +26,7 @@ from trainkit.evaluation.observer import for_details, say_results_of
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.loading import load_plugin
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import load
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class DefaultParts:
                 logger.warning("%s is not evaluated: %s", name, error)
                 results[name] = {}
                 continue
-            loader: Any = wrap_by_projects("wrap_loader", cfg, cls.build_test_loader(cfg, name))
+            loader: Any = wrap_loader(cfg, cls.build_test_loader(cfg, name))
             if number := cfg.TEST.MAX_BATCHES:  # a loader may do this itself
                 loader = getattr(loader, "first_batches", partial(FirstBatches, loader))(number)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
@@ -122,12 +121,9 @@ class DefaultParts:
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
-        reference = cfg.SOLVER.get("REFERENCE_WORLD_SIZE")
-        return (
-            load_plugin(NAMES["scale_workers"]).scale_workers(cfg, num_workers)
-            if reference
-            else cfg
-        )
+        if cfg.SOLVER.get("REFERENCE_WORLD_SIZE"):
+            cfg = load("scale_workers")(cfg, num_workers)
+        return cfg
 
     @classmethod
     def is_default(cls, method: str) -> bool:

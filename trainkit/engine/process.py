@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.env import stop_signals
+from trainkit.utils.errors import ConfigError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others before it fails."""
@@ -57,23 +58,17 @@ def launch(
         dist_url: where rank 0 listens, ``tcp://host:port``; "auto" or None is a free port of this machine.
 
     Raises:
-        ValueError: the counts or the address are impossible, or the machine has too few devices.
+        ConfigError: as `check_launch`, without torchrun.
         SystemExit: a process exited with this code; 128 plus its number if a signal has stopped the run.
     """
-    if all(name in os.environ for name in _TORCHRUN):
+    if is_torchrun():
         return run_rank(main_func, args, timeout)
+    address = check_launch(num_gpus_per_machine, num_machines, machine_rank, dist_url)
     world_size = num_machines * num_gpus_per_machine
-    if num_gpus_per_machine < (num_machines > 1) or not 0 <= machine_rank < num_machines:
-        got = f"{num_gpus_per_machine}, {machine_rank} and {num_machines}"
-        raise ValueError(
-            f"num_gpus (0: the CPU), machine_rank and num_machines: got {got}; start at 0, 0 and 1"
-        )
-    if 0 < (found := _num_devices()) < num_gpus_per_machine:
-        raise ValueError(f"num_gpus is {num_gpus_per_machine}, but this machine has {found} GPUs")
     if world_size <= 1:
         return main_func(*args)
     variables = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_gpus_per_machine)}
-    if dist_url in (None, "auto") and num_machines == 1:
+    if address is None:
         # 0: a free port
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         variables |= {
@@ -82,17 +77,48 @@ def launch(
             _SHARES_STORE: "True",
         }
     else:
-        url = urlsplit(dist_url or "")
-        if not (url.scheme == "tcp" and url.hostname and url.port):
-            raise ValueError(
-                f"dist_url: got {dist_url!r}; accepted: tcp://HOST:PORT, and auto for one machine"
-            )
-        variables |= {"MASTER_ADDR": url.hostname, "MASTER_PORT": str(url.port)}
+        host, port = address
+        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     _start(
         (machine_rank * num_gpus_per_machine, variables, main_func, args, timeout),
         num_gpus_per_machine,
     )
     return None
+
+
+def is_torchrun() -> bool:
+    """Whether torchrun, or a scheduler in its way, has started this process."""
+    return all(name in os.environ for name in _TORCHRUN)
+
+
+def check_launch(
+    num_gpus: int, num_machines: int, machine_rank: int, dist_url: str | None
+) -> tuple[str, int] | None:
+    """The host and the port where rank 0 listens; None: any port of this machine.
+
+    Raises:
+        ConfigError: the counts or the address are impossible, or the machine has too few devices.
+    """
+    smallest = 1 if num_machines > 1 else 0
+    if num_gpus < smallest or not 0 <= machine_rank < num_machines:
+        got = f"{num_gpus}, {machine_rank} and {num_machines}"
+        raise ConfigError(
+            f"num_gpus (0: the CPU), machine_rank and num_machines: got {got}; start at 0, 0 and 1"
+        )
+    found = _num_devices()
+    if 0 < found < num_gpus:
+        raise ConfigError(f"num_gpus is {num_gpus}, but this machine has {found} GPUs")
+    if dist_url in (None, "auto") and num_machines == 1:
+        return None
+    accepted = f"dist_url: got {dist_url!r}; accepted: tcp://HOST:PORT, and auto for one machine"
+    try:
+        url = urlsplit(dist_url or "")
+        port = url.port
+    except ValueError as error:  # the port is no number, or too large
+        raise ConfigError(accepted) from error
+    if url.scheme != "tcp" or not url.hostname or not port:
+        raise ConfigError(accepted)
+    return url.hostname, port
 
 
 def _start(arguments: tuple[Any, ...], num: int) -> None:

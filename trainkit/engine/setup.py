@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,14 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.config import changed_settings
 from trainkit.engine.folders import can_log, prepare_folders, use_local_folders
-from trainkit.engine.process import is_restarted
+from trainkit.engine.process import check_launch, is_restarted, is_torchrun
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.device import resolve_device
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.errors import unknown_name
-from trainkit.utils.loading import installed, load_plugin
-from trainkit.utils.logger import log_file, setup_logger
-from trainkit.utils.plugins import CONFIG_TYPES, OPTIONS, type_name
+from trainkit.utils.logger import log_file, printable, setup_logger
+from trainkit.utils.plugins import find_plugins, load, type_name
 from trainkit.utils.run_folder import is_in_use
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,15 @@ Examples:
     parser = argparse.ArgumentParser(
         epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False
     )
-    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]  # options after KEY VALUE pairs too
+
+    def parse_args(*given: Any, **named: Any) -> Any:
+        args = parser.parse_intermixed_args(*given, **named)  # options after KEY VALUE pairs too
+        if not is_torchrun():
+            with user_errors_exit():
+                check_launch(args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
+        return args
+
+    parser.parse_args = parse_args  # type: ignore[method-assign]
     add, add_flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add(
         "--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults"
@@ -69,8 +77,8 @@ Examples:
         default="auto",
         help="where rank 0 listens; auto is a free port of this machine",
     )
-    for module in dict.fromkeys(module for _, module in installed(OPTIONS)):
-        module.add_options(parser)
+    for plugin in find_plugins().each:
+        plugin.add_options(parser)
     add(
         "opts",
         nargs="*",
@@ -89,7 +97,7 @@ def user_errors_exit() -> Iterator[None]:
         if not comm.is_main_process():
             # usually rank 0 has the same error, and with its end this process ends too
             time.sleep(5)
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         if comm.is_main_process():
@@ -106,15 +114,16 @@ def default_setup(cfg: Any, args: Any) -> None:
     counts as resumed. Raises ConfigError if a folder cannot be written, or a setting is not accepted.
 
     Args:
-        cfg: a config of `get_cfg`, or of another type in `CONFIG_TYPES`. Folders become absolute in it, and a device
+        cfg: a config of `get_cfg`, or of another type that a project reads. Folders become absolute in it, and a device
             "auto" becomes the one that is used, so that ``model.to(cfg.MODEL.DEVICE)`` works.
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
     """
     given, text = cfg, ""
     if not isinstance(cfg, CfgNode):
-        if type_name(cfg) not in CONFIG_TYPES:
+        readers = find_plugins().config_types
+        if type_name(cfg) not in readers:
             check_values(cfg)  # refuses it
-        cfg, text = load_plugin(CONFIG_TYPES[type_name(cfg)]).to_cfg(cfg, args)
+        cfg, text = load(readers[type_name(cfg)])(cfg, args)
     resume, eval_only = (
         getattr(args, "resume", False) or is_restarted(),
         getattr(args, "eval_only", False),
@@ -151,6 +160,8 @@ def default_setup(cfg: Any, args: Any) -> None:
             "This job takes over the log of this process, which was %s until now", former_log
         )
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
+    for text in find_plugins().switched_off:
+        logger.warning(text)
     logger.debug("Environment:\n%s", collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
     if is_restarted() and not eval_only:
@@ -195,15 +206,19 @@ def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
 
 
 def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
-    """Apply the options of projects that are in ``args``; see `OPTIONS`. Call the results when OUTPUT_DIR is ready."""
-    given = [
-        option for option in OPTIONS if getattr(args, option.lstrip("-").replace("-", "_"), None)
-    ]
-    results = [
-        load_plugin(module).apply(cfg, args)
-        for module in dict.fromkeys(OPTIONS[option] for option in given)
-    ]
-    return [*filter(None, results)]
+    """Apply the options of projects that are in ``args``. Call the results when OUTPUT_DIR is ready."""
+    when_ready = []
+    for plugin in find_plugins().each:
+        if any(is_given(option, args) for option in plugin.options):
+            call = plugin.apply_options(cfg, args)
+            if call is not None:
+                when_ready.append(call)
+    return when_ready
+
+
+def is_given(option: str, args: Any) -> bool:
+    """Whether ``args``, of a parser that may not know it, has an option such as ``"--fork"``."""
+    return bool(getattr(args, option.lstrip("-").replace("-", "_"), None))
 
 
 def default_writers(
@@ -211,7 +226,7 @@ def default_writers(
     max_iter: int | None = None,
     names: Sequence[str] = ("console", "json", "tensorboard"),
     window_size: int = 20,
-    iters_per_epoch: int | None = None,
+    iters_per_epoch: int | Fraction | None = None,
     *,
     cfg: CfgNode | None = None,
 ) -> list[events.EventWriter]:
@@ -220,9 +235,8 @@ def default_writers(
     Names: "console" (at most one line per second), "json" (``metrics.json``), "tensorboard" (left out if the package is
     missing), and those of ``WRITER_REGISTRY``, such as "csv" and "progress_bar"; ``cfg`` is for those that take it.
     """
-    if "tensorboard" in names and not all(
-        map(importlib.util.find_spec, ("tensorboard", "trainkit.projects.loggers"))
-    ):
+    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+    if "tensorboard" in names and not (has_tensorboard and "tensorboard" in events.WRITER_REGISTRY):
         logger.info(
             "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.checkpoint.optimizer_state import (
     describe_groups,
     fit_state,
@@ -27,7 +28,6 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.losses import (
     Losses,
     as_losses,
-    describe_failure,
     mean_losses,
     non_finite_names,
     parse_losses,
@@ -43,10 +43,11 @@ from trainkit.engine.parallel import (
     settle_buckets,
     without_gradient_sync,
 )
+from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
 from trainkit.utils.logger import format_table
-from trainkit.utils.periods import check_period, exact
+from trainkit.utils.periods import check_period, round_length
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class SimpleTrainer(TrainerBase):
         feed: draws the batches.
         metrics: takes the losses to the storage.
         accumulation_steps: micro-batches per iteration.
-        non_finite: "raise" or "ignore".
+        policy: what happens to values that are not finite.
         extra: further values of this iteration for the storage, shape ``[]``; `look` takes out ``[flag]...``.
     """
 
@@ -107,6 +108,9 @@ class SimpleTrainer(TrainerBase):
     )
     reset_data_loader = forwarded("feed.reset")
     gather_metric_period = forwarded("metrics.gather_period")
+    skipped_updates = forwarded(
+        "policy.skipped_updates", "The number of updates that were left out."
+    )
     _data_loader_iter = forwarded("feed.iterator")
     _data_loader_iter_obj = forwarded(
         "feed._iterator", "None: the next iteration iterates over the loader again."
@@ -123,7 +127,8 @@ class SimpleTrainer(TrainerBase):
         *,
         accumulation_steps: int = 1,
         clip_gradients: Callable[[Iterable[Tensor]], Tensor | None] | None = None,
-        non_finite: str = "raise",
+        non_finite: str | NonFinitePolicy = "raise",
+        max_non_finite_in_row: int = 25,
         exchange_period: int = 1,
     ) -> None:
         """The model is set to train mode here, once; code that changes the mode later must restore it.
@@ -142,7 +147,8 @@ class SimpleTrainer(TrainerBase):
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
             non_finite: "raise" ends the run if the loss, or the norm that ``clip_gradients`` returns, is not finite:
                 before the update on a CPU, else at most 20 iterations later, and before anything is saved. The model is
-                checked at each save. "ignore" checks nothing.
+                checked at each save. "ignore" checks nothing. Or a `NonFinitePolicy`.
+            max_non_finite_in_row: so many updates in a row that are left out end the run, see `NonFinitePolicy`.
             exchange_period: with several ranks, the number of iterations between exchanges of metrics. Metrics are
                 stored, and a failure of a rank is raised, only at an exchange.
 
@@ -150,10 +156,8 @@ class SimpleTrainer(TrainerBase):
             ValueError: a period below 1; ``non_finite`` is not known.
         """
         super().__init__()
-        if non_finite not in ("raise", "ignore"):
-            raise ValueError(
-                f"non_finite must be 'raise' or 'ignore', got {non_finite!r}; projects have other policies"
-            )
+        self.policy = make_policy(non_finite, max_non_finite_in_row)
+        self.policy.bind(optimizer)
         model.train()
         self.model, self.optimizer, self.feed = model, optimizer, Feed(data_loader)
         trainer = weakref.proxy(self)  # a strong reference would keep the trainer alive
@@ -166,7 +170,7 @@ class SimpleTrainer(TrainerBase):
         self.async_write_metrics = async_write_metrics
         # detectron2's name
         self.concurrent_executor = DirectCalls() if async_write_metrics else None
-        self.non_finite, self.clip_gradients = non_finite, clip_gradients
+        self.clip_gradients = clip_gradients
         self._batch: Any = None  # like _losses, it is of this iteration, until the save point
         self._losses: Losses | None = None
         self.extra: dict[str, Tensor] = {}
@@ -218,6 +222,7 @@ class SimpleTrainer(TrainerBase):
 
     def compute_gradients(self) -> Losses:
         """Fetch, zero_grad, forward and backward for each micro-batch; the gradients are those of the mean loss."""
+        self.policy.before_gradients(self.model)
         if self.accumulation_steps == 1:
             return self._add_gradients(self.draw())
         found: list[Losses] = []
@@ -280,11 +285,19 @@ class SimpleTrainer(TrainerBase):
         self.extra = self.judge_gradients(self._losses)
 
     def judge_gradients(self, losses: Any) -> dict[str, Tensor]:
-        """Clip the gradients; returns ``extra``."""
-        if self.clip_gradients is None:
-            return {}
-        norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
-        return {} if norm is None else {"grad_norm": norm.detach()}
+        """Let the policy see the gradients, and clip them; returns ``extra``."""
+        self.policy.see_gradients(self.optimizer, self.model, losses)
+        extra = self.flags()
+        if self.clip_gradients is not None:
+            norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
+            if norm is not None:
+                extra["grad_norm"] = norm.detach()
+        self.policy.judge(extra, self.model)
+        return extra
+
+    def flags(self) -> dict[str, Tensor]:
+        """Values that a variant adds to ``extra`` in each step."""
+        return {}
 
     def _write_metrics(
         self,
@@ -313,47 +326,41 @@ class SimpleTrainer(TrainerBase):
     write_metrics = staticmethod(write_metrics)
 
     def update(self) -> None:
-        self.optimizer.step()
+        self.policy.update(self.optimizer)
 
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
-        """Judge the numbers of an iteration; called in the order of the iterations, maybe later and in a worker.
-
-        Args:
-            values: name -> number; what is removed here is not stored.
-
-        Returns:
-            A description of what is not finite; not raised here, since all ranks must raise it together.
-        """
-        if self.non_finite == "raise":
-            if not math.isfinite(values["total_loss"]):
-                return describe_failure("loss is", iter, values)
-            if not math.isfinite(values.get("grad_norm", 0.0)):
-                return describe_failure("gradients are", iter, values)
-        return None
+        """Judge the numbers of an iteration, maybe later and in a worker; see `NonFinitePolicy.look`."""
+        is_gathered = (iter + 1) % self.gather_metric_period == 0
+        return self.policy.look(iter, values, is_gathered)
 
     # ------------------------------------------------------------------ runs and state
 
     @property
     def iters_per_epoch(self) -> int:
-        """Iterations per pass over the training data, rounded; fixed when the trainer is built.
+        """`epoch_length`, rounded."""
+        return round_length(self.epoch_length)
+
+    @property
+    def epoch_length(self) -> Fraction:
+        """Iterations per pass over the training data, not rounded; fixed when the trainer is built.
 
         A loader without a length at that time may be replaced by one that has a length.
 
         Raises:
             ValueError: the data has no length.
         """
-        if self._iters_per_epoch is not None:
-            return self._iters_per_epoch
-        return self.feed.iters_per_epoch(self._steps_when_built)
+        if self._epoch_length is not None:
+            return self._epoch_length
+        return self.feed.epoch_length(self._steps_when_built)
 
     def _fix_epochs(self) -> None:
         """Epochs do not move if ``accumulation_steps`` or the loader changes later."""
         steps = self.accumulation_steps
         self._steps_when_built = steps
-        self._iters_per_epoch: int | None = None
+        self._epoch_length: Fraction | None = None
         if self.has_epochs:
-            self._iters_per_epoch = self.iters_per_epoch
-        self.data_size = data_size_of(self.data_loader, steps, self._iters_per_epoch)
+            self._epoch_length = self.epoch_length
+        self.data_size = data_size_of(self.data_loader, steps, self._epoch_length)
 
     def compare_data(self, state_dict: dict[str, Any]) -> None:
         """Warn of each difference between the data of this run and those of a loaded state."""
@@ -379,7 +386,7 @@ class SimpleTrainer(TrainerBase):
         epoch = self.feed.num_passes
         if self.has_epochs:
             share = Fraction(self.feed.drawn, self.accumulation_steps)
-            passes = (self.iter + share) / exact(self.iters_per_epoch)
+            passes = (self.iter + share) / self.epoch_length
             if self.feed.num_passes > 0:
                 # one has just ended, so this is a whole number, but for the rounding of lengths
                 passes += Fraction(1, 2)
@@ -391,7 +398,7 @@ class SimpleTrainer(TrainerBase):
         self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")
         # parts such as masks of -inf, which are never finite
         self._never_finite = (
-            {*non_finite_names(self.model)} if self.non_finite != "ignore" else set()
+            {*non_finite_names(self.model)} if self.policy.name != "ignore" else set()
         )
 
     def start_run(self) -> None:
@@ -421,7 +428,7 @@ class SimpleTrainer(TrainerBase):
         self._watch_untrained()  # a hook may have added parameters
         if everywhere:
             self.metrics.finish(self.storage_in_use())
-        if self.non_finite == "ignore":
+        if self.policy.name == "ignore":
             return None
         names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
         if not names:
@@ -464,14 +471,19 @@ class SimpleTrainer(TrainerBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.compare_data(state_dict)
-        self.feed.load_state_dict(state_dict.get("data", {}))
+        with loading("the position in the data"):
+            self.compare_data(state_dict)
+            self.feed.load_state_dict(state_dict.get("data", {}))
         self.load_step_state_dict(state_dict)
 
     def step_state_dict(self) -> dict[str, Any]:
         """The state changed by steps, without the model; equal on all ranks."""
-        groups = describe_groups(self.optimizer, self.parameter_names())
-        return {"optimizer": self.optimizer.state_dict(), "optimizer_groups": groups}
+        self.storage_in_use().flush()  # updates that are left out are counted when they are stored
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_groups": describe_groups(self.optimizer, self.parameter_names()),
+            "non_finite": self.policy.state_dict(),
+        }
 
     def check_step_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the state does not fit; nothing is changed."""
@@ -485,6 +497,7 @@ class SimpleTrainer(TrainerBase):
         Raises:
             CheckpointError: the optimizer, its groups or the shapes of its parameters are others.
         """
+        self.policy.load_state_dict(state_dict.get("non_finite", {}))
         if "optimizer" not in state_dict:
             logger.warning(
                 "The checkpoint has no entry 'optimizer': %s starts anew",

@@ -32,10 +32,7 @@ class Stop(NamedTuple):
 
 
 class StopRequests:
-    """The stop requests of this rank, and the agreement of all ranks.
-
-    Ranks exchange a flag in the background, so that no rank waits for another. At every ``check_period // 2``-th step
-    they read the result of the last exchange and start the next one.
+    """The stop requests of this rank, and the agreement of all ranks: every few steps they share one number.
 
     Attributes:
         stop: the agreed stop, the same on every rank; None: the run continues.
@@ -47,12 +44,12 @@ class StopRequests:
         self._is_agreed = threading.Event()
         self.stop: Stop | None = None
         self._group: dist.ProcessGroup | None = None
-        self._exchange: tuple[dist.Work, torch.Tensor] | None = None
 
     def reset(self, check_period_iters: int) -> None:
         """Forget all requests; every rank calls it in the thread of the loop when a run starts."""
         self._check_period = check_period("stop_check_period", check_period_iters, minimum=1)
-        self._requests, self.stop, self._exchange = [], None, None
+        self._requests = []
+        self.stop = None
         self._is_agreed.clear()
         self._group = comm.side_group("requests")
 
@@ -66,35 +63,34 @@ class StopRequests:
         """Whether this rank was asked to stop."""
         return bool(self._requests)
 
-    def agreed(self, iter: int) -> Stop | None:
-        """``stop``; every rank calls it after each step."""
+    def agreed(self, done: int) -> Stop | None:
+        """``stop``; every rank calls it after each step, with the number of steps that are done."""
         self._num_looks += 1
-        if self._group is None:
-            return self.agree_now() if self._requests else self.stop
-        if self.stop is None and iter % max(self._check_period // 2, 1) == 0:
-            if self._check_period == 1:
-                self._start_exchange()
-            if self._read_exchange():
-                return self.agree_now()
-            if self._check_period > 1:
-                self._start_exchange()
+        if self._group is None or done % self._check_period == 0:
+            self.agree_now()
         return self.stop
 
     def agree_now(self) -> Stop | None:
-        """Like `agreed`, but it waits for all ranks."""
-        if self.stop is None:
-            mine = min(self._requests, key=lambda stop: stop.signum is None, default=None)
-            by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
-            asked = [
-                (stop.signum is None, rank, stop)
-                for rank, stop in enumerate(by_rank)
-                if stop is not None
-            ]
-            if asked:
-                _, rank, self.stop = min(asked)
-                self._is_agreed.set()
-                logger.info("Rank %d was asked to stop: %s", rank, self.stop.reason)
+        """Like `agreed`, at any time; every rank calls it, and waits for the others."""
+        if self.stop is not None or not self._is_any_asked():
+            return self.stop
+        mine = min(self._requests, key=lambda stop: stop.signum is None, default=None)
+        by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
+        asked = []
+        for rank, stop in enumerate(by_rank):
+            if stop is not None:
+                asked.append((stop.signum is None, rank, stop))
+        _, rank, self.stop = min(asked)
+        self._is_agreed.set()
+        logger.info("Rank %d was asked to stop: %s", rank, self.stop.reason)
         return self.stop
+
+    def _is_any_asked(self) -> bool:
+        if self._group is None:
+            return self.pending
+        flag = torch.tensor(int(self.pending), dtype=torch.int32, device="cpu")
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
 
     def pass_on(self) -> None:
         """If a signal has stopped the run, raise KeyboardInterrupt or SystemExit, as the signal itself would."""
@@ -109,8 +105,7 @@ class StopRequests:
 
         A second SIGINT has the effect that it had before this context. A second signal of another kind ends the
         process, and so does the first one if no step ends in 30 s: its data, an evaluator or a writer hangs. An ignored
-        signal, as under nohup, stays ignored, and a program's own handler of SIGUSR1 stays. At the end, without an
-        error, it waits for the last exchange of the ranks.
+        signal, as under nohup, stays ignored, and a program's own handler of SIGUSR1 stays.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -140,12 +135,10 @@ class StopRequests:
             for signum in former:
                 signal.signal(signum, ask)
             yield
-            self._read_exchange()  # every rank has started it
         finally:
             for signum, handler in former.items():
                 signal.signal(signum, handler)
             self._is_agreed.set()
-            self._exchange = None
 
     def _end_if_it_hangs(self, signum: int) -> None:
         num_looks = -1
@@ -157,21 +150,6 @@ class StopRequests:
             signum,
             f"no step has ended for {_PATIENCE_SEC:.0f} s: its data, an evaluator or a writer may hang",
         )
-
-    def _start_exchange(self) -> None:
-        flag = torch.tensor([self.pending], dtype=torch.int32, device="cpu")
-        self._exchange = (
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True),
-            flag,
-        )
-
-    def _read_exchange(self) -> bool:
-        """Whether any rank had a request when the current exchange started; waits for the exchange."""
-        if self._exchange is None:
-            return False
-        (work, flag), self._exchange = self._exchange, None
-        work.wait()
-        return bool(flag)
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,7 @@
 """Evaluators, the evaluation loop, and their results."""
 
+from typing import Any
+
 from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
 from trainkit.evaluation.evaluator import (
     DatasetEvaluator,
@@ -9,9 +11,7 @@ from trainkit.evaluation.evaluator import (
 )
 from trainkit.evaluation.observer import observe_inference
 from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
-from trainkit.utils.loading import names_on_demand
-
-_OF_PROJECTS = ("ClassificationEvaluator", "LossEvaluator", "SemSegEvaluator")
+from trainkit.utils.plugins import lent_names, lent_object
 
 __all__ = [
     "DatasetEvaluator",
@@ -27,6 +27,11 @@ __all__ += [
     "flatten_results_dict",
     "verify_results",
 ]
-__all__ += _OF_PROJECTS
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -1,5 +1,7 @@
 """Optimizers, parameter groups, gradient clipping and learning rate schedules."""
 
+from typing import Any
+
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too, as in detectron2
 
 from trainkit.solver.build import (
@@ -27,24 +29,7 @@ from trainkit.solver.param_groups import (
     reduce_param_groups,
     start_momentum,
 )
-from trainkit.utils.loading import names_on_demand
-
-_OF_PROJECTS = [
-    "LARS",
-    "LAYER_DEPTH_REGISTRY",
-    "SCHEDULE_REGISTRY",
-    "CombinedOptimizer",
-    "ParamRules",
-    "KeepLastValue",
-]
-_OF_PROJECTS += [
-    "WarmupCosineLR",
-    "WarmupMultiStepLR",
-    "build_layer_decay",
-    "build_param_groups",
-    "build_schedule",
-]
-_OF_PROJECTS += ["describe_param_groups", "schedules"]
+from trainkit.utils.plugins import lent_names, lent_object
 
 __all__ = [
     "build_optimizer",
@@ -70,7 +55,12 @@ __all__ += [
     "LRMultiplier",
     "WarmupParamScheduler",
     "start_momentum",
-    *_OF_PROJECTS,
 ]
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

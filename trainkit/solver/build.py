@@ -110,7 +110,7 @@ def build_one(cfg: CfgNode, model: nn.Module, only: Collection[Tensor] | None = 
             f"SOLVER.OPTIMIZER: {name} refuses {given}: {error} (it takes {accepted})"
         ) from error
     start_momentum(optimizer)
-    # states of earlier versions have no zeros
+    # a state of an optimizer that is not fused has no zeros
     optimizer.register_load_state_dict_post_hook(start_momentum)
     _logger.info("%s of %d parameters in %d groups: %s", name, len(params), len(groups), given)
     return optimizer

@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.utils.loading import names_on_demand
 from trainkit.utils.periods import check_number, check_period
+from trainkit.utils.plugins import lent_names, lent_object
 
-__getattr__ = names_on_demand(
-    __name__, "WarmupMultiStepLR", "WarmupCosineLR", "_get_warmup_factor_at_iter"
-)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]
+
 
 Schedule: TypeAlias = Callable[[int, float], float]
 """``schedule(iter, base)`` is the value in an iteration; ``base``: the first value of the group."""
@@ -179,10 +184,13 @@ class ScheduledLR(LRScheduler):
 
         The learning rates in use, and the base rates, are part of the optimizer's state.
         """
-        self.last_epoch = state_dict["last_epoch"]
+        last_epoch = check_period("last_epoch", state_dict["last_epoch"], minimum=-1)
         # states of detectron2 have neither
-        self.factors = list(state_dict.get("factors", []))
-        self._last_lr = list(state_dict.get("last_lr", []))
+        factors = [float(factor) for factor in state_dict.get("factors", [])]
+        last_lr = [float(rate) for rate in state_dict.get("last_lr", [])]
+        self.last_epoch = last_epoch
+        self.factors = factors
+        self._last_lr = [*last_lr]
 
 
 def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:

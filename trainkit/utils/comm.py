@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from trainkit.utils.loading import names_on_demand
+from trainkit.utils.plugins import lent_names, lent_object
 
 _T = TypeVar("_T")
 # default group -> its side groups and data ranks, by name; it can be destroyed and made anew
@@ -160,10 +160,9 @@ def tree_sum(parts: Any) -> Any:
     return parts.sum(0)
 
 
-_OF_LOCAL_GROUP = (
-    "create_local_process_group",
-    "get_local_process_group",
-    "get_local_rank",
-    "get_local_size",
-)
-__getattr__ = names_on_demand(__name__, *_OF_LOCAL_GROUP, "reduce_dict")
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -55,14 +55,35 @@ def set_rng_state(state: dict[str, Any]) -> None:
         seed_all_rng(state["seed"])
         return
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(_numpy_state(state))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         for device, cuda_state in zip(_cuda_devices(), state["cuda"], strict=False):
             torch.cuda.set_rng_state(cuda_state, device)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Raises an error of any type if `set_rng_state` cannot restore this state; no generator is changed."""
+    if "seed" in state:
+        np.random.SeedSequence(state["seed"])
+        return
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(_numpy_state(state))
+    torch.Generator().set_state(state["torch"])
+    of_devices = [*state.get("cuda", []), *([state["mps"]] if "mps" in state else [])]
+    for each in of_devices:
+        if each.dtype != torch.uint8 or each.ndim != 1:
+            raise ValueError(f"the state of a device has {each.dtype} of shape {[*each.shape]}")
+    if torch.cuda.is_initialized():
+        for each in state.get("cuda", []):
+            torch.Generator("cuda").set_state(each)
+
+
+def _numpy_state(state: dict[str, Any]) -> Any:
+    kind, keys, *rest = state["numpy"]
+    return (kind, keys.numpy().astype(np.uint32), *rest)
 
 
 def _cuda_devices() -> list[int]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainkit.utils.loading import names_on_demand
+from trainkit.utils.plugins import lent_names, lent_object
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
@@ -76,6 +76,16 @@ def close_logger(name: str = "trainkit") -> None:
     logger.propagate = True
 
 
+def printable(text: str) -> str:
+    """The text with escapes in place of control characters, but for tabs and line ends.
+
+    A name in a file of somebody else may have characters that move the cursor of a terminal or run its commands.
+    """
+    return "".join(
+        char if char.isprintable() or char in "\t\n" else repr(char)[1:-1] for char in text
+    )
+
+
 class _StdoutHandler(logging.StreamHandler):
     """Writes to the present ``sys.stdout``, even if it was redirected."""
 
@@ -109,7 +119,10 @@ class _Formatter(logging.Formatter):
             level = (
                 level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
             )
-        return f"{head}{level}: {record.message}"
+        return f"{head}{level}: {printable(record.message)}"
+
+    def formatException(self, ei: Any) -> str:
+        return printable(super().formatException(ei))
 
 
 def format_table(
@@ -129,11 +142,9 @@ def format_table(
     )
 
 
-__getattr__ = names_on_demand(
-    __name__,
-    "_log_api_usage",
-    "create_small_table",
-    "log_every_n",
-    "log_every_n_seconds",
-    "log_first_n",
-)
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

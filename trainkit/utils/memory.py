@@ -1,5 +1,13 @@
-"""The place of a name that a project has."""
+"""The place of names that projects lend."""
 
-from trainkit.utils.loading import names_on_demand
+from typing import Any
 
-__getattr__ = names_on_demand(__name__, "retry_if_cuda_oom")
+from trainkit.utils.plugins import lent_names, lent_object
+
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -1,8 +1,9 @@
 """Numbers, and the one rule that says in which iterations periodic actions are due."""
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from trainkit.utils.errors import not_accepted
 
@@ -35,6 +36,7 @@ def check_number(name: str, value: Any, interval: str) -> Any:
     return value
 
 
+_Period = TypeVar("_Period", bound="int | Period")
 _TIME = re.compile(r"( *\d+(\.\d+)?(d|h|min|m|s))+")
 _SECONDS = {"d": 86_400.0, "h": 3_600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
@@ -50,32 +52,44 @@ def parse_time(text: object, name: str) -> float:
     return seconds
 
 
-class RoundedLength(int):
-    """A number of iterations, at least 1, rounded from ``exact``; `is_nth` uses multiples of ``exact``."""
+@dataclass(frozen=True)
+class Period:
+    """A period, or the offset of one, that is not a whole number of iterations: a length in epochs.
 
-    exact: Fraction
+    Its ends are rounded one by one, so they do not drift away from the ends of the epochs. Read it by `is_due`.
+    """
 
-    def __new__(cls, exact: Fraction | int) -> "RoundedLength":
-        length = super().__new__(cls, max(round(exact), 1))
-        length.exact = Fraction(exact)
-        return length
+    iterations: Fraction
 
-
-def exact(length: int | Fraction) -> int | Fraction:
-    """The length in iterations before it was rounded."""
-    return getattr(length, "exact", length)
+    def __str__(self) -> str:
+        return f"{float(self.iterations):.4g} iterations"
 
 
-def whole_or_rounded(length: Fraction) -> int:
-    """An int if ``length`` is whole, else a `RoundedLength`."""
-    return length.numerator if length.denominator == 1 else RoundedLength(length)
+Length: TypeAlias = int | Fraction | Period
+"""A number of iterations. A period in a config that is not whole is a `Period`; the length of an epoch a Fraction."""
 
 
-def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) -> int:
+def as_period(iterations: Fraction) -> int | Period:
+    """An int if the number is whole."""
+    return iterations.numerator if iterations.denominator == 1 else Period(iterations)
+
+
+def iterations_of(length: Length) -> int | Fraction:
+    """The length as a number, not rounded."""
+    return length.iterations if isinstance(length, Period) else length
+
+
+def round_length(length: Length) -> int:
+    """The nearest number of iterations, at least 1 unless the length is 0."""
+    exact = iterations_of(length)
+    return int(exact) if exact == int(exact) else max(round(exact), 1)
+
+
+def periods_done(done: int, period: Length, offset: Length = 0) -> int:
     """The largest ``n`` with ``round(offset + n * period) <= done``, 0 at the start; an epoch is a period too."""
     if type(period) is int and type(offset) is int:
         return (done - offset) // period
-    period, offset = exact(period), exact(offset)
+    period, offset = iterations_of(period), iterations_of(offset)
     # done + 1/2 - offset; ints are fast
     half = (2 * done + 1) * offset.denominator - 2 * offset.numerator
     n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
@@ -83,20 +97,20 @@ def periods_done(done: int, period: int | Fraction, offset: int | Fraction = 0) 
     return n if done > 0 else min(n, 0)  # a period has at least one iteration
 
 
-def is_nth(done: int, period: int | Fraction, offset: int | Fraction = 0) -> bool:
+def is_nth(done: int, period: Length, offset: Length = 0) -> bool:
     """Whether a period ends after ``done`` iterations: at ``offset`` (if not 0), ``offset + period``, ..., rounded.
 
     A period of 0 or less never ends.
     """
-    if period <= 0 or done <= 0:
-        return False
     if type(period) is int and type(offset) is int:  # the usual case
-        return (done - offset) % period == 0 and done >= offset
+        return period > 0 and done > 0 and (done - offset) % period == 0 and done >= offset
+    if iterations_of(period) <= 0 or done <= 0:
+        return False
     n = periods_done(done, period, offset)
     return n >= (offset == 0) and n > periods_done(done - 1, period, offset)
 
 
-def is_due(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
+def is_due(trainer: Any, period: Length, *, offset: Length = 0, or_last: bool = False) -> bool:
     """Whether an action is due after the current iteration: after every ``period``-th one; see `is_nth`."""
     return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))
 
@@ -106,11 +120,13 @@ def is_last(trainer: Any) -> bool:
     return trainer.iter + 1 >= trainer.max_iter
 
 
-def check_period(name: str, period: int, *, minimum: int = 0) -> int:
-    """Raises ValueError if the argument ``name`` is not a whole number, or less than ``minimum``."""
+def check_period(name: str, period: _Period, *, minimum: int = 0) -> _Period:
+    """``period``; raises ValueError if the argument ``name`` is no `Period`, and no whole number >= ``minimum``."""
+    if isinstance(period, Period):
+        return period
     if not is_whole(period, minimum):
         raise ValueError(f"{name} must be a whole number >= {minimum}, got {period!r}")
-    return period
+    return period  # type: ignore[return-value]  # mypy narrows it to int
 
 
 def say_done(done: int, max_iter: int | None = None) -> str:

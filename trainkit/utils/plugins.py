@@ -1,144 +1,229 @@
-"""What projects bring, by name: the one place where trainkit names them.
+"""Find what projects bring. A project says it in its module ``plugin``; docs/extending.md shows one.
 
-A project is imported when a config has one of its keys, a registry is asked for one of its names, or a package of
-trainkit for one of its classes. Packages of other authors are named by ``IMPORTS`` in a config instead.
+Projects of trainkit are found in the folders of `trainkit.projects`, packages of others by the entry point group
+``trainkit.projects``. The core knows none of them by name.
 """
 
-from collections.abc import Mapping
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+GROUP = "trainkit.projects"
+"""The package with the projects of trainkit, and the entry point group of those of others."""
 
 
-def _by_name(projects: Mapping[str, str]) -> dict[str, str]:
-    """Name -> module, from project -> "module: name name; module: name"; without "module:" it is ``config``."""
-    found: dict[str, str] = {}
-    for project, text in projects.items():
-        for part in text.split("; "):
-            module, _, names = part.rpartition(": ")
-            found |= dict.fromkeys(
-                names.split(), f"trainkit.projects.{project}.{module or 'config'}"
+def _nothing(*arguments: Any) -> None:
+    """In place of a function that a plug-in does not have."""
+
+
+def _same(cfg: Any, part: Any) -> Any:
+    """In place of a wrapper that a plug-in does not have."""
+    return part
+
+
+@dataclass(frozen=True, eq=False)
+class Plugin:
+    """What one module ``plugin`` says. The module may leave out each of these names; those of data are in capitals.
+
+    Attributes:
+        module: the name of the module.
+        order: plug-ins are asked in this order, and if it is the same, in that of their names.
+        names: the name of a class, function or module, also of one in a registry -> the module that has it.
+        lends: a package of trainkit -> those of ``names`` that can be imported from there.
+        run_hooks: those of ``names`` that are hook classes of every `DefaultTrainer`, see `HookBase.is_needed`. Such a
+            class takes no arguments, and its ``priority`` says where the hook stands.
+        formats: registered names of checkpoint formats; an entry of a file, or the suffix of its name, says which one
+            wrote it.
+        config_types: the type of a config that `default_setup` and `configurable` accept beside CfgNode -> that one of
+            ``names`` that reads it: a function ``(cfg, args)`` that returns a CfgNode with the settings that
+            `default_setup` needs, and the text of config.yaml.
+        options: options of the command line, such as ``"--fork"``.
+        add_options: ``add_options(parser)`` adds them to the parser of `default_argument_parser`.
+        apply_options: ``apply_options(cfg, args)`` is called by `default_setup` if one of them is given. It may change
+            both in place, and may return a function that is called when OUTPUT_DIR is ready: nothing of an earlier run
+            is in it.
+        add_config: ``add_config(cfg)`` adds the keys of the config with their defaults.
+        check: ``check(cfg)`` raises ConfigError if a value is wrong. This and the following functions are called if a
+            key of the plug-in has another value than its default.
+        prepare: ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls `comm.set_data_ranks`, before
+            anything is built. In a config that is prepared already it changes nothing.
+        wrap_model: ``wrap_model(cfg, model)`` returns the model to train.
+        wrap_loader: ``wrap_loader(cfg, loader)`` returns the loader to use, of training and of test data.
+    """
+
+    module: str
+    order: int
+    names: Mapping[str, str]
+    lends: Mapping[str, Sequence[str]]
+    run_hooks: Sequence[str]
+    formats: Sequence[str]
+    config_types: Mapping[str, str]
+    options: Sequence[str]
+    add_options: Callable[[argparse.ArgumentParser], None]
+    apply_options: Callable[[Any, Any], Callable[[], None] | None]
+    add_config: Callable[[Any], None]
+    check: Callable[[Any], None]
+    prepare: Callable[[Any], None]
+    wrap_model: Callable[[Any, Any], Any]
+    wrap_loader: Callable[[Any, Any], Any]
+
+
+@dataclass(eq=False)
+class Plugins:
+    """What all plug-ins bring together; the attributes are those of `Plugin`."""
+
+    each: list[Plugin] = field(default_factory=list)
+    switched_off: list[str] = field(default_factory=list)  # a sentence for each
+    names: dict[str, str] = field(default_factory=dict)
+    lends: dict[str, list[str]] = field(default_factory=dict)
+    run_hooks: list[str] = field(default_factory=list)
+    formats: list[str] = field(default_factory=list)
+    config_types: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Plugin] = field(default_factory=dict)
+
+
+@functools.cache
+def find_plugins() -> Plugins:
+    """All plug-ins, found when something is asked for that trainkit does not have itself, once in a process.
+
+    A plug-in that cannot be imported is switched off with a warning. Raises ValueError if two bring the same name.
+    """
+    found = Plugins()
+    for module_name, load_module in _modules():
+        try:
+            module = load_module()
+        except Exception as error:  # a module may raise anything
+            text = (
+                f"The plug-in {module_name} is switched off, since it cannot be imported: "
+                f"{type(error).__name__}: {error}"
             )
+            found.switched_off.append(text)
+            _logger.warning(text)
+        else:
+            found.each.append(_read(module))
+    found.each.sort(key=lambda plugin: plugin.order)
+    for plugin in found.each:
+        _add(found, plugin)
     return found
 
 
-CONFIG_KEYS: dict[str, str] = _by_name(
-    {
-        "cluster": "FIRST_STEP_TIMEOUT REQUEUE_SIGNAL STEP_TIMEOUT",
-        "async_save": "CHECKPOINT.ASYNC",
-        "hooks": (
-            "CHECKPOINT.BEST_TO_KEEP CHECKPOINT.PUBLISH CHECKPOINT.PUBLISH_FORMAT MAX_TIME SOLVER.ACCUMULATION_FACTORS "
-            "TEST.PRECISE_BN"
-        ),
-        "trainable_only": "CHECKPOINT.TRAINABLE_ONLY",
-        "samplers": (
-            "DATALOADER.OVERFIT_BATCHES DATALOADER.RANDOM_SUBSET_RATIO DATALOADER.REPEAT_THRESHOLD "
-            "DATALOADER.REPEAT_SQRT SOLVER.MAX_BATCHES_PER_EPOCH"
-        ),
-        "loggers": "LOG.PROGRESS",
-        "model_options": "MODEL.ACTIVATION_CHECKPOINT MODEL.CHANNELS_LAST MODEL.COMPILE",
-        "replay": "DATALOADER.SKIP DATALOADER.SKIP_MODE FORK",
-        "sharding": "MODEL.FSDP MODEL.TENSOR_PARALLEL",
-        "logical_ranks": "SOLVER.LOGICAL_RANKS",
-        "graph": "SOLVER.GRAPH",
-        "scaling": "SOLVER.REFERENCE_BATCH_SIZE SOLVER.REFERENCE_WORLD_SIZE",
-        "solver_extras": "SOLVER.OPTIMIZERS SOLVER.PARAM_GROUPS SOLVER.SCHEDULES",
-    }
-)
-"""Config key -> the module that declares it, and any keys below it, in ``add_config(cfg)``.
+def load(name: str) -> Any:
+    """Import what a project brings under ``name``. Raises ImportError if no project brings it."""
+    module = import_module_of(name)
+    if not hasattr(module, name) and module.__name__.endswith(f".{name}"):
+        return module  # it is a module that the project brings
+    return getattr(module, name)
 
-If the key is in the config, further functions of the module are called: ``check(cfg)`` raises ConfigError if a value is
-wrong; ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls `comm.set_data_ranks`, before anything is
-built; ``wrap_model(cfg, model)`` and ``wrap_loader(cfg, loader)`` return the model to train and a loader.
-"""
 
-CONFIG_TYPES: dict[str, str] = {"omegaconf.dictconfig.DictConfig": "trainkit.projects.lazy.config"}
-"""The type of a config that `default_setup` and `configurable` accept beside CfgNode -> the module that reads it.
+def import_module_of(name: str) -> ModuleType:
+    """Import the module that has ``name``, which a project brings. Raises ImportError if no project brings it."""
+    names = find_plugins().names
+    if name not in names:
+        raise ImportError(f"this needs {name!r}, which no installed project brings")
+    return importlib.import_module(names[name])
 
-Its ``to_cfg(cfg, args)`` returns a CfgNode with the settings that `default_setup` needs, and the text of config.yaml.
-"""
 
-NAMES: dict[str, str] = {"schedules": "trainkit.projects.solver_extras"} | _by_name(
-    {
-        "adapters": "logits: losses_from",
-        "async_save": "format: async_save staged",
-        "cluster": "hooks: Requeue StepTimeout",
-        "compat": (
-            "comm: create_local_process_group get_local_process_group get_local_rank get_local_size reduce_dict; "
-            "datasets: AspectRatioGroupedDataset ToIterableDataset set_default_dataset_from_list_serialize_method; "
-            "log: _log_api_usage create_small_table global_cfg log_every_n log_every_n_seconds log_first_n "
-            "set_global_cfg; memory: PicklableWrapper retry_if_cuda_oom; "
-            "schedules: KeepLastValue WarmupCosineLR WarmupMultiStepLR _get_warmup_factor_at_iter"
-        ),
-        "evaluators": (
-            "classification: ClassificationEvaluator ConfusionMatrixEvaluator Metadata MetadataCatalog "
-            "SemSegEvaluator; loss: LossEvaluator"
-        ),
-        "fast_dev": "options: LoadsAgain fast_dev_config",
-        "graph": "trainer: GraphTrainer GraphAMPTrainer graph_trainer",
-        "hooks": (
-            "batch_norm: PreciseBN SyncBuffers; data: CopyAhead SamplerSeed is_due_epoch; "
-            "averaging: EMAHook; gradients: AccumulationSchedule CheckFiniteLoss Freeze GradNorm UnusedParameters; "
-            "param_scheduler: ParamScheduler ReduceOnPlateau; publish_weights: BestCheckpoints PublishWeights; "
-            "profiler: AutogradProfiler EmptyCache GarbageCollection MemorySnapshot TorchMemoryStats TorchProfiler; "
-            "runtime_info: RuntimeInfo Throughput; time_limit: TimeLimit; "
-            "visualization: VISUALIZER_REGISTRY VisualizationHook"
-        ),
-        "lazy": "config: LazyCall LazyConfig instantiate reload_lazy_config; nodes: locate _convert_target_to_string",
-        "loggers": (
-            "csv_writer: CSVWriter csv; progress_bar: ProgressBar progress_bar; "
-            "services: MLflowWriter WandbWriter mlflow wandb; tensorboard_writer: TensorboardXWriter tensorboard"
-        ),
-        "logical_ranks": "trainer: LogicalTrainer LogicalAMPTrainer logical_trainer",
-        "non_finite": "trainers: gradients skip",
-        "predict": "predictor: DefaultPredictor",
-        "preflight": "hook: Killed Preflight",
-        "remote": "mirror: Mirror; store: CheckpointStore STORE_REGISTRY register_addresses",
-        "replay": "config: SkipBatches",
-        "samplers": (
-            "combined: CombinedLoader GroupedBatchSampler; "
-            "parts: RandomSubsetTrainingSampler RepeatFactorTrainingSampler limited_sampler"
-        ),
-        "scaling": "scaling: scale_lr_to_batch scale_workers",
-        "sharding": "format: shards; fsdp: fsdp",
-        "solver_extras": (
-            "combined: CombinedOptimizer LARS combined_optimizer; "
-            "schedules: SCHEDULE_REGISTRY build_schedule listed_schedules; "
-            "layer_decay: LAYER_DEPTH_REGISTRY build_layer_decay; "
-            "rules: ParamRules build_param_groups describe_param_groups groups_by_rules"
-        ),
-        "trainable_only": "frozen: FrozenWeights",
-        "weights": "pickles: load_trusted_pickle; safetensors: safetensors",
-    }
-)
-"""The name of a class or function, also of one in a registry -> the module that has and registers it."""
+def lent_names(package: str) -> list[str]:
+    """The names that projects lend to ``package``."""
+    return find_plugins().lends.get(package, [])
 
-OPTIONS: dict[str, str] = _by_name(
-    {
-        "fast_dev": "options: --fast-dev-run",
-        "replay": "fork: --fork",
-        "preflight": "options: --preflight --preflight-allow --preflight-json --preflight-quick",
-        "samplers": "--overfit-batches",
-    }
-)
-"""Option of the command line -> the module that adds it to the parser, in ``add_options(parser)``.
 
-If the option is given, `default_setup` calls ``apply(cfg, args)`` of the module, which may change both in place, and
-may return a function that is called when OUTPUT_DIR is ready: nothing of an earlier run is in it.
-"""
-
-RUN_HOOKS: dict[str, str] = _by_name(
-    {
-        "hooks": "data: CopyAhead SamplerSeed",
-        "replay": "record: RunRecord",
-    }
-)
-"""The name of a hook class -> its module. Every `DefaultTrainer` has a hook of each class, if its project is there.
-
-The class takes no arguments, and its ``priority`` says where the hook stands. It may refuse a trainer by ``is_needed``.
-"""
-
-FORMATS = ("shards", "safetensors")
-"""Registered names of checkpoint formats; an entry of a file, or the suffix of its name, says which one wrote it."""
+def lent_object(package: str, name: str) -> Any:
+    """What a project lends to ``package`` under ``name``, imported now. Raises AttributeError if there is nothing."""
+    # the import system and others ask every module for such names; no project lends them
+    is_special = name.startswith("__")
+    if is_special or name not in lent_names(package):
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return load(name)
 
 
 def type_name(value: object) -> str:
-    """The name of the type of ``value``, as in `CONFIG_TYPES`."""
+    """The name of the type of ``value``, as in ``config_types``."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _modules() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The name of each module ``plugin``, in alphabetical order, those of others last; and a function to import it."""
+    names: set[str] = set()
+    for folder in importlib.import_module(GROUP).__path__:
+        for package in pkgutil.iter_modules([folder]):
+            # also a file that is only there compiled
+            if PathFinder.find_spec("plugin", [os.path.join(folder, package.name)]) is not None:
+                names.add(f"{GROUP}.{package.name}.plugin")
+    for name in sorted(names):
+        yield name, functools.partial(importlib.import_module, name)
+    entry_points = importlib.metadata.entry_points(group=GROUP)
+    for entry_point in sorted(entry_points, key=lambda entry_point: entry_point.value):
+        if entry_point.value not in names:
+            names.add(entry_point.value)
+            yield entry_point.value, entry_point.load
+
+
+def _read(module: Any) -> Plugin:
+    said = vars(module)
+    return Plugin(
+        module=module.__name__,
+        order=said.get("ORDER", 0),
+        names=said.get("NAMES", {}),
+        lends=said.get("LENDS", {}),
+        run_hooks=said.get("RUN_HOOKS", []),
+        formats=said.get("FORMATS", []),
+        config_types=said.get("CONFIG_TYPES", {}),
+        options=said.get("OPTIONS", []),
+        add_options=said.get("add_options", _nothing),
+        apply_options=said.get("apply_options", _nothing),
+        add_config=said.get("add_config", _nothing),
+        check=said.get("check", _nothing),
+        prepare=said.get("prepare", _nothing),
+        wrap_model=said.get("wrap_model", _same),
+        wrap_loader=said.get("wrap_loader", _same),
+    )
+
+
+def _add(found: Plugins, plugin: Plugin) -> None:
+    """Add what ``plugin`` brings. Raises ValueError if a name is taken, or is not in its NAMES but has to be."""
+    _add_new(found.names, plugin.names, found, plugin)
+    _add_new(found.config_types, plugin.config_types, found, plugin)
+    _add_new(found.options, dict.fromkeys(plugin.options, plugin), found, plugin)
+    for package, names in plugin.lends.items():
+        _check_names(plugin, names)
+        found.lends.setdefault(package, []).extend(names)
+    _check_names(plugin, [*plugin.run_hooks, *plugin.config_types.values()])
+    found.run_hooks.extend(plugin.run_hooks)
+    found.formats.extend(plugin.formats)
+
+
+def _add_new(
+    table: dict[str, Any], entries: Mapping[str, Any], found: Plugins, plugin: Plugin
+) -> None:
+    for name, value in entries.items():
+        if name in table:
+            brought = [
+                other.module
+                for other in found.each
+                if name in (*other.names, *other.config_types, *other.options)
+            ]
+            raise ValueError(
+                f"{' and '.join(brought)} both bring {name!r}; remove one of them, or rename it there"
+            )
+        table[name] = value
+
+
+def _check_names(plugin: Plugin, names: Iterable[str]) -> None:
+    for name in names:
+        if name not in plugin.names:
+            raise ValueError(
+                f"{plugin.module} has {name!r} in LENDS, RUN_HOOKS or CONFIG_TYPES, but not in NAMES; "
+                "add it there, with the module that has it"
+            )

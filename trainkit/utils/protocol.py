@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from trainkit.utils.periods import whole_or_rounded
+from trainkit.utils.periods import round_length
 
 
 def resume_obstacle(loader: Iterable[Any]) -> str:
@@ -16,9 +16,15 @@ def resume_obstacle(loader: Iterable[Any]) -> str:
 
 
 def iters_per_epoch(loader: Any) -> int | None:
-    """Batches per pass over the data, rounded for an endless sampler; None for a stream without a length.
+    """`epoch_length`, rounded."""
+    length = epoch_length(loader)
+    return None if length is None else round_length(length)
 
-    A loader may have an attribute ``batches_per_epoch``. No worker is started.
+
+def epoch_length(loader: Any) -> int | Fraction | None:
+    """Batches per pass over the data, with a fraction for an endless sampler; None for a stream without a length.
+
+    A loader may have an attribute ``batches_per_epoch``, an int or a Fraction. No worker is started.
     """
     if hasattr(loader, "batches_per_epoch"):
         return loader.batches_per_epoch
@@ -29,7 +35,7 @@ def iters_per_epoch(loader: Any) -> int | None:
     sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", None)
     if sampler is None or not size or not hasattr(sampler, "samples_per_epoch"):
         return None
-    return whole_or_rounded(Fraction(sampler.samples_per_epoch, size * sampler.world_size))
+    return Fraction(sampler.samples_per_epoch, size * sampler.world_size)
 
 
 def samples_of(loader: Any) -> tuple[int | None, int | None]:

@@ -4,14 +4,14 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainkit.utils.loading import load_plugin, module_names, names_on_demand
+from trainkit.utils.plugins import find_plugins, import_module_of, lent_names, lent_object
 
 
 class Registry:
     """Maps names to registered classes or functions, so that a config can name them.
 
-    ``@MODEL_REGISTRY.register()`` before ``class Net`` registers it; ``MODEL_REGISTRY.get("Net")`` gives it. A name of
-    `NAMES` imports the project that registers it.
+    ``@MODEL_REGISTRY.register()`` before ``class Net`` registers it; ``MODEL_REGISTRY.get("Net")`` gives it. A name
+    that a project brings is registered by importing the module that the project names for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,14 +32,14 @@ class Registry:
     def get(self, name: str) -> Any:
         """The object registered under ``name``. Raises KeyError if there is no such object."""
         if name not in self:
-            hint = did_you_mean(name, [*self._objects, *module_names()])
+            hint = did_you_mean(name, [*self._objects, *find_plugins().names])
             known = f"registered: {', '.join(sorted(self._objects)) or 'nothing'}, and modules in IMPORTS may add"
             raise KeyError(f"no {name!r} in the {self._name} registry; {hint}{known}")
         return self._objects[name]
 
     def __contains__(self, name: str) -> bool:
-        if name not in self._objects and name in module_names():
-            load_plugin(module_names()[name])
+        if name not in self._objects and name in find_plugins().names:
+            import_module_of(name)
         return name in self._objects
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -53,4 +53,9 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"did you mean {by_upper[nearest[0]]!r}? " if nearest else ""
 
 
-__getattr__ = names_on_demand(__name__, "_convert_target_to_string", "locate")
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -63,18 +63,6 @@ def test_the_best_k_files_are_kept_and_others_removed(
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_a_checkpoint_of_before_has_the_best_k_files_under_the_name_of_the_base_class(tmp_path):
-    values = [50.0, 70.0, 60.0, 80.0, 65.0, 75.0]
-    run_of_best(tmp_path, values)[0].train(0, 4)
-    state = read_file(tmp_path / "model_0000002.pth")
-    state["trainer"]["hooks"]["BestCheckpointer"] = state["trainer"]["hooks"].pop("BestCheckpoints")
-    torch.save(state, tmp_path / "before.pth")
-    again, checkpointer = run_of_best(tmp_path, values[2:])
-    checkpointer.load(tmp_path / "before.pth")
-    again.train(3, 6)
-    assert files_of_best(tmp_path) == {"": 3, "_0000003": 3, "_0000005": 5}
-
-
 def _a_file_fails_on_rank_0(rank, folder):
     """Of two files, rank 0 cannot write the first; both ranks save the second, and know that it does not count."""
     trainer, folder = Steps(), Path(folder, str(rank))

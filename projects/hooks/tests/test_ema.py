@@ -417,3 +417,10 @@ def test_every_rank_has_the_same_averaged_parameters_and_buffers_of_its_own(tmp_
         if not torch.equal(value, second["model"][name])
     }
     assert different == {"layers.0.running_mean", "layers.0.running_var"}
+
+
+def test_an_average_of_another_shape_is_refused_and_not_repeated_to_the_shape_of_the_model():
+    average = ModelAverage(nn.Linear(2, 2), averaging_rule("exponential", 0.5))
+    saved = {**average.state_dict(), "bias": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"'bias' has shape \[1\], and here \[2\]"):
+        average.load_state_dict(saved)

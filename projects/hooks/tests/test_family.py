@@ -24,7 +24,7 @@ from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import LRMultiplier
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.events import JSONWriter
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import find_plugins
 
 CLASSES = {name: value for name in hooks.__all__ if inspect.isclass(value := getattr(hooks, name))}
 PUBLIC = sorted(
@@ -153,7 +153,8 @@ NEEDED = {
 
 def numbers_of_all_hooks():
     """(class, name of an argument, its annotation) for each number that a constructor of a hook takes."""
-    registered = {NAMES[name] for name in NAMES if NAMES[name].endswith("hooks")}
+    modules = find_plugins().names.values()
+    registered = {module for module in modules if module.endswith("hooks")}
     for module in [
         "trainkit_selfsup",
         *registered,
@@ -196,6 +197,7 @@ def test_a_number_out_of_its_range_is_an_error_that_names_the_argument(hook_clas
         ({"NAME": "PeriodicCheckpointer", "START": -1}, "start must be a whole number >= 0"),
         ({"NAME": "PeriodicCheckpointer", "MAX_TO_KEEP": 0}, "max_to_keep .*must be .*>= 1"),
         ({"NAME": "TorchProfiler", "ENABLE_PREDICATE": [5, 5]}, "begin < end, got"),
+        ({"NAME": "TorchProfiler", "ENABLE_PREDICATE": [5, 3]}, "begin < end, got"),
         ({"NAME": "TorchProfiler", "ENABLE_PREDICATE": [-1, 5]}, "enable_predicate must be"),
         ({"NAME": "SkipBatches", "RANGES": [[5, 3]]}, "ranges must be a list"),
         ({"NAME": "GarbageCollection", "GENERATION": 3}, "generation must be 0, 1 or 2, got 3"),
@@ -354,3 +356,11 @@ def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
             getattr(hooks, name)(**arguments)
+
+
+def test_a_profiler_of_iterations_after_the_end_warns(tmp_path, caplog):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 2))
+    trainer.register_hooks([hooks.TorchProfiler([2, 5], tmp_path)])
+    trainer.train()
+    text = "TorchProfiler: enable_predicate is [2, 5], but the run has only 2 iterations"
+    assert text in caplog.text

@@ -9,7 +9,7 @@ import torch
 from tests.engine.job import tiny_cfg
 from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import VISUALIZER_REGISTRY
-from trainkit.utils.plugins import NAMES
+from trainkit.utils.plugins import find_plugins
 
 
 def test_a_run_stops_at_its_limit_and_is_saved(tmp_path, monkeypatch, caplog):
@@ -108,7 +108,7 @@ after_train: PeriodicCheckpointer, EvalHook, ReduceOnPlateau, BestCheckpointer, 
 
 
 def test_all_hooks_of_a_config_stand_in_their_fixed_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainkit.engine.defaults.RUN_HOOKS", {"SamplerSeed": NAMES["SamplerSeed"]})
+    monkeypatch.setattr(find_plugins(), "run_hooks", ["SamplerSeed"])
     metric, keys = (
         "classification/top1",
         ["CHECKPOINT.PUBLISH", "ema", "TEST.PRECISE_BN.ENABLED", True],

@@ -112,7 +112,7 @@ def test_a_plain_loader_with_a_distributed_sampler_has_another_order_in_each_epo
 def test_a_period_in_epochs_is_due_by_the_number_of_the_epoch():
     def due(max_iter, *arguments, **options):
         ends = [
-            SimpleNamespace(iter=iter, max_iter=max_iter, iters_per_epoch=3)
+            SimpleNamespace(iter=iter, max_iter=max_iter, epoch_length=3)
             for iter in range(2, 30, 3)
         ]
         for trainer in ends:

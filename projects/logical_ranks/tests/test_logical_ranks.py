@@ -13,8 +13,7 @@ from trainkit.config import ConfigError, check_values
 from trainkit.data.build import build_test_loader, build_train_loader, trivial_batch_collator
 from trainkit.data.common import MapDataset
 from trainkit.utils import comm
-from trainkit.utils.periods import exact
-from trainkit.utils.protocol import iters_per_epoch
+from trainkit.utils.protocol import epoch_length
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_the_place_in_the_data_and_the_length_of_an_epoch_do_not_depend_on_the_n
         following = next(batches)
         loader.load_state_dict(states[0])
         assert next(iter(loader)) == following
-        assert exact(iters_per_epoch(loader)) / per_iter == 1.25
+        assert epoch_length(loader) / per_iter == 1.25
     assert states[0] == states[1] == states[2]
     assert states[0]["position"] == 24
 
@@ -218,3 +217,16 @@ def test_a_number_that_no_tree_has_or_that_processes_cannot_share_is_refused(
         ConfigError, match=f"LOGICAL_RANKS: got {number} .* a multiple of {world_size}"
     ):
         check_values(tiny_cfg(tmp_path, "SOLVER.LOGICAL_RANKS", number))
+
+
+def test_an_error_in_a_property_of_the_loader_is_shown_and_not_hidden(monkeypatch):
+    loader = train_loader()
+
+    def fail(given):
+        raise AttributeError("the dataset has no table")
+
+    monkeypatch.setattr("trainkit.projects.logical_ranks.loader.epoch_length", fail)
+    with pytest.raises(AttributeError, match="the dataset has no table"):
+        _ = loader.batches_per_epoch
+    with pytest.raises(AttributeError, match="'LogicalLoader' object has no attribute 'batches'"):
+        _ = loader.batches

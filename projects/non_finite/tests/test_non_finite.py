@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.non_finite.trainers import CheckGradients, SkipNonFinite
+from trainkit.projects.non_finite.policies import CheckGradients, SkipNonFinite
 
 from tests.cuda import allow_waiting, forbid_waiting, needs_cuda
 from tests.docs.pages import blocks, run
@@ -23,12 +23,11 @@ from tests.engine.tiny import (
     state_of,
 )
 from trainkit.config import ConfigError
-from trainkit.engine import DefaultTrainer
+from trainkit.engine import AMPTrainer, DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 
-(CLASS,) = blocks("projects/non_finite/README.md", "python")
-SkipAMP = run(CLASS, "README.md")["Trainer"]
+(WITHOUT_CONFIG,) = blocks("projects/non_finite/README.md", "python")
 
 OPTIMIZERS = {
     "SGD": lambda model: sgd(model, momentum=0.9),
@@ -51,7 +50,7 @@ def is_found(*gradients):
         for parameter, gradient in zip([*model.own][1:], gradients, strict=True):
             parameter.grad = gradient
 
-    trainer = CheckGradients(model, [torch.ones(())], sgd(model))
+    trainer = SimpleTrainer(model, [torch.ones(())], sgd(model), non_finite=CheckGradients())
     trainer.register_hooks([CallbackHook(after_backward=replace)])
     try:
         trainer.train(0, 1)
@@ -87,7 +86,7 @@ def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(make, asynch
     expected = SimpleTrainer(model := Regression(), [*data[1:3], *data[5:]], make(model))
     expected.train(0, 7)
     trainer = poisoned(
-        [0, 3, 4], make, trainer_class=SkipNonFinite, async_write_metrics=asynchronous
+        [0, 3, 4], make, non_finite=SkipNonFinite(), async_write_metrics=asynchronous
     )
     trainer.train(0, 10)
     assert all(
@@ -128,7 +127,8 @@ def test_a_skipped_step_leaves_the_buffers_as_they_were(fused):
     found = []
     for data in ([good[0], bad, *good[1:]], good):
         model = Normalized()
-        trainer = SkipNonFinite(model, data, sgd(model, fused=fused))
+        optimizer = sgd(model, fused=fused)
+        trainer = SimpleTrainer(model, data, optimizer, non_finite=SkipNonFinite())
         trainer.train(0, len(data))
         trainer.check_finite()
         found.append({name: value.clone() for name, value in model.norm.named_buffers()})
@@ -139,7 +139,13 @@ def test_a_skipped_step_leaves_the_buffers_as_they_were(fused):
 def test_a_loss_that_is_not_finite_is_left_out_of_the_averages(asynchronous):
     model = Weight(lambda weight, batch: {"loss_a": weight * batch, "loss_b": weight})
     data = [torch.tensor(value) for value in (1.0, math.nan, 1.0)]
-    trainer = SkipNonFinite(model, data, sgd(model, lr=0.0), async_write_metrics=asynchronous)
+    trainer = SimpleTrainer(
+        model,
+        data,
+        sgd(model, lr=0.0),
+        non_finite=SkipNonFinite(),
+        async_write_metrics=asynchronous,
+    )
     trainer.train(0, 3)
     assert scalars(trainer) == {
         "total_loss": [(2.0, 0), (2.0, 2)],
@@ -152,17 +158,16 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_averages(asynchronous):
 def test_so_many_skipped_updates_in_a_row_end_the_run_and_the_counts_are_part_of_the_state(
     asynchronous,
 ):
-    kwargs = {
-        "trainer_class": SkipNonFinite,
-        "max_non_finite_in_row": 3,
-        "async_write_metrics": asynchronous,
-    }
-    first, states = poisoned([1, 2, 4, 5, 7, 8], **kwargs), []
+    def make(bad):
+        policy = SkipNonFinite(max_in_row=3)
+        return poisoned(bad, non_finite=policy, async_write_metrics=asynchronous)
+
+    first, states = make([1, 2, 4, 5, 7, 8]), []
     first.register_hooks([AfterStep(lambda trainer: states.append(trainer.step_state_dict()))])
     first.train(0, 10)
     assert states[5]["non_finite"] == {"skipped": 4, "in_row": 2}
 
-    trainer = poisoned([1, 2, 4, 5, 6, 7], **kwargs)
+    trainer = make([1, 2, 4, 5, 6, 7])
     trainer.register_hooks([PeriodicWriter([], period=3)])
     with pytest.raises(
         FloatingPointError, match="gradients are not finite in iteration 6: .* is update 3 in a row"
@@ -171,7 +176,7 @@ def test_so_many_skipped_updates_in_a_row_end_the_run_and_the_counts_are_part_of
     assert not any(value.isnan().any() for value in state_of(trainer))
 
     for state, last in ((states[5], 6), (states[0], 8)):
-        resumed = poisoned([6, 7, 8, 9], **kwargs)
+        resumed = make([6, 7, 8, 9])
         resumed.load_step_state_dict(state)
         with pytest.raises(FloatingPointError, match=f"in iteration {last}: .* update 3 in a row"):
             resumed.train(6, 10)
@@ -187,8 +192,7 @@ def new_memory_is_nan():
 
 def test_fused_sgd_has_clean_momentum_if_its_first_update_is_skipped(new_memory_is_nan):
     trainers = [
-        poisoned([0], OPTIMIZERS[name], trainer_class=SkipNonFinite)
-        for name in ("SGD", "fused SGD")
+        poisoned([0], OPTIMIZERS[name], non_finite=SkipNonFinite()) for name in ("SGD", "fused SGD")
     ]
     for trainer in trainers:
         trainer.train(0, 3)
@@ -197,8 +201,17 @@ def test_fused_sgd_has_clean_momentum_if_its_first_update_is_skipped(new_memory_
         poisoned(
             [],
             lambda model: sgd(model, momentum=0.5, dampening=0.1, fused=True),
-            trainer_class=SkipNonFinite,
+            non_finite=SkipNonFinite(),
         )
+
+
+def test_the_trainer_of_the_page_leaves_out_an_update():
+    model = Regression()
+    names = {"SimpleTrainer": SimpleTrainer, "model": model, "data_loader": batches(4)}
+    trainer = run(WITHOUT_CONFIG, "README.md", **names, optimizer=sgd(model))["trainer"]
+    trainer.register_hooks([poison_at(1)])
+    trainer.train(0, 4)
+    assert (trainer.skipped_updates, trainer.policy.max_in_row) == (1, 10)
 
 
 @pytest.mark.parametrize(("policy", "iter"), [("gradients", 1), ("skip", 3)])
@@ -218,11 +231,18 @@ def test_the_config_gives_the_policy_and_how_many_in_a_row(policy, iter, tmp_pat
 @pytest.mark.parametrize(
     "make", [OPTIMIZERS["fused SGD"], OPTIMIZERS["fused AdamW"]], ids=["SGD", "AdamW"]
 )
-@pytest.mark.parametrize("trainer_class", [SkipNonFinite, SkipAMP, CheckGradients])
-def test_on_cuda_a_step_waits_for_nothing(trainer_class, make):
+@pytest.mark.parametrize(
+    ("trainer_class", "policy"),
+    [
+        (SimpleTrainer, SkipNonFinite),
+        (AMPTrainer, SkipNonFinite),
+        (SimpleTrainer, CheckGradients),
+    ],
+)
+def test_on_cuda_a_step_waits_for_nothing(trainer_class, policy, make):
     model = Regression().cuda()
     data = [tuple(tensor.cuda() for tensor in batch) for batch in batches(4)]
-    trainer = trainer_class(model, data, make(model), async_write_metrics=True)
+    trainer = trainer_class(model, data, make(model), non_finite=policy(), async_write_metrics=True)
     watch = CallbackHook(
         before_step=lambda t: forbid_waiting() if 3 <= t.iter < 8 else allow_waiting()
     )

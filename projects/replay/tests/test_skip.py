@@ -73,15 +73,6 @@ def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, pla
     assert (left_out(tmp_path), left_out(tmp_path, "model_0000004")) == ([[3, 5], [6, 7]], [[3, 5]])
 
 
-def test_a_file_of_before_this_hook_still_says_what_was_left_out(tmp_path, plain):
-    first = batches(tmp_path, options=SKIP, hooks=[stop_at(3)])
-    state = read_file(path := tmp_path / "model_0000003.pth")
-    state["trainer"]["left_out"] = state["trainer"]["hooks"].pop("SkipBatches")["left_out"]
-    torch.save(state, path)
-
-    assert same(first | batches(tmp_path, "--resume", options=SKIP), plain, SHIFTED)
-
-
 def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain):
     batches(tmp_path, hooks=[stop_at(6)])
     found = batches(tmp_path, "--resume", options=("DATALOADER.SKIP", [[2, 4], [8, 9]]))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from trainkit.projects.samplers.config import apply
+from trainkit.projects.samplers.plugin import apply_options
 
 from tests.data.conftest import Stream
 from tests.engine.job import tiny_cfg
@@ -17,12 +17,12 @@ from trainkit.data import (
     TrainingSampler,
     build_batch_data_loader,
     build_train_loader,
+    epoch_length,
     iters_per_epoch,
     resume_obstacle,
 )
 from trainkit.engine import DefaultTrainer, default_argument_parser
 from trainkit.engine.hooks import CallbackHook
-from trainkit.utils.periods import exact
 
 
 class Noisy:
@@ -73,9 +73,7 @@ def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
         "min": {"each": 7 / 3, "round_robin": 7},
     }
     for epoch, by_mode in lengths.items():
-        found = {
-            mode: float(exact(iters_per_epoch(combined(mode, epoch=epoch)))) for mode in by_mode
-        }
+        found = {mode: float(epoch_length(combined(mode, epoch=epoch))) for mode in by_mode}
         assert found == pytest.approx(by_mode)
 
 
@@ -161,7 +159,7 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
 def test_a_run_repeats_the_first_batches_of_the_order_that_it_would_have(tmp_path):
     args = default_argument_parser().parse_args(["--overfit-batches", "3"])
     cfg = tiny_cfg(tmp_path)
-    apply(cfg, args)
+    apply_options(cfg, args)
     trainer = DefaultTrainer(cfg)
     found = [batch["x"] for batch in itertools.islice(trainer.data_loader, 7)]
     first = TrainingSampler(40, seed=1).epoch_indices(0)

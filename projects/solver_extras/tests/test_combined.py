@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from trainkit.projects.non_finite.trainers import SkipNonFinite
+from trainkit.projects.non_finite.policies import SkipNonFinite
 
 from trainkit.config import ConfigError, check_values, get_cfg, scale_lr_to_batch
 from trainkit.engine import AMPTrainer, SimpleTrainer
@@ -103,23 +103,25 @@ def test_a_loaded_or_copied_optimizer_goes_on_as_the_one_it_comes_from():
 @pytest.mark.parametrize(
     "entries", [MUON_AND_ADAMW, SGD_AND_ADAMW], ids=["on the host", "by fused kernels"]
 )
-@pytest.mark.parametrize("kind", [SkipNonFinite, AMPTrainer])
+@pytest.mark.parametrize("kind", [SimpleTrainer, AMPTrainer])
 def test_all_optimizers_skip_an_update_that_is_not_finite(entries, kind):
     """A skipped first update is as if it had not been, for a scaler and for the policy."""
-    options = (
-        {"precision": torch.float16, "grad_scaler": fixed_scaler("cpu", 1.0)}
-        if kind is AMPTrainer
-        else {}
-    )
-    found = trained(entries, 4, bad=[0], trainer_class=kind, **options)
+
+    def options():
+        if kind is AMPTrainer:
+            return {"precision": torch.float16, "grad_scaler": fixed_scaler("cpu", 1.0)}
+        return {"non_finite": SkipNonFinite()}
+
+    found = trained(entries, 4, bad=[0], trainer_class=kind, **options())
     expected = Net()
     trainer = kind(
-        expected, batches(4)[1:], build_optimizer(make_cfg(entries), expected), **options
+        expected, batches(4)[1:], build_optimizer(make_cfg(entries), expected), **options()
     )
     trainer.train(0, 3)
     assert found.skipped_updates == 1
     assert weights(found.model) == weights(expected)
-    assert weights(trained(entries, 4, trainer_class=kind, **options).model) != weights(expected)
+    undisturbed = trained(entries, 4, trainer_class=kind, **options())
+    assert weights(undisturbed.model) != weights(expected)
 
 
 def test_momentum_of_a_late_parameter_starts_at_zero_beside_another_optimizer(monkeypatch):

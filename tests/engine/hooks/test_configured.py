@@ -8,7 +8,7 @@ from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer, EvaluationRun, HookBase, hooks
 from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.utils.plugins import RUN_HOOKS
+from trainkit.utils.plugins import find_plugins
 
 DEFAULT_ORDER = [
     "IterationTimer",
@@ -43,7 +43,11 @@ def trainer(tmp_path, *entries, **options):
 
 
 def order(trainer):
-    return [name for hook in trainer._hooks if (name := type(hook).__name__) not in RUN_HOOKS]
+    return [
+        name
+        for hook in trainer._hooks
+        if (name := type(hook).__name__) not in find_plugins().run_hooks
+    ]
 
 
 def test_hooks_of_the_users_own_get_their_arguments_and_stand_in_their_order_before_the_checkpointer(

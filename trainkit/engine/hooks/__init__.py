@@ -1,5 +1,7 @@
 """The hooks of trainkit, and the names needed to write one."""
 
+from typing import Any
+
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.callback import CallbackHook
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
@@ -9,11 +11,8 @@ from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.timer import IterationTimer
 from trainkit.engine.hooks.writer import PeriodicWriter
-from trainkit.utils.loading import names_on_demand
 from trainkit.utils.periods import check_number, check_period, is_due, is_last, is_nth
-from trainkit.utils.plugins import NAMES
-
-HOOKS_OF_PROJECTS = [name for name in NAMES if NAMES[name].startswith("trainkit.projects.hooks.")]
+from trainkit.utils.plugins import lent_names, lent_object
 
 __all__ = [
     "HookBase",
@@ -34,6 +33,12 @@ __all__ += [
     "BestCheckpointer",
     "EarlyStopping",
 ]
-__all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks", *HOOKS_OF_PROJECTS]
+__all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks"]
 
-__getattr__ = names_on_demand(__name__, *HOOKS_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

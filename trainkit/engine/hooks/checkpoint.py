@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
-from trainkit.checkpoint import PeriodicCheckpointer as _PeriodicCheckpointer
+from trainkit.checkpoint.periodic import PeriodicSaves
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils import comm
-from trainkit.utils.periods import is_last, parse_time, say_done
+from trainkit.utils.periods import check_period, is_last, parse_time, say_done
 
 logger = logging.getLogger(__name__)
 
 
 @HOOK_REGISTRY.register()
-class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
-    """`trainkit.checkpoint.PeriodicCheckpointer` as a hook.
+class PeriodicCheckpointer(PeriodicSaves, HookBase):
+    """`PeriodicSaves` as a hook.
 
     The trainer gives the length of the run. A stopped run is saved too. If a save fails (a full
     disk), the error is logged and the run continues; if it is the last save, the run fails on every
@@ -79,6 +79,12 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
             save_last=save_last,
         )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for iteration in state_dict["former_finals"]:
+            check_period("former_finals", iteration)
+        check_period("final_iter", state_dict["final_iter"], minimum=-1)
+        super().load_state_dict(state_dict)
+
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
         if self._final_iter > self.trainer.start_iter:  # from another run
@@ -112,7 +118,7 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
     def after_step(self) -> None:
         name = self.name_at(self.trainer.iter)
         if self._clock is not None:
-            is_over = self._clock.is_over(self.trainer.iter)  # in each iteration, also with a name
+            is_over = self._clock.is_over(self.trainer.done)  # in each iteration, also with a name
             if is_over and name is None:
                 name = f"{self.file_prefix}_{self.trainer.iter:07d}"
         if name is not None:
@@ -124,8 +130,6 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
         if status == "failed":
             self._wait_for_save()
             return
-        if self._clock is not None:
-            self._clock.end()
         if status == "finished" and self.save_last and self._final_iter != iteration + 1:
             self._request(f"{self.file_prefix}_final", iteration, is_final=True)
         elif status == "stopped" and iteration >= 0:
@@ -169,10 +173,9 @@ class PeriodicCheckpointer(_PeriodicCheckpointer, HookBase):
 
 
 class _SaveClock:
-    """Whether the time from one save to the next is over, with the same answer on all ranks.
+    """Whether the time from one save to the next is over.
 
-    Rank 0 sends its answer in the background, so no rank waits for another: at every n-th iteration
-    the ranks read the answer of the last time, and start to exchange the next one.
+    At every n-th iteration rank 0 tells it to the others.
     """
 
     def __init__(self, period_sec: float) -> None:
@@ -180,43 +183,24 @@ class _SaveClock:
 
     def begin(self, trainer: Any) -> None:
         """Start at 0; every rank calls it in the thread of the loop."""
-        self._every = max(trainer.stop_check_period // 2, 1)
-        self._start_iter = trainer.start_iter
+        self._every = trainer.stop_check_period
         # without rank_keys not all ranks have this hook, so they cannot exchange
         self._group = comm.side_group("requests") if trainer.rank_keys else None
-        self._exchange: tuple[dist.Work, torch.Tensor] | None = None
         self.restart()
 
     def restart(self) -> None:
         """The time counts from now."""
         self._end_sec = time.monotonic() + self._period_sec
 
-    def is_over(self, iter: int) -> bool:
-        """Every rank calls it after each iteration."""
+    def is_over(self, done: int) -> bool:
+        """Every rank calls it after each iteration, with the number of those that are done."""
+        is_over = time.monotonic() >= self._end_sec
         if self._group is None:
-            return time.monotonic() >= self._end_sec
-        # not in the first iteration: an exchange there would turn an error of DDP into a hang
-        if iter == self._start_iter or iter % self._every != 0:
+            return is_over
+        if done % self._every != 0:
             return False
-        is_over = self._read_answer()
-        if is_over:
-            self.restart()
-        answer = torch.tensor([time.monotonic() >= self._end_sec], dtype=torch.int32, device="cpu")
-        work = dist.broadcast(answer, src=0, group=self._group, async_op=True)
-        self._exchange = (work, answer)
-        return is_over
-
-    def end(self) -> None:
-        """Wait for the last exchange, which every rank has started."""
-        self._read_answer()
-
-    def _read_answer(self) -> bool:
-        """The answer of rank 0 in the last exchange; False before the first one."""
-        if self._exchange is None:
-            return False
-        work, answer = self._exchange
-        self._exchange = None
-        work.wait()
+        answer = torch.tensor(int(is_over), dtype=torch.int32, device="cpu")
+        dist.broadcast(answer, src=0, group=self._group)
         return bool(answer)
 
 

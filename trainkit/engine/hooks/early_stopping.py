@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.utils.periods import check_number, check_period
+from trainkit.utils.periods import check_number, check_period, round_length
 
 
 @HOOK_REGISTRY.register()
@@ -69,7 +69,7 @@ class EarlyStopping(MetricHook):
         self._is_relative = min_delta_mode == "rel"
         self._threshold = threshold
         self._divergence = divergence
-        self._start = check_period("start", start)
+        self._start = round_length(check_period("start", start))
         self._check_finite = check_finite
 
     def counts(self, iter: int) -> bool:

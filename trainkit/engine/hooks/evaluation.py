@@ -10,7 +10,7 @@ from trainkit.evaluation.observer import Phase, observe_inference
 from trainkit.evaluation.testing import flatten_results_dict, result_as_float
 from trainkit.utils import comm
 from trainkit.utils.env import preserve_rng_state
-from trainkit.utils.periods import say_done
+from trainkit.utils.periods import check_period, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ class EvalHook(PeriodicHook):
         self._at_start = eval_at_start
         self.phase = phase
         self.evaluated_iters = -1  # number of iterations done at the last evaluation
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        done = state_dict["evaluated_iters"]
+        self.evaluated_iters = check_period("evaluated_iters", done, minimum=-1)
 
     def before_train(self) -> None:
         # from another run

@@ -210,7 +210,13 @@ class MetricHook(PeriodicHook):
 
         The state of another metric or mode is ignored with a warning.
         """
-        if (state_dict["metric"], state_dict["mode"]) == (self.monitored_metric, self.mode):
+        if state_dict["metric"] == self.monitored_metric and state_dict["mode"] == self.mode:
+            if state_dict["best"] is not None:
+                check_number("best", state_dict["best"], "(-inf, inf)")
+            for name in ("best_iter", "seen_iter"):
+                if state_dict[name] is not None:
+                    check_period(name, state_dict[name])
+            check_period("not_better", state_dict["not_better"])
             super().load_state_dict(state_dict)
         else:
             logger.warning(

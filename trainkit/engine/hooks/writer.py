@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from trainkit.checkpoint.atomic import loading
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.utils.events import EventStorage, EventWriter, estimate_eta_sec, get_event_storage
@@ -61,10 +62,12 @@ class PeriodicWriter(HookBase):
         """
         remaining = list(states)
         for writer in self._writers:
+            name = type(writer).__name__
             for entry in remaining:
-                if entry["class"] == type(writer).__name__:
+                if entry["class"] == name:
                     remaining.remove(entry)
-                    writer.load_state_dict(entry["state"])
+                    with loading(f"the state of the writer {name!r}"):
+                        writer.load_state_dict(entry["state"])
                     break
 
     def after_step(self) -> None:
@@ -145,7 +148,11 @@ class PeriodicWriter(HookBase):
         Does nothing during a run.
         """
         if self.trainer is None or self.trainer.status != "running":
-            self._waiting = state_dict["writers"]
+            waiting = [dict(entry) for entry in state_dict["writers"]]
+            for entry in waiting:
+                entry["state"] = dict(entry["state"])
+                entry["class"] = str(entry["class"])
+            self._waiting = waiting
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [

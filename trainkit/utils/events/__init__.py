@@ -1,5 +1,7 @@
 """Scalars, images and histograms of a run, and the writers that show them."""
 
+from typing import Any
+
 from trainkit.utils.events.history import HistoryBuffer
 from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.events.writers import (
@@ -9,9 +11,7 @@ from trainkit.utils.events.writers import (
     JSONWriter,
 )
 from trainkit.utils.events.writers import estimate_eta_sec as estimate_eta_sec
-from trainkit.utils.loading import names_on_demand
-
-_OF_PROJECTS = ["CSVWriter", "MLflowWriter", "ProgressBar", "TensorboardXWriter", "WandbWriter"]
+from trainkit.utils.plugins import lent_names, lent_object
 
 __all__ = [
     "EventStorage",
@@ -21,6 +21,12 @@ __all__ = [
     "EventWriter",
     "JSONWriter",
 ]
-__all__ += ["CommonMetricPrinter", "WRITER_REGISTRY", "estimate_eta_sec", *_OF_PROJECTS]
+__all__ += ["CommonMetricPrinter", "WRITER_REGISTRY", "estimate_eta_sec"]
 
-__getattr__ = names_on_demand(__name__, *_OF_PROJECTS)
+
+def __getattr__(name: str) -> Any:
+    return lent_object(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *lent_names(__name__)]

@@ -132,10 +132,18 @@ class HistoryBuffer:
 
         A shorter buffer takes the newest values.
         """
-        self._values = array("d", state["values"].numpy().tobytes())
-        self._iterations = array("q", state["iterations"].numpy().tobytes())
-        self._count = state["count"]
-        self._sum = state["sum"]
+        values = state["values"]
+        iterations = state["iterations"]
+        count = int(state["count"])
+        if values.dtype != torch.float64 or iterations.dtype != torch.int64:
+            raise TypeError(f"got values {values.dtype}, iterations {iterations.dtype}")
+        if values.ndim != 1 or values.shape != iterations.shape or count < len(values):
+            shapes = f"{[*values.shape]} values and {[*iterations.shape]} iterations"
+            raise ValueError(f"got {shapes} of {count}")
+        self._values = array("d", values.numpy().tobytes())
+        self._iterations = array("q", iterations.numpy().tobytes())
+        self._count = count
+        self._sum = float(state["sum"])
 
     def _last(self, window_size: int) -> "array[float]":
         return self._values[-min(window_size, self._max_length) :]

@@ -529,11 +529,26 @@ class EventStorage:
         for name, saved in state["histories"].items():
             self._history[name] = HistoryBuffer(self._history_length)
             self._history[name].load_state_dict(saved)
+            self._history[name].latest()  # raises an error if it is empty
         self._smoothing_hints = dict(state["smoothing_hints"])
-        images = [Image(**image) for image in state["images"]]
-        self._images = deque(images, maxlen=_MAX_IMAGES)
-        histograms = [Histogram(**histogram) for histogram in state["histograms"]]
-        self._histograms = deque(histograms, maxlen=_MAX_IMAGES)
+        if self._smoothing_hints.keys() != self._history.keys():
+            names = f"{sorted(self._smoothing_hints)}, not those of {sorted(self._history)}"
+            raise ValueError(f"smoothing_hints has {names:.200}")
+        for name, hint in self._smoothing_hints.items():
+            if not isinstance(hint, bool):
+                raise TypeError(f"the smoothing hint of {name!r} must be a bool, got {hint!r:.80}")
+        self._images = deque(maxlen=_MAX_IMAGES)
+        for entry in state["images"]:
+            image = Image(**entry)
+            if not isinstance(image.tensor, Tensor):
+                raise TypeError(
+                    f"the tensor of an image must be a tensor, got {image.tensor!r:.80}"
+                )
+            self._images.append(image._replace(name=str(image.name), iter=int(image.iter)))
+        self._histograms = deque(maxlen=_MAX_IMAGES)
+        for entry in state["histograms"]:
+            name, iter, raw = Histogram(**entry)
+            self._histograms.append(Histogram(str(name), int(iter), dict(raw)))
 
     @property
     def is_open(self) -> bool:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from fractions import Fraction
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ import torch
 
 from trainkit.utils.device import accelerator_runs_ahead
 from trainkit.utils.events.storage import EventStorage, get_event_storage
-from trainkit.utils.periods import periods_done, say_done
+from trainkit.utils.periods import check_period, periods_done, say_done
 from trainkit.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class ScalarWriter(EventWriter):
         return {"taken": dict(self._shown)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._shown = dict(state["taken"])
+        self._shown = {name: int(iter) for name, iter in state["taken"].items()}
 
     def _show(self, rows: list[Row], storage: EventStorage) -> None:
         """Show rows, in the order of their iterations."""
@@ -128,7 +129,7 @@ class CommonMetricPrinter(EventWriter):
         max_iter: int | None = None,
         window_size: int = 20,
         *,
-        iters_per_epoch: int | None = None,
+        iters_per_epoch: int | Fraction | None = None,
         min_interval_sec: float = 0.0,
     ) -> None:
         self.logger = logger
@@ -255,7 +256,7 @@ class LinesWriter(ScalarWriter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         super().load_state_dict(state)
-        self._start = state["length"]
+        self._start = check_period("length", state["length"])
 
     def _show(self, rows: list[Row], storage: EventStorage) -> None:
         if not rows:

@@ -1,8 +1,16 @@
-"""The config keys of this project, for ``MODEL.PARALLEL: fsdp``."""
+"""What this project brings to trainkit: ``MODEL.PARALLEL: fsdp``, its keys, and its checkpoints."""
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.checks import check_accepted
 from trainkit.utils import comm
+
+NAMES = {
+    "shards": "trainkit.projects.sharding.format",
+    "fsdp": "trainkit.projects.sharding.fsdp",
+    "release_gathered": "trainkit.projects.sharding.tensors",
+    "shard_like": "trainkit.projects.sharding.tensors",
+}
+FORMATS = ["shards"]
 
 _DTYPES = ("", "float32", "float16", "bfloat16")
 
@@ -30,6 +38,7 @@ def check(cfg: CfgNode) -> None:
     if cfg.MODEL.PARALLEL == "fsdp":
         dtypes = "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE"
         check_accepted(cfg, {_DTYPES: dtypes, "[1, inf)": "MODEL.FSDP.MESH"})
+    check_accepted(cfg, {"[1, inf)": "MODEL.TENSOR_PARALLEL"})
     size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
     is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))
     if size < 1 or is_wrong:

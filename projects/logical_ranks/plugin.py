@@ -1,13 +1,17 @@
-"""The config key of this project."""
+"""What this project brings to trainkit."""
 
 from typing import Any
-
-from trainkit.projects.logical_ranks.loader import divide
 
 from trainkit.config import CfgNode, choose
 from trainkit.config.checks import check_conflicts
 from trainkit.utils import comm
 from trainkit.utils.errors import not_accepted
+
+NAMES = {
+    "LogicalAMPTrainer": "trainkit.projects.logical_ranks.trainer",
+    "LogicalTrainer": "trainkit.projects.logical_ranks.trainer",
+    "logical_trainer": "trainkit.projects.logical_ranks.trainer",
+}
 
 _CONFLICTS = (
     ("SOLVER.LOGICAL_RANKS", "MODEL.PARALLEL=fsdp", "shards are summed in an order of their own"),
@@ -62,5 +66,7 @@ def prepare(cfg: CfgNode) -> None:
 
 def wrap_loader(cfg: CfgNode, loader: Any) -> Any:
     """A loader of the logical ranks of this process."""
+    from trainkit.projects.logical_ranks.loader import divide
+
     num = cfg.SOLVER.LOGICAL_RANKS
     return divide(loader, num, cfg.SOLVER.ACCUMULATION_STEPS) if num else loader

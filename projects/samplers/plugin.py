@@ -1,10 +1,32 @@
-"""The config keys of this project, and the option ``--overfit-batches N``."""
+"""What this project brings to trainkit."""
 
 import argparse
 from typing import Any
 
 from trainkit.config import CfgNode, ConfigError
 from trainkit.config.checks import check_accepted, check_conflicts
+
+NAMES = {
+    "CombinedLoader": "trainkit.projects.samplers.combined",
+    "GroupedBatchSampler": "trainkit.projects.samplers.combined",
+    "RandomSubsetTrainingSampler": "trainkit.projects.samplers.parts",
+    "RepeatFactorTrainingSampler": "trainkit.projects.samplers.parts",
+    "limited_sampler": "trainkit.projects.samplers.parts",
+}
+LENDS = {
+    "trainkit.data": [
+        "CombinedLoader",
+        "GroupedBatchSampler",
+        "RandomSubsetTrainingSampler",
+        "RepeatFactorTrainingSampler",
+    ],
+    "trainkit.data.samplers": [
+        "GroupedBatchSampler",
+        "RandomSubsetTrainingSampler",
+        "RepeatFactorTrainingSampler",
+    ],
+}
+OPTIONS = ["--overfit-batches"]
 
 _OVERFIT, _LIMIT = "DATALOADER.OVERFIT_BATCHES", "SOLVER.MAX_BATCHES_PER_EPOCH"
 # the ranges of the keys that one sampler has
@@ -48,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overfit-batches", type=int, default=0, metavar="N", help=text)
 
 
-def apply(cfg: Any, args: argparse.Namespace) -> None:
+def apply_options(cfg: Any, args: argparse.Namespace) -> None:
     """Set the keys in place, by item, since the config may be frozen. Raises ConfigError for a LazyConfig."""
     if not isinstance(cfg, CfgNode):
         raise ConfigError(

@@ -1,8 +1,38 @@
-"""The config keys of this project."""
+"""What this project brings to trainkit."""
 
-from trainkit.config import CfgNode, ConfigError, choose
+from trainkit.config import CfgNode, ConfigError, choose, get_cfg
 from trainkit.config.checks import check_accepted
-from trainkit.solver.build import base_lr
+from trainkit.config.projects import has_changes
+
+NAMES = {
+    "CombinedOptimizer": "trainkit.projects.solver_extras.combined",
+    "LARS": "trainkit.projects.solver_extras.combined",
+    "combined_optimizer": "trainkit.projects.solver_extras.combined",
+    "LAYER_DEPTH_REGISTRY": "trainkit.projects.solver_extras.layer_decay",
+    "build_layer_decay": "trainkit.projects.solver_extras.layer_decay",
+    "ParamRules": "trainkit.projects.solver_extras.rules",
+    "build_param_groups": "trainkit.projects.solver_extras.rules",
+    "describe_param_groups": "trainkit.projects.solver_extras.rules",
+    "groups_by_rules": "trainkit.projects.solver_extras.rules",
+    "SCHEDULE_REGISTRY": "trainkit.projects.solver_extras.schedules",
+    "build_schedule": "trainkit.projects.solver_extras.schedules",
+    "listed_schedules": "trainkit.projects.solver_extras.schedules",
+    "schedules": "trainkit.projects.solver_extras.schedules",
+}
+LENDS = {
+    "trainkit.solver": [
+        "CombinedOptimizer",
+        "LARS",
+        "LAYER_DEPTH_REGISTRY",
+        "ParamRules",
+        "SCHEDULE_REGISTRY",
+        "build_layer_decay",
+        "build_param_groups",
+        "build_schedule",
+        "describe_param_groups",
+        "schedules",
+    ]
+}
 
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
@@ -58,23 +88,25 @@ def add_config(cfg: CfgNode) -> None:
 
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if a value is wrong; `ParamRules` and `build_layer_decay` find other mistakes."""
+    from trainkit.solver.build import base_lr
+
     # another builder replaces the factors
-    if "PARAM_GROUPS" in cfg.SOLVER and not cfg.SOLVER.PARAM_GROUPS.BUILDER:
+    if not cfg.SOLVER.PARAM_GROUPS.BUILDER:
         factors = [f"{_GROUPS}.{key}" for key in cfg.SOLVER.PARAM_GROUPS if key.endswith("_FACTOR")]
         check_accepted(
             cfg, {"[0, inf)": " ".join(factors), "(0, 1]": f"{_GROUPS}.LAYER_DECAY.RATE"}
         )
-    if cfg.SOLVER.get("OPTIMIZERS") and base_lr(cfg.SOLVER)[0] == "SOLVER.OPTIMIZER.LR":
+    if cfg.SOLVER.OPTIMIZERS and base_lr(cfg.SOLVER)[0] == "SOLVER.OPTIMIZER.LR":
         raise ConfigError(
             "SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR"
         )
 
 
 def prepare(cfg: CfgNode) -> None:
-    if cfg.SOLVER.get("SCHEDULES"):
+    if cfg.SOLVER.SCHEDULES:
         choose(cfg, "SOLVER.LR_SCHEDULER_BUILDER", "listed_schedules", "SOLVER.SCHEDULES")
-    if cfg.SOLVER.get("OPTIMIZERS"):
+    if cfg.SOLVER.OPTIMIZERS:
         choose(cfg, "SOLVER.OPTIMIZER_BUILDER", "combined_optimizer", "SOLVER.OPTIMIZERS")
-    if "PARAM_GROUPS" in cfg.SOLVER:
+    if has_changes(cfg.SOLVER.PARAM_GROUPS, get_cfg().SOLVER.PARAM_GROUPS):
         builder = cfg.SOLVER.PARAM_GROUPS.BUILDER or "groups_by_rules"
         choose(cfg, "SOLVER.PARAM_GROUP_BUILDER", builder, _GROUPS)

@@ -1,9 +1,39 @@
-"""The config keys of this project."""
+"""What this project brings to trainkit."""
 
 from trainkit.config import CfgNode
 from trainkit.config.checks import check_accepted, check_conflicts
-from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.utils.periods import parse_time
+
+NAMES = {
+    "EMAHook": "trainkit.projects.hooks.averaging",
+    "PreciseBN": "trainkit.projects.hooks.batch_norm",
+    "SyncBuffers": "trainkit.projects.hooks.batch_norm",
+    "CopyAhead": "trainkit.projects.hooks.data",
+    "SamplerSeed": "trainkit.projects.hooks.data",
+    "is_due_epoch": "trainkit.projects.hooks.data",
+    "AccumulationSchedule": "trainkit.projects.hooks.gradients",
+    "CheckFiniteLoss": "trainkit.projects.hooks.gradients",
+    "Freeze": "trainkit.projects.hooks.gradients",
+    "GradNorm": "trainkit.projects.hooks.gradients",
+    "UnusedParameters": "trainkit.projects.hooks.gradients",
+    "ParamScheduler": "trainkit.projects.hooks.param_scheduler",
+    "ReduceOnPlateau": "trainkit.projects.hooks.param_scheduler",
+    "AutogradProfiler": "trainkit.projects.hooks.profiler",
+    "EmptyCache": "trainkit.projects.hooks.profiler",
+    "GarbageCollection": "trainkit.projects.hooks.profiler",
+    "MemorySnapshot": "trainkit.projects.hooks.profiler",
+    "TorchMemoryStats": "trainkit.projects.hooks.profiler",
+    "TorchProfiler": "trainkit.projects.hooks.profiler",
+    "BestCheckpoints": "trainkit.projects.hooks.publish_weights",
+    "PublishWeights": "trainkit.projects.hooks.publish_weights",
+    "RuntimeInfo": "trainkit.projects.hooks.runtime_info",
+    "Throughput": "trainkit.projects.hooks.runtime_info",
+    "TimeLimit": "trainkit.projects.hooks.time_limit",
+    "VISUALIZER_REGISTRY": "trainkit.projects.hooks.visualization",
+    "VisualizationHook": "trainkit.projects.hooks.visualization",
+}
+LENDS = {"trainkit.engine": [*NAMES], "trainkit.engine.hooks": [*NAMES]}
+RUN_HOOKS = ["CopyAhead", "SamplerSeed"]
 
 
 def add_config(cfg: CfgNode) -> None:
@@ -41,6 +71,8 @@ def check(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
+    from trainkit.engine.hooks.checkpoint import best_file_prefixes
+
     kept = cfg.CHECKPOINT.BEST_TO_KEEP
     switches = {
         "PreciseBN": cfg.TEST.PRECISE_BN.ENABLED,
@@ -50,7 +82,7 @@ def prepare(cfg: CfgNode) -> None:
     }
     named = [entry.get("NAME") for entry in cfg.HOOKS if isinstance(entry, dict)]
     added = [{"NAME": name} for name, is_on in switches.items() if is_on and name not in named]
-    if kept > 1:
+    if cfg.CHECKPOINT.BEST_METRIC and kept > 1:
         for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items():
             entry = {
                 "NAME": "BestCheckpoints",

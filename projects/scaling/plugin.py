@@ -1,9 +1,13 @@
-"""The config keys of this project."""
-
-from trainkit.projects.scaling.scaling import scale_lr_to_batch
+"""What this project brings to trainkit."""
 
 from trainkit.config import CfgNode
 from trainkit.config.checks import check_accepted, check_conflicts
+
+NAMES = {
+    "scale_lr_to_batch": "trainkit.projects.scaling.scaling",
+    "scale_workers": "trainkit.projects.scaling.scaling",
+}
+LENDS = {"trainkit.config": ["scale_lr_to_batch", "scale_workers"]}
 
 _BATCH, _WORLD = "SOLVER.REFERENCE_BATCH_SIZE", "SOLVER.REFERENCE_WORLD_SIZE"
 
@@ -21,4 +25,6 @@ def check(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
+    from trainkit.projects.scaling.scaling import scale_lr_to_batch
+
     cfg.update(scale_lr_to_batch(cfg))

@@ -1,7 +1,17 @@
-"""The config keys of this project."""
+"""What this project brings to trainkit."""
 
 from trainkit.config import CfgNode, choose
 from trainkit.config.checks import check_conflicts
+
+NAMES = {
+    "GraphAMPTrainer": "trainkit.projects.graph.trainer",
+    "GraphTrainer": "trainkit.projects.graph.trainer",
+    "graph_trainer": "trainkit.projects.graph.trainer",
+}
+LENDS = {
+    "trainkit.engine": ["GraphAMPTrainer", "GraphTrainer"],
+    "trainkit.projects.graph": ["GraphAMPTrainer", "GraphTrainer"],
+}
 
 _CONFLICTS = (
     (

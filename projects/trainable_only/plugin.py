@@ -1,6 +1,8 @@
-"""The config key of this project."""
+"""What this project brings to trainkit."""
 
 from trainkit.config import CfgNode
+
+NAMES = {"FrozenWeights": "trainkit.projects.trainable_only.frozen"}
 
 
 def add_config(cfg: CfgNode) -> None:

@@ -1,7 +1,12 @@
-"""The config keys of this project."""
+"""What this project brings to trainkit."""
 
 from trainkit.config import CfgNode
 from trainkit.config.checks import check_accepted
+
+NAMES = {
+    "Requeue": "trainkit.projects.cluster.hooks",
+    "StepTimeout": "trainkit.projects.cluster.hooks",
+}
 
 
 def add_config(cfg: CfgNode) -> None:

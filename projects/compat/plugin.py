@@ -1,0 +1,56 @@
+"""What this project brings to trainkit."""
+
+NAMES = {
+    "create_local_process_group": "trainkit.projects.compat.comm",
+    "get_local_process_group": "trainkit.projects.compat.comm",
+    "get_local_rank": "trainkit.projects.compat.comm",
+    "get_local_size": "trainkit.projects.compat.comm",
+    "reduce_dict": "trainkit.projects.compat.comm",
+    "AspectRatioGroupedDataset": "trainkit.projects.compat.datasets",
+    "ToIterableDataset": "trainkit.projects.compat.datasets",
+    "set_default_dataset_from_list_serialize_method": "trainkit.projects.compat.datasets",
+    "_log_api_usage": "trainkit.projects.compat.log",
+    "create_small_table": "trainkit.projects.compat.log",
+    "global_cfg": "trainkit.projects.compat.log",
+    "log_every_n": "trainkit.projects.compat.log",
+    "log_every_n_seconds": "trainkit.projects.compat.log",
+    "log_first_n": "trainkit.projects.compat.log",
+    "set_global_cfg": "trainkit.projects.compat.log",
+    "PicklableWrapper": "trainkit.projects.compat.memory",
+    "retry_if_cuda_oom": "trainkit.projects.compat.memory",
+    "KeepLastValue": "trainkit.projects.compat.schedules",
+    "WarmupCosineLR": "trainkit.projects.compat.schedules",
+    "WarmupMultiStepLR": "trainkit.projects.compat.schedules",
+    "_get_warmup_factor_at_iter": "trainkit.projects.compat.schedules",
+}
+LENDS = {
+    "trainkit.config": ["global_cfg", "set_global_cfg"],
+    "trainkit.data": ["ToIterableDataset"],
+    "trainkit.data.common": [
+        "AspectRatioGroupedDataset",
+        "ToIterableDataset",
+        "set_default_dataset_from_list_serialize_method",
+    ],
+    "trainkit.solver": ["KeepLastValue", "WarmupCosineLR", "WarmupMultiStepLR"],
+    "trainkit.solver.lr_scheduler": [
+        "WarmupCosineLR",
+        "WarmupMultiStepLR",
+        "_get_warmup_factor_at_iter",
+    ],
+    "trainkit.utils.comm": [
+        "create_local_process_group",
+        "get_local_process_group",
+        "get_local_rank",
+        "get_local_size",
+        "reduce_dict",
+    ],
+    "trainkit.utils.logger": [
+        "_log_api_usage",
+        "create_small_table",
+        "log_every_n",
+        "log_every_n_seconds",
+        "log_first_n",
+    ],
+    "trainkit.utils.memory": ["retry_if_cuda_oom"],
+    "trainkit.utils.serialize": ["PicklableWrapper"],
+}

@@ -1,0 +1,7 @@
+"""What this project brings to trainkit."""
+
+NAMES = {"DefaultPredictor": "trainkit.projects.predict.predictor"}
+LENDS = {
+    "trainkit.engine": ["DefaultPredictor"],
+    "trainkit.engine.defaults": ["DefaultPredictor"],
+}
