@@ -16,12 +16,11 @@ LAYERS = [
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
     [
+        "trainkit.engine.launch",
         "trainkit.engine.losses",
         "trainkit.engine.parallel",
-        "trainkit.engine.process",
         "trainkit.engine.untrained",
     ],
-    ["trainkit.engine.launch"],
     ["trainkit.engine.hook_base"],
     ["trainkit.engine.hook_list", "trainkit.engine.stopping"],
     ["trainkit.engine.attributes"],
@@ -36,12 +35,13 @@ LAYERS = [
     ["trainkit.engine.amp"],
     ["trainkit.engine.train_loop"],
     ["trainkit.engine.hooks"],
-    ["trainkit.engine.folders"],
-    ["trainkit.engine.setup"],
-    ["trainkit.engine.build"],
-    ["trainkit.engine.parts", "trainkit.engine.monitored"],
+    ["trainkit.engine.defaults.folders", "trainkit.engine.defaults.hooks"],
+    ["trainkit.engine.defaults.setup"],
+    ["trainkit.engine.defaults.build"],
+    ["trainkit.engine.defaults.parts", "trainkit.engine.defaults.monitored"],
+    ["trainkit.engine.defaults.trainer"],
+    ["trainkit.engine.defaults.run"],
     ["trainkit.engine.defaults"],
-    ["trainkit.engine.entry"],
     ["trainkit.engine"],
     ["trainkit.projects"],
     ["trainkit_selfsup"],
@@ -324,6 +324,25 @@ def test_imports_run_one_way_without_a_cycle_or_the_package_that_a_module_is_in(
     assert import_cycle(sources) is None
 
 
+def readers_of_the_config(sources):
+    """The modules of the core that import the config, but for those that may."""
+    for module in sources.trees:
+        is_core = module.startswith("trainkit.") and not module.startswith("trainkit.projects.")
+        may = module.startswith(("trainkit.config", "trainkit.engine.defaults"))
+        if not is_core or may or module.endswith(".build"):
+            continue
+        for imported in sources.imports(module):
+            # a decorator, which reads no key
+            if imported == "trainkit.config.from_config":
+                continue
+            if imported.startswith("trainkit.config"):
+                yield f"{module} imports {imported}"
+
+
+def test_only_the_default_trainer_and_the_builders_know_the_config(sources):
+    assert [*readers_of_the_config(sources)] == []
+
+
 def test_imports_stand_at_the_top_of_a_module(sources):
     assert list(late_imports(sources)) == []
 
@@ -424,6 +443,16 @@ def test_an_import_that_does_not_run_downwards_is_found(write):
         name = f"trainkit/{module}.py"
         assert len(list(upward_imports(write({**files, name: line})))) == 1
         write({name: ""})
+
+
+def test_a_module_of_the_core_that_reads_the_config_is_found(write):
+    modules = ("data/build", "data/loader", "engine/defaults/run")
+    line = "from trainkit.config import config"
+    files = {f"trainkit/{module}.py": line for module in modules}
+    sources = write({"trainkit/config/config.py": "", **files})
+    assert [*readers_of_the_config(sources)] == [
+        "trainkit.data.loader imports trainkit.config.config"
+    ]
 
 
 def test_a_cycle_and_an_import_of_the_own_package_are_found(write):

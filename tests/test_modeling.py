@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from trainkit.config import ConfigError, get_cfg
-from trainkit.modeling import MODEL_REGISTRY, build_model, on_device
+from trainkit.modeling.build import MODEL_REGISTRY, build_model, on_device
 
 
 @MODEL_REGISTRY.register()

@@ -140,7 +140,6 @@ PUBLIC = {
             "check_number",
             "check_period",
             "CheckFiniteLoss",
-            "ConfiguredHooks",
             "CopyAhead",
             "EarlyStopping",
             "EMAHook",

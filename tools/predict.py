@@ -56,7 +56,7 @@ from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import DatasetCatalog, MetadataCatalog, build_test_loader
 from trainkit.data.build import build_transform
 from trainkit.engine import DefaultPredictor, DefaultTrainer, user_errors_exit
-from trainkit.engine.folders import checkpoint_dir
+from trainkit.engine.defaults.folders import checkpoint_dir
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.utils.device import move_to_device
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.engine.process import DEFAULT_TIMEOUT
+from trainkit.engine.launch import DEFAULT_TIMEOUT
 from trainkit.utils import comm
 from trainkit.utils.periods import check_number
 

@@ -15,7 +15,7 @@ from trainkit.projects.graph.recorder import ADVICE, CudaRecorder, check_recorda
 
 from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
+from trainkit.engine.defaults.build import TRAINER_REGISTRY, make_step_trainer
 from trainkit.engine.losses import Losses
 from trainkit.engine.step import SimpleTrainer, parameters_of
 from trainkit.utils.events import EventStorage

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from trainkit.projects.hooks.averaging import EMAHook
 
+from trainkit.data.protocol import resume_obstacle
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.evaluation.observer import Phase
 from trainkit.utils import comm
@@ -20,7 +21,6 @@ from trainkit.utils.device import device_of, move_to_device, preserve_buffers, u
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.events import EventStorage
 from trainkit.utils.periods import check_period, is_due
-from trainkit.utils.protocol import resume_obstacle
 
 logger = logging.getLogger(__name__)
 

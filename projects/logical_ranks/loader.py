@@ -11,9 +11,9 @@ from torch.utils.data import BatchSampler
 
 from trainkit.config import ConfigError
 from trainkit.data.loader import ResumableLoader
+from trainkit.data.protocol import epoch_length
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler
 from trainkit.utils import comm
-from trainkit.utils.protocol import epoch_length
 
 
 def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTestLoader":

@@ -18,7 +18,7 @@ from trainkit.projects.logical_ranks.loader import own_ranks
 from trainkit.config import CfgNode, ConfigError
 from trainkit.data.seeding import seed_globals, splitmix64
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.build import TRAINER_REGISTRY, make_step_trainer
+from trainkit.engine.defaults.build import TRAINER_REGISTRY, make_step_trainer
 from trainkit.engine.losses import Losses
 from trainkit.engine.parallel import without_gradient_sync
 from trainkit.engine.step import SimpleTrainer

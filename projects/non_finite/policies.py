@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.engine.build import POLICY_REGISTRY
+from trainkit.engine.defaults.build import POLICY_REGISTRY
 from trainkit.engine.losses import Losses, describe_failure
 from trainkit.engine.policies import SKIP_FLAG, NonFinitePolicy, skips_on_device
 from trainkit.engine.step import parameters_of

@@ -13,7 +13,7 @@ from trainkit.checkpoint import Checkpointer
 from trainkit.config import CfgNode, ConfigError, check_values, import_modules
 from trainkit.data.build import build_transform
 from trainkit.engine.hook_base import HookBase
-from trainkit.modeling import build_model, on_device
+from trainkit.modeling.build import build_model, on_device
 from trainkit.utils.device import device_of, move_to_device
 from trainkit.utils.plugins import load
 

@@ -24,7 +24,7 @@ from trainkit.checkpoint.ranks import together
 from trainkit.config import ConfigError
 from trainkit.data.samplers import InfiniteSampler
 from trainkit.engine import is_restarted
-from trainkit.engine.folders import checkpoint_dir
+from trainkit.engine.defaults.folders import checkpoint_dir
 from trainkit.solver.lr_scheduler import ScheduledLR
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model

@@ -31,7 +31,8 @@ from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import plain_state
 from trainkit.config import CfgNode, ConfigError
 from trainkit.data.loader import ResumableLoader
-from trainkit.engine import DefaultTrainer, HookBase, hooks, setup
+from trainkit.engine import DefaultTrainer, HookBase, hooks
+from trainkit.engine.defaults import setup
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.stopping import Stop, StopRequests
 from trainkit.utils import comm

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Sampler
 
 from trainkit.data.epochs import epoch_listeners
+from trainkit.data.protocol import epoch_length, resume_obstacle
 from trainkit.data.samplers import InfiniteSampler
 from trainkit.utils.periods import check_period
-from trainkit.utils.protocol import epoch_length, resume_obstacle
 
 logger = logging.getLogger(__name__)
 

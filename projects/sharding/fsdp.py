@@ -20,7 +20,7 @@ from trainkit.projects.sharding.tensors import (
 )
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.engine.build import WRAPPER_REGISTRY, ModelBuilder
+from trainkit.engine.defaults.build import WRAPPER_REGISTRY, ModelBuilder
 from trainkit.evaluation.evaluator import DatasetEvaluators
 from trainkit.evaluation.observer import EvaluationAbandoned
 from trainkit.utils import comm

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.docs.pages import page
-from trainkit.engine.process import DEFAULT_TIMEOUT
+from trainkit.engine.launch import DEFAULT_TIMEOUT
 
 STEP = "model, data_loader, optimizer, gather_metric_period=1, zero_grad_before_forward=False"
 WARMUP = "warmup_factor=0.001, warmup_iters=1000, warmup_method='linear', last_epoch=-1"

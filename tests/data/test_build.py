@@ -27,10 +27,10 @@ from trainkit.data.build import (
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import MapDataset, ToIterableDataset
 from trainkit.data.loader import ResumableLoader
+from trainkit.data.protocol import epoch_length, iters_per_epoch
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
-from trainkit.utils.protocol import epoch_length, iters_per_epoch
 
 # a machine with few cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -18,10 +18,11 @@ from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import parallel
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
-from trainkit.engine.entry import EvaluationRun
+from trainkit.engine.defaults.build import ddp_options
+from trainkit.engine.defaults.run import EvaluationRun
 from trainkit.engine.hooks import CallbackHook, PeriodicCheckpointer
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.parallel import create_ddp_model, ddp_options
+from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import inference_on_dataset
 from trainkit.solver import GradientClipper

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainkit.config import ConfigError
 from trainkit.engine import is_restarted, launch, user_errors_exit
-from trainkit.engine.process import run_rank
+from trainkit.engine.launch import run_rank
 from trainkit.engine.stopping import StopRequests
 from trainkit.utils import comm
 

@@ -24,7 +24,7 @@ from trainkit.config import get_cfg
 from trainkit.data.build import build_batch_data_loader
 from trainkit.data.samplers import TrainingSampler
 from trainkit.engine.amp import AMPTrainer
-from trainkit.engine.build import make_step_trainer
+from trainkit.engine.defaults.build import make_step_trainer
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper, build_gradient_clipper

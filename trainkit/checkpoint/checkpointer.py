@@ -447,7 +447,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         Called on each rank.
         """
         suffix = os.path.splitext(filename)[1][1:]
-        file_format = make_format(suffix) if suffix in find_plugins().formats else self.format
+        is_named_format = suffix in find_plugins().formats
+        file_format = make_format(suffix) if is_named_format else self.format
         content: dict[str, Any] = file_format.read(filename)
         return content
 
@@ -511,7 +512,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         # fvcore's would color names, which come from a file of somebody else
         for name, saved, own in incompatible.incorrect_shapes:
             _logger.warning(
-                "The weight %r is left out: it has the shape %s in the checkpoint and %s in the model",
+                "The weight %r is left out: it has the shape %s in the checkpoint and %s in the "
+                "model",
                 name,
                 saved,
                 own,
@@ -571,7 +573,7 @@ def _check_is_weights(state: Mapping[str, Any], path: str) -> None:
 
 
 def _check_has_all(state: Mapping[str, Any], keys: list[str], path: str) -> None:
-    """Raises CheckpointError if the state of one of these keys was never in the file."""
+    """Raises CheckpointError if there is no state for a key, and it was not left out either."""
     left_out = _owners(_left_out_of(state))
     absent = [key for key in keys if key not in state and key not in left_out]
     if absent:

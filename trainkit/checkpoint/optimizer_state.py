@@ -316,17 +316,18 @@ def _number_by_position(
     position = 0
     for group, saved_group in zip(optimizer.param_groups, fitting, strict=True):
         _check_settings(group, saved_group.values)
-        owner = _optimizer_of(optimizer, group)
+        group_optimizer = _optimizer_of(optimizer, group)
         may_be_none = saved_group.values.get("momentum", 1) == 0
+        is_of_torch = type(group_optimizer) is _torch_class(group_optimizer)
         positions = []
         keys: Collection[str] = ()  # of the first entry of the group that has any
         for parameter, place in zip(group["params"], saved_group.places, strict=True):
             if place in entries:
                 entry = entries.pop(place)
-                _check_entry(owner, parameter, entry, position, may_be_none)
-                if isinstance(entry, Mapping) and type(owner) is _torch_class(owner):
+                _check_entry(group_optimizer, parameter, entry, position, may_be_none)
+                if isinstance(entry, Mapping) and is_of_torch:
                     keys = keys or entry.keys()
-                    _check_keys(owner, entry, keys, position)
+                    _check_keys(group_optimizer, entry, keys, position)
                 fitted["state"][position] = entry
             positions.append(position)
             position += 1
@@ -457,6 +458,9 @@ def _check_entry(
     optimizer: Any, parameter: Tensor, entry: Any, position: int, may_be_none: bool
 ) -> None:
     """Compare the shapes of the tensors that torch's kernels will use with that of the parameter.
+
+    Args:
+        may_be_none: whether a value may be missing, as momentum that is not used.
 
     Raises CheckpointError if they do not fit.
     """

@@ -14,10 +14,10 @@ from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.fetch import trivial_batch_collator
 from trainkit.data.loader import ResumableLoader
+from trainkit.data.protocol import epoch_length, iters_per_epoch, resume_obstacle
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils.plugins import lent_names, lent_object
-from trainkit.utils.protocol import epoch_length, iters_per_epoch, resume_obstacle
 
 __all__ = ["DatasetCatalog", "MapDataset", "DatasetFromList", "SAMPLER_REGISTRY"]
 __all__ += ["TRANSFORM_REGISTRY", "build_transform", "build_train_loader", "build_test_loader"]

@@ -5,13 +5,19 @@ from typing import Any
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
-from trainkit.engine.entry import EvaluationRun, run
+from trainkit.engine.defaults.hooks import ConfiguredHooks as ConfiguredHooks
+from trainkit.engine.defaults.run import EvaluationRun, run
+from trainkit.engine.defaults.setup import (
+    default_argument_parser,
+    default_setup,
+    default_writers,
+    user_errors_exit,
+)
 from trainkit.engine.hook_base import HookBase, Priority
 from trainkit.engine.hooks import (  # noqa: F401  - from here too, as in detectron2
     HOOK_REGISTRY,
     BestCheckpointer,
     CallbackHook,
-    ConfiguredHooks,
     EarlyStopping,
     EvalHook,
     FinalEvalHook,
@@ -24,16 +30,9 @@ from trainkit.engine.hooks import (  # noqa: F401  - from here too, as in detect
     is_last,
     is_nth,
 )
-from trainkit.engine.launch import DEFAULT_TIMEOUT, launch
+from trainkit.engine.launch import DEFAULT_TIMEOUT, is_restarted, launch
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.process import is_restarted
-from trainkit.engine.setup import (
-    default_argument_parser,
-    default_setup,
-    default_writers,
-    user_errors_exit,
-)
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils.plugins import lent_names, lent_object
 

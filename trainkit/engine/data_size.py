@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from trainkit.data.protocol import samples_of
 from trainkit.utils import comm
 from trainkit.utils.periods import check_number, check_period
-from trainkit.utils.protocol import samples_of
 
 
 @dataclass(frozen=True)

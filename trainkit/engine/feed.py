@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from trainkit.data.protocol import epoch_length, resume_obstacle
 from trainkit.utils.device import move_to_device
-from trainkit.utils.protocol import epoch_length, resume_obstacle
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -15,9 +15,6 @@ from trainkit.utils.device import device_of, uuid_of
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.errors import ConfigError
 from trainkit.utils.events import EventStorage
-
-if TYPE_CHECKING:
-    from trainkit.config import CfgNode
 
 # in DDP's error; their order is that of the parameters that it exchanges
 _UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
@@ -72,13 +69,6 @@ def create_ddp_model(
         )
         ddp.register_comm_hook(state=None, hook=hook)
     return ddp
-
-
-def ddp_options(cfg: "CfgNode") -> dict[str, Any]:
-    """MODEL.DDP as arguments of `create_ddp_model`."""
-    options = {key.lower(): value for key, value in cfg.MODEL.DDP.items()}
-    kind = options.pop("compression")
-    return {**options, "fp16_compression": kind == "fp16", "bf16_compression": kind == "bf16"}
 
 
 def without_gradient_sync(model: nn.Module) -> AbstractContextManager[Any]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainkit.config.config import CfgNode
 from trainkit.evaluation.observer import for_details
 from trainkit.utils.logger import format_table
 from trainkit.utils.numbers import one_number, unpack
@@ -56,7 +55,7 @@ def print_csv_format(results: Mapping[str, Any]) -> None:
     logger.log(for_details(), "Evaluation results:\n%s", table)
 
 
-def verify_results(cfg: CfgNode, results: Mapping[str, Any]) -> bool:
+def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:
     """Compare ``results`` with ``cfg.TEST.EXPECTED_RESULTS``.
 
     If they differ, log both and exit with code 1. An entry is ``[task, metric, value, tolerance]``;

@@ -9,14 +9,14 @@ from trainkit.solver.build import (
     OPTIMIZER_BUILDER_REGISTRY,
     OPTIMIZER_REGISTRY,
     PARAM_GROUP_REGISTRY,
+    build_gradient_clipper,
     build_lr_scheduler,
     build_optimizer,
+    maybe_add_gradient_clipping,
 )
 from trainkit.solver.clipping import (
     GradientClipper,
     GradientClipType,
-    build_gradient_clipper,
-    maybe_add_gradient_clipping,
 )
 from trainkit.solver.lr_scheduler import (
     LRFunction,

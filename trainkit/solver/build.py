@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fvcore.common import param_scheduler
@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit.config.checks import warmup_length
 from trainkit.config.config import CfgNode
 from trainkit.config.projects import prepare_projects
+from trainkit.solver.clipping import GradientClipper, clip_before_step
 
 # detectron2's users find these here
 from trainkit.solver.clipping import (
     GradientClipType as GradientClipType,
 )
-from trainkit.solver.clipping import maybe_add_gradient_clipping
 from trainkit.solver.lr_scheduler import LRMultiplier, ScheduledLR, WarmupParamScheduler
 from trainkit.solver.param_groups import _expand_param_groups as _expand_param_groups
 from trainkit.solver.param_groups import get_default_optimizer_params, start_momentum
@@ -29,6 +29,8 @@ from trainkit.utils.periods import is_whole
 from trainkit.utils.registry import Registry
 
 _logger = logging.getLogger(__name__)
+
+_Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
 OPTIMIZER_REGISTRY = Registry("OPTIMIZER")
 """Classes and functions that take ``(params, **kwargs)`` and return an optimizer.
@@ -346,3 +348,39 @@ _SCHEDULES = {
     "WarmupLinearLR": _linear,
     "WarmupStepWithFixedGammaLR": _fixed_gamma,
 }
+
+
+def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
+    """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
+    clip = cfg.SOLVER.CLIP_GRADIENTS
+    if not clip.ENABLED:
+        return None
+    return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE)
+
+
+def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
+    """Let an optimizer, or a class of optimizers, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``.
+
+    It gets a clipper as its attribute ``gradient_clipper``. If a trainer has called this clipper
+    for a step, ``step()`` does not clip again. With a ``GradScaler`` and a fused optimizer, call
+    ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
+
+    Returns:
+        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is
+        off.
+    """
+    clipper = build_gradient_clipper(cfg)
+    if clipper is None or hasattr(optimizer, "gradient_clipper"):
+        return optimizer
+    if isinstance(optimizer, Optimizer):
+        clip_before_step(optimizer, clipper)
+        return optimizer
+
+    class Clipping(optimizer):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            maybe_add_gradient_clipping(cfg, self)
+
+    Clipping.__name__ = f"{optimizer.__name__}WithGradientClip"
+    Clipping.__qualname__ = Clipping.__name__
+    return Clipping

@@ -3,17 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from trainkit.config.config import CfgNode
 from trainkit.utils.periods import check_number
-
-_Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
 
 class GradientClipType(Enum):
@@ -104,43 +101,7 @@ def _over_ranks(norm: Any) -> Tensor:
     return whole
 
 
-def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
-    """The clipper of ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
-    clip = cfg.SOLVER.CLIP_GRADIENTS
-    if not clip.ENABLED:
-        return None
-    return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE)
-
-
-def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
-    """Let an optimizer, or a class of optimizers, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``.
-
-    It gets a clipper as its attribute ``gradient_clipper``. If a trainer has called this clipper
-    for a step, ``step()`` does not clip again. With a ``GradScaler`` and a fused optimizer, call
-    ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
-
-    Returns:
-        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is
-        off.
-    """
-    clipper = build_gradient_clipper(cfg)
-    if clipper is None or hasattr(optimizer, "gradient_clipper"):
-        return optimizer
-    if isinstance(optimizer, Optimizer):
-        _clip_before_step(optimizer, clipper)
-        return optimizer
-
-    class Clipping(optimizer):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            maybe_add_gradient_clipping(cfg, self)
-
-    Clipping.__name__ = f"{optimizer.__name__}WithGradientClip"
-    Clipping.__qualname__ = Clipping.__name__
-    return Clipping
-
-
-def _clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
+def clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not clipper.has_clipped:
             # GradScaler.step sets it for a fused kernel

@@ -12,8 +12,8 @@ from tests.engine.tiny import Regression, batches, scalars, sgd
 from trainkit.config import ConfigError, check_values
 from trainkit.data.build import build_test_loader, build_train_loader, trivial_batch_collator
 from trainkit.data.common import MapDataset
+from trainkit.data.protocol import epoch_length
 from trainkit.utils import comm
-from trainkit.utils.protocol import epoch_length
 
 
 @pytest.fixture

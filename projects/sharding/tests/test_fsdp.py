@@ -30,7 +30,7 @@ from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import get_cfg
 from trainkit.engine import DefaultTrainer, HookBase
-from trainkit.engine.entry import EvaluationRun
+from trainkit.engine.defaults.run import EvaluationRun
 from trainkit.engine.hooks import EMAHook
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import build_optimizer

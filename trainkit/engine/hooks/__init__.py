@@ -5,7 +5,6 @@ from typing import Any
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.callback import CallbackHook
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
-from trainkit.engine.hooks.configured import ConfiguredHooks
 from trainkit.engine.hooks.early_stopping import EarlyStopping
 from trainkit.engine.hooks.evaluation import EvalHook, FinalEvalHook
 from trainkit.engine.hooks.lr_scheduler import LRScheduler
@@ -33,7 +32,7 @@ __all__ += [
     "BestCheckpointer",
     "EarlyStopping",
 ]
-__all__ += ["PeriodicWriter", "HOOK_REGISTRY", "ConfiguredHooks"]
+__all__ += ["PeriodicWriter", "HOOK_REGISTRY"]
 
 
 def __getattr__(name: str) -> Any:

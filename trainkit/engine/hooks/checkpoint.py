@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.periodic import PeriodicSaves
-from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.engine.hooks.monitor import MetricHook, Mode
 from trainkit.utils import comm
+from trainkit.utils.errors import ConfigError
 from trainkit.utils.periods import check_period, is_last, parse_time, say_done
 
 logger = logging.getLogger(__name__)

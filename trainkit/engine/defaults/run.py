@@ -16,16 +16,16 @@ from trainkit.config import (
     prepare_projects,
     resolve_lengths,
 )
-from trainkit.engine.build import ModelBuilder, build_parallel
-from trainkit.engine.defaults import DefaultTrainer
-from trainkit.engine.folders import checkpoint_dir
+from trainkit.engine.defaults.build import ModelBuilder, build_parallel
+from trainkit.engine.defaults.folders import checkpoint_dir
+from trainkit.engine.defaults.hooks import ConfiguredHooks
+from trainkit.engine.defaults.setup import default_setup, user_errors_exit
+from trainkit.engine.defaults.trainer import DefaultTrainer
 from trainkit.engine.hook_base import EVALUATION_POINTS
 from trainkit.engine.hook_list import overrides
-from trainkit.engine.hooks import ConfiguredHooks
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.setup import default_setup, user_errors_exit
 from trainkit.evaluation import observe_inference, verify_results
-from trainkit.modeling import on_device
+from trainkit.modeling.build import on_device
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 

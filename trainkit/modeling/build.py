@@ -1,28 +1,15 @@
 """Build models by name."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from trainkit.config.config import CfgNode
 from trainkit.utils.device import device_of, resolve_device
 from trainkit.utils.errors import ConfigError, look_up
-from trainkit.utils.plugins import lent_names, lent_object
 from trainkit.utils.registry import Registry
-
-__all__ = ["MODEL_REGISTRY", "build_model"]
 
 MODEL_REGISTRY = Registry("MODEL")
 """Classes or functions that take ``cfg`` and return an ``nn.Module``."""
-
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
 
 
 def build_model(cfg: CfgNode) -> nn.Module:

@@ -12,7 +12,7 @@ from trainkit.engine.amp import AMPTrainer, fixed_scaler
 from trainkit.engine.parallel import check_own_device
 from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.step import SimpleTrainer
-from trainkit.solver.clipping import build_gradient_clipper
+from trainkit.solver.build import build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
 from trainkit.utils.errors import look_up
 from trainkit.utils.registry import Registry
@@ -53,6 +53,13 @@ def build_parallel(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
         model = wrap(cfg, build)
     check_own_device(model)
     return model
+
+
+def ddp_options(cfg: CfgNode) -> dict[str, Any]:
+    """MODEL.DDP as arguments of `create_ddp_model`."""
+    options = {key.lower(): value for key, value in cfg.MODEL.DDP.items()}
+    kind = options.pop("compression")
+    return {**options, "fp16_compression": kind == "fp16", "bf16_compression": kind == "bf16"}
 
 
 def make_step_trainer(

@@ -1,10 +1,11 @@
 """The default trainer, which is built from a config."""
 
+import contextlib
 import json
 import logging
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -26,48 +27,43 @@ from trainkit.config import (
 from trainkit.config.lengths import check_lengths_go_on
 from trainkit.config.projects import wrap_loader, wrap_model
 from trainkit.engine import hooks
-from trainkit.engine.build import TRAINER_REGISTRY, ModelBuilder, build_parallel, make_step_trainer
 from trainkit.engine.data_size import DataSize
-from trainkit.engine.folders import checkpoint_dir, release_folders, use_folders, use_local_folders
+from trainkit.engine.defaults.build import (
+    TRAINER_REGISTRY,
+    ModelBuilder,
+    build_parallel,
+    ddp_options,
+    make_step_trainer,
+)
+from trainkit.engine.defaults.folders import (
+    checkpoint_dir,
+    release_folders,
+    use_folders,
+    use_local_folders,
+)
+from trainkit.engine.defaults.hooks import ConfiguredHooks
+from trainkit.engine.defaults.monitored import check_monitored_metrics
+from trainkit.engine.defaults.parts import DefaultParts
+from trainkit.engine.defaults.setup import default_writers
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
+from trainkit.engine.launch import is_restarted
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.monitored import check_monitored_metrics
-from trainkit.engine.parallel import create_ddp_model, ddp_options
-from trainkit.engine.parts import DefaultParts
-from trainkit.engine.process import is_restarted
-from trainkit.engine.setup import default_argument_parser, default_setup, default_writers
+from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer, forwarded
 from trainkit.evaluation import verify_results
 from trainkit.evaluation.testing import result_as_float
-from trainkit.modeling import device_of_config, on_device
+from trainkit.modeling.build import device_of_config, on_device
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventWriter
 from trainkit.utils.periods import say_done
-from trainkit.utils.plugins import find_plugins, lent_names, lent_object, load
+from trainkit.utils.plugins import find_plugins, load
 from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
-
-# includes names that detectron2 users import from here
-__all__ = [
-    "DefaultTrainer",
-    "create_ddp_model",
-    "default_argument_parser",
-    "default_setup",
-    "default_writers",
-]
-
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
 
 
 class _Passed:
@@ -245,39 +241,49 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             return self._results
         if start_iter is None:
             start_iter = self.start_iter if self.status == "not started" else self.next_iter
-        max_iter, mark = (
-            self.max_iter if max_iter is None else max_iter,
-            Path(checkpoint_dir(self.cfg), "finished"),
-        )
+        if max_iter is None:
+            max_iter = self.max_iter
         check_monitored_metrics(self)
+        with self._using_folders(start_iter):
+            self._mark_finished(None)
+            super().train(start_iter, max_iter)
+            if self.status == "finished":
+                self._mark_finished(max_iter)
+        is_finished = self.status == "finished"
+        if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and is_finished:
+            verify_results(self.cfg, self._results)
+        return self._results
+
+    @contextlib.contextmanager
+    def _using_folders(self, start_iter: int) -> Iterator[None]:
+        """Context in which this run owns its folders; at the end the log has a summary."""
         starts_over = start_iter == 0 and self.done > 0
-        has_loaded, self._has_loaded = self._has_loaded, False
-        uses_folders = False
+        has_loaded = self._has_loaded
+        self._has_loaded = False
+        notes = use_folders(self.cfg, self, starts_over=starts_over, has_loaded=has_loaded)
         try:
-            notes = use_folders(self.cfg, self, starts_over=starts_over, has_loaded=has_loaded)
-            uses_folders = True
             for note in notes:
                 logger.info(note)
-            if comm.is_main_process():
-                mark.unlink(missing_ok=True)
-            super().train(start_iter, max_iter)
-            if comm.is_main_process() and self.status == "finished":
-                results = _plain_results(self._results)
-                write_text(
-                    json.dumps({"iterations": self.iter, "max_iter": max_iter, "results": results}),
-                    mark,
-                )
+            yield
         except OSError:
             self.status = "failed"
             raise
         finally:
             if comm.is_main_process() and self.status not in ("not started", "running"):
                 logger.info("%s", self._summary())
-            if uses_folders:
-                release_folders(self.cfg, after_use=True)
-        if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and self.status == "finished":
-            verify_results(self.cfg, self._results)
-        return self._results
+            release_folders(self.cfg, after_use=True)
+
+    def _mark_finished(self, max_iter: int | None) -> None:
+        """Write the file by which a later run knows that this one has finished; None: remove it."""
+        if not comm.is_main_process():
+            return
+        mark = Path(checkpoint_dir(self.cfg), "finished")
+        if max_iter is None:
+            mark.unlink(missing_ok=True)
+            return
+        results = _plain_results(self._results)
+        content = {"iterations": self.iter, "max_iter": max_iter, "results": results}
+        write_text(json.dumps(content), mark)
 
     def _has_nothing_to_do(self) -> bool:
         return self.next_iter >= self.max_iter or self._stays_finished(self.max_iter)
@@ -400,8 +406,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         )
 
     @cached_property
-    def _configured(self) -> hooks.ConfiguredHooks:
-        return hooks.ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self))
+    def _configured(self) -> ConfiguredHooks:
+        return ConfiguredHooks(self.cfg.HOOKS, weakref.proxy(self))
 
     @property
     def _results(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ import torch
 from trainkit.checkpoint import CheckpointError
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_modules
 from trainkit.config.config import changed_settings
-from trainkit.engine.folders import can_log, prepare_folders, use_local_folders
-from trainkit.engine.process import check_launch, is_restarted, is_torchrun
+from trainkit.engine.defaults.folders import can_log, prepare_folders, use_local_folders
+from trainkit.engine.launch import check_launch, is_restarted, is_torchrun
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.device import resolve_device
