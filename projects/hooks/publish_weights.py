@@ -178,7 +178,7 @@ class BestCheckpoints(BestCheckpointer):
 
     def _save_untagged(self, name: str, iteration: int, **entries: Any) -> None:
         if name == self.file_prefix or self.not_better > 0:  # the last one of this evaluation
-            entries["on_commit"] = partial(self._remove, self._before.get("kept", []))
+            entries["on_commit"] = partial(self._remove, self._state_before.get("kept", []))
         super()._save_untagged(name, iteration, **entries)
 
     def _remove(self, entries: list[list[Any]]) -> None:

@@ -14,15 +14,19 @@ _being_written: list[str] = []  # names of temporary files of this process
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written, found, read or applied; the message names the file and the reason."""
+    """A checkpoint cannot be written, found, read or applied.
+
+    The message names the file and the reason.
+    """
 
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Context that loads ``what``, a part of a checkpoint: any error becomes a CheckpointError that names it.
+    """Context that loads ``what``, a part of a checkpoint.
 
-    A file may come from anybody, and a state that does not fit raises errors of any type. A ConfigError and a
-    NotImplementedError stay as they are: they are about the config and the program, not the file.
+    Any error becomes a CheckpointError that names it. A file may come from anybody, and a state
+    that does not fit raises errors of any type. A ConfigError and a NotImplementedError stay as
+    they are: they are about the config and the program, not the file.
     """
     try:
         yield
@@ -37,9 +41,10 @@ def loading(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` after the block has succeeded. Raises CheckpointError.
+    """Yield a temporary file that replaces ``path`` after the block has succeeded.
 
-    `sync_folder` makes the rename durable: until then, a power failure may bring the old file back.
+    Raises CheckpointError. `sync_folder` makes the rename durable: until then, a power failure may
+    bring the old file back.
     """
     folder, name = os.path.split(path)
     own_name = f".{name}.{os.urandom(4).hex()}{_SUFFIX}"
@@ -67,7 +72,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a small text file completely or not at all. Raises CheckpointError if it cannot be written."""
+    """Write a small text file completely or not at all.
+
+    Raises CheckpointError if it cannot be written.
+    """
     with replacing(path) as output:
         output.write(text.encode())
 

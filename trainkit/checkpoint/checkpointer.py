@@ -78,8 +78,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         ``rank_keys``: the entries of its state that differ between ranks.
         ``separate_states``: the entries of its state that hold states of different objects. If one
             of these cannot be written, the others are.
-        ``only_evaluates``: the model, if loaded with this object alone, does not get the weights of
-            the entry ``trained_model``, but those of ``model``.
+        ``only_evaluates``: if only such objects are loaded, the model gets the weights for
+            evaluation, which are the entry ``model``, also if there is an entry ``trained_model``.
     """
 
     def __init__(
@@ -115,19 +115,24 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         on_commit: Callable[[], None] | None = None,
         **kwargs: Any,
     ) -> "futures.Future[None] | None":
-        """Write ``<save_dir>/<name>.pth``; every rank calls it, since states may be gathered over ranks.
+        """Write ``<save_dir>/<name>.pth``.
+
+        Every rank calls it, since states may be gathered over ranks.
 
         Args:
             tag_last: whether a later resume starts from this file; False for a best checkpoint.
-            on_commit: called after the file is on the disk, in the rank and the thread that write it.
+            on_commit: called after the file is on the disk, in the rank and the thread that write
+                it.
             kwargs: further entries, such as ``iteration=99``.
 
         Returns:
-            The future of a save that continues in a thread, whose error :meth:`wait` raises; else None.
+            The future of a save that continues in a thread, whose error :meth:`wait` raises; else
+            None.
 
         Raises:
-            TypeError: a value in a state is neither a tensor nor a plain Python value; the message has its path. The
-                file is written without the state that has it, and names the path in its entry ``left_out``.
+            TypeError: a value in a state is neither a tensor nor a plain Python value; the message
+                has its path. The file is written without the state that has it, and names the path
+                in its entry ``left_out``.
             CheckpointError: the file cannot be written; earlier files are unchanged.
         """
         if not name or os.path.basename(name) != name:
@@ -173,7 +178,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
     def _leave_out_unwritable(
         self, state: Mapping[str, Any]
     ) -> tuple[dict[str, Any], list[UnwritableError]]:
-        """A plain copy without the states that a file cannot hold, and an error for each of these."""
+        """A plain copy without the states that a file cannot hold; an error for each of these."""
         errors: list[UnwritableError] = []
         take = ordinary_or_divided if self.format.collective else ordinary
         plain = writable_state(state, self._separate_states(), take, errors)
@@ -303,12 +308,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         *,
         strict: bool = False,
     ) -> dict[str, Any]:
-        """Load a file of trainkit or fvcore, or the state dict of a model; a rank may call it alone.
+        """Load a file of trainkit or fvcore, or the state dict of a model.
+
+        A rank may call it alone.
 
         Args:
             path: None and ``""`` load nothing.
             checkpointables: the keys to load besides the model; None: all.
-            strict: whether different model keys and a missing checkpointable are errors; else they are logged.
+            strict: whether different model keys and a missing checkpointable are errors; else they
+                are logged.
 
         Returns:
             The entries of the file that were not used.
@@ -329,7 +337,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         return self._load_state(state, local_path, keys, strict)
 
     def resume_or_load(self, path: _Path | None, *, resume: bool = True) -> dict[str, Any]:
-        """Resume everything from the last checkpoint in ``save_dir``, or load the model from ``path``.
+        """Resume everything from the last checkpoint in ``save_dir``.
+
+        If there is none, or ``resume`` is False, load only the model from ``path``.
 
         If the last checkpoint is damaged, or ``last_checkpoint`` is missing, the newest intact one
         of the same run is used, with a warning. Every rank calls it; rank 0 lists the files for
@@ -405,30 +415,20 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         """
         state = self._load_file(path)
         try:
-            return self._complete(state, path, keys, needs_all)
+            if not isinstance(state.get("model"), Mapping):
+                _check_is_weights(state, path)
+                state = {"model": state}
+            if needs_all:
+                _check_has_all(state, keys, path)
+            by_rank = state.pop("ranks", None)
+            if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
+                take_rank_state(state, by_rank, path)
+            return format_of(state).fill(state, path, self.model, self._paths_to_read(keys))
         except CheckpointError:
             raise
         except Exception as error:  # entries of any type
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"'{path}' is no checkpoint of trainkit ({reason})") from error
-
-    def _complete(
-        self, state: dict[str, Any], path: str, keys: list[str], needs_all: bool
-    ) -> dict[str, Any]:
-        if not isinstance(state.get("model"), Mapping):
-            _check_is_weights(state, path)
-            state = {"model": state}
-        if needs_all:
-            left_out = _owners(_left_out_of(state))
-            absent = [key for key in keys if key not in state and key not in left_out]
-            if absent:
-                raise CheckpointError(
-                    f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
-                )
-        by_rank = state.pop("ranks", None)
-        if any(getattr(self.checkpointables[key], "rank_keys", ()) for key in keys):
-            take_rank_state(state, by_rank, path)
-        return format_of(state).fill(state, path, self.model, self._paths_to_read(keys))
 
     def _paths_to_read(self, keys: list[str]) -> list[str]:
         """The starts of the paths in a state that are needed for loading these checkpointables."""
@@ -464,6 +464,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             strict: see `load`.
         """
         state.pop(RUN_ID, None)
+        # beside ``model``, if this has other weights for evaluation, such as averages
         trained_weights = state.pop("trained_model", None)
         with loading(f"'{path}'"):
             if trained_weights and not self._only_evaluates(keys):
@@ -475,7 +476,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         state.pop("left_out", None)
         if left_out:
             _logger.warning(
-                "'%s' was written without these states, which start anew: they held values that a file cannot hold: %s",
+                "'%s' was written without these states, which start anew: they held values that "
+                "a file cannot hold: %s",
                 path,
                 ", ".join(left_out),
             )
@@ -502,11 +504,20 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         _logger.info("Loaded %s", path)
         return state
 
+    def _only_evaluates(self, keys: list[str]) -> bool:
+        """Whether the model is loaded for evaluation, not for training."""
+        return all(getattr(self.checkpointables[key], "only_evaluates", False) for key in keys)
+
     def _log_incompatible_keys(self, incompatible: Any) -> None:
         # fvcore's would color names, which come from a file of somebody else
         for name, saved, own in incompatible.incorrect_shapes:
-            text = "The weight %r is left out: it has the shape %s in the checkpoint and %s in the model"
-            _logger.warning(text, name, saved, own)
+            _logger.warning(
+                "The weight %r is left out: it has the shape %s in the checkpoint and %s in the "
+                "model",
+                name,
+                saved,
+                own,
+            )
         missing = _filter_reused_missing_keys(self.model, incompatible.missing_keys)
         if missing:
             text = "The checkpoint does not have these weights, which stay as they are: %s"
@@ -514,10 +525,6 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         if incompatible.unexpected_keys:
             text = "The model does not have these weights of the checkpoint: %s"
             _logger.warning(text, ", ".join(sorted(map(str, incompatible.unexpected_keys))))
-
-    def _only_evaluates(self, keys: list[str]) -> bool:
-        """Whether the model is loaded with these checkpointables for evaluation, not for training."""
-        return all(getattr(self.checkpointables[key], "only_evaluates", False) for key in keys)
 
     def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a state does not fit.
@@ -539,7 +546,10 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         load_optimizer(obj, state, groups.get(key, []), self._parameter_names(), adapt)
 
     def _load_model(self, checkpoint: dict[str, Any]) -> Any:
-        """Load the entry "model" into the model; returns what ``_log_incompatible_keys`` logs, or None."""
+        """Load the entry "model" into the model.
+
+        Returns what ``_log_incompatible_keys`` logs, or None.
+        """
         try:
             self.model.load_state_dict(checkpoint["model"])
         except RuntimeError:  # it names all differences
@@ -560,6 +570,16 @@ def _check_is_weights(state: Mapping[str, Any], path: str) -> None:
             raise CheckpointError(
                 f"'{path}' has entries {[*state]}, no 'model'; save a file of the weights alone"
             )
+
+
+def _check_has_all(state: Mapping[str, Any], keys: list[str], path: str) -> None:
+    """Raises CheckpointError if there is no state for a key, and it was not left out either."""
+    left_out = _owners(_left_out_of(state))
+    absent = [key for key in keys if key not in state and key not in left_out]
+    if absent:
+        raise CheckpointError(
+            f"'{path}' holds no state for {absent}; it can be MODEL.WEIGHTS of a new run"
+        )
 
 
 def _left_out_of(state: Mapping[str, Any]) -> list[str]:

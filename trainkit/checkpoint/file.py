@@ -40,7 +40,7 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
     Containers are new, tensors share memory.
 
     Args:
-        path: of ``value`` in the whole state.
+        path: of ``value`` in the whole state, such as ``optimizer.state[0]``.
         take: None: `ordinary`.
 
     Raises:
@@ -66,22 +66,18 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
         refuse(value, path)
     copy: Any = kind()
     for key, item in value.items():
-        item_path = _path_of_entry(path, key)
+        if type(key) is not str:
+            item_path = f"{path}[{key!r}]"
+        elif path:
+            item_path = f"{path}.{key}"
+        else:
+            item_path = key
         if type(key) not in _PLAIN:
             key = plain_state(key, item_path, take=refuse)  # a key is no tensor
         copy[key] = plain_state(item, item_path, take)
     if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
         copy._metadata = value._metadata
     return copy
-
-
-def _path_of_entry(path: str, key: Any) -> str:
-    """Such as ``optimizer.state[0]``."""
-    if type(key) is not str:
-        return f"{path}[{key!r}]"
-    if not path:
-        return key
-    return f"{path}.{key}"
 
 
 def ordinary(tensor: Tensor, path: str) -> Tensor:
@@ -106,7 +102,8 @@ def refuse(value: object, path: str) -> Any:
     """Raises UnwritableError."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise UnwritableError(
-        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain Python values",
+        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain "
+        "Python values",
         path,
     )
 

@@ -71,8 +71,9 @@ def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[
             header = Header(_iteration_in_name(tagged), run_id="")
         if run_id and header.run_id not in ("", run_id):
             raise CheckpointError(
-                f"last_checkpoint in '{folder}' names {os.path.basename(tagged)!r}, a file of another run. Name a file "
-                f"of this run there; or delete the file {RUN_ID} to go on with the other run here"
+                f"last_checkpoint in '{folder}' names {os.path.basename(tagged)!r}, a file of "
+                f"another run. Name a file of this run there; or delete the file {RUN_ID} to go "
+                "on with the other run here"
             )
         run_id = run_id or header.run_id
         last_iteration = header.iteration
@@ -105,8 +106,8 @@ def _files_of_run(folder: str, headers: Mapping[str, Header], run_id: str) -> li
         run_ids = {header.run_id for header in headers.values()}
         if len(run_ids) > 1:
             raise CheckpointError(
-                f"'{folder}' has checkpoints of several runs: {_names(headers)}. Write the name of the file to go on "
-                "from into last_checkpoint"
+                f"'{folder}' has checkpoints of several runs: {_names(headers)}. Write the name "
+                "of the file to go on from into last_checkpoint"
             )
         return list(headers)
     own = []
@@ -172,7 +173,7 @@ def read_run_id(folder: str) -> str:
 
 
 def tagged_file(folder: str) -> str:
-    """Path of the file that ``last_checkpoint`` names, which may not exist; ``""`` if there is no name.
+    """Path of the file that ``last_checkpoint`` names, which may not exist; ``""`` without a name.
 
     Raises:
         CheckpointError: it holds no file name, or leads out of the folder.
@@ -193,7 +194,8 @@ def tagged_file(folder: str) -> str:
         return ""
     if not is_file_of(folder, name):
         raise CheckpointError(
-            f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its folder"
+            f"'{tag_file}' names {name!r:.200}; it has to hold the bare name of a file in its "
+            "folder"
         )
     return os.path.join(folder, name)
 

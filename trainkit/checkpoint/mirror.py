@@ -1,4 +1,7 @@
-"""The seam for runs at an address: such a run writes to a local folder, and a mirror copies its files."""
+"""The seam for runs at an address.
+
+Such a run writes to a local folder, and a mirror copies its files.
+"""
 
 from typing import Protocol
 
@@ -20,10 +23,20 @@ class Mirror(Protocol):
         """Get newer files from the address. Raises CheckpointError."""
 
     def take(self, resume: bool | None = None) -> None:
-        """A run starts; ``resume``: None if it does not say it. Raises CheckpointError if another run is there."""
+        """A run starts.
+
+        Args:
+            resume: whether it resumes; None: it does not say it.
+
+        Raises:
+            CheckpointError: another run is there.
+        """
 
     def after_save(self, folder: str) -> None:
-        """A checkpoint was saved in ``folder``, this one or another one of the run: upload, in a thread."""
+        """Upload, in a thread: a checkpoint was saved in ``folder``.
+
+        It is this folder or another one of the run.
+        """
 
     def release(self) -> str:
         """The run has ended: upload the last files; returns the error, or ""."""
@@ -33,7 +46,10 @@ _mirrors: dict[str, Mirror] = {}  # by local folder
 
 
 def local_folder(path: str) -> str:
-    """The local folder for the files of a run: ``path``, or if it is an address, that of its `Mirror`."""
+    """The local folder for the files of a run: ``path``.
+
+    If ``path`` is an address, the folder of its `Mirror`.
+    """
     if "://" not in path:
         return path
     mirror: Mirror = load("make_mirror")(path)

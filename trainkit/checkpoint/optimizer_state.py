@@ -169,10 +169,13 @@ def fit_state(
     saved: Sequence[Mapping[str, Any]],
     names: Mapping[str, Tensor],
 ) -> Mapping[str, Any]:
-    """The saved ``state`` in the order of the optimizer's groups and parameters; nothing is changed.
+    """The saved ``state`` in the order of the optimizer's groups and parameters.
+
+    Nothing is changed.
 
     Args:
-        saved: what `describe_groups` gave at the save; [] (as in files of detectron2): the places count.
+        saved: what `describe_groups` gave at the save; [] (as in files of detectron2): the places
+            count.
         names: of this run, see `names_in`.
 
     Raises:
@@ -206,7 +209,8 @@ class _SavedGroup:
 
     Attributes:
         values: the group in the saved ``param_groups``.
-        places: of its parameters in the saved state; ``names`` and ``shapes`` are in the same order.
+        places: of its parameters in the saved state; ``names`` and ``shapes`` are in the same
+            order.
         names: None: not known.
         shapes: None: not known, for each parameter.
         optimizer: the name of its class; "": not known.
@@ -224,7 +228,8 @@ class _SavedGroup:
             self.optimizer = str(description["optimizer"])
             if not len(self.names) == len(self.shapes) == len(self.places):
                 raise ValueError(
-                    f"a group has {len(self.places)} parameters, {len(self.names)} names and {len(self.shapes)} shapes"
+                    f"a group has {len(self.places)} parameters, {len(self.names)} names and "
+                    f"{len(self.shapes)} shapes"
                 )
 
     def reorder(self, names: Sequence[str]) -> None:
@@ -252,8 +257,8 @@ def _check_classes(own: Groups, saved_groups: Sequence[_SavedGroup]) -> None:
     before = {group.optimizer for group in saved_groups} - {""}
     if now and before and now != before:
         raise CheckpointError(
-            f"the checkpoint has the state of {', '.join(sorted(before))}, the optimizer of this run is "
-            f"{', '.join(sorted(now))}. {_REMEDY}"
+            f"the checkpoint has the state of {', '.join(sorted(before))}, the optimizer of this "
+            f"run is {', '.join(sorted(now))}. {_REMEDY}"
         )
 
 
@@ -293,8 +298,8 @@ def _check_parameter_shapes(own_group: Mapping[str, Any], saved_group: _SavedGro
             continue
         if shape != list(saved_shape):
             raise CheckpointError(
-                f"the parameter {name} has the shape {list(saved_shape)} in the checkpoint's optimizer, and "
-                f"{shape} in this run. {_REMEDY}"
+                f"the parameter {name} has the shape {list(saved_shape)} in the checkpoint's "
+                f"optimizer, and {shape} in this run. {_REMEDY}"
             )
 
 
@@ -341,7 +346,8 @@ def _check_sizes(own: Groups, saved_groups: Sequence[_SavedGroup]) -> None:
     saved_sizes = [len(group.places) for group in saved_groups]
     if sizes != saved_sizes:
         raise CheckpointError(
-            f"the sizes of the checkpoint's parameter groups are {saved_sizes}, those of this run {sizes}. {_REMEDY}"
+            f"the sizes of the checkpoint's parameter groups are {saved_sizes}, those of this run "
+            f"{sizes}. {_REMEDY}"
         )
 
 
@@ -356,8 +362,8 @@ def _in_order_of_names(own: Groups, saved_groups: Sequence[_SavedGroup]) -> list
     new = [name for name in group_of if name not in saved_group_of]
     if gone or new:
         raise CheckpointError(
-            f"parameters only in the checkpoint's optimizer: {_first_of(gone)}; only in that of this run: "
-            f"{_first_of(new)}. {_REMEDY}"
+            f"parameters only in the checkpoint's optimizer: {_first_of(gone)}; only in that of "
+            f"this run: {_first_of(new)}. {_REMEDY}"
         )
     remaining = list(saved_groups)
     fitting = []
@@ -372,7 +378,8 @@ def _in_order_of_names(own: Groups, saved_groups: Sequence[_SavedGroup]) -> list
         fitting.append(match)
     if remaining:  # groups without a parameter
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved_groups)} groups, that of this run {len(own)}. {_REMEDY}"
+            f"the checkpoint's optimizer has {len(saved_groups)} groups, that of this run "
+            f"{len(own)}. {_REMEDY}"
         )
     return fitting
 
@@ -427,21 +434,23 @@ def _describe_change(
         )
     name = moved[0]
     return (
-        f"the parameter {name} is in group {saved_group_of[name]} of the checkpoint's optimizer and in group "
-        f"{group_of[name]} of this run, with other parameters: its settings are not known. {_REMEDY}"
+        f"the parameter {name} is in group {saved_group_of[name]} of the checkpoint's optimizer "
+        f"and in group {group_of[name]} of this run, with other parameters: its settings are not "
+        f"known. {_REMEDY}"
     )
 
 
 def _check_keys(
     optimizer: Any, entry: Mapping[str, Any], keys: Collection[str], position: int
 ) -> None:
-    """An empty entry starts anew.
+    """Raises CheckpointError if an entry has other keys than one of the same group.
 
-    Raises CheckpointError if an entry has other keys than one of the same group.
+    An empty entry starts anew.
     """
     if entry and entry.keys() != keys and not isinstance(optimizer, _OTHER_SHAPES):
         raise CheckpointError(
-            f"the state of parameter {position} has {sorted(entry)}, that of another one has {sorted(keys)}"
+            f"the state of parameter {position} has {sorted(entry)}, that of another one has "
+            f"{sorted(keys)}"
         )
 
 
@@ -464,27 +473,30 @@ def _check_entry(
         return
     is_own_class = type(optimizer) is torch_class
     for name, value in entry.items():
-        if name in _ONE_VALUE and not isinstance(value, Tensor):
-            fits = is_number(value)
-            expected = "one number"
-        elif name in _LIKE_PARAMETER and not isinstance(value, Tensor):
-            fits = value is None and may_be_none  # SGD without momentum
-            expected = f"a tensor of shape {list(parameter.shape)}, as its parameter"
-        elif not isinstance(value, Tensor):
-            continue
-        elif name in _ONE_VALUE:
-            fits = value.numel() == 1
-            expected = "one value"
-        elif name in _LIKE_PARAMETER or is_own_class:
-            fits = value.shape == parameter.shape
-            expected = f"shape {list(parameter.shape)}, as its parameter"
-        else:  # what a subclass has added
-            continue
+        if isinstance(value, Tensor):
+            got = f"shape {list(value.shape)}"
+            if name in _ONE_VALUE:
+                fits = value.numel() == 1
+                expected = "one value"
+            elif name in _LIKE_PARAMETER or is_own_class:
+                fits = value.shape == parameter.shape
+                expected = f"shape {list(parameter.shape)}, as its parameter"
+            else:  # what a subclass has added
+                continue
+        else:
+            got = repr(value)
+            if name in _ONE_VALUE:
+                fits = is_number(value)
+                expected = "one number"
+            elif name in _LIKE_PARAMETER:
+                fits = value is None and may_be_none  # SGD without momentum
+                expected = f"a tensor of shape {list(parameter.shape)}, as its parameter"
+            else:
+                continue
         if not fits:
-            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise CheckpointError(
-                f"the entry {name!r} in the state of parameter {position} ({torch_class.__name__}) has {got:.80}; "
-                f"accepted: {expected}"
+                f"the entry {name!r} in the state of parameter {position} "
+                f"({torch_class.__name__}) has {got:.80}; accepted: {expected}"
             )
 
 
@@ -572,12 +584,13 @@ def _check_settings(group: Mapping[str, Any], saved_group: Mapping[str, Any]) ->
     only_own = own - saved
     if only_saved and only_own:  # one alone: another version of torch
         raise CheckpointError(
-            f"the optimizer in the checkpoint has {sorted(only_saved)}, this one {sorted(only_own)}. {_REMEDY}"
+            f"the optimizer in the checkpoint has {sorted(only_saved)}, this one "
+            f"{sorted(only_own)}. {_REMEDY}"
         )
 
 
 def _check_kind(name: str, own: Any, saved: Any) -> None:
-    """Raises CheckpointError if a setting is a number or a list of numbers in this run, but not in the checkpoint."""
+    """Raises CheckpointError if a number, or a list of numbers, is none in the checkpoint."""
     fits: bool
     if isinstance(own, int | float | Tensor):
         fits = isinstance(saved, int | float) and saved == saved  # not NaN

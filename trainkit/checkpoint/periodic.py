@@ -73,7 +73,10 @@ class PeriodicSaves:
         return self.save_and_rotate(name, iteration, **kwargs)
 
     def name_at(self, iteration: int) -> str | None:
-        """Name of the file that :meth:`step` writes after this iteration; None if it writes none."""
+        """Name of the file that :meth:`step` writes after this iteration.
+
+        None if it writes none.
+        """
         if self.save_last and self.max_iter is not None and iteration >= self.max_iter - 1:
             return f"{self.file_prefix}_final"
         if is_nth(iteration + 1, self.period, self.start):

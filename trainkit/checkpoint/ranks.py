@@ -44,7 +44,7 @@ def gather_rank_states(
     on_host = _copy_to_host(tensors)
     digests = {path: digest_of(tensor) for path, tensor in on_host.items()}
     digests_of_rank_0 = comm.broadcast(digests)
-    equal_to_rank_0 = torch.empty(0, device="meta")
+    equal_to_rank_0 = torch.empty(0, device="meta")  # stands for such a tensor
 
     def leave_out_equal(tensor: Tensor, path: str) -> Tensor:
         if digests_of_rank_0.get(path) == digests[path]:
@@ -110,11 +110,16 @@ def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
 def _saved_world_size(state: Mapping[str, Any]) -> Any:
     """None if the file does not say it."""
     trainer_state = state.get("trainer")
-    return trainer_state.get("world_size") if isinstance(trainer_state, Mapping) else None
+    if not isinstance(trainer_state, Mapping):
+        return None
+    return trainer_state.get("world_size")
 
 
 def together(call: Callable[[], _T], group: "dist.ProcessGroup | None" = None) -> _T:
-    """Make a call on every rank; if it fails on one, raise on all, so that no rank waits for ever."""
+    """Make a call on every rank.
+
+    If it fails on one, raise on all, so that no rank waits for ever.
+    """
     if comm.get_world_size() == 1:
         return call()
     result = None

@@ -22,12 +22,12 @@ _SCALE_FLAG = "[flag]scale"
 
 
 class AMPTrainer(SimpleTrainer):
-    """`SimpleTrainer` in mixed precision: the forward pass under autocast; float16 with a gradient scaler.
+    """`SimpleTrainer` in mixed precision: the forward pass is under autocast.
 
-    Parameters, gradients and the optimizer's state stay in float32. bfloat16 has the range of float32 and needs no
-    scaler. If gradients are not finite, because of an overflow or ``after_backward``, the scaler skips the update;
-    ``skipped_updates`` in the storage counts these. Schedules are functions of the iteration, so skipping does not
-    delay them.
+    Parameters, gradients and the optimizer's state stay in float32. float16 has a gradient scaler;
+    bfloat16 has the range of float32 and needs none. If gradients are not finite, because of an
+    overflow or ``after_backward``, the scaler skips the update; ``skipped_updates`` in the storage
+    counts these. Schedules are functions of the iteration, so skipping does not delay them.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class AMPTrainer(SimpleTrainer):
     ) -> None:
         """
         Args:
-            grad_scaler: default is a dynamic one for float16 and none for bfloat16; see `fixed_scaler`.
+            grad_scaler: default is a dynamic one for float16 and none for bfloat16; see
+                `fixed_scaler`.
             precision: ``torch.float16`` or ``torch.bfloat16``.
             log_grad_scaler: store the scale of each iteration as ``[metric]grad_scaler``.
             kwargs: as in `SimpleTrainer`.
@@ -67,14 +68,16 @@ class AMPTrainer(SimpleTrainer):
             raise ValueError(f"precision must be torch.float16 or torch.bfloat16, got {precision}")
         if isinstance(model, nn.DataParallel) or len(getattr(model, "device_ids", None) or ()) > 1:
             raise ValueError(
-                "AMPTrainer needs one device per process; use create_ddp_model instead of DataParallel"
+                "AMPTrainer needs one device per process; use create_ddp_model instead of "
+                "DataParallel"
             )
         self._device_type = self._device.type
-        self.precision, self.log_grad_scaler = precision, log_grad_scaler
+        self.precision = precision
+        self.log_grad_scaler = log_grad_scaler
         self.grad_scaler = grad_scaler or torch.amp.GradScaler(
             self._device_type, enabled=precision == torch.float16
         )
-        self._unscaled = False
+        self._unscaled = False  # whether the gradients of this step are unscaled
         if self.grad_scaler.is_enabled() and skips_on_device(optimizer):
             start_momentum(optimizer)
 
@@ -91,29 +94,33 @@ class AMPTrainer(SimpleTrainer):
         super().before_update()
 
     def unscale(self) -> None:
+        """Divide the gradients by the scale, and note on the device whether they are finite."""
         scaler = self.grad_scaler
-        if scaler.is_enabled():
-            if self._unscaled:  # the last step failed after this point; reset the scaler
-                scaler.update(scaler.get_scale())
-            self._unscaled = True
-            scaler.unscale_(self.optimizer)
-            # step() reads this tensor to decide whether to update; the public API would wait for the device
-            flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
-            if not flags:
-                raise RuntimeError(
-                    f"in iteration {self.iter} no parameter of the optimizer has a gradient, so float16 has nothing to "
-                    "scale: the loss depends on none of them. Give the optimizer the parameters that the loss depends "
-                    "on, or return a loss that depends on them (for a batch without samples: their sum times 0)"
-                )
-            [self._flag] = flags.values()  # the model is on one device
-            # torch shares a flag only among the ranks that hold a gradient
-            if comm.get_data_group_size() > 1:
-                dist.all_reduce(self._flag, dist.ReduceOp.MAX)
+        if not scaler.is_enabled():
+            return
+        if self._unscaled:  # the last step failed after this point; reset the scaler
+            scaler.update(scaler.get_scale())
+        self._unscaled = True
+        scaler.unscale_(self.optimizer)
+        # step() reads this tensor to decide whether to update; the public API would wait for the
+        # device
+        flags = cast(dict[torch.device, Tensor], scaler._found_inf_per_device(self.optimizer))
+        if not flags:
+            raise RuntimeError(
+                f"in iteration {self.iter} no parameter of the optimizer has a gradient, so "
+                "float16 has nothing to scale: the loss depends on none of them. Give the "
+                "optimizer the parameters that the loss depends on, or return a loss that "
+                "depends on them (for a batch without samples: their sum times 0)"
+            )
+        [self._skip_flag] = flags.values()  # the model is on one device
+        # torch shares a flag only among the ranks that hold a gradient
+        if comm.get_data_group_size() > 1:
+            dist.all_reduce(self._skip_flag, dist.ReduceOp.MAX)
 
     def flags(self) -> dict[str, Tensor]:
         flags = super().flags()
         if self.grad_scaler.is_enabled():
-            flags[SKIP_FLAG] = self._flag
+            flags[SKIP_FLAG] = self._skip_flag
             if self.log_grad_scaler:
                 flags[_SCALE_FLAG] = cast(Tensor, self.grad_scaler._get_scale_async()).clone()
         return flags
@@ -140,9 +147,11 @@ class AMPTrainer(SimpleTrainer):
 
     def load_step_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_step_state_dict(state_dict)
-        if self.grad_scaler.is_enabled() and state_dict.get("grad_scaler"):
+        if not self.grad_scaler.is_enabled():
+            return
+        if state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        elif self.grad_scaler.is_enabled():
+        else:
             logger.warning(
                 "The checkpoint has no gradient scale; it starts from %g",
                 self.grad_scaler.get_scale(),

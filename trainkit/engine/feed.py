@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,7 +12,7 @@ from trainkit.utils.device import move_to_device
 
 logger = logging.getLogger(__name__)
 
-_NONE: Any = object()
+_END: Any = object()  # in place of a batch: the iterator has ended
 
 
 class Feed:
@@ -20,9 +20,11 @@ class Feed:
 
     Attributes:
         drawn: the number of batches drawn in this iteration; the trainer sets it to 0 at the start.
-        move: a function ``(batch, device)`` that brings a batch to the device of the model, if this is not a CPU.
+        move: a function ``(batch, device)`` that brings a batch to the device of the model, if this
+            is not a CPU.
         num_passes: the passes over the present loader that have ended.
-        before_pass: called before each pass over the loader; `SimpleTrainer` tells samplers and datasets the epoch.
+        before_pass: called before each pass over the loader; `SimpleTrainer` tells samplers and
+            datasets the epoch.
         watchers: functions that are called with each batch, such as one that counts samples.
     """
 
@@ -37,7 +39,10 @@ class Feed:
 
     @property
     def loader(self) -> Iterable[Any]:
-        """The loader; it can be replaced at any time. Batches that the old loader has loaded ahead are dropped."""
+        """The loader; it can be replaced at any time.
+
+        Batches that the old loader has loaded ahead are dropped.
+        """
         return self._loader
 
     @loader.setter
@@ -51,14 +56,18 @@ class Feed:
     def reset(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Replace the loader; the old one and its workers end before the new one is built.
 
-        The new loader starts at its own position: to keep the position, give it the ``state_dict`` of the old one.
+        The new loader starts at its own position: to keep the position, give it the ``state_dict``
+        of the old one.
         """
         self.loader = ()
         self.loader = data_loader_builder()
 
     @property
     def iterator(self) -> Iterator[Any]:
-        """The iterator of the loader, created at the first use: a trainer that only evaluates starts no workers."""
+        """The iterator of the loader.
+
+        Created at the first use, so a trainer that only evaluates starts no workers.
+        """
         if self._iterator is None:
             if self.before_pass is not None:
                 self.before_pass()
@@ -71,29 +80,38 @@ class Feed:
         Raises:
             ValueError: the loader yields no batch.
         """
-        # its truth is its length
-        batch = next(self.iterator if self._iterator is None else self._iterator, _NONE)
-        if batch is _NONE:
+        iterator = self._iterator
+        if iterator is None:
+            iterator = self.iterator
+        batch = next(iterator, _END)
+        if batch is _END:
             self._iterator = None  # ends its workers
             self.num_passes += 1
-            batch = next(self.iterator, _NONE)
-            if batch is _NONE:
-                ended = (
-                    "is an iterator that has ended"
-                    if isinstance(self._loader, Iterator)
-                    else "yields no batch"
-                )
-                raise ValueError(
-                    f"the data loader ({type(self._loader).__name__}) {ended}; give a loader that can be iterated "
-                    "again and has at least one batch (is the dataset smaller than a batch, with drop_last?)"
-                )
+            batch = next(self.iterator, _END)
+            if batch is _END:
+                self._raise_no_batch()
         self.drawn += 1
         for watch in self.watchers:
             watch(batch)
-        return batch if device.type == "cpu" else self.move(batch, device)
+        if device.type == "cpu":
+            return batch
+        return self.move(batch, device)
+
+    def _raise_no_batch(self) -> NoReturn:
+        if isinstance(self._loader, Iterator):
+            reason = "is an iterator that has ended"
+        else:
+            reason = "yields no batch"
+        raise ValueError(
+            f"the data loader ({type(self._loader).__name__}) {reason}; give a loader that can be "
+            "iterated again and has at least one batch (is the dataset smaller than a batch, "
+            "with drop_last?)"
+        )
 
     def epoch_length(self, accumulation_steps: int) -> Fraction:
-        """Iterations per pass over the data, from the length of the loader or its dataset; not rounded.
+        """Iterations per pass over the data, from the length of the loader or its dataset.
+
+        Not rounded.
 
         Raises:
             ValueError: the data has no length.
@@ -108,19 +126,30 @@ class Feed:
 
     @property
     def obstacle(self) -> str:
-        """The reason why a resumed run does not continue at its position in the data; empty if it does."""
+        """The reason why a resumed run does not continue at its position in the data.
+
+        Empty if it does.
+        """
         return resume_obstacle(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data after the batches given so far; empty if the loader does not support it."""
-        return {} if self.obstacle else self._loader.state_dict()  # type: ignore[attr-defined]
+        """The position in the data after the batches given so far.
+
+        Empty if the loader does not support it.
+        """
+        if self.obstacle:
+            return {}
+        return self._loader.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the loader continue at this position; batches that it has loaded ahead are dropped."""
-        self.loader, obstacle = self._loader, self.obstacle
+        """Let the loader continue at this position.
+
+        Batches that it has loaded ahead are dropped.
+        """
+        obstacle = self.obstacle
+        self.loader = self._loader  # drops its iterator
         if state_dict and not obstacle:
             self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
-        elif state_dict or not obstacle:
-            logger.warning(
-                "The data start again: %s", obstacle or "their position is not in the checkpoint"
-            )
+        elif state_dict or not obstacle:  # an obstacle that the saved run had too is no news
+            reason = obstacle or "their position is not in the checkpoint"
+            logger.warning("The data start again: %s", reason)

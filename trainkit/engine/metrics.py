@@ -1,4 +1,7 @@
-"""The path of a step's losses into the storage: averaged over ranks, and in a thread of their own if asked for."""
+"""The path of a step's losses into the storage.
+
+They are averaged over ranks; if asked for, in a thread of their own.
+"""
 
 import math
 import zlib
@@ -27,28 +30,46 @@ from trainkit.utils.periods import check_period, is_nth, iterations_of
 
 # names that the trainer, default hooks or writers store
 STORED_BESIDE_LOSSES = frozenset(
-    {"data_time", "rank_data_time", "skipped_updates", "[metric]grad_scaler"}
-    | {"iteration", "epoch", "lr", "time", "eta_seconds"}
+    {
+        "data_time",
+        "rank_data_time",
+        "skipped_updates",
+        "[metric]grad_scaler",
+        "iteration",
+        "epoch",
+        "lr",
+        "time",
+        "eta_seconds",
+    }
 )
-_HAND_OVER_ITERS = 10  # a worker gets after this number of iterations what waits for a device
-# exchange after this number, even if few are stored, so that a failure is noticed
-_MOST_RECORDS = 1000
+# a worker gets after this number of iterations the rows that wait for a device
+_HAND_OVER_ITERS = 10
+# exchange after this number of rows, even if few are stored, so that a failure is noticed
+_MOST_ROWS = 1000
 _MOST_AHEAD = 2  # steps: each step ahead holds device memory
 _MOST_VALUES = 64  # the largest number of values in a row of an exchanged block
 
 
 class DirectCalls:
-    """detectron2's ``concurrent_executor``: makes a call at once, since `_write_metrics` waits for nothing."""
+    """detectron2's ``concurrent_executor``: makes each call at once.
+
+    `_write_metrics` waits for nothing.
+    """
 
     def submit(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
 
 
 class Row(NamedTuple):
-    """What one iteration gives to the storage; ``data_time`` in seconds, values by name.
+    """What one iteration gives to the storage.
 
-    ``single_name``: the name of a loss that is alone on this rank. Its value is ``total_loss``; it is stored under both
-    names only if another rank has other losses. ``prefix``: of all names in the storage.
+    Attributes:
+        data_time: in seconds.
+        values: name -> number, or a tensor that is read later.
+        is_stored: False: the values are only looked at.
+        single_name: the name of a loss that is alone on this rank. Its value is ``total_loss``; it
+            is stored under both names only if another rank has other losses.
+        prefix: of all names in the storage.
     """
 
     iter: int
@@ -62,20 +83,23 @@ class Row(NamedTuple):
 class MetricPath:
     """Takes the losses of each step to the storage of the run.
 
-    On one process with a CPU they become a row of the storage at once. Otherwise they wait here: until the device has
-    them, or until the ranks exchange the rows of ``exchange_period`` iterations in one block, in the same iterations
-    on every rank.
+    On one process with a CPU they become a row of the storage at once. Otherwise they wait here:
+    until the device has them, or until the ranks exchange the rows of ``exchange_period``
+    iterations in one block, in the same iterations on every rank.
 
     Args:
-        trainer: a weak reference; its ``look(iter, values)`` describes what is not finite, or returns None. It is
-            called in the order of the iterations, with the storage of the run as the open one.
+        trainer: a weak reference; its ``look(iter, values)`` describes the values that are not
+            finite, or returns None. It is called in the order of the iterations, with the storage
+            of the run as the open one.
+        gather_period: in iterations; the losses of every so many are stored.
         asynchronous: a worker of the storage does the work.
     """
 
     def __init__(
         self, trainer: Any, gather_period: int, exchange_period: int, asynchronous: bool
     ) -> None:
-        self._trainer, self._asynchronous = trainer, asynchronous
+        self._trainer = trainer
+        self._asynchronous = asynchronous
         self.gather_period = check_period("gather_metric_period", gather_period, minimum=1)
         self.exchange_period = check_period("exchange_period", exchange_period, minimum=1)
         self.reset()
@@ -84,6 +108,7 @@ class MetricPath:
         """Forget the rows of a run that failed; call it when a run starts."""
         self._rows: list[Row] = []  # their values are tensors
         self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
+        # whether there are no other ranks; None before the first step
         self._is_alone: bool | None = None
         # whether the numbers can be read at once, and are those of all ranks
         self._is_direct = False
@@ -98,11 +123,14 @@ class MetricPath:
         extra: Mapping[str, Tensor],
         prefix: str = "",
     ) -> None:
-        """Take the losses of an iteration, and ``extra`` values; those between two gather periods are only looked at.
+        """Take the losses of an iteration, and ``extra`` values.
+
+        Those between two gather periods are only looked at.
 
         Raises:
-            FloatingPointError: an iteration was not finite; on all ranks in the same exchange. On a CPU in one process
-                it is this iteration. From a worker it comes at most 20 iterations later.
+            FloatingPointError: an iteration was not finite; on all ranks in the same exchange. On a
+                CPU in one process it is this iteration. From a worker it comes at most 20
+                iterations later.
         """
         if self._is_alone is None:
             self._is_alone = comm.get_world_size() == 1
@@ -135,19 +163,25 @@ class MetricPath:
                 wait_for(self._recent.popleft())
         if self._is_alone:
             storage.before_read = self._pass_on
-            due = len(self._rows) >= _HAND_OVER_ITERS * (1 if self._asynchronous else 2)
+            most_waiting = _HAND_OVER_ITERS if self._asynchronous else 2 * _HAND_OVER_ITERS
+            is_due = len(self._rows) >= most_waiting
         else:
-            due = row.iter + 1 == self._trainer.max_iter or is_nth(
-                row.iter + 1, self.exchange_period
-            )
-            due = (due and any(row.is_stored for row in self._rows)) or len(
-                self._rows
-            ) >= _MOST_RECORDS
-        if due:
+            is_due = self._is_exchange_due(row.iter + 1)
+        if is_due:
             self._pass_on(storage)
 
+    def _is_exchange_due(self, done: int) -> bool:
+        """Whether the ranks exchange their rows after ``done`` iterations; equal on all ranks."""
+        if len(self._rows) >= _MOST_ROWS:
+            return True
+        if done != self._trainer.max_iter and not is_nth(done, self.exchange_period):
+            return False
+        return any(row.is_stored for row in self._rows)
+
     def finish(self, storage: EventStorage) -> None:
-        """Exchange and store the remaining rows, and wait for that; every rank calls it at the same point.
+        """Exchange and store the remaining rows, and wait for that.
+
+        Every rank calls it at the same point.
 
         Raises:
             FloatingPointError: on every rank, if an iteration was not finite on one of them.
@@ -156,10 +190,15 @@ class MetricPath:
         storage.flush()
 
     def _pass_on(self, storage: EventStorage) -> None:
+        """Exchange and store the rows: now, or in the worker, without waiting."""
         if not self._rows:
             return
-        rows, self._rows = self._rows, []
-        numbers = Numbers([value for row in rows for value in row.values.values()])
+        rows = self._rows
+        self._rows = []
+        values: list[Any] = []
+        for row in rows:
+            values.extend(row.values.values())
+        numbers = Numbers(values)
         if self._asynchronous:
             worker = storage.start_worker()
             part = storage.split_off()
@@ -178,30 +217,49 @@ class MetricPath:
         return failure
 
     def _store(self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage) -> None:
-        """Store in the order of the iterations; after the exchange, all ranks raise the first failure together."""
+        """Store in the order of the iterations.
+
+        After the exchange, all ranks raise the first failure together.
+        """
         if self._has_failed and self._asynchronous:
             return  # the loops may be at different iterations: no rank exchanges the rest
-        read, stored, failure = iter(numbers.read()), [], None
+        number = iter(numbers.read())
+        stored = []
+        failure = None
         for row in rows:
-            values = {name: next(read) for name in row.values}
-            found = self._look(storage, row.iter, values)
-            if failure is None and found is not None:
-                failure = row.iter, found
+            values = {name: next(number) for name in row.values}
+            text = self._look(storage, row.iter, values)
+            if text is not None and failure is None:
+                failure = (row.iter, text)
             if row.is_stored:
                 stored.append(row._replace(values=values))
-        means, failures = exchange_rows(
-            stored, math.ceil(iterations_of(self.exchange_period)), failure
-        )
+        most = math.ceil(iterations_of(self.exchange_period))
+        means, failures = exchange_rows(stored, most, failure)
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
                 _put(storage, row, mean)
-        # the others come from it
-        first = min(failed[0] for failed in failures if failed) if self._has_failed else 0
-        raise_failure([failed[1] if failed and failed[0] == first else None for failed in failures])
+        if self._has_failed:
+            raise_failure(_first_failures(failures))
+
+
+def _first_failures(failures: Sequence[tuple[int, str] | None]) -> list[str | None]:
+    """For each rank the text, if it failed in the first iteration with a failure.
+
+    Failures of later iterations come from the first one.
+    """
+    first_iter = min(failure[0] for failure in failures if failure is not None)
+    texts: list[str | None] = []
+    for failure in failures:
+        if failure is not None and failure[0] == first_iter:
+            texts.append(failure[1])
+        else:
+            texts.append(None)
+    return texts
 
 
 def _put(storage: EventStorage, own: Row, mean: Row) -> None:
+    """Add the row of an iteration to the storage, with the means over all ranks."""
     values = {"rank_data_time": own.data_time, "data_time": mean.data_time}
     for name, value in mean.values.items():
         values[own.prefix + name] = value
@@ -211,18 +269,19 @@ def _put(storage: EventStorage, own: Row, mean: Row) -> None:
 def write_metrics(
     loss_dict: Mapping[str, Tensor | float], data_time: float, cur_iter: int, prefix: str = ""
 ) -> None:
-    """Average losses over ranks and put them into the open storage; for trainers with their own ``run_step``.
+    """Average losses over ranks and put them into the open storage.
 
-    Every rank calls it; the names may differ. ``total_loss`` is the sum of the entries that require grad, or of all if
-    none does. ``data_time`` is in seconds.
+    For trainers with their own ``run_step``. Every rank calls it; the names may differ.
+    ``total_loss`` is the sum of the entries that require grad, or of all if none does.
+    ``data_time`` is in seconds.
 
     Raises:
         FloatingPointError: the total is not finite on some rank.
         ValueError: there is no entry, or one is not one number.
     """
     losses = as_losses(loss_dict)
-    scalars = losses.scalars
-    values = dict(zip(scalars, Numbers([*scalars.values()]).read(), strict=True))
+    numbers = Numbers([*losses.scalars.values()]).read()
+    values = dict(zip(losses.scalars, numbers, strict=True))
     own = Row(cur_iter, data_time, values, single_name=losses.single_name, prefix=prefix)
     [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
@@ -240,65 +299,87 @@ def exchange_rows(
     *,
     purpose: str = "metrics",
 ) -> tuple[Sequence[Row], list[tuple[int, str] | None]]:
-    """Returns rows with the means over ranks and the longest ``data_time``, and the failure of each rank.
+    """Returns rows with the means over ranks, and the failure of each rank.
 
-    The result is the same on every rank. There is one exchange of a block whose size depends on ``most`` alone. If
-    a rank has failed, or other names, all of them notice this in the exchange and make a second one.
+    The ``data_time`` of a row is the longest one. The result is the same on every rank. There is
+    one exchange of a block whose size depends on ``most`` alone. If a rank has failed, or other
+    names, all of them notice this in the exchange and make a second one.
 
     Args:
         failure: the iteration and the text.
         most: the largest possible number of rows, the same on every rank.
-        purpose: names the process group, see `comm.side_group`; calls in two threads need two purposes.
+        purpose: names the process group, see `comm.side_group`; calls in two threads need two
+            purposes.
     """
     group = comm.side_group(purpose)
     if group is None:
         return rows, [failure]
+    fits = all(len(row.values) <= _MOST_VALUES for row in rows)
     # the size is equal on all ranks; else Gloo silently mixes up data
     block = np.zeros((1 + most, 1 + _MOST_VALUES))
-    names = "\n".join(name for row in rows for name in ("", row.single_name, *row.values))
-    fits = all(len(row.values) <= _MOST_VALUES for row in rows)
-    block[0, :3] = (
-        len(rows),
-        zlib.crc32(names.encode("utf-8", "backslashreplace")),
-        failure is not None or not fits,
-    )
-    for line, row in zip(block[1:], rows if fits else (), strict=False):
-        line[: 1 + len(row.values)] = row.data_time, *row.values.values()
-    every = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64, device="cpu")
-    dist.all_gather([*every.unbind()], torch.from_numpy(block), group=group)
-    blocks = every.numpy()
-    if blocks[:, 0, 2].any() or (blocks[:, 0, :2] != block[0, :2]).any():
-        by_rank = comm.all_gather(([*rows], failure), group=group)
-        all_rows = [theirs for theirs, _ in by_rank]
-        return [_mean(i, all_rows)._replace(iter=row.iter) for i, row in enumerate(rows)], [
-            text for _, text in by_rank
-        ]
-    means, longest = (
-        (tree_sum(blocks[:, 1:, 1:]) / len(blocks)).tolist(),
-        blocks[:, 1:, 0].max(0).tolist(),
-    )
-    return [
-        Row(row.iter, sec, dict(zip(row.values, values, strict=False)))
-        for row, sec, values in zip(rows, longest, means, strict=False)
-    ], [None]
+    header = block[0]
+    header[0] = len(rows)
+    header[1] = _checksum_of_names(rows)
+    header[2] = failure is not None or not fits  # this rank asks for the second exchange
+    if fits:
+        for line, row in zip(block[1:], rows, strict=False):
+            line[0] = row.data_time
+            line[1 : 1 + len(row.values)] = list(row.values.values())
+    gathered = torch.empty(comm.get_world_size(), *block.shape, dtype=torch.float64, device="cpu")
+    dist.all_gather([*gathered.unbind()], torch.from_numpy(block), group=group)
+    blocks = gathered.numpy()
+    headers = blocks[:, 0]
+    has_same_names = (headers[:, :2] == header[:2]).all()
+    if has_same_names and not headers[:, 2].any():
+        return _means_of_blocks(rows, blocks), [None]
+
+    by_rank = comm.all_gather(([*rows], failure), group=group)
+    rows_by_rank = [rows_there for rows_there, _ in by_rank]
+    failures = [failure_there for _, failure_there in by_rank]
+    means = [_mean(i, rows_by_rank)._replace(iter=row.iter) for i, row in enumerate(rows)]
+    return means, failures
 
 
-def _mean(i: int, by_rank: Sequence[Sequence[Row]]) -> Row:
+def _checksum_of_names(rows: Sequence[Row]) -> int:
+    names = []
+    for row in rows:
+        names += ["", row.single_name, *row.values]
+    return zlib.crc32("\n".join(names).encode("utf-8", "backslashreplace"))
+
+
+def _means_of_blocks(rows: Sequence[Row], blocks: np.ndarray) -> list[Row]:
+    """The means of rows that have the same names on all ranks.
+
+    Args:
+        blocks: of all ranks, see `exchange_rows`; after the header, one line for each row with its
+            ``data_time`` and its values.
+    """
+    lines = blocks[:, 1:]
+    means = (tree_sum(lines[:, :, 1:]) / len(blocks)).tolist()
+    longest_sec = lines[:, :, 0].max(0).tolist()
+    mean_rows = []
+    for row, data_time, values in zip(rows, longest_sec, means, strict=False):
+        named = dict(zip(row.values, values, strict=False))
+        mean_rows.append(Row(row.iter, data_time, named))
+    return mean_rows
+
+
+def _mean(i: int, rows_by_rank: Sequence[Sequence[Row]]) -> Row:
     """The mean of row ``i`` over ranks; an entry is averaged over the ranks that have it."""
-    rows = [theirs[i] for theirs in by_rank if i < len(theirs)]
+    rows = [rows_there[i] for rows_there in rows_by_rank if i < len(rows_there)]
     if len({row.single_name for row in rows}) > 1:
         rows = [_with_single_loss(row) for row in rows]
-    found = {
-        name: [row.values[name] for row in rows if name in row.values]
-        for row in rows
-        for name in row.values
-    }
-    means = {name: sum(values) / len(values) for name, values in found.items()}
-    return Row(rows[0].iter, max(row.data_time for row in rows), means)
+    values_of: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            values_of.setdefault(name, []).append(value)
+    means = {name: sum(values) / len(values) for name, values in values_of.items()}
+    longest_sec = max(row.data_time for row in rows)
+    return Row(rows[0].iter, longest_sec, means)
 
 
 def _with_single_loss(row: Row) -> Row:
-    """The row with a loss that is alone under its own name too."""
+    """The row, with the loss under its own name too if it is alone on its rank."""
     if not row.single_name or "total_loss" not in row.values:
         return row
     return row._replace(values={**row.values, row.single_name: row.values["total_loss"]})

@@ -15,11 +15,12 @@ EVALUATOR_REGISTRY = Registry("EVALUATOR")
 def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
     """Build the evaluators of ``cfg.TEST.EVALUATORS``; several become one ``DatasetEvaluators``.
 
-    An entry is a name, or ``{NAME: LossEvaluator, WEIGHT: num_tokens}`` with arguments of the evaluator in upper case.
+    An entry is a name, or ``{NAME: LossEvaluator, WEIGHT: num_tokens}`` with arguments of the
+    evaluator in upper case.
 
     Raises:
-        ConfigError: ``cfg.TEST.EVALUATORS`` is empty, an entry is wrong or there twice, nothing is registered under a
-            name, or two evaluators report the same task.
+        ConfigError: ``cfg.TEST.EVALUATORS`` is empty, an entry is wrong or there twice, nothing is
+            registered under a name, or two evaluators report the same task.
     """
     entries = cfg.TEST.EVALUATORS
     if not entries:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class DatasetEvaluator:
     """Gets every batch of a dataset with the model's outputs, and computes results at the end.
 
-    ``inference_on_dataset`` calls ``bind``, ``bind_loader`` and ``reset``, then ``process`` per batch, then
-    ``evaluate``.
+    ``inference_on_dataset`` calls ``bind``, ``bind_loader`` and ``reset``, then ``process`` per
+    batch, then ``evaluate``.
     """
 
     def bind(self, model: Any) -> None:
@@ -40,10 +40,13 @@ class DatasetEvaluator:
         """Forget all batches."""
 
     def process(self, inputs: Any, outputs: Any) -> None:
-        """Process one batch, with its tensors on the model's device, and the model's outputs for it."""
+        """Process one batch, whose tensors are on the model's device, and the model's outputs."""
 
     def known_results(self) -> KnownResults | None:
-        """What `evaluate` will report, so that a wrong name of a metric is found before training; None: not known."""
+        """What `evaluate` will report, so that a wrong name of a metric is found before training.
+
+        None if it is not known.
+        """
         return None
 
     def evaluate(self) -> dict[str, Any] | None:
@@ -55,19 +58,23 @@ class DatasetEvaluator:
 
 
 class DatasetEvaluators(DatasetEvaluator):
-    """Several evaluators as one, in the given order. Raises ValueError if two of them report the same task."""
+    """Several evaluators as one, in the given order.
+
+    Raises ValueError if two of them report the same task.
+    """
 
     def __init__(self, evaluators: Sequence[DatasetEvaluator]) -> None:
         self.evaluators = list(evaluators)
-        seen: dict[str, str] = {}
+        reported_by: dict[str, str] = {}  # task -> name of the evaluator
         for evaluator in self.evaluators:
             name = type(evaluator).__name__
             for task in known_results_of(evaluator) or ():
-                if task in seen:
+                if task in reported_by:
                     raise ValueError(
-                        f"{seen[task]} and {name} both report {task!r}; leave one out, or give it another task"
+                        f"{reported_by[task]} and {name} both report {task!r}; leave one out, or "
+                        "give it another task"
                     )
-                seen[task] = name
+                reported_by[task] = name
 
     def known_results(self) -> KnownResults | None:
         known: dict[str, Sequence[str] | None] = {}
@@ -80,12 +87,12 @@ class DatasetEvaluators(DatasetEvaluator):
 
     def bind(self, model: Any) -> None:
         for evaluator in self.evaluators:
-            # detectron2's have no such method
-            getattr(evaluator, "bind", lambda model: None)(model)
+            if hasattr(evaluator, "bind"):  # detectron2's have no such method
+                evaluator.bind(model)
 
     def bind_loader(self, data_loader: Iterable[Any]) -> None:
         for evaluator in self.evaluators:
-            if hasattr(evaluator, "bind_loader"):
+            if hasattr(evaluator, "bind_loader"):  # nor this one
                 evaluator.bind_loader(data_loader)
 
     def reset(self) -> None:
@@ -97,13 +104,18 @@ class DatasetEvaluators(DatasetEvaluator):
             evaluator.process(inputs, outputs)
 
     def evaluate(self) -> dict[str, Any]:
-        """Merge the results of all evaluators. Raises ValueError if two evaluators report the same key."""
+        """Merge the results of all evaluators.
+
+        Raises ValueError if two evaluators report the same key.
+        """
         merged: dict[str, Any] = {}
         for evaluator in self.evaluators:
             results = evaluator.evaluate() or {}
-            if twice := merged.keys() & results.keys():
+            twice = merged.keys() & results.keys()
+            if twice:
                 raise ValueError(
-                    f"{type(evaluator).__name__} and an evaluator before it both report {sorted(twice)}"
+                    f"{type(evaluator).__name__} and an evaluator before it both report "
+                    f"{sorted(twice)}"
                 )
             merged.update(results)
         return merged
@@ -128,52 +140,42 @@ def inference_on_dataset(
 
     The mode of every submodule and the global random state are restored.
 
-    If all ranks must do each forward pass together, the model has a method ``batches_of_all_ranks(data_loader,
-    evaluators, is_stopping)``: it yields this rank's batches, runs the model itself for those of other ranks, and
-    raises EvaluationAbandoned on all ranks if some rank is stopping.
+    If all ranks must do each forward pass together, the model has a method
+    ``batches_of_all_ranks(data_loader, evaluators, is_stopping)``: it yields this rank's batches,
+    runs the model itself for those of other ranks, and raises EvaluationAbandoned on all ranks if
+    some rank is stopping.
 
     Args:
-        model: an ``nn.Module`` (batches are moved to its device; a data-parallel wrapper is removed), or any function
-            of a batch.
+        model: an ``nn.Module`` (batches are moved to its device; a data-parallel wrapper is
+            removed), or any function of a batch.
         data_loader: needs no length; each rank passes its own part, which may be empty.
         evaluator: None only runs the model.
-        callbacks: ``on_start``, ``before_inference`` and ``after_inference`` (around all batches), ``on_end``.
+        callbacks: ``on_start``, ``before_inference`` and ``after_inference`` (around all batches),
+            ``on_end``.
         name: the name of the dataset, for the observer (see `observe_inference`) and the log.
 
     Raises:
         ValueError: the loader gave no batch on any rank.
         EvaluationAbandoned: on every rank, if the observer of some rank is stopping.
     """
-    evaluator = DatasetEvaluators(
-        evaluator if isinstance(evaluator, Sequence) else [evaluator] if evaluator else []
-    )
+    evaluators = _as_one(evaluator)
     callbacks = callbacks or {}
     observer, phase = present_observer()
-    device, num_batches, is_stopping, start = None, 0, False, time.perf_counter()
+    start_sec = time.perf_counter()
     with preserve_rng_state(), torch.no_grad(), inference_context(model):
+        device = None
         if isinstance(model, nn.Module):
-            # the wrapper's forward broadcasts buffers, which hangs when ranks have different numbers of batches
+            # the wrapper's forward broadcasts buffers, which hangs when ranks have different
+            # numbers of batches
             model = unwrap_model(model)
             device = device_of(model)
         callbacks.get("on_start", _nothing)()
-        evaluator.bind(model)
-        evaluator.bind_loader(data_loader)
-        evaluator.reset()
+        evaluators.bind(model)
+        evaluators.bind_loader(data_loader)
+        evaluators.reset()
         callbacks.get("before_inference", _nothing)()
         observer.before_eval(phase, name)
-        together = getattr(model, "batches_of_all_ranks", None)
-        batches = (
-            together(data_loader, evaluator, observer.is_stopping) if together else data_loader
-        )
-        for inputs in _with_progress(batches, data_loader, name):
-            if not together and (is_stopping := observer.is_stopping()):
-                break
-            inputs = inputs if device is None else move_to_device(inputs, device)
-            observer.before_eval_step(phase, num_batches, inputs)
-            outputs = model(inputs)
-            evaluator.process(inputs, outputs)
-            observer.after_eval_step(phase, num_batches, inputs, outputs)
-            num_batches += 1
+        num_batches, is_stopping = _run_model(model, device, data_loader, evaluators, name)
         by_rank = comm.all_gather((num_batches, is_stopping))
         if any(stopping for _, stopping in by_rank):
             raise EvaluationAbandoned(
@@ -182,33 +184,75 @@ def inference_on_dataset(
         callbacks.get("after_inference", _nothing)()
         if not any(num for num, _ in by_rank):  # the part of one rank may be empty
             raise ValueError(
-                f"the loader {type(data_loader).__name__} gave no batch; there is nothing to evaluate"
+                f"the loader {type(data_loader).__name__} gave no batch; there is nothing to "
+                "evaluate"
             )
-        results = evaluator.evaluate()
+        results = evaluators.evaluate()
         observer.after_eval(phase, name, results)
         callbacks.get("on_end", _nothing)()
-    total_sec = time.perf_counter() - start
-    text = "Total inference time: %s (%.6f s / batch on this rank)"
+    total_sec = time.perf_counter() - start_sec
     logger.log(
-        for_details(), text, timedelta(seconds=round(total_sec)), total_sec / max(num_batches, 1)
+        for_details(),
+        "Total inference time: %s (%.6f s / batch on this rank)",
+        timedelta(seconds=round(total_sec)),
+        total_sec / max(num_batches, 1),
     )
     return results
+
+
+def _as_one(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> DatasetEvaluators:
+    if isinstance(evaluator, Sequence):
+        return DatasetEvaluators(evaluator)
+    return DatasetEvaluators([evaluator] if evaluator else [])
 
 
 def _nothing() -> None: ...
 
 
+def _run_model(
+    model: Callable[[Any], Any],
+    device: torch.device | None,
+    data_loader: Iterable[Any],
+    evaluators: DatasetEvaluators,
+    name: str,
+) -> tuple[int, bool]:
+    """Give each batch, with the model's outputs for it, to the evaluators.
+
+    Returns:
+        The number of batches, and whether the observer of this rank is stopping.
+    """
+    observer, phase = present_observer()
+    batches = data_loader
+    batches_of_all_ranks = getattr(model, "batches_of_all_ranks", None)
+    if batches_of_all_ranks:
+        batches = batches_of_all_ranks(data_loader, evaluators, observer.is_stopping)
+    num_done = 0
+    for inputs in _with_progress(batches, data_loader, name):
+        # ``batches_of_all_ranks`` asks by itself
+        if not batches_of_all_ranks and observer.is_stopping():
+            return num_done, True
+        if device is not None:
+            inputs = move_to_device(inputs, device)
+        observer.before_eval_step(phase, num_done, inputs)
+        outputs = model(inputs)
+        evaluators.process(inputs, outputs)
+        observer.after_eval_step(phase, num_done, inputs, outputs)
+        num_done += 1
+    return num_done, False
+
+
 @contextmanager
 def inference_context(model: Any) -> Iterator[None]:
-    """Context that puts a model into eval mode; at the end it restores the mode of every submodule."""
-    modes = (
-        [(module, module.training) for module in model.modules()]
-        if isinstance(model, nn.Module)
-        else []
-    )
+    """Context that puts a model into eval mode.
+
+    At the end it restores the mode of every submodule.
+    """
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    modes = [(module, module.training) for module in model.modules()]
     try:
-        if modes:
-            model.eval()
+        model.eval()
         yield
     finally:
         for module, training in modes:
@@ -221,17 +265,22 @@ def _with_progress(batches: Iterable[Any], data_loader: Any, name: str) -> Itera
         total = len(data_loader)
     except TypeError:
         total = None
-    num = "" if total is None else f" of {total} batches"
-    logger.log(for_details(), "Start inference%s%s", num, name and f" of {name}")
-    start = last_line = time.perf_counter()
+    of_total = "" if total is None else f" of {total} batches"
+    of_name = f" of {name}" if name else ""
+    logger.log(for_details(), "Start inference%s%s", of_total, of_name)
+    start_sec = time.perf_counter()
+    last_line_sec = start_sec
     for num_done, inputs in enumerate(batches, 1):
         yield inputs
-        now = time.perf_counter()
-        if now - last_line >= _LOG_PERIOD_SEC:
-            last_line, per_batch = now, (now - start) / num_done
-            eta = (
-                ""
-                if total is None
-                else f", ETA {timedelta(seconds=round(per_batch * max(total - num_done, 0)))}"
-            )
-            logger.info("Inference done: %d%s, %.4f s / batch%s", num_done, num, per_batch, eta)
+        now_sec = time.perf_counter()
+        if now_sec - last_line_sec < _LOG_PERIOD_SEC:
+            continue
+        last_line_sec = now_sec
+        sec_per_batch = (now_sec - start_sec) / num_done
+        eta = ""
+        if total is not None:
+            remaining_sec = sec_per_batch * max(total - num_done, 0)
+            eta = f", ETA {timedelta(seconds=round(remaining_sec))}"
+        logger.info(
+            "Inference done: %d%s, %.4f s / batch%s", num_done, of_total, sec_per_batch, eta
+        )

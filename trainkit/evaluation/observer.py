@@ -11,18 +11,27 @@ Phase: TypeAlias = Literal["val", "test"]
 
 
 class EvaluationAbandoned(BaseException):
-    """The observer of some rank is stopping, so there are no results. Evaluators may catch any Exception."""
+    """The observer of some rank is stopping, so there are no results.
+
+    It is no Exception, since evaluators may catch any Exception.
+    """
 
 
 class InferenceObserver:
     """An observer that does nothing; see `trainkit.engine.HookBase` for the points."""
 
     def is_stopping(self) -> bool:
-        """Whether to abandon the evaluation; asked before each batch. Ranks may give different answers."""
+        """Whether to abandon the evaluation; asked before each batch.
+
+        Ranks may give different answers.
+        """
         return False
 
     def is_training(self) -> bool:
-        """Whether training continues after the evaluation; then only the log files get details of the evaluation."""
+        """Whether training continues after the evaluation.
+
+        Then only the log files get details of the evaluation.
+        """
         return False
 
     def before_eval(self, phase: Phase, name: str) -> None: ...
@@ -38,7 +47,10 @@ _present: ContextVar[tuple[Any, Phase]] = ContextVar(
 
 @contextmanager
 def observe_inference(observer: Any, phase: Phase) -> Iterator[None]:
-    """Context in which ``inference_on_dataset`` in this thread calls the points of ``observer``, such as a trainer."""
+    """Context in which ``inference_on_dataset`` calls the points of ``observer``, in this thread.
+
+    The observer is usually a trainer.
+    """
     token = _present.set((observer, phase))
     try:
         yield
@@ -56,7 +68,10 @@ labels: list[str] = [""]  # the last one counts
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Context in which tables of results have a label, such as "ema", if a dataset is evaluated more than once."""
+    """Context in which tables of results have a label, such as "ema".
+
+    For a dataset that is evaluated more than once.
+    """
     labels.append(label)
     try:
         yield

@@ -19,7 +19,10 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def result_as_float(name: str, value: Any) -> float:
-    """A result of an evaluation as a float. Raises ValueError if it is not one number, see `one_number`."""
+    """A result of an evaluation as a float.
+
+    Raises ValueError if it is not one number, see `one_number`.
+    """
     try:
         return one_number(value)
     except (TypeError, ValueError) as error:
@@ -29,37 +32,46 @@ def result_as_float(name: str, value: Any) -> float:
 
 
 def print_csv_format(results: Mapping[str, Any]) -> None:
-    """Log ``{task: {metric: value}}`` as a table with a row per metric; with datasets, the task is "dataset/task"."""
+    """Log ``{task: {metric: value}}`` as a table with a row per metric.
+
+    With datasets, ``{dataset: {task: {metric: value}}}``, the task is "dataset/task".
+    """
     rows = []
-    for (*task, metric), value in _leaves(results):
+    for path, value in _leaves(results):
+        *task, metric = path
         value = unpack(value)
         if isinstance(value, float):
             value = f"{value:.4f}"
         rows.append(("/".join(task), metric, value))
-    options: dict[str, Any] = {
-        "tablefmt": "pipe",
-        "colalign": ("left", "left", "right"),
-        "disable_numparse": True,
-    }
-    table = format_table(rows, ("task", "metric", "value"), **options) if rows else "none"
+    table = "none"
+    if rows:
+        table = format_table(
+            rows,
+            ("task", "metric", "value"),
+            tablefmt="pipe",
+            colalign=("left", "left", "right"),
+            disable_numparse=True,
+        )
     logger.log(for_details(), "Evaluation results:\n%s", table)
 
 
 def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:
-    """Compare ``results`` with ``cfg.TEST.EXPECTED_RESULTS``; if they differ, log both and exit with code 1.
+    """Compare ``results`` with ``cfg.TEST.EXPECTED_RESULTS``.
 
-    An entry is ``[task, metric, value, tolerance]``; with several datasets the task is ``"dataset/task"``. A missing or
-    non-finite result counts as different.
+    If they differ, log both and exit with code 1. An entry is ``[task, metric, value, tolerance]``;
+    with several datasets the task is ``"dataset/task"``. A missing or non-finite result counts as
+    different.
     """
-    flat, differ = flatten_results_dict(results), []
+    flat_results = flatten_results_dict(results)
+    differences = []
     for task, metric, expected, tolerance in cfg.TEST.EXPECTED_RESULTS:
         name = f"{task}/{metric}"
-        actual = result_as_float(name, flat.get(name, math.nan))
-        # "not": a NaN must not pass
-        if not abs(actual - expected) <= tolerance or math.isinf(actual):
-            differ.append(f"{task}/{metric}: expected {expected} +- {tolerance}, got {actual}")
-    if differ:
-        logger.error("Results differ from TEST.EXPECTED_RESULTS:\n%s", "\n".join(differ))
+        actual = result_as_float(name, flat_results.get(name, math.nan))
+        is_within = abs(actual - expected) <= tolerance  # False for NaN
+        if not is_within or math.isinf(actual):
+            differences.append(f"{name}: expected {expected} +- {tolerance}, got {actual}")
+    if differences:
+        logger.error("Results differ from TEST.EXPECTED_RESULTS:\n%s", "\n".join(differences))
         sys.exit(1)
     if cfg.TEST.EXPECTED_RESULTS:
         logger.info("Results agree with TEST.EXPECTED_RESULTS")
@@ -67,8 +79,10 @@ def verify_results(cfg: Any, results: Mapping[str, Any]) -> bool:
 
 
 def _leaves(results: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values that are no mappings, each with the keys that lead to it."""
     for key, value in results.items():
         if isinstance(value, Mapping):
-            yield from (((str(key), *path), leaf) for path, leaf in _leaves(value))
+            for path, leaf in _leaves(value):
+                yield (str(key), *path), leaf
         else:
             yield (str(key),), value

@@ -52,16 +52,18 @@ LR_SCHEDULER_BUILDER_REGISTRY = Registry("LR_SCHEDULER_BUILDER")
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Build the optimizer ``SOLVER.OPTIMIZER.NAME``, which clips by ``SOLVER.CLIP_GRADIENTS`` in ``step()``.
+    """Build the optimizer ``SOLVER.OPTIMIZER.NAME``.
 
-    The other keys of ``SOLVER.OPTIMIZER`` are constructor arguments in upper case; None means not given. Arguments that
-    are not given there come from ``SOLVER``: ``BASE_LR``, ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` if the
-    optimizer takes them, and keys that your code has added. Without ``FUSED`` or ``FOREACH``, the fused implementation
-    is used if it works for all parameters.
+    It clips by ``SOLVER.CLIP_GRADIENTS`` in ``step()``. The other keys of ``SOLVER.OPTIMIZER`` are
+    constructor arguments in upper case; None means not given. Arguments that are not given there
+    come from ``SOLVER``: ``BASE_LR``, ``MOMENTUM``, ``NESTEROV`` and ``WEIGHT_DECAY`` if the
+    optimizer takes them, and keys that your code has added. Without ``FUSED`` or ``FOREACH``, the
+    fused implementation is used if it works for all parameters.
 
     Raises:
-        ConfigError: a name or an argument is unknown, or the optimizer refuses a value; one of these keys of ``SOLVER``
-            is set, but the optimizer does not take it; the model has no trainable parameter.
+        ConfigError: a name or an argument is unknown, or the optimizer refuses a value; one of
+            these keys of ``SOLVER`` is set, but the optimizer does not take it; the model has no
+            trainable parameter.
     """
     cfg = prepare_projects(cfg)
     # many configs written for detectron2 have a name here
@@ -217,14 +219,17 @@ def base_lr(solver: CfgNode) -> tuple[str, Any]:
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-    """Build the schedule ``SOLVER.LR_SCHEDULER_NAME`` with its warm-up, or by ``SOLVER.LR_SCHEDULER_BUILDER``.
+    """Build the schedule ``SOLVER.LR_SCHEDULER_NAME`` with its warm-up.
 
-    ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` and ``WarmupLinearLR`` fall
-    to ``BASE_LR_END`` along a half cosine or a line, and ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at
-    ``NUM_DECAYS`` evenly spaced times. A warning says if the run never reaches ``BASE_LR``.
+    ``SOLVER.LR_SCHEDULER_BUILDER`` may name a function that builds another one.
 
-    All lengths are in iterations. ``STEPS`` beyond ``MAX_ITER`` are cut off, with a warning if they were set. If
-    ``WARMUP_ITERS`` was not set, it is at most 5 % of the run.
+    ``WarmupMultiStepLR`` multiplies by ``GAMMA`` at each of ``STEPS``, ``WarmupCosineLR`` and
+    ``WarmupLinearLR`` fall to ``BASE_LR_END`` along a half cosine or a line, and
+    ``WarmupStepWithFixedGammaLR`` multiplies by ``GAMMA`` at ``NUM_DECAYS`` evenly spaced times. A
+    warning says if the run never reaches ``BASE_LR``.
+
+    All lengths are in iterations. ``STEPS`` beyond ``MAX_ITER`` are cut off, with a warning if they
+    were set. If ``WARMUP_ITERS`` was not set, it is at most 5 % of the run.
     """
     solver = prepare_projects(cfg).SOLVER
     if solver.LR_SCHEDULER_BUILDER:
@@ -354,13 +359,15 @@ def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
 
 
 def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
-    """Let an optimizer, or a class, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``, by its ``gradient_clipper``.
+    """Let an optimizer, or a class of optimizers, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``.
 
-    If a trainer has called this clipper for a step, ``step()`` does not clip again. With a ``GradScaler`` and a fused
-    optimizer, call ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
+    It gets a clipper as its attribute ``gradient_clipper``. If a trainer has called this clipper
+    for a step, ``step()`` does not clip again. With a ``GradScaler`` and a fused optimizer, call
+    ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
 
     Returns:
-        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is off.
+        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is
+        off.
     """
     clipper = build_gradient_clipper(cfg)
     if clipper is None or hasattr(optimizer, "gradient_clipper"):

@@ -107,7 +107,8 @@ def clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
             # GradScaler.step sets it for a fused kernel
             if getattr(optimizer, "grad_scale", None) is not None:
                 raise RuntimeError(
-                    "gradients are still scaled; call scaler.unscale_(optimizer) before scaler.step()"
+                    "gradients are still scaled; call scaler.unscale_(optimizer) before "
+                    "scaler.step()"
                 )
             parameters: list[Tensor] = []
             for group in optimizer.param_groups:

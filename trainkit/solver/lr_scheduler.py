@@ -25,7 +25,7 @@ def __dir__() -> list[str]:
 
 
 Schedule: TypeAlias = Callable[[int, float], float]
-"""``schedule(iter, base)`` is the value in an iteration, for a group whose first value is ``base``."""
+"""``schedule(iter, base)`` is the value in an iteration; ``base``: the first value of the group."""
 
 
 class WarmupParamScheduler(ParamScheduler):
@@ -52,7 +52,8 @@ class WarmupParamScheduler(ParamScheduler):
             raise ValueError(f"warmup_method must be linear or constant, got {warmup_method!r}")
         if not 0.0 <= warmup_length <= 1.0 or (rescale_interval and warmup_length == 1.0):
             raise ValueError(
-                f"warmup_length must be in [0, 1], below 1 with rescale_interval, got {warmup_length}"
+                "warmup_length must be in [0, 1], below 1 with rescale_interval, got "
+                f"{warmup_length}"
             )
         check_number("warmup_factor", warmup_factor, "[0, inf)")
         self._scheduler = scheduler
@@ -166,9 +167,10 @@ class ScheduledLR(LRScheduler):
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration, factors and present rates; the schedule and its length come from the config.
+        """The iteration, factors and present rates.
 
-        The base rates are for readers: when a state is loaded, those in the optimizer's groups count.
+        The schedule and its length come from the config. The base rates are for readers: when a
+        state is loaded, those in the optimizer's groups count.
         """
         return {
             "base_lrs": self.base_lrs,

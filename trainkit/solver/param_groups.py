@@ -112,7 +112,7 @@ def is_bias(name: str, all_biases: bool) -> bool:
 
 
 def warn_of_missed_biases(model: nn.Module) -> None:
-    """Name the trained biases that are not called ``bias``, to which rules for biases do not apply."""
+    """Warn about the trained biases that are not called ``bias``: rules for biases miss them."""
     missed = []
     for name, param in model.named_parameters():
         is_missed = is_bias(name, all_biases=True) and not is_bias(name, all_biases=False)
@@ -121,8 +121,8 @@ def warn_of_missed_biases(model: nn.Module) -> None:
     if missed:
         shown = ", ".join(missed[:5]) + (", ..." if len(missed) > 5 else "")
         _logger.warning(
-            "The rules for biases apply only to parameters called bias, as in detectron2, and not to "
-            "%d others: %s. SOLVER.ALL_BIASES True takes them in",
+            "The rules for biases apply only to parameters called bias, as in detectron2, and "
+            "not to %d others: %s. SOLVER.ALL_BIASES True takes them in",
             len(missed),
             shown,
         )
@@ -175,7 +175,9 @@ def start_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
             if group.get("dampening"):
-                text = "fused SGD with dampening has no right first update; set fused=False (SOLVER.OPTIMIZER.FUSED)"
-                raise ConfigError(text)
+                raise ConfigError(
+                    "fused SGD with dampening has no right first update; set fused=False "
+                    "(SOLVER.OPTIMIZER.FUSED)"
+                )
             for param in group["params"]:
                 optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))

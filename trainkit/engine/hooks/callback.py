@@ -1,6 +1,7 @@
 """Functions as a hook."""
 
 from collections.abc import Callable
+from typing import Any
 
 from trainkit.engine.hook_base import HOOK_POINTS, HookBase
 
@@ -20,15 +21,24 @@ class CallbackHook(HookBase):
         after_step: Callable[..., None] | None = None,
         **others: Callable[..., None] | None,
     ) -> None:
-        named = {"before_train": before_train, "after_train": after_train}
-        for point, callback in {
-            **named,
+        callbacks = {
+            "before_train": before_train,
+            "after_train": after_train,
             "before_step": before_step,
             "after_step": after_step,
             **others,
-        }.items():
+        }
+        for point, callback in callbacks.items():
             if point not in HOOK_POINTS:
                 raise TypeError(f"got {point!r}; accepted: {', '.join(HOOK_POINTS)}")
             if callback is not None:
                 # set on the object, not in the class: a point without a function must cost nothing
-                setattr(self, point, lambda *args, callback=callback: callback(self.trainer, *args))
+                setattr(self, point, self._with_trainer(callback))
+
+    def _with_trainer(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """A function of the arguments of a point, which calls ``callback(trainer, ...)``."""
+
+        def call(*args: Any) -> None:
+            callback(self.trainer, *args)
+
+        return call

@@ -24,28 +24,26 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class PeriodicCheckpointer(PeriodicSaves, HookBase):
-    """`PeriodicSaves` as a hook; the trainer gives the length of the run.
+    """`PeriodicSaves` as a hook.
 
-    A stopped run is saved too. If a save fails (a full disk), the error is logged and the run continues; if it is the
-    last save, the run fails on every rank.
+    The trainer gives the length of the run. A stopped run is saved too. If a save fails (a full
+    disk), the error is logged and the run continues; if it is the last save, the run fails on every
+    rank.
 
-    ``period`` may also be a time, such as ``30min``. It counts from the start of ``train()`` and from each save. With
-    several ranks the clock of rank 0 counts, and a save comes at most ``trainer.stop_check_period`` iterations later.
-    ``start`` is then 0.
+    ``period`` may also be a time, such as ``30min``. It counts from the start of ``train()`` and
+    from each save. With several ranks the clock of rank 0 counts, and a save comes at most
+    ``trainer.stop_check_period`` iterations later. ``start`` is then 0.
     """
 
     priority = SAVE_POINT
     ends = True
     config_keys = (
-        *(("period", "SOLVER.CHECKPOINT_PERIOD"), ("max_to_keep", "CHECKPOINT.MAX_TO_KEEP")),
-        *(("start", "CHECKPOINT.START"), ("save_last", "CHECKPOINT.SAVE_LAST")),
+        ("period", "SOLVER.CHECKPOINT_PERIOD"),
+        ("max_to_keep", "CHECKPOINT.MAX_TO_KEEP"),
+        ("start", "CHECKPOINT.START"),
+        ("save_last", "CHECKPOINT.SAVE_LAST"),
     )
     _state_names = ("_final_iter", "former_finals")
-
-    _final_iter = -1  # number of iterations done when the final file was written
-    # of the last save: an asynchronous one, and the error
-    _writing: Any = None
-    _failure = ""
 
     def __init__(
         self,
@@ -58,13 +56,18 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
         start: int = 0,
         save_last: bool = True,
     ) -> None:
+        self._final_iter = -1  # number of iterations done when the final file was written
+        self._saved: tuple[int, int] | None = None  # the `_position` at the last save
+        self._writing: Any = None  # what the last save has returned; a future, if it goes on
+        self._failure = ""  # the error of the last save
         self._clock: _SaveClock | None = None
         if isinstance(period, str):
             self._clock = _SaveClock(parse_time(period, "period"))
             period = 0
             if start != 0:
                 raise ValueError(
-                    f"start must be 0 if the period is a time, got {start!r}; give the period in iterations or epochs"
+                    f"start must be 0 if the period is a time, got {start!r}; give the period in "
+                    "iterations or epochs"
                 )
         super().__init__(
             checkpointer,
@@ -84,15 +87,14 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
 
     def before_train(self) -> None:
         self.max_iter = self.trainer.max_iter
-        # a larger number is from another run
-        self._final_iter = self._final_iter if self._final_iter <= self.trainer.start_iter else -1
-        if getattr(self.checkpointer, "resumed_from", "") not in (
-            "",
-            f"{self.file_prefix}_final.pth",
-        ):
+        if self._final_iter > self.trainer.start_iter:  # from another run
+            self._final_iter = -1
+        resumed_from = getattr(self.checkpointer, "resumed_from", "")
+        if resumed_from not in ("", f"{self.file_prefix}_final.pth"):
             self._final_iter = -1  # the final file is damaged, or was given up
-        self._saved: tuple[int, int] | None = None  # see `_position`, at the last save
-        self._writing, self._failure = None, ""
+        self._saved = None
+        self._writing = None
+        self._failure = ""
         starts_at_final = self._final_iter == self.trainer.start_iter > 0
         if starts_at_final and self.max_iter > self._final_iter and not self.trainer.ends_early:
             self._keep_former_final()
@@ -100,19 +102,25 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
             self._clock.begin(self.trainer)
         if not hasattr(self.trainer, "cfg"):
             logger.info(
-                "These checkpoints do not say how the run was started, so its steps cannot be repeated later"
+                "These checkpoints do not say how the run was started, so its steps cannot be "
+                "repeated later"
             )
 
     def _keep_former_final(self) -> None:
-        """Save the end of a finished run that goes on under its number, since the new end takes its name."""
+        """Save the end of a finished run that goes on under its number.
+
+        The new end takes the name of the final file.
+        """
         iteration = self._final_iter - 1
         self.former_finals = [*self.former_finals, iteration]
         self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
 
     def after_step(self) -> None:
         name = self.name_at(self.trainer.iter)
-        if self._clock is not None and self._clock.is_over(self.trainer.done) and name is None:
-            name = f"{self.file_prefix}_{self.trainer.iter:07d}"
+        if self._clock is not None:
+            is_over = self._clock.is_over(self.trainer.done)  # in each iteration, also with a name
+            if is_over and name is None:
+                name = f"{self.file_prefix}_{self.trainer.iter:07d}"
         if name is not None:
             self._request(name, self.trainer.iter, is_final=is_last(self.trainer))
 
@@ -120,16 +128,17 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
         status = self.trainer.status
         iteration = self.trainer.done - 1
         if status == "failed":
-            self._settle()
+            self._wait_for_save()
             return
         if status == "finished" and self.save_last and self._final_iter != iteration + 1:
             self._request(f"{self.file_prefix}_final", iteration, is_final=True)
         elif status == "stopped" and iteration >= 0:
             # only the rank that writes knows of a failure
-            is_saved = self.trainer.gather(not self._settle() and self._saved == self._position())
-            if not all(is_saved):
+            is_saved = self._wait_for_save() == "" and self._saved == self._position()
+            if not all(self.trainer.gather(is_saved)):
                 self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
-        if failures := [*filter(None, self.trainer.gather(self._settle()))]:
+        failures = [error for error in self.trainer.gather(self._wait_for_save()) if error]
+        if failures:
             raise CheckpointError("; ".join(failures))
 
     def _request(self, name: str, iteration: int, *, is_final: bool = False) -> None:
@@ -152,15 +161,22 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
     def _position(self) -> tuple[int, int]:
         return self.trainer.done, self.trainer.boundary_done
 
-    def _settle(self) -> str:
-        """Wait for the file of this rank, never for other ranks; returns the error of a failed save, or ""."""
-        # an overridden save may return anything
-        error = self._writing.exception() if isinstance(self._writing, Future) else None
+    def _wait_for_save(self) -> str:
+        """Wait for the file of this rank, never for other ranks.
+
+        Returns the error of a failed save, or "".
+        """
+        error = None
+        if isinstance(self._writing, Future):  # an overridden save may return anything
+            error = self._writing.exception()
         return self._failure or str(error or "")
 
 
 class _SaveClock:
-    """Whether the time from one save to the next is over: at every n-th iteration rank 0 tells it to the others."""
+    """Whether the time from one save to the next is over.
+
+    At every n-th iteration rank 0 tells it to the others.
+    """
 
     def __init__(self, period_sec: float) -> None:
         self._period_sec = period_sec
@@ -192,10 +208,10 @@ class _SaveClock:
 class BestCheckpointer(MetricHook):
     """Save ``<file_prefix>`` when an evaluation gives the best value of ``val_metric`` so far.
 
-    This does not move ``last_checkpoint``. If the file cannot be written, the error is logged and the value does not
-    count; an asynchronous save counts when it starts. The entry ``best_of`` of the file names the metric; a hook with
-    ``evaluated_models`` makes these the ``model`` of the file. The checkpointer is trainkit's or fvcore's. For other
-    arguments see `MetricHook`.
+    This does not move ``last_checkpoint``. If the file cannot be written, the error is logged and
+    the value does not count; an asynchronous save counts when it starts. The entry ``best_of`` of
+    the file names the metric; a hook with ``evaluated_models`` makes these the ``model`` of the
+    file. The checkpointer is trainkit's or fvcore's. For other arguments see `MetricHook`.
     """
 
     priority = SAVE_POINT + 3
@@ -210,14 +226,14 @@ class BestCheckpointer(MetricHook):
         file_prefix: str = "model_best",
     ) -> None:
         super().__init__(eval_period, val_metric, mode)
-        self.checkpointer, self.file_prefix = checkpointer, file_prefix
-        self._before: dict[str, Any] = {}  # the state before the newest value
+        self.checkpointer = checkpointer
+        self.file_prefix = file_prefix
+        self._state_before: dict[str, Any] = {}  # before the newest value
 
     def before_train(self) -> None:
         """Raises ConfigError if another hook writes the same file."""
-        if [getattr(hook, "file_prefix", "") for hook in self.trainer.hooks].count(
-            self.file_prefix
-        ) > 1:
+        prefixes = [getattr(hook, "file_prefix", "") for hook in self.trainer.hooks]
+        if prefixes.count(self.file_prefix) > 1:
             raise ConfigError(
                 f"two hooks have the file_prefix {self.file_prefix!r}; give them different ones"
             )
@@ -231,7 +247,7 @@ class BestCheckpointer(MetricHook):
                 self.checkpointer.wait()
 
     def act_now(self) -> None:
-        self._before = self.state_dict()
+        self._state_before = self.state_dict()
         super().act_now()
 
     def judge(self, value: float) -> list[str]:
@@ -253,21 +269,25 @@ class BestCheckpointer(MetricHook):
 
     def undo(self) -> None:
         """Forget the newest value, whose file cannot be written."""
-        self.load_state_dict(self._before)
+        self.load_state_dict(self._state_before)
 
     def _save_untagged(self, name: str, iteration: int, **entries: Any) -> None:
+        """Save without moving ``last_checkpoint``."""
         if isinstance(self.checkpointer, Checkpointer):
-            entries |= {"iteration": iteration, "best_of": self.monitored_metric}
+            entries["iteration"] = iteration
+            entries["best_of"] = self.monitored_metric
             self.checkpointer.save(name, tag_last=False, **entries)
             return
-        # fvcore's checkpointer always moves last_checkpoint
-        tag = Path(self.checkpointer.save_dir) / "last_checkpoint"
-        before = tag.read_text() if tag.exists() else None
+        # fvcore's checkpointer always moves it, so it is put back
+        tag_file = Path(self.checkpointer.save_dir) / "last_checkpoint"
+        former_tag = tag_file.read_text() if tag_file.exists() else None
         self.checkpointer.save(name, iteration=iteration)
-        if self.checkpointer.save_to_disk:
-            tag.unlink(
-                missing_ok=True
-            ) if before is None else self.checkpointer.tag_last_checkpoint(before)
+        if not self.checkpointer.save_to_disk:
+            return
+        if former_tag is None:
+            tag_file.unlink(missing_ok=True)
+        else:
+            self.checkpointer.tag_last_checkpoint(former_tag)
 
     def summary(self) -> str:
         if self.best is None or self.best_iter is None:
@@ -280,8 +300,14 @@ class BestCheckpointer(MetricHook):
 
 
 def best_file_prefixes(metrics: str | Sequence[str] | None) -> dict[str, str]:
-    """metric -> ``file_prefix`` of its `BestCheckpointer`: ``model_best``, of several ``model_best_<metric>``."""
-    names = [metrics] if isinstance(metrics, str) and metrics else list(metrics or ())
-    if len(names) == 1:
-        return {names[0]: "model_best"}
-    return {name: f"model_best_{name.replace('/', '_')}" for name in names}
+    """metric -> ``file_prefix`` of its `BestCheckpointer`.
+
+    ``model_best``, or if there are several metrics, ``model_best_<metric>``.
+    """
+    if not metrics:
+        return {}
+    if isinstance(metrics, str):
+        metrics = [metrics]
+    if len(metrics) == 1:
+        return {metrics[0]: "model_best"}
+    return {metric: f"model_best_{metric.replace('/', '_')}" for metric in metrics}

@@ -7,12 +7,14 @@ from typing import Literal
 _ERRORS = {"loss", "losses", "error", "errors", "err"}
 _LESS_IS_BETTER = """
     mae mse rmse rmsle mape smape msle l1 nll logloss bce xent crossentropy
-    perplexity ppl bpc bpb bpd wer cer brier ece eer fpr fnr falsepositive falsenegative falsealarm missrate
+    perplexity ppl bpc bpb bpd wer cer brier ece eer
+    fpr fnr falsepositive falsenegative falsealarm missrate
     fid fvd kid lpips chamfer hausdorff hd epe mpjpe absrel sqrel silog crps regret latency
 """
 _MORE_IS_BETTER = """
-    acc accuracy aacc macc top ap map aps apm apl apr apc apf ar auc auroc auprc aucpr roc precision recall sensitivity
-    specificity tpr tnr f1 fscore fbeta iou miou giou dice mdice jaccard kappa mcc matthews matthewscorrcoef r2
+    acc accuracy aacc macc top ap map aps apm apl apr apc apf ar auc auroc auprc aucpr roc
+    precision recall sensitivity specificity tpr tnr f1 fscore fbeta
+    iou miou giou dice mdice jaccard kappa mcc matthews matthewscorrcoef r2
     bleu chrf rouge meteor cider psnr ssim ndcg mrr hit hits hitrate pq mota hota idf1 pck
     pearson spearman correlation nmi ari ami purity loglikelihood successrate winrate reward
 """
@@ -24,9 +26,10 @@ _MORE = {*_MORE_IS_BETTER.split()}
 def infer_mode(metric: str) -> Literal["max", "min"] | None:
     """Whether "max" or "min" of a metric is better; None if its name does not say it.
 
-    Whole words count: a name is split at everything but letters and digits, before digits, and inside of words such as
-    ``valLoss``. "loss", "error" and "err" win over other words. The part of the name after the last ``/`` decides; if
-    it says nothing, the part before it, such as ``loss`` in ``loss/half``. Parts before these name datasets.
+    Whole words count: a name is split at everything but letters and digits, before digits, and
+    inside of words such as ``valLoss``. "loss", "error" and "err" win over other words. The part of
+    the name after the last ``/`` decides; if it says nothing, the part before it, such as ``loss``
+    in ``loss/half``. Parts before these name datasets.
     """
     for part in reversed(metric.split("/")[-2:]):
         words = _words(part)
@@ -55,7 +58,10 @@ def _words(part: str) -> list[str]:
 
 
 def _phrases(words: list[str]) -> set[str]:
-    """Words, neighbouring ones as one (``cross_entropy``, ``mAP``), and those between digits (``top5err``)."""
+    """Words, up to three neighbouring ones as one, and words between digits.
+
+    Such as ``cross_entropy``, ``mAP`` and ``top5err``.
+    """
     phrases = set()
     for start in range(len(words)):
         for end in range(start + 1, start + 4):

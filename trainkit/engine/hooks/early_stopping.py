@@ -10,13 +10,14 @@ from trainkit.utils.periods import check_number, check_period, round_length
 
 @HOOK_REGISTRY.register()
 class EarlyStopping(MetricHook):
-    """Finish the run after ``patience`` evaluations in a row without a new best value of ``val_metric``.
+    """Finish the run after ``patience`` evaluations in a row without a new best value.
 
-    The final evaluation runs and ``model_final`` is written. For other arguments see `MetricHook`.
+    The values are those of ``val_metric``. The final evaluation runs and ``model_final`` is
+    written. For other arguments see `MetricHook`.
 
     Args:
-        min_delta_mode: a value is better if it beats the best one by ``min_delta`` ("abs"), or by this fraction of the
-            best one's absolute value ("rel").
+        min_delta_mode: a value is better if it beats the best one by ``min_delta`` ("abs"), or by
+            this fraction of the best one's absolute value ("rel").
         threshold: also finish when a value is better than this threshold.
         divergence: also finish when a value is worse than this number.
         start: values count after this many iterations; those before are as if they were not there.

@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class EvalHook(PeriodicHook):
-    """Call ``eval_function()`` every ``eval_period`` iterations and after training, and store its results.
+    """Call ``eval_function()`` every ``eval_period`` iterations, and store its results.
 
-    The function returns a nested dict of numbers, stored as ``outer/inner``, or None on ranks other than 0. An array or
-    a tensor with one element is a number too. Every rank calls it in the same iteration.
+    Also after training. The function returns a nested dict of numbers, stored as ``outer/inner``,
+    or None on ranks other than 0. An array or a tensor with one element is a number too. Every rank
+    calls it in the same iteration.
 
     Args:
         eval_period: 0: only after training.
@@ -42,11 +43,9 @@ class EvalHook(PeriodicHook):
         phase: Phase = "val",
     ) -> None:
         super().__init__(eval_period)
-        self._func, self.acts_in_last, self._at_start = (
-            eval_function,
-            not eval_after_train,
-            eval_at_start,
-        )
+        self._func = eval_function
+        self.acts_in_last = not eval_after_train
+        self._at_start = eval_at_start
         self.phase = phase
         self.evaluated_iters = -1  # number of iterations done at the last evaluation
 
@@ -71,24 +70,25 @@ class EvalHook(PeriodicHook):
         if self.evaluated_iters == done:
             return
         self.trainer.check_finite()
-        # a resumed run may evaluate again
-        with (
-            observe_inference(self.trainer, self.phase),
-            preserve_rng_state(),
-        ):
+        # the random state is preserved, since a resumed run may evaluate again
+        with observe_inference(self.trainer, self.phase), preserve_rng_state():
             self._do_eval()
         self.evaluated_iters = done
-        comm.synchronize()  # ranks need different times, which must not count for the timeout of the next collective
+        # ranks need different times, which must not count for the timeout of the next collective
+        comm.synchronize()
 
     def _do_eval(self) -> None:
-        """Call the function and store its results; subclasses written for detectron2 override this."""
+        """Call the function and store its results.
+
+        Subclasses written for detectron2 override this.
+        """
         results = flatten_results_dict(self._func() or {})
         for name, value in results.items():
             results[name] = result_as_float(name, value)
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
         if results and self.trainer.is_training():
-            # the files have all
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in [*results.items()][:6])
+            first_results = list(results.items())[:6]  # the files have all
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in first_results)
             logger.info(
                 "Evaluated %s: %s",
                 say_done(self.trainer.done, self.trainer.max_iter),
@@ -98,7 +98,10 @@ class EvalHook(PeriodicHook):
 
 @HOOK_REGISTRY.register()
 class FinalEvalHook(EvalHook):
-    """Evaluate the test data once, after a run that has finished. These results choose no checkpoint."""
+    """Evaluate the test data once, after a run that has finished.
+
+    These results choose no checkpoint.
+    """
 
     priority = SAVE_POINT + 3
 

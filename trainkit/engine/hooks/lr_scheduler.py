@@ -22,15 +22,18 @@ _PROGRESS = {"last_epoch", "base_lrs"}  # of a scheduler's state; the optimizer 
 class LRScheduler(HookBase):
     """Step a schedule after each iteration, and store the ``lr`` that the iteration used.
 
-    The ``lr`` is that of the largest parameter group; if each group has one parameter, the most common one. It is
-    stored from the first update of the optimizer on: the rate of an optimizer that is not used says nothing.
+    The ``lr`` is that of the largest parameter group; if each group has one parameter, the most
+    common one. It is stored from the first update of the optimizer on: the rate of an optimizer
+    that is not used says nothing.
 
-    The ``lr`` of a parameter group that is added during training is its base rate, which the schedule multiplies.
+    The ``lr`` of a parameter group that is added during training is its base rate, which the
+    schedule multiplies.
 
     Args:
         optimizer: default is ``trainer.optimizer``.
-        scheduler: a torch scheduler, stepped once per iteration; or an fvcore ``ParamScheduler``, a factor of the base
-            learning rate over the whole run, which keeps its last value at the end. Default is ``trainer.scheduler``.
+        scheduler: a torch scheduler, stepped once per iteration; or an fvcore ``ParamScheduler``, a
+            factor of the base learning rate over the whole run, which keeps its last value at the
+            end. Default is ``trainer.scheduler``.
     """
 
     def __init__(
@@ -38,7 +41,8 @@ class LRScheduler(HookBase):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: TorchLRScheduler | ParamScheduler | None = None,
     ) -> None:
-        self._given_optimizer, self._given_scheduler = optimizer, scheduler
+        self._given_optimizer = optimizer
+        self._given_scheduler = scheduler
         self._scheduler: TorchLRScheduler | None = None  # of the current or last run
         self._is_used = True  # whether the optimizer has made an update
         self._update_handle: Any = None  # of the function that notes the first update
@@ -46,26 +50,28 @@ class LRScheduler(HookBase):
     def before_train(self) -> None:
         """Raises ValueError if the schedule belongs to another optimizer."""
         self._optimizer = self._given_optimizer or self.trainer.optimizer
-        groups, iter = self._optimizer.param_groups, self.trainer.next_iter_of(self)
+        groups = self._optimizer.param_groups
+        next_iter = self.trainer.next_iter_of(self)
         scheduler = self._given_scheduler or self.trainer.scheduler
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TypeError(
-                "ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler with it"
+                "ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler "
+                "with it"
             )
-        # a function of the iteration, which has no state to load
-        if isinstance(scheduler, ParamScheduler):
+        if isinstance(scheduler, ParamScheduler):  # it has no state to load
             scheduler = LRMultiplier(
-                self._optimizer, scheduler, self.trainer.max_iter, last_iter=iter - 1
+                self._optimizer, scheduler, self.trainer.max_iter, last_iter=next_iter - 1
             )
         # compare the groups, not the optimizers: an optimizer may be wrapped
-        if getattr(scheduler, "optimizer", self._optimizer).param_groups is not groups:
+        scheduled_optimizer = getattr(scheduler, "optimizer", self._optimizer)
+        if scheduled_optimizer.param_groups is not groups:
             raise ValueError(
                 "LRScheduler has a scheduler that changes the learning rates of another optimizer"
             )
         _check_base_rates(scheduler, groups)
         if isinstance(scheduler, ScheduledLR):
-            if scheduler.last_epoch != iter:
-                scheduler.seek(iter)  # this may be a second run
+            if scheduler.last_epoch != next_iter:
+                scheduler.seek(next_iter)  # this may be a second run
             else:
                 scheduler.refresh()  # a resumed run may have another schedule than its checkpoint
         self._scheduler = scheduler
@@ -80,6 +86,7 @@ class LRScheduler(HookBase):
             )
 
     def _note_first_update(self) -> None:
+        """Set ``_is_used`` at the first update of the optimizer."""
         if self._update_handle is not None:  # of an earlier run
             self._update_handle.remove()
             self._update_handle = None
@@ -108,36 +115,43 @@ class LRScheduler(HookBase):
             self._step_with_new_groups()
 
     def _look_for_update(self) -> None:
+        """Stop waiting for the first update if there was one, else warn once."""
         if self._is_used:
             self._update_handle.remove()
             self._update_handle = None
         elif not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The optimizer of LRScheduler (%s) made no update in iteration %d: `lr` is stored from its first "
-                "update on. If your run_step() uses other optimizers, register LRScheduler(optimizer, scheduler) for "
-                "them, or store their rates by storage.put_scalar()",
+                "The optimizer of LRScheduler (%s) made no update in iteration %d: `lr` is "
+                "stored from its first update on. If your run_step() uses other optimizers, "
+                "register LRScheduler(optimizer, scheduler) for them, or store their rates by "
+                "storage.put_scalar()",
                 type(self._optimizer).__name__,
                 self.trainer.iter,
             )
 
     def _step_with_new_groups(self) -> None:
-        """Raises ValueError: the scheduler has no rate for a group that was added during training."""
+        """Step the scheduler after groups were added to the optimizer.
+
+        Raises ValueError if the scheduler has no rate for an added group.
+        """
         groups = self._optimizer.param_groups
         try:
             self._scheduler.step()  # type: ignore[union-attr]
         except (LookupError, ValueError) as error:
             raise ValueError(
-                f"the optimizer had {self._num_groups} parameter groups when training started, and has {len(groups)} "
-                f"now: {type(self._scheduler).__name__} has no rate for what was added. Give the optimizer all groups "
-                "before its scheduler is made (a group may have frozen parameters), or use a schedule of trainkit, as "
+                f"the optimizer had {self._num_groups} parameter groups when training started, "
+                f"and has {len(groups)} now: {type(self._scheduler).__name__} has no rate for "
+                "what was added. Give the optimizer all groups before its scheduler is made (a "
+                "group may have frozen parameters), or use a schedule of trainkit, as "
                 "SOLVER.LR_SCHEDULER_NAME builds"
             ) from error
         if isinstance(self._scheduler, ScheduledLR):
             added = [group["initial_lr"] for group in groups[self._num_groups :]]
             self._num_groups = len(groups)
             logger.info(
-                "Parameter groups were added; their lr, %s, are base rates, which the schedule multiplies",
+                "Parameter groups were added; their lr, %s, are base rates, which the schedule "
+                "multiplies",
                 added,
             )
 
@@ -152,19 +166,23 @@ class LRScheduler(HookBase):
         if max(sizes) > 1:
             return sizes.index(max(sizes))
         rates = [group["lr"] for group in optimizer.param_groups]
-        return rates.index(Counter(rates).most_common(1)[0][0])
+        [(most_common_rate, _)] = Counter(rates).most_common(1)
+        return rates.index(most_common_rate)
 
-    def _stateful(self) -> TorchLRScheduler | None:
-        """The torch scheduler; None for a ``ParamScheduler``, which is a function of the iteration."""
+    def _scheduler_with_state(self) -> TorchLRScheduler | None:
+        """The torch scheduler.
+
+        None for a ``ParamScheduler``, which is a function of the iteration.
+        """
         scheduler = self._given_scheduler or getattr(self.trainer, "scheduler", None)
         return scheduler if isinstance(scheduler, TorchLRScheduler) else None
 
     def saved_objects(self) -> Sequence[Any]:
-        scheduler = self._stateful()
+        scheduler = self._scheduler_with_state()
         return () if scheduler is None else (scheduler,)
 
     def state_dict(self) -> dict[str, Any]:
-        scheduler = self._stateful()
+        scheduler = self._scheduler_with_state()
         return {} if scheduler is None else scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,17 +190,19 @@ class LRScheduler(HookBase):
 
         A scheduler of torch takes its lengths from the state too; those that differ are logged.
         """
-        scheduler = self._stateful()
+        scheduler = self._scheduler_with_state()
         if scheduler is None or (self.trainer is not None and self.trainer.status == "running"):
             return
         own = scheduler.state_dict()
         scheduler.load_state_dict(state_dict)
         loaded = scheduler.state_dict()
-        changed = [
-            f"{name} {loaded[name]!r} (of this run: {own[name]!r})"
-            for name in own.keys() & loaded.keys() - _PROGRESS
-            if not name.startswith("_") and repr(own[name]) != repr(loaded[name])
-        ]
+        settings = own.keys() & loaded.keys() - _PROGRESS
+        changed = []
+        for name in settings:
+            if name.startswith("_"):
+                continue
+            if repr(own[name]) != repr(loaded[name]):
+                changed.append(f"{name} {loaded[name]!r} (of this run: {own[name]!r})")
         if changed and not isinstance(scheduler, ScheduledLR):
             logger.warning(
                 "%s goes on as in the checkpoint, with %s; to change that, use a schedule of "
@@ -193,14 +213,18 @@ class LRScheduler(HookBase):
 
 
 def _check_base_rates(scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError if a scheduler of torch has loaded base rates in another order than that of the groups."""
+    """Raises ConfigError if a scheduler of torch has its base rates in another order.
+
+    It has loaded them from a run whose groups had this order.
+    """
     if isinstance(scheduler, ScheduledLR) or not hasattr(scheduler, "base_lrs"):
         return
     base_rates = [float(rate) for rate in scheduler.base_lrs]
     of_groups = [float(group.get("initial_lr", group["lr"])) for group in groups]
     if base_rates != of_groups and sorted(base_rates) == sorted(of_groups):
         raise ConfigError(
-            f"the parameter groups have another order than in the checkpoint, and {type(scheduler).__name__} keeps "
-            f"its rates by their places: it has {base_rates}, the groups have {of_groups}. Define the modules in "
-            "their former order, or use a schedule of trainkit"
+            "the parameter groups have another order than in the checkpoint, and "
+            f"{type(scheduler).__name__} keeps its rates by their places: it has {base_rates}, "
+            f"the groups have {of_groups}. Define the modules in their former order, or use a "
+            "schedule of trainkit"
         )

@@ -19,7 +19,9 @@ _BETTER = {"max": "larger", "min": "smaller"}
 
 
 class PeriodicHook(HookBase):
-    """Call ``act_now`` every ``eval_period`` iterations, below the save point; 0: only after training.
+    """Call ``act_now`` every ``eval_period`` iterations, below the save point.
+
+    0: only after training.
 
     In a `DefaultTrainer` the first call comes after TEST.EVAL_START iterations, if this is not 0.
     """
@@ -34,7 +36,9 @@ class PeriodicHook(HookBase):
 
     @property
     def _offset(self) -> int:
-        test: Any = getattr(getattr(self.trainer, "cfg", None), "TEST", None)
+        """TEST.EVAL_START; 0 for a trainer without a config."""
+        cfg: Any = getattr(self.trainer, "cfg", None)
+        test: Any = getattr(cfg, "TEST", None)
         return getattr(test, "EVAL_START", 0)
 
     def act_now(self) -> None:
@@ -48,14 +52,17 @@ class PeriodicHook(HookBase):
 
 
 class MetricHook(PeriodicHook):
-    """Base class of hooks that act on the newest value of a metric. Rank 0, which has the metrics, decides for all.
+    """Base class of hooks that act on the newest value of a metric.
+
+    Rank 0, which has the metrics, decides for all.
 
     Args:
         eval_period: as given to the `EvalHook`, which must run before this hook.
         val_metric: its name in the storage, such as ``classification/top1``.
-        mode: whether "max" or "min" is better; "auto": by the name, see `infer_mode`. A name that does not say it has
-            "max" with a warning, as in detectron2.
-        min_delta: a value is better only if it beats the best one by this much. One that is not finite never is.
+        mode: whether "max" or "min" is better; "auto": by the name, see `infer_mode`. A name that
+            does not say it has "max" with a warning, as in detectron2.
+        min_delta: a value is better only if it beats the best one by this much. One that is not
+            finite never is.
     """
 
     _state_names: tuple[str, ...] = ("best", "best_iter", "not_better", "_seen_iter")
@@ -85,8 +92,8 @@ class MetricHook(PeriodicHook):
             return mode
         if by_name is None:
             text = (
-                '%s: the name %r does not say whether more is better; mode is "max", as in detectron2. '
-                "Set mode (in a config CHECKPOINT.BEST_MODE, EARLY_STOPPING.MODE)"
+                '%s: the name %r does not say whether more is better; mode is "max", as in '
+                "detectron2. Set mode (in a config CHECKPOINT.BEST_MODE, EARLY_STOPPING.MODE)"
             )
             logger.warning(text, hook, metric)
             return "max"
@@ -101,7 +108,11 @@ class MetricHook(PeriodicHook):
         self._seen_iter: int | None = None
 
     def judge(self, value: float) -> Any:
-        """Called on rank 0 with each new value. Returns the argument of ``act`` on every rank; a false one: no act."""
+        """Called on rank 0 with each new value.
+
+        Returns the argument of ``act``, which is called on every rank; if it is false, ``act`` is
+        not called.
+        """
         raise NotImplementedError
 
     def act(self, decision: Any) -> None:
@@ -112,25 +123,31 @@ class MetricHook(PeriodicHook):
         if self.trainer.start_iter == 0:
             self._forget()
         elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
-            self._seen_iter = None  # the evaluation after training has stored its results under the next iteration
+            # the evaluation after training has stored its results under the next iteration
+            self._seen_iter = None
 
     def after_train(self) -> None:
-        """Raises ConfigError if an evaluation did not give the metric; by now the stopped run is saved."""
+        """Raises ConfigError if an evaluation did not give the metric.
+
+        By now the stopped run is saved.
+        """
         if self._known is not None and self.trainer.status != "failed":
             self._raise_missing(self._known)
 
     def act_now(self) -> None:
         """Judge the newest value if it is new; every rank calls it.
 
-        If the storage has none, the run is stopped and saved, and ends with a ConfigError that names known metrics.
+        If the storage has none, the run is stopped and saved, and ends with a ConfigError that
+        names known metrics.
         """
         decision: Any = None
         known: list[str] | None = None
         if comm.is_main_process():
             latest = self.trainer.storage.latest()
             if self.monitored_metric in latest:
-                value = self._take()
-                decision = None if value is None else self.judge(value)
+                value = self._record_new_value()
+                if value is not None:
+                    decision = self.judge(value)
             else:
                 known = sorted(latest)
         decision, known = comm.broadcast((decision, known))
@@ -146,27 +163,33 @@ class MetricHook(PeriodicHook):
     def _raise_missing(self, known: list[str]) -> NoReturn:
         metric = self.monitored_metric
         raise ConfigError(
-            f"{type(self).__name__}: no evaluation has given the metric {metric!r}; {did_you_mean(metric, known)}"
-            f"known are: {', '.join(known) or 'none'}"
+            f"{type(self).__name__}: no evaluation has given the metric {metric!r}; "
+            f"{did_you_mean(metric, known)}known are: {', '.join(known) or 'none'}"
         )
 
-    def _take(self) -> float | None:
-        """The newest value, if it was not taken before; else None."""
-        latest = self.trainer.storage.latest()
-        metric = self.monitored_metric
-        value, iter = latest[metric]
+    def _record_new_value(self) -> float | None:
+        """Compare the newest value with the best one, and note the result.
+
+        Returns the value; None if it was seen before, or does not count.
+        """
+        value, iter = self.trainer.storage.latest()[self.monitored_metric]
         if iter == self._seen_iter:
             return None
         self._seen_iter = iter
         if not self.counts(iter):
             return None
-        if math.isfinite(value) and (
-            self.best is None or self.is_better(value, self.bound(self.best))
-        ):
-            self.best, self.best_iter, self.not_better = value, iter, 0
+        if self._is_new_best(value):
+            self.best = value
+            self.best_iter = iter
+            self.not_better = 0
         else:
             self.not_better += 1
         return float(value)
+
+    def _is_new_best(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return self.best is None or self.is_better(value, self.bound(self.best))
 
     def counts(self, iter: int) -> bool:
         """Whether a value of this iteration counts; else it is as if it were not there."""
@@ -183,7 +206,10 @@ class MetricHook(PeriodicHook):
         return {"metric": self.monitored_metric, "mode": self.mode, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state; the state of another metric or mode is ignored with a warning."""
+        """Continue from a saved state.
+
+        The state of another metric or mode is ignored with a warning.
+        """
         if state_dict["metric"] == self.monitored_metric and state_dict["mode"] == self.mode:
             if state_dict["best"] is not None:
                 check_number("best", state_dict["best"], "(-inf, inf)")

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 class IterationTimer(HookBase):
     """Store ``time``, the seconds of each step without hooks, and log the mean at the end.
 
-    It runs before every other hook. Steps before the ``warmup_iter``-th of a new run (allocations, autotuning) are not
-    timed.
+    It runs before every other hook. Steps before the ``warmup_iter``-th of a new run (allocations,
+    autotuning) are not timed.
     """
 
     priority = Priority.HIGHEST - 1
@@ -25,8 +25,10 @@ class IterationTimer(HookBase):
         self._timed_iters = 0
 
     def before_train(self) -> None:
-        self._begin = self._step_begin = time.perf_counter()
-        self._steps_sec = self._total_sec = 0.0
+        self._begin = time.perf_counter()
+        self._step_begin = self._begin
+        self._steps_sec = 0.0
+        self._total_sec = 0.0
         self._timed_iters = 0
         # a resumed run writes the same lines
         self._started_iters = min(self.trainer.start_iter, self._warmup_iter)
@@ -46,31 +48,24 @@ class IterationTimer(HookBase):
 
     def after_train(self) -> None:
         self._total_sec = time.perf_counter() - self._begin
-        if self._timed_iters:
-            steps, total = (
-                datetime.timedelta(seconds=round(sec)) for sec in (self._steps_sec, self._total_sec)
-            )
-            per_step = self._steps_sec / self._timed_iters
+        if self._timed_iters > 0:
             logger.info(
                 "%d iterations in %s (%.4f s each); with hooks %s",
                 self._timed_iters,
-                steps,
-                per_step,
-                total,
+                datetime.timedelta(seconds=round(self._steps_sec)),
+                self._steps_sec / self._timed_iters,
+                datetime.timedelta(seconds=round(self._total_sec)),
             )
 
     def summary(self) -> str:
-        """The time of a step, how much of it was waiting for data, and how much of the run was in hooks."""
-        if not self._timed_iters:
+        """The time of a step, its part of waiting for data, and the part of the run in hooks."""
+        if self._timed_iters == 0:
             return ""
-        step_sec, waits = (
-            self._steps_sec / self._timed_iters,
-            self.trainer.storage.histories().get("data_time"),
-        )
-        data = (
-            f", {100 * waits.avg(self._timed_iters) / step_sec:.0f} % of it waiting for data"
-            if waits
-            else ""
-        )
+        step_sec = self._steps_sec / self._timed_iters
+        data_time = self.trainer.storage.histories().get("data_time")
+        waiting = ""
+        if data_time is not None:
+            waiting_pct = 100 * data_time.avg(self._timed_iters) / step_sec
+            waiting = f", {waiting_pct:.0f} % of it waiting for data"
         hooks_pct = 100 * (1 - self._steps_sec / self._total_sec)
-        return f"{step_sec:.4g} s per step{data}; {hooks_pct:.0f} % of the run in hooks"
+        return f"{step_sec:.4g} s per step{waiting}; {hooks_pct:.0f} % of the run in hooks"

@@ -16,12 +16,13 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class PeriodicWriter(HookBase):
-    """Call the writers every ``period`` iterations, after each evaluation, after the last iteration, and at the end.
+    """Call the writers every ``period`` iterations.
 
-    It runs after every other hook, and deletes images and histograms from the storage after each write. The writers are
-    closed at the end; if the trainer trains again, they continue. If a run was stopped or has failed, a resumed run
-    writes its last values again. An OSError of a writer (a full disk) is logged, and the writer is called again next
-    time; at the end of a finished run the run fails.
+    Also after each evaluation, after the last iteration, and at the end. The hook runs after every
+    other hook, and deletes images and histograms from the storage after each write. The writers are
+    closed at the end; if the trainer trains again, they continue. If a run was stopped or has
+    failed, a resumed run writes its last values again. An OSError of a writer (a full disk) is
+    logged, and the writer is called again next time; at the end of a finished run the run fails.
     """
 
     priority = Priority.LOWEST + 1
@@ -30,25 +31,21 @@ class PeriodicWriter(HookBase):
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
         self._writers = list(writers)
         self._period = check_period("period", period, minimum=1)
-        # states for the writers when training continues
+        # states of the writers for a run that continues: loaded, or at the end of a run that was
+        # stopped or has failed
         self._waiting: list[dict[str, Any]] | None = None
-        self._ended: list[dict[str, Any]] | None = None  # states at the end of a finished run
-        self._ended_storage: EventStorage | None = None  # its storage
+        # states of the writers at the end of a finished run, and its storage
+        self._ended: list[dict[str, Any]] | None = None
+        self._ended_storage: EventStorage | None = None
         self._lost: list[str] = []  # the errors of the last write
 
     def before_train(self) -> None:
-        left = list(self._waiting or ()) if self.trainer.start_iter > 0 else []
+        states: list[dict[str, Any]] = []
         if self._ended is not None and self._ended_storage is self.trainer.storage:
-            left = list(self._ended)  # the finished run goes on
-        # writers may have changed: the first of a class gets the first state of the class
-        for writer in self._writers:
-            name = type(writer).__name__
-            if (
-                found := next((entry for entry in left if entry["class"] == name), None)
-            ) is not None:
-                left.remove(found)
-                with loading(f"the state of the writer {name!r}"):
-                    writer.load_state_dict(found["state"])
+            states = self._ended  # the finished run goes on
+        elif self._waiting is not None and self.trainer.start_iter > 0:
+            states = self._waiting
+        self._give_states(states)
         self._waiting = None
         self._ended = None
         self._ended_storage = None
@@ -58,17 +55,39 @@ class PeriodicWriter(HookBase):
         if self.trainer.start_iter == 0 and self._was_evaluated(0):
             self.trainer.storage.publish(self._write)
 
+    def _give_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load the states of writers, which may be others now.
+
+        The first writer of a class gets the first state of the class.
+        """
+        remaining = list(states)
+        for writer in self._writers:
+            name = type(writer).__name__
+            for entry in remaining:
+                if entry["class"] == name:
+                    remaining.remove(entry)
+                    with loading(f"the state of the writer {name!r}"):
+                        writer.load_state_dict(entry["state"])
+                    break
+
     def after_step(self) -> None:
         done = self.trainer.iter + 1
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(done):
             self.trainer.storage.publish(self._write)
 
     def _was_evaluated(self, done_iters: int) -> bool:
-        """Whether an evaluation was just done. Its results are written now: writers show only the newest value."""
+        """Whether an evaluation was just done.
+
+        Its results are written now: writers show only the newest value.
+        """
         return any(hook.evaluated_iters == done_iters for hook in self._eval_hooks)
 
     def after_train(self) -> None:
-        """Raises OSError on every rank if the run has finished and its last values are not on the disk."""
+        """Write for the last time, and close the writers.
+
+        Raises OSError on every rank if the run has finished and its last values are not on the
+        disk.
+        """
         try:
             self.trainer.storage.publish(partial(self._write, at_end=True))
             self.trainer.storage.flush()
@@ -77,28 +96,35 @@ class PeriodicWriter(HookBase):
                 self._try(writer.close)
         if self.trainer.status != "finished":
             return
-        if lost := [text for by_rank in self.trainer.gather(self._lost) for text in by_rank]:
+        lost: list[str] = []
+        for errors_of_rank in self.trainer.gather(self._lost):
+            lost.extend(errors_of_rank)
+        if lost:
             raise OSError(
-                f"the run is at its end, but not all of its values are on the disk: {'; '.join(lost)}"
+                "the run is at its end, but not all of its values are on the disk: "
+                f"{'; '.join(lost)}"
             )
 
     def _write(self, *, at_end: bool = False) -> None:
         """Call each writer. If the storage defers, this runs in its worker."""
-        storage, self._lost = get_event_storage(), []
-        interrupted = at_end and self.trainer.status != "finished"
-        if interrupted:
+        storage = get_event_storage()
+        self._lost = []
+        is_interrupted = at_end and self.trainer.status != "finished"
+        if is_interrupted:
+            # before the last write, since a resumed run writes these values again
             self._waiting = self._writer_states()
-        elif (
-            not at_end and (eta_sec := estimate_eta_sec(storage, self.trainer.max_iter)) is not None
-        ):
-            storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
+        if not at_end:
+            eta_sec = estimate_eta_sec(storage, self.trainer.max_iter)
+            if eta_sec is not None:
+                storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
         with storage.hold_images():
             for writer in self._writers:
                 self._try(writer.write)
-        if not interrupted:
-            storage.clear_images()
-            storage.clear_histograms()
-        if at_end and not interrupted:
+        if is_interrupted:
+            return
+        storage.clear_images()
+        storage.clear_histograms()
+        if at_end:
             # for a run that goes on; another one may train these iterations again
             self._ended = self._writer_states()
             self._ended_storage = self.trainer.storage
@@ -111,13 +137,16 @@ class PeriodicWriter(HookBase):
             self._lost.append(f"{call.__qualname__} failed: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The writers' states after their last regular write, also if the writers are closed already."""
+        """The writers' states after their last regular write, also if they are closed already."""
         if self.trainer is not None:
             self.trainer.storage.flush()
         return {"writers": self._waiting or self._ended or self._writer_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the states until training starts, since writers cut their files only then. Does nothing during a run."""
+        """Keep the states until training starts, since writers cut their files only then.
+
+        Does nothing during a run.
+        """
         if self.trainer is None or self.trainer.status != "running":
             waiting = [dict(entry) for entry in state_dict["writers"]]
             for entry in waiting:

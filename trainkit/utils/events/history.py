@@ -128,8 +128,12 @@ class HistoryBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue like the buffer that gave ``state``; a shorter buffer takes the newest values."""
-        values, iterations = state["values"], state["iterations"]
+        """Continue like the buffer that gave ``state``.
+
+        A shorter buffer takes the newest values.
+        """
+        values = state["values"]
+        iterations = state["iterations"]
         count = int(state["count"])
         if values.dtype != torch.float64 or iterations.dtype != torch.int64:
             raise TypeError(f"got values {values.dtype}, iterations {iterations.dtype}")

@@ -57,8 +57,8 @@ def get_event_storage() -> "EventStorage":
     if len(elsewhere) > 1:
         here = threading.current_thread().name
         raise RuntimeError(
-            f"thread {here!r} has opened no EventStorage, and {len(elsewhere)} are open in other threads; open that of "
-            "the run here: `with trainer.storage:`"
+            f"thread {here!r} has opened no EventStorage, and {len(elsewhere)} are open in other "
+            "threads; open that of the run here: `with trainer.storage:`"
         )
     return elsewhere[0]
 
@@ -196,7 +196,8 @@ class EventStorage:
         first_hint = self._smoothing_hints.setdefault(name, smoothing_hint)
         if first_hint is not smoothing_hint:
             raise ValueError(
-                f"scalar {name!r} was put with smoothing_hint={not smoothing_hint}; use one hint per name"
+                f"scalar {name!r} was put with smoothing_hint={not smoothing_hint}; use one hint "
+                "per name"
             )
         return name
 
@@ -225,8 +226,8 @@ class EventStorage:
             ) from error
         if tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4) or tensor.numel() == 0:
             raise ValueError(
-                f"image {name!r} has the shape {list(tensor.shape)}; accepted: [channel, height, width] with 1, 3 or "
-                "4 channels, see permute() and unsqueeze()"
+                f"image {name!r} has the shape {list(tensor.shape)}; accepted: [channel, height, "
+                "width] with 1, 3 or 4 channels, see permute() and unsqueeze()"
             )
         if tensor.dtype == torch.uint8:
             return image
@@ -234,7 +235,8 @@ class EventStorage:
             return tensor.detach().float()
         if not tensor.is_floating_point():
             raise ValueError(
-                f"image {name!r} has the type {tensor.dtype}; accepted: float in [0, 1], uint8 in [0, 255], bool"
+                f"image {name!r} has the type {tensor.dtype}; accepted: float in [0, 1], uint8 in "
+                "[0, 255], bool"
             )
         if tensor.dtype not in (torch.float32, torch.float64):
             tensor = tensor.detach().float()  # NumPy has no bfloat16
@@ -262,7 +264,8 @@ class EventStorage:
             given = torch.as_tensor(hist_tensor).detach()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"histogram {name!r} must be of a tensor or an array, got {type(hist_tensor).__name__}: {error}"
+                f"histogram {name!r} must be of a tensor or an array, got "
+                f"{type(hist_tensor).__name__}: {error}"
             ) from error
         if given.is_complex():
             raise ValueError(
@@ -423,9 +426,10 @@ class EventStorage:
         return {name: history.latest_with_iter() for name, history in self.histories().items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
-        """Like ``latest``; for a smoothed scalar, its median over the last ``window_size`` iterations.
+        """Like ``latest``, but the value of a smoothed scalar is its median.
 
-        The median is that of the finite values; `counts_left_out` says how many others there are.
+        That of the finite values in the last ``window_size`` iterations; `counts_left_out` says
+        how many others there are.
         """
         smoothed = self.latest()
         for name, (_, iteration) in smoothed.items():
@@ -483,7 +487,7 @@ class EventStorage:
 
     @contextmanager
     def hold_images(self) -> Iterator[None]:
-        """Context in which clearing has no effect, so that several writers see the images and histograms."""
+        """Context in which clearing has no effect, so that several writers see the images."""
         self._holds_images = True
         try:
             yield

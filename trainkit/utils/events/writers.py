@@ -51,7 +51,10 @@ class EventWriter:
         """End the output."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for continuing after the last ``write()``: tensors and plain Python values only."""
+        """The state for continuing after the last ``write()``.
+
+        It holds tensors and plain Python values only.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -288,7 +291,8 @@ class LinesWriter(ScalarWriter):
         start = len(content) if self._start is None else self._start
         if start > len(content):
             logger.warning(
-                "%s has %d bytes, but had %d when the checkpoint was saved: the lines after byte %d are lost",
+                "%s has %d bytes, but had %d when the checkpoint was saved: the lines after byte "
+                "%d are lost",
                 self._path,
                 len(content),
                 start,
@@ -308,7 +312,10 @@ class LinesWriter(ScalarWriter):
 
 
 class JSONWriter(LinesWriter):
-    """One line of JSON per iteration with new scalars, smoothed; a value that is not finite is ``null``."""
+    """One line of JSON per iteration with new scalars, smoothed.
+
+    A value that is not finite is ``null``.
+    """
 
     def __init__(self, json_file: str | Path, window_size: int = 20) -> None:
         super().__init__(json_file, window_size)
