@@ -32,4 +32,4 @@ def test_the_tests_of_a_module_are_its_own_and_then_those_of_its_folder_of_the_c
     assert own == ("tests/data/test_loader.py",)
     assert {*own} < {*beside} == {*beside} - {*others}
     assert ("-m", "slow", "tests/data/test_workers.py") in slow
-    assert runs_for("trainkit/modeling.py")  # which has no folder
+    assert runs_for("trainkit/modeling/build.py")  # which has no folder of tests

@@ -65,6 +65,7 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_hook_logs_and_a_width_that_makes_no_sense_is_one_message(train, capsys):
     script = SCRIPT.replace("class Trainer(", f"{HOOK}\n\nclass Trainer(")
     script = script.replace(

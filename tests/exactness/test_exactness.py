@@ -56,7 +56,13 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+QUICK = ("everything", "student and teacher", "fp16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in JOBS],
+)
 def test_a_run_that_is_killed_at_any_event_and_resumed_ends_as_the_whole_one(tmp_path, name):
     check(JOBS[name], tmp_path, num_kills=2 if "workers" in name else 4)
 

@@ -66,7 +66,7 @@ memory is free before it is copied | trainers | (new_event(device), to_host) | (
 the copy of a state blocks | waits | non_blocking=pinned | non_blocking=False
 trainkit/checkpoint/checkpointer.py
 a save takes the memory of one under way | trainers | with contextlib.suppress(CheckpointError):  # of an | if False:  #
-projects/non_finite/trainers.py
+projects/non_finite/policies.py
 the flag is not given to the optimizer | trainers | found_inf = None, flag | found_inf = None, 0 * flag
 a skipped step changes the buffers | trainers | if name in self._former_buffers: | if False:
 the flag is read by the host | not finite | elif not skips_on_device(optimizer): | elif True:

@@ -32,7 +32,7 @@ JOBS["charlm"] = Configured(make_cfg=charlm.short)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in CLUSTERS else pytest.mark.slow) for name in JOBS],
+    [pytest.param(name, marks=() if name == "foreign" else pytest.mark.slow) for name in JOBS],
 )
 def test_a_run_that_is_killed_at_any_event_and_resumed_ends_as_the_whole_one(tmp_path, name):
     check(JOBS[name], tmp_path)
@@ -45,7 +45,17 @@ class WithoutHooks(HookBase):
         state["trainer"] = {**state["trainer"], "hooks": {}}
 
 
-@pytest.mark.parametrize("name", [pytest.param("swav", marks=pytest.mark.slow), *CLUSTERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "foreign",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("swav", *CLUSTERS)
+            if name != "foreign"
+        ),
+    ],
+)
 def test_without_the_states_of_the_hooks_a_resumed_run_differs(tmp_path, name):
     job = Configured(make_cfg=JOBS[name].make_cfg, hooks=[WithoutHooks])
     with pytest.raises(AssertionError, match="killed at event"):

@@ -313,6 +313,7 @@ def test_a_model_that_lacks_a_name_is_refused_before_training(make, message):
         train(torch.nn.Linear(1, 1), [make()], 1, lambda: None)
 
 
+@pytest.mark.slow
 def test_the_comparison_prints_one_row_per_method_with_the_value_of_each_seed(tmp_path, capsys):
     options = ["--opts", *map(str, [*OPTIONS, *SMALL["simsiam"]])]
     arguments = [

@@ -76,6 +76,7 @@ def _a_file_fails_on_rank_0(rank, folder):
     return trainer.state_dict()["hooks"]["BestCheckpoints"]["kept"]
 
 
+@pytest.mark.slow
 def test_all_ranks_know_that_a_file_of_rank_0_is_not_there(tmp_path):
     kept = [["model_best_0000005", 2.0], ["model_best_0000001", 1.0]]
     assert on_two_ranks([_a_file_fails_on_rank_0], tmp_path) == {

@@ -11,6 +11,8 @@ from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook
 from trainkit.modeling import MODEL_REGISTRY
 
+pytestmark = pytest.mark.slow  # models that are compiled, and whole runs
+
 COMPILED = ["MODEL.COMPILE.ENABLED", True, "MODEL.COMPILE.BACKEND", "eager"]
 
 

@@ -26,6 +26,8 @@ from trainkit.engine import DefaultPredictor, DefaultTrainer, default_setup
 from trainkit.utils.file_io import PathManager
 from trainkit.utils.logger import close_logger
 
+pytestmark = pytest.mark.slow  # whole runs that are killed
+
 ADDRESS, ROOT = "memory://bucket/run", "/bucket/run/"
 KEEP = ("CHECKPOINT.MAX_TO_KEEP", 2, "SOLVER.CHECKPOINT_PERIOD", 2, "TEST.EVAL_PERIOD", 3)
 KEEP += ("CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.BEST_TO_KEEP", 2)

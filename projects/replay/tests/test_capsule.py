@@ -16,6 +16,8 @@ from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog
 from trainkit.modeling import MODEL_REGISTRY
 
+pytestmark = pytest.mark.slow  # runs that fail, and their replays
+
 SCANS = ("DATASETS.TRAIN", ("tiny_scans",), "DATASETS.TEST", ())
 LISTS = ("MODEL.NAME", "ListClassifier", "DATALOADER.COLLATE", "list")
 
@@ -159,7 +161,6 @@ def assert_has_no_step(job, iter, kind=FloatingPointError):
     assert f"To repeat the step: {record.REPLAY} {job.folder} --iter {iter} -- " in line
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [("SOLVER.LOGICAL_RANKS", 2), LISTS])
 def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sample_is_named(
     tmp_path, options

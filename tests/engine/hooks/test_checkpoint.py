@@ -110,7 +110,7 @@ def test_saves_every_5_of_a_run(tmp_path, unit, per_unit, length, options, saved
         (True, False, 2, [("model_0000001", 1)]),
         (False, True, 2, [("model_0000001", 1), ("model_0000002", 2)]),
         (False, True, 0, [("model_0000000", 0)]),
-        # again, since stage 2 of the iteration is done
+        # again, since the boundary of the update is over
         (
             False,
             True,
