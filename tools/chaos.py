@@ -39,6 +39,7 @@ from trainkit.projects.replay.checkpoints import CLOCK_READINGS, is_of_the_clock
 
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file
+from trainkit.checkpoint.folder import RUN_ID
 
 JOB = Path(__file__).with_name("chaos_job.py")
 SURE_OF_CHECKPOINT = 14  # the save in this iteration waits for the first save
@@ -94,6 +95,7 @@ NOT_MISSED = {
     "iteration": "a copy of trainer/iteration, for other readers of the file",
     "run_id": "says which run has written the file; last_checkpoint names it",
     "trainer/world_size": "is the same in the resumed run",
+    "trainer/end": "is the same in the resumed run, which no hook has ended early",
     "trainer/origin": "says how the run was started, and the resumed run has its own; it has no parents",
     "trainer/hooks/FinalEvalHook": "has done nothing yet",
     "trainer/data_size": "is compared with the data of the resumed run, and is the same",
@@ -321,6 +323,8 @@ def differing(left: Any, right: Any) -> Iterator[str]:
 
 def _is_of_the_clock(key: Any, path: str) -> bool:
     file, _, inside = path.partition("/")
+    if file == RUN_ID:  # which run it is
+        return True
     return is_of_the_clock(inside) if file.endswith(".pth") else key in CLOCK_READINGS
 
 

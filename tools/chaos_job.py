@@ -301,7 +301,7 @@ def replace_part(state: Any, fresh: Any, part: str) -> None:
     if fresh.get(key):  # before its start, a run has an empty storage and no average
         state[key] = fresh[key]
     else:
-        del state[key]
+        state.pop(key, None)
 
 
 def job_config(

@@ -1,5 +1,6 @@
 """DistributedDataParallel under the trainers, with each of its options: two ranks are one process that accumulates."""
 
+import collections
 import os
 import re
 from functools import partial
@@ -254,6 +255,37 @@ def new_groups(rank, folder):
     return {*seen, len(made)}
 
 
+class Remembers(Weight):
+    """Keeps in attributes what is no buffer: a number, a list, a dict, a deque, and a queue of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen, self.last = 0, [], {}
+        self.recent = collections.deque(maxlen=4)
+        self.queue = torch.zeros(3)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, batch):
+        self.calls += 1
+        self.seen.append(batch.item())
+        self.recent.append(batch.item())
+        self.last["batch"] = batch.item()
+        self.queue.copy_(torch.cat([batch.reshape(1), self.queue[:-1]]))
+        self.total += batch
+        return super().forward(batch)
+
+
+def memory(rank, folder):
+    """What a model has in its attributes after three steps."""
+    model = Remembers()
+    ddp = create_ddp_model(model)
+    queue = model.queue
+    SimpleTrainer(ddp, [torch.tensor(float(i)) for i in (1, 2, 3)], sgd(ddp)).train(0, 3)
+    assert model.queue is queue
+    kept = [model.calls, model.seen, [*model.recent], model.last]
+    return [*kept, model.queue.tolist(), model.total.item()]
+
+
 def devices(rank, folder):
     """What ranks say whose devices have these UUIDs: one for both, one for each, or none on the CPU."""
     found = {}
@@ -280,7 +312,7 @@ UNEVEN = (
     uneven_in_a_step_of_ones_own,
     uneven_allowed,
 )
-CHECKS = (settings, compression, from_config, new_groups, devices, *UNEVEN)
+CHECKS = (settings, compression, from_config, new_groups, memory, devices, *UNEVEN)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -295,6 +327,12 @@ def alone(setting):
     if setting == "float16":
         data = spiked(data, 2 * OVERFLOW_AT + 1)
     return train(SETTINGS[setting], Net(seed=0), data, accumulation_steps=2)
+
+
+def test_the_passes_before_the_first_step_leave_no_trace_in_what_a_model_remembers(ranks):
+    seen = [1.0, 2.0, 3.0]
+    expected = [3, seen, seen, {"batch": 3.0}, seen[::-1], 6.0]
+    assert ranks["memory"] == [expected] * 2
 
 
 def test_two_ranks_are_one_process_to_the_last_bit_whatever_the_options(ranks):

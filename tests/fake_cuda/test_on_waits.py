@@ -131,7 +131,7 @@ def test_beside_its_steps_a_run_waits_twice_for_each_save_and_in_evaluations(tmp
     places = Counter(
         wait.place for wait in device.waits if wait.thread == "MainThread" and wait.what != "event"
     )
-    del places["modeling.py:build_model"]
+    del places["build.py:build_model"]
     assert places == {
         "losses.py:<listcomp>": 6,  # whether the model is finite, before each save; one read for all
         "evaluator.py:process": 12,  # the labels and the predictions of a batch

@@ -52,6 +52,7 @@ def test_each_part_of_a_checkpoint_is_missed_if_it_is_left_out(tmp_path):
         "trainer/rng",
         "trainer/data",
         "trainer/storage",
-        "trainer/position",
+        "trainer/boundary",
+        "trainer/end",
     } <= control.keys()
     assert {"trainer/hooks/EMAHook", "trainer/_trainer/optimizer"} <= control.keys()

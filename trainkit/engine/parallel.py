@@ -2,10 +2,12 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +17,9 @@ from trainkit.utils.device import device_of, uuid_of
 from trainkit.utils.env import preserve_rng_state
 from trainkit.utils.errors import ConfigError
 from trainkit.utils.events import EventStorage
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, Tensor, type(None))
 
 # in DDP's error; their order is that of the parameters that it exchanges
 _UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
@@ -99,14 +104,54 @@ def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    former = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with preserve_rng_state(), EventStorage():
+    with preserve_rng_state(), EventStorage(), _unchanged(model):
         for _ in range(2):
             loss_of(copy.deepcopy(batch)).backward()
-    for name, buffer in model.named_buffers():
-        if name in former:  # False: these passes have created the buffer
-            buffer.copy_(former[name])
     model.zero_grad()
+
+
+@contextmanager
+def _unchanged(model: DistributedDataParallel) -> Iterator[None]:
+    """Context that restores the buffers of a model, and what its modules keep in plain attributes.
+
+    These are tensors, numbers, texts, and lists, tuples, dicts and deques of them.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # not those of DDP itself, which has recorded the first pass
+    own_modules = model.module.modules()
+    attributes = [(module, _plain_attributes(module)) for module in own_modules]
+    yield
+    for name, buffer in model.named_buffers():
+        if name in buffers:  # False: it is new
+            buffer.copy_(buffers[name])
+    for module, former in attributes:
+        for name, (value, content) in former.items():
+            if isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.copy_(content)
+            elif isinstance(value, list | deque):
+                value.clear()
+                value.extend(content)
+            elif isinstance(value, dict):
+                value.clear()
+                value.update(content)
+            setattr(module, name, value)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """name -> the value of an attribute, and a copy of its content."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, value in vars(module).items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        items: Iterable[Any] = [value]
+        if isinstance(value, dict):
+            items = value.values()
+        elif isinstance(value, list | tuple | deque):
+            items = value
+        if all(isinstance(item, _PLAIN) for item in items):
+            found[name] = (value, copy.deepcopy(value))
+    return found
 
 
 def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:

@@ -77,8 +77,10 @@ def check_rng_state(state: dict[str, Any]) -> None:
         if each.dtype != torch.uint8 or each.ndim != 1:
             raise ValueError(f"the state of a device has {each.dtype} of shape {[*each.shape]}")
     if torch.cuda.is_initialized():
+        own = torch.cuda.get_rng_state()
         for each in state.get("cuda", []):
-            torch.Generator("cuda").set_state(each)
+            if each.shape != own.shape:
+                raise ValueError(f"the state of a GPU has {len(each)} bytes, not {len(own)}")
 
 
 def _numpy_state(state: dict[str, Any]) -> Any:
