@@ -146,8 +146,7 @@ class MetricPath:
             if failure is not None:
                 raise_failure([failure])
             if is_stored:
-                row = Row(iter, data_time, values, prefix=prefix)
-                _put(storage, row, row)
+                _put(storage, iter, data_time, data_time, values, prefix)
                 if len(storage.rows) >= MAX_ROWS:
                     storage.hand_over()
         else:
@@ -238,7 +237,7 @@ class MetricPath:
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
-                _put(storage, row, mean)
+                _put(storage, row.iter, row.data_time, mean.data_time, mean.values, row.prefix)
         if self._has_failed:
             raise_failure(_first_failures(failures))
 
@@ -258,12 +257,19 @@ def _first_failures(failures: Sequence[tuple[int, str] | None]) -> list[str | No
     return texts
 
 
-def _put(storage: EventStorage, own: Row, mean: Row) -> None:
-    """Add the row of an iteration to the storage, with the means over all ranks."""
-    values = {"rank_data_time": own.data_time, "data_time": mean.data_time}
-    for name, value in mean.values.items():
-        values[own.prefix + name] = value
-    storage.rows.append((own.iter, values))
+def _put(
+    storage: EventStorage,
+    iter: int,
+    own_data_time: float,
+    longest_data_time: float,
+    values: dict[str, Any],
+    prefix: str,
+) -> None:
+    """Add a row to the storage, with the means over all ranks."""
+    if prefix:
+        values = {prefix + name: value for name, value in values.items()}
+    times = {"rank_data_time": own_data_time, "data_time": longest_data_time}
+    storage.rows.append((iter, {**times, **values}))
 
 
 def write_metrics(
@@ -286,7 +292,7 @@ def write_metrics(
     [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):
         raise FloatingPointError(describe_failure("loss is", cur_iter, mean.values))
-    _put(get_event_storage(), own, mean)
+    _put(get_event_storage(), cur_iter, data_time, mean.data_time, mean.values, prefix)
 
 
 # ---------------------------------------------------------------------- over ranks

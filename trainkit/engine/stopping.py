@@ -66,7 +66,10 @@ class StopRequests:
     def agreed(self, done: int) -> Stop | None:
         """``stop``; every rank calls it after each step, with the number of steps that are done."""
         self._num_looks += 1
-        if self._group is None or done % self._check_period == 0:
+        if self._group is None:
+            if self._requests:
+                self.agree_now()
+        elif done % self._check_period == 0:
             self.agree_now()
         return self.stop
 
