@@ -71,6 +71,14 @@ def test_evaluators_get_inputs_with_outputs_and_are_merged_and_none_only_runs_th
         inference_on_dataset(str, [1], [Recorder("top1"), Recorder("top1")])
 
 
+def test_an_evaluator_whose_length_is_0_evaluates_too():
+    class Sized(Recorder):
+        def __len__(self):
+            return 0
+
+    assert inference_on_dataset(nn.Identity(), [torch.ones(1)], Sized())["seen"]
+
+
 def test_an_empty_loader_is_an_error_that_names_the_loader_and_has_no_end():
     observer = StopsBefore(9)
     with (

@@ -203,7 +203,9 @@ def inference_on_dataset(
 def _as_one(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> DatasetEvaluators:
     if isinstance(evaluator, Sequence):
         return DatasetEvaluators(evaluator)
-    return DatasetEvaluators([evaluator] if evaluator else [])
+    if evaluator is None:
+        return DatasetEvaluators([])
+    return DatasetEvaluators([evaluator])
 
 
 def _nothing() -> None: ...
