@@ -97,7 +97,6 @@ PURE = {
 }
 PURE |= {
     "_of_step",
-    "_point",
     "attrgetter",
     "count",
     "field",

@@ -27,24 +27,21 @@ class CheckGradients(NonFinitePolicy):
 
     name = "gradients"
 
-    def see_gradients(self, optimizer: Any, model: nn.Module, losses: Losses) -> None:
+    def see_gradients(self, optimizer: Any, model: nn.Module, losses: Losses) -> dict[str, Tensor]:
         parameters = parameters_of(optimizer, model)
         flag = torch.zeros((), dtype=torch.float32, device=losses.total.device)
         _set_if_not_finite(self._checked(parameters, losses), flag)
         if comm.get_data_group_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
-        self._flag = flag
+        return {_FLAG: flag}
 
     def _checked(self, parameters: list[Tensor], losses: Losses) -> list[Tensor]:
         """The tensors that must be finite."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def judge(self, extra: dict[str, Tensor], model: nn.Module) -> None:
-        extra[_FLAG] = self._flag
-
-    def look(self, iter: int, values: dict[str, Any], is_gathered: bool) -> str | None:
+    def look(self, iter: int, values: dict[str, Any], gather_period: int) -> str | None:
         is_bad = values.pop(_FLAG, 0.0) and not values.get(SKIP_FLAG)
-        failure = super().look(iter, values, is_gathered)
+        failure = super().look(iter, values, gather_period)
         if is_bad and failure is None:
             return describe_failure("gradients are", iter, values)
         return failure
@@ -77,7 +74,7 @@ class SkipNonFinite(CheckGradients):
         return [*super()._checked(parameters, losses), losses.total]
 
     def judge(self, extra: dict[str, Tensor], model: nn.Module) -> None:
-        flag = self._flag
+        flag = extra.pop(_FLAG)
         by_scaler = extra.get(SKIP_FLAG)
         if by_scaler is not None:
             # the scaler skips the update itself, if its own tensor says so

@@ -286,8 +286,9 @@ def write_metrics(
         ValueError: there is no entry, or one is not one number.
     """
     losses = as_losses(loss_dict)
-    numbers = Numbers([*losses.scalars.values()]).read()
-    values = dict(zip(losses.scalars, numbers, strict=True))
+    scalars = losses.scalars
+    numbers = Numbers([*scalars.values()]).read()
+    values = dict(zip(scalars, numbers, strict=True))
     own = Row(cur_iter, data_time, values, single_name=losses.single_name, prefix=prefix)
     [mean], _ = exchange_rows([own], 1, purpose="write_metrics")
     if not math.isfinite(mean.values["total_loss"]):

@@ -43,11 +43,15 @@ class NonFinitePolicy:
     def before_gradients(self, model: nn.Module) -> None:
         """Called before the forward pass."""
 
-    def see_gradients(self, optimizer: Any, model: nn.Module, losses: Losses) -> None:
-        """Called after ``after_backward``, before gradients are clipped; they are unscaled."""
+    def see_gradients(self, optimizer: Any, model: nn.Module, losses: Losses) -> dict[str, Tensor]:
+        """Called after ``after_backward``, before gradients are clipped; they are unscaled.
+
+        Returns values for `judge` and `look`, shape ``[]``, on the device.
+        """
+        return {}
 
     def judge(self, extra: dict[str, Tensor], model: nn.Module) -> None:
-        """Called after clipping; may add values for `look` to ``extra``, shape ``[]``, on the device."""
+        """Called after clipping; may change ``extra``, the values of this step for `look`."""
 
     def update(self, optimizer: Any) -> None:
         """Do the update, or leave it out."""
@@ -55,12 +59,12 @@ class NonFinitePolicy:
 
     # ------------------------------------------------------------------ later, maybe in a thread
 
-    def look(self, iter: int, values: dict[str, Any], is_gathered: bool) -> str | None:
+    def look(self, iter: int, values: dict[str, Any], gather_period: int) -> str | None:
         """Judge the numbers of an iteration; called in the order of the iterations.
 
         Args:
             values: name -> number; what is removed here is not stored.
-            is_gathered: whether metrics are stored in this iteration.
+            gather_period: metrics are stored after each so many iterations.
 
         Returns:
             A description of what is not finite, which all ranks raise together.
@@ -70,7 +74,7 @@ class NonFinitePolicy:
         is_skipped = bool(values.pop(SKIP_FLAG))
         self.skipped_updates += is_skipped
         self._skipped_in_row = self._skipped_in_row + 1 if is_skipped else 0
-        if is_gathered:
+        if (iter + 1) % gather_period == 0:
             number = self.skipped_updates
             storage = get_event_storage()
             storage.put_scalar("skipped_updates", number, smoothing_hint=False, cur_iter=iter)

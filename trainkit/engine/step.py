@@ -286,8 +286,8 @@ class SimpleTrainer(TrainerBase):
 
     def judge_gradients(self, losses: Any) -> dict[str, Tensor]:
         """Let the policy see the gradients, and clip them; returns ``extra``."""
-        self.policy.see_gradients(self.optimizer, self.model, losses)
-        extra = self.flags()
+        extra = self.policy.see_gradients(self.optimizer, self.model, losses)
+        extra |= self.flags()
         if self.clip_gradients is not None:
             norm = self.clip_gradients(parameters_of(self.optimizer, self.model))
             if norm is not None:
@@ -330,8 +330,7 @@ class SimpleTrainer(TrainerBase):
 
     def look(self, iter: int, values: dict[str, Any]) -> str | None:
         """Judge the numbers of an iteration, maybe later and in a worker; see `NonFinitePolicy.look`."""
-        is_gathered = (iter + 1) % self.gather_metric_period == 0
-        return self.policy.look(iter, values, is_gathered)
+        return self.policy.look(iter, values, self.metrics.gather_period)
 
     # ------------------------------------------------------------------ runs and state
 

@@ -201,13 +201,22 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             "_final.pth"
         ):
             return  # the final file is damaged, or an earlier one was chosen
-        match comm.broadcast(
-            read_finished(checkpoint_dir(self.cfg)) if comm.is_main_process() else None
-        ):
-            case {"iterations": self.start_iter, "max_iter": int(end), "results": dict(old)} if (
-                self.max_iter <= end
-            ):
-                self.status, self.iter, self._last_eval_results = "finished", self.start_iter, old
+        finished: Any = None
+        if comm.is_main_process():
+            finished = read_finished(checkpoint_dir(self.cfg))
+        finished = comm.broadcast(finished)
+        if self._is_end_of_this_run(finished):
+            self.status = "finished"
+            self.iter = self.start_iter
+            self._last_eval_results = finished["results"]
+
+    def _is_end_of_this_run(self, finished: Any) -> bool:
+        """Whether the content of the file ``finished`` says that nothing of this run is left to do."""
+        if not isinstance(finished, dict) or finished.get("iterations") != self.start_iter:
+            return False
+        end = finished.get("max_iter")
+        has_results = isinstance(finished.get("results"), dict)
+        return isinstance(end, int) and has_results and self.max_iter <= end
 
     def train(  # type: ignore[override]  # the arguments have defaults here, and results are returned
         self, start_iter: int | None = None, max_iter: int | None = None
