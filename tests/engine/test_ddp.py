@@ -377,8 +377,7 @@ def test_the_options_of_a_config_reach_the_model_of_its_run(ranks):
 
 WITHOUT_GRADIENT = "of rank {} gave no gradient to: of_rank_0.weight, of_rank_0.bias. If ranks or steps use different "
 
-# rank 0 waits for rank 1, which has failed; whether Gloo says "Connection closed by peer" or "Read error" depends on what
-# rank 0 had still to read
+# rank 0 waits for rank 1, which has failed; what Gloo says depends on what rank 0 had still to read
 LOST_PEER = re.compile(r"gloo/transport/\w+/pair\.cc:\d+\] .+peer")
 
 
