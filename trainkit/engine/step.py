@@ -429,7 +429,7 @@ class SimpleTrainer(TrainerBase):
             self.metrics.finish(self.storage_in_use())
         if self.policy.name == "ignore":
             return None
-        names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
+        names = non_finite_names(self.model, except_for=self._never_finite)
         if not names:
             return None
         return (
