@@ -148,7 +148,7 @@ _C.SOLVER.CLIP_GRADIENTS.ENABLED = False
 _C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"
 # The largest value, or the largest norm.
 _C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0
-# The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
+# The order of the norm, also of the stored grad_norm; "value" computes none.
 _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0
 _C.SOLVER.NON_FINITE = CN()
 # For NaN or inf: "raise", "gradients" (look at all), "skip", "ignore".

@@ -145,7 +145,7 @@ class SimpleTrainer(TrainerBase):
                 batch.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
-            non_finite: "raise" ends the run if the loss, or the norm that ``clip_gradients`` returns, is not finite:
+            non_finite: "raise" ends the run if the loss, or a norm that ``clip_gradients`` returns, is not finite:
                 before the update on a CPU, else at most 20 iterations later, and before anything is saved. The model is
                 checked at each save. "ignore" checks nothing. Or a `NonFinitePolicy`.
             max_non_finite_in_row: so many updates in a row that are left out end the run, see `NonFinitePolicy`.
