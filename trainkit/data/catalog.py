@@ -4,18 +4,12 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 from trainkit.utils.registry import did_you_mean
 
 __all__ = ["DatasetCatalog"]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)
 
 
 _T = TypeVar("_T")

@@ -12,17 +12,11 @@ import torch
 from torch.utils import data
 from torch.utils.data import IterableDataset
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = ["DatasetFromList", "MapDataset"]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)
 
 
 class MapDataset(data.Dataset[Any]):

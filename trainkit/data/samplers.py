@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from trainkit.config.from_config import configurable
 from trainkit.utils import comm
 from trainkit.utils.periods import check_number, check_period, is_whole
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = ["InferenceSampler", "InfiniteSampler", "TrainingSampler"]
 
@@ -21,13 +21,7 @@ logger = logging.getLogger(__name__)
 # number of indices converted to Python ints at a time: a list of 1e8 would take gigabytes
 _BLOCK = 1 << 16
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)
 
 
 class InfiniteSampler(Sampler[int]):

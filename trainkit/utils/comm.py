@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 _T = TypeVar("_T")
 # default group -> its side groups and data ranks, by name; it can be destroyed and made anew
@@ -160,9 +160,4 @@ def tree_sum(parts: Any) -> Any:
     return parts.sum(0)
 
 
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

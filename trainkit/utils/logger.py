@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 _GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
@@ -142,9 +142,4 @@ def format_table(
     )
 
 
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainkit.utils.plugins import find_plugins, import_module_of, lent_names, lent_object
+from trainkit.utils.plugins import find_plugins, import_module_of, lending
 
 
 class Registry:
@@ -53,9 +53,4 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"did you mean {by_upper[nearest[0]]!r}? " if nearest else ""
 
 
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)
