@@ -1,4 +1,7 @@
-"""Datasets by name, samplers whose order depends on seed and position alone, and loaders built from a config."""
+"""Datasets by name, samplers and loaders.
+
+The order of a sampler depends on the seed and the position alone. A config can build the loaders.
+"""
 
 from trainkit.data.build import (
     SAMPLER_REGISTRY,

@@ -33,13 +33,18 @@ class Catalog(UserDict[str, _T]):
 
 
 class _DatasetCatalog(Catalog[Callable[[], Any]]):
-    """Names of datasets, each with the function that makes it: a list, a map-style dataset or an ``IterableDataset``.
+    """Names of datasets, each with the function that makes it.
 
-    Each call must give the same samples in the same order, since the training order consists of indices.
+    It makes a list, a map-style dataset or an ``IterableDataset``. Each call must give the same
+    samples in the same order, since the training order consists of indices.
     """
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
-        """Register the function that makes the dataset ``name``. Raises ValueError if the name is taken."""
+        """Register the function that makes the dataset ``name``.
+
+        Raises:
+            ValueError: the name is taken.
+        """
         if name in self:
             raise ValueError(f"a dataset {name!r} is registered already; remove({name!r}) it first")
         self[name] = func

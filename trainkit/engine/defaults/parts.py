@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from trainkit.config import CfgNode, ConfigError
 from trainkit.config.projects import wrap_loader
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.data.common import FirstBatches
+from trainkit.data.common import first_batches
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import overrides
 from trainkit.evaluation import (
@@ -95,8 +94,8 @@ class DefaultParts:
                 results[name] = {}
                 continue
             loader: Any = wrap_loader(cfg, cls.build_test_loader(cfg, name))
-            if number := cfg.TEST.MAX_BATCHES:  # a loader may do this itself
-                loader = getattr(loader, "first_batches", partial(FirstBatches, loader))(number)
+            if cfg.TEST.MAX_BATCHES:
+                loader = first_batches(loader, cfg.TEST.MAX_BATCHES)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
                 logger.log(for_details(), "%s", say_results_of(name))
