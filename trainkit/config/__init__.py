@@ -1,4 +1,7 @@
-"""Configs: a CfgNode with trainkit's keys, lengths in iterations or epochs, and constructors that take a config."""
+"""Configs: a CfgNode with trainkit's keys, and constructors that take a config.
+
+Lengths are in iterations or epochs.
+"""
 
 from trainkit.config.checks import check_values
 from trainkit.config.config import CfgNode
@@ -18,8 +21,6 @@ __all__ = [
     "import_modules",
     "prepare_projects",
     "choose",
-]
-__all__ += [
     "check_values",
     "Epochs",
     "parse_length",

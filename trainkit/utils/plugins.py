@@ -30,6 +30,16 @@ def _nothing(*arguments: Any) -> None:
     """In place of a function that a plug-in does not have."""
 
 
+def _no_keys(cfg: Any) -> list[str]:
+    """In place of ``unused_keys`` that a plug-in does not have."""
+    return []
+
+
+def _same_config(cfg: Any, num_ranks: int) -> Any:
+    """In place of ``scale`` that a plug-in does not have."""
+    return cfg
+
+
 def _same(cfg: Any, part: Any) -> Any:
     """In place of a wrapper that a plug-in does not have."""
     return part
@@ -50,6 +60,8 @@ class Plugin:
         run_hooks: those of ``names`` that are hook classes of every `DefaultTrainer`, see
             `HookBase.is_needed`. Such a class takes no arguments, and its ``priority`` says where
             the hook stands.
+        length_lists: keys of the config that hold lists of entries, in which each text such as
+            "3ep" is a length.
         formats: registered names of checkpoint formats; an entry of a file, or the suffix of its
             name, says which one wrote it.
         config_types: the type of a config that `default_setup` and `configurable` accept beside
@@ -63,9 +75,13 @@ class Plugin:
         add_config: ``add_config(cfg)`` adds the keys of the config with their defaults.
         check: ``check(cfg)`` raises ConfigError if a value is wrong. This and the following
             functions are called if a key of the plug-in has another value than its default.
+        unused_keys: ``unused_keys(cfg)`` returns keys of trainkit at whose values no run with this
+            config looks, so every value is accepted.
         prepare: ``prepare(cfg)`` changes the config of a `DefaultTrainer`, or calls
             `comm.set_data_ranks`, before anything is built. In a config that is prepared already it
             changes nothing.
+        scale: ``scale(cfg, num_ranks)`` returns the config for this number of ranks, see
+            `DefaultTrainer.auto_scale_workers`.
         wrap_model: ``wrap_model(cfg, model)`` returns the model to train.
         wrap_loader: ``wrap_loader(cfg, loader)`` returns the loader to use, of training and of test
             data.
@@ -76,6 +92,7 @@ class Plugin:
     names: Mapping[str, str]
     lends: Mapping[str, Sequence[str]]
     run_hooks: Sequence[str]
+    length_lists: Sequence[str]
     formats: Sequence[str]
     config_types: Mapping[str, str]
     options: Sequence[str]
@@ -83,7 +100,9 @@ class Plugin:
     apply_options: Callable[[Any, Any], Callable[[], None] | None]
     add_config: Callable[[Any], None]
     check: Callable[[Any], None]
+    unused_keys: Callable[[Any], Iterable[str]]
     prepare: Callable[[Any], None]
+    scale: Callable[[Any, int], Any]
     wrap_model: Callable[[Any, Any], Any]
     wrap_loader: Callable[[Any, Any], Any]
 
@@ -97,6 +116,7 @@ class Plugins:
     names: dict[str, str] = field(default_factory=dict)
     lends: dict[str, list[str]] = field(default_factory=dict)
     run_hooks: list[str] = field(default_factory=list)
+    length_lists: list[str] = field(default_factory=list)
     formats: list[str] = field(default_factory=list)
     config_types: dict[str, str] = field(default_factory=dict)
     options: dict[str, Plugin] = field(default_factory=dict)
@@ -207,6 +227,7 @@ def _read(module: Any) -> Plugin:
         names=said.get("NAMES", {}),
         lends=said.get("LENDS", {}),
         run_hooks=said.get("RUN_HOOKS", []),
+        length_lists=said.get("LENGTH_LISTS", []),
         formats=said.get("FORMATS", []),
         config_types=said.get("CONFIG_TYPES", {}),
         options=said.get("OPTIONS", []),
@@ -214,7 +235,9 @@ def _read(module: Any) -> Plugin:
         apply_options=said.get("apply_options", _nothing),
         add_config=said.get("add_config", _nothing),
         check=said.get("check", _nothing),
+        unused_keys=said.get("unused_keys", _no_keys),
         prepare=said.get("prepare", _nothing),
+        scale=said.get("scale", _same_config),
         wrap_model=said.get("wrap_model", _same),
         wrap_loader=said.get("wrap_loader", _same),
     )
@@ -234,6 +257,7 @@ def _add(found: Plugins, plugin: Plugin) -> None:
         found.lends.setdefault(package, []).extend(names)
     _check_names(plugin, [*plugin.run_hooks, *plugin.config_types.values()])
     found.run_hooks.extend(plugin.run_hooks)
+    found.length_lists.extend(plugin.length_lists)
     found.formats.extend(plugin.formats)
 
 

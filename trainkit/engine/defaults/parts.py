@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.projects import wrap_loader
+from trainkit.config.projects import scale_to_ranks, wrap_loader
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import first_batches
@@ -25,7 +25,6 @@ from trainkit.evaluation.observer import for_details, say_results_of
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.plugins import load
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +118,8 @@ class DefaultParts:
 
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
-        if cfg.SOLVER.get("REFERENCE_WORLD_SIZE"):
-            cfg = load("scale_workers")(cfg, num_workers)
-        return cfg
+        """The config for this number of ranks, as the projects in use scale it."""
+        return scale_to_ranks(cfg, num_workers)
 
     @classmethod
     def is_default(cls, method: str) -> bool:
