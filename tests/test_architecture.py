@@ -104,6 +104,7 @@ PURE |= {
     "field",
     "forwarded",
     "itemgetter",
+    "lending",  # makes two functions, and looks for plug-ins when they are called
     "property",
 }
 PURE |= {"startswith", "staticmethod", "timedelta", "vars"}
