@@ -128,8 +128,9 @@ class HistoryBuffer:
 
         Shape ``[N]``, float64 and int64.
         """
-        values = np.array(self._values[-self._max_length :])
-        iterations = np.array(self._iterations[-self._max_length :])
+        # copies: an array cannot grow while NumPy shows its memory
+        values = np.frombuffer(self._values)[-self._max_length :].copy()
+        iterations = np.frombuffer(self._iterations, np.int64)[-self._max_length :].copy()
         return {
             "values": torch.from_numpy(values),
             "iterations": torch.from_numpy(iterations),
