@@ -46,6 +46,7 @@ from trainkit.engine.parallel import (
 from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
+from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.logger import format_table
 from trainkit.utils.periods import check_period, round_length
 
@@ -328,9 +329,9 @@ class SimpleTrainer(TrainerBase):
     def update(self) -> None:
         self.policy.update(self.optimizer)
 
-    def look(self, iter: int, values: dict[str, Any]) -> str | None:
+    def look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
         """Judge the numbers of an iteration, maybe later and in a worker; see `NonFinitePolicy.look`."""
-        return self.policy.look(iter, values, self.metrics.gather_period)
+        return self.policy.look(storage, iter, values, self.metrics.gather_period)
 
     # ------------------------------------------------------------------ runs and state
 
