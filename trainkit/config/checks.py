@@ -46,6 +46,10 @@ def check_values(cfg: Any) -> None:
     writers = cfg.LOG.WRITERS
     if len(set(writers)) < len(writers):
         raise not_accepted("LOG.WRITERS", writers, "each writer once")
+    if cfg.LOG.HISTORY_LENGTH < cfg.LOG.WINDOW:
+        raise not_accepted(
+            "LOG.HISTORY_LENGTH", cfg.LOG.HISTORY_LENGTH, f"at least LOG.WINDOW, {cfg.LOG.WINDOW}"
+        )
     if cfg.SOLVER.AMP.ENABLED:
         scale = cfg.SOLVER.AMP.LOSS_SCALE
         if scale != "dynamic" and not is_in(scale, "(0, inf)"):

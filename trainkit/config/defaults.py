@@ -148,7 +148,7 @@ _C.SOLVER.CLIP_GRADIENTS.ENABLED = False
 _C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"
 # The largest value, or the largest norm.
 _C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0
-# The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
+# The order of the norm, also of the stored grad_norm; "value" computes none.
 _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0
 _C.SOLVER.NON_FINITE = CN()
 # For NaN or inf: "raise", "gradients" (look at all), "skip", "ignore".
@@ -226,6 +226,8 @@ _C.LOG = CN()
 _C.LOG.PERIOD = 20
 # A loss is shown as its median over this many iterations.
 _C.LOG.WINDOW = 20
+# Each scalar keeps this many values for plots and medians. A checkpoint holds 16 bytes for each.
+_C.LOG.HISTORY_LENGTH = 10_000
 # N: store the losses of every N-th iteration. Ranks exchange them once per PERIOD.
 _C.LOG.GATHER_PERIOD = 1
 # True: a worker thread stores metrics and calls the writers. None: only on CUDA and XPU.
@@ -252,7 +254,7 @@ ACCEPTED: dict[Any, str] = {
     "[1, 9223372036854775808)": "SOLVER.MAX_ITER",
     "[1, inf)": """
         CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE LOG.GATHER_PERIOD
-        LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH
+        LOG.HISTORY_LENGTH LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH
         SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH
     """,
     "[0, inf)": """

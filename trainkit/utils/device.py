@@ -2,7 +2,7 @@
 
 import itertools
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,10 +67,13 @@ def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
 
 
 @contextmanager
-def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Context that at its end restores the buffers, even if the model has replaced them."""
+def preserve_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context that at its end restores the buffers of these modules, even if a module has replaced them.
+
+    Not those of modules inside them.
+    """
     saved = []
-    for module in model.modules():
+    for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             saved.append((module, name, buffer, buffer.clone()))
     try:

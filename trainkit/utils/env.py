@@ -36,10 +36,12 @@ def seed_all_rng(seed: int | None = None) -> int:
 
 def get_rng_state() -> dict[str, Any]:
     """The state of every global generator of this process, as tensors and plain values."""
+    version, python_keys, next_gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     keys_as_tensor = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state = {
-        "python": random.getstate(),
+        # as a tensor: a file holds one record, not 625 objects
+        "python": [version, torch.tensor(python_keys), next_gauss],
         "numpy": [kind, keys_as_tensor, *rest],
         "torch": torch.get_rng_state(),
     }
@@ -55,7 +57,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if "seed" in state:
         seed_all_rng(state["seed"])
         return
-    random.setstate(state["python"])
+    random.setstate(_python_state(state))
     np.random.set_state(_numpy_state(state))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
@@ -74,7 +76,7 @@ def check_rng_state(state: dict[str, Any]) -> None:
     if "seed" in state:
         np.random.SeedSequence(state["seed"])
         return
-    random.Random().setstate(state["python"])
+    random.Random().setstate(_python_state(state))
     np.random.RandomState().set_state(_numpy_state(state))
     torch.Generator().set_state(state["torch"])
     gpu_states = state.get("cuda", [])
@@ -92,6 +94,11 @@ def check_rng_state(state: dict[str, Any]) -> None:
 def _check_device_state(state: torch.Tensor) -> None:
     if state.dtype != torch.uint8 or state.ndim != 1:
         raise ValueError(f"the state of a device has {state.dtype} of shape {[*state.shape]}")
+
+
+def _python_state(state: dict[str, Any]) -> Any:
+    version, keys, next_gauss = state["python"]
+    return (version, tuple(keys.tolist()), next_gauss)
 
 
 def _numpy_state(state: dict[str, Any]) -> Any:
@@ -127,7 +134,7 @@ def rng_state_for_rank(
         saved,
         present,
     )
-    entropy = zlib.crc32(repr(state["python"]).encode())
+    entropy = zlib.crc32(repr(_python_state(state)).encode())
     sequence = np.random.SeedSequence(entropy, spawn_key=(comm.get_data_rank(), iteration))
     return {"seed": int(sequence.generate_state(1)[0])}
 
