@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 _MOST_PARTS = 1000  # a list with more entries holds samples, not datasets
-_NUMBERS = itertools.count()
+_NUMBERS = itertools.count()  # of the tellers; an id may come again
 
 
 def listeners_in(part: Any, *, except_for: Iterable[Any] = ()) -> list[Any]:

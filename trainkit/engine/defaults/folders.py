@@ -246,9 +246,10 @@ def _move_aside(
         is_of_run = _RUN_FILES.fullmatch(path.name) or owner_of_part(path.name)
         if not is_of_run or (keep is not None and keep.fullmatch(path.name)):
             continue
-        is_file_here = path.suffix == ".pth" or is_file_of(str(folder), path.name)
-        if is_new or not is_file_here:
+        if is_new:
             old.append(path)
+        elif path.suffix != ".pth" and not is_file_of(str(folder), path.name):
+            old.append(path)  # a link out of the folder: the run would write through it
     if weights and Path(weights).resolve() in [path.resolve() for path in old]:
         raise ConfigError(
             f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties; move it"
@@ -263,8 +264,7 @@ def _move_aside(
         return None
     aside = next_previous(folder)
     if not is_new:
-        # some links, without which the run goes on
-        moving = aside
+        moving = aside  # only links, and the run goes on also if it is killed now
     moving.mkdir(exist_ok=is_half_empty)
     for path in old:
         path.rename(moving / path.name)
