@@ -1,6 +1,5 @@
 """How a run was started: its settings and other facts in a checkpoint, and comparisons with those of this process."""
 
-import ast
 import hashlib
 import importlib.metadata
 import os
@@ -9,10 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache, reduce
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,6 @@ _ENVIRONMENT = re.compile(
 )
 # sys.argv of python -c, and of a program from stdin; in a notebook only __main__ has no file
 _NO_FILE: tuple[list[str], ...] = ([], [""], ["-"], ["-c"])
-_LATE_IMPORT = re.compile(rb"^[ \t]+(from [\w.]+ )?import ", re.MULTILINE)  # in a function
 
 
 def command_of(origin: Mapping[str, Any]) -> str:
@@ -147,51 +144,21 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
 
 
 def _files() -> dict[str, str]:
-    """The digests of the project's modules, by their paths in the current folder; all of trainkit is one.
+    """The digests of the imported modules of the project, by their paths in the current folder; all of trainkit is one.
 
-    They are the modules that this process has imported, and those that they import in functions: only a loader worker
-    may have called such a function.
+    Modules that only a loader worker has imported are not there.
     """
-    own, here = Path(comm.__file__).resolve().parents[1], Path.cwd()
+    here = Path.cwd()
+    own = Path(comm.__file__).resolve().parents[1]
     found = {"trainkit": _digest_of(*sorted(own.rglob("*.py")))}
-    imported = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-    files = {*imported}
-    while files:
-        file = Path(files.pop())
-        is_own = (
-            file.is_relative_to(here)
-            and not file.is_relative_to(own)
-            and "site-packages" not in file.parts
-        )
-        if (
-            is_own
-            and file.suffix == ".py"
-            and file.is_file()
-            and (name := str(file.relative_to(here))) not in found
-        ):
+    for module in [*sys.modules.values()]:
+        file = Path(str(getattr(module, "__file__", None)))
+        if not file.is_relative_to(here) or file.is_relative_to(own):
+            continue
+        if file.suffix == ".py" and "site-packages" not in file.parts and file.is_file():
+            name = str(file.relative_to(here))
             found[name] = _digest_of(file)
-            if str(file) not in imported or _LATE_IMPORT.search(file.read_bytes()):
-                files |= {*_imported_by(file, here)}
     return dict(sorted(found.items()))
-
-
-def _imported_by(file: Path, here: Path) -> Iterator[str]:
-    """Where the modules that a file imports anywhere would be in the folder ``here``; the paths may not exist."""
-    folders = [
-        folder
-        for folder in {Path(name).absolute() for name in sys.path}
-        if folder.is_relative_to(here)
-    ]
-    with suppress(SyntaxError):
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                level, start = getattr(node, "level", 0), getattr(node, "module", None) or ""
-                for name, folder in product(
-                    node.names, [file.parents[level - 1]] if level else folders
-                ):
-                    for part in f"{start}.{name.name}".strip(".").split("."):
-                        folder /= part
-                        yield from (f"{folder}.py", f"{folder / '__init__.py'}")
 
 
 def sizes_and_times(names: Iterable[str]) -> dict[str, list[int]]:
