@@ -121,19 +121,18 @@ class LossEvaluator(DatasetEvaluator):
         Raises:
             ValueError: the weights of a loss add up to 0.
         """
-        mine = {
-            name: (torch.stack(sums).tolist(), _numbers(self._weights[name]))
-            for name, sums in self._sums.items()
-        }
-        by_rank = comm.all_gather(mine)
+        mine = {}
+        for name, products in self._sums.items():
+            mine[name] = torch.stack(products).tolist(), _numbers(self._weights[name])
+        sums_of: dict[str, list[float]] = {}
+        weights_of: dict[str, list[float]] = {}
+        for of_rank in comm.all_gather(mine):
+            for name, (sums, weights) in of_rank.items():
+                sums_of.setdefault(name, []).extend(sums)
+                weights_of.setdefault(name, []).extend(weights)
         means = {}
-        for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
-            sums: list[float] = []
-            weights: list[float] = []
-            for theirs in by_rank:
-                if name in theirs:
-                    sums += theirs[name][0]
-                    weights += theirs[name][1]
+        for name, sums in sums_of.items():
+            weights = weights_of[name]
             total = math.fsum(weights)
             if total == 0:
                 raise ValueError(
@@ -141,7 +140,8 @@ class LossEvaluator(DatasetEvaluator):
                 )
             # fsum rounds once, so neither the order nor the division of batches over processes changes the result
             is_finite = all(math.isfinite(value) for value in sums)
-            means[name] = (math.fsum(sums) if is_finite else sum(sums)) / total
+            sum_of_all = math.fsum(sums) if is_finite else sum(sums)
+            means[name] = sum_of_all / total
         return {self._task: means} if comm.is_main_process() else {}
 
     def _weight_in(self, losses: dict[str, Tensor]) -> Tensor:
@@ -165,7 +165,8 @@ class LossEvaluator(DatasetEvaluator):
         for name, loss in losses.items():
             first = loss.item()
             second = again[name].item() if name in again else math.nan
-            if abs(first - second) > _TOLERANCE * max(abs(first), abs(second)):
+            largest = max(abs(first), abs(second))
+            if abs(first - second) > _TOLERANCE * largest:
                 text = (
                     "LossEvaluator: %s of one batch is %.6g, and %.6g with other random numbers: no validation loss. "
                     "Freezing modules does not stop F.dropout, stochastic depth or dropout_p of attention; give the "
@@ -177,7 +178,8 @@ class LossEvaluator(DatasetEvaluator):
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
         """``total_loss``, then the single losses; detached. Gradients are on: what requires grad is a loss."""
         with inference_context(self._model), preserve_buffers(self._model), torch.enable_grad():
-            if callable(losses_of := getattr(self._model, "losses", None)):
+            losses_of = getattr(self._model, "losses", None)
+            if callable(losses_of):
                 returned = losses_of(inputs)
             else:
                 self._model.train()
