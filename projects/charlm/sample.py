@@ -46,7 +46,8 @@ def generate(
     tokens = torch.from_numpy(encode(prompt)).long()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
-        logits = predictor({"tokens": tokens[-WINDOW:]})[-1].float().cpu()
+        of_window = predictor({"tokens": tokens[-WINDOW:]})
+        logits = of_window[-1].float().cpu()
         token = _draw(logits / temperature, top_k, generator)
         tokens = torch.cat([tokens, token])
         yield decode(token.tolist())

@@ -258,7 +258,10 @@ def values(job: Job) -> Iterator[Finding]:
             break
 
     digests = [digest(batch) for batch in job.batches]
-    steps = [i for i in range(1, len(digests)) if digests[i] == digests[i - 1]]
+    steps = []
+    for step in range(1, len(digests)):
+        if digests[step] == digests[step - 1]:
+            steps.append(step)
     text = f"batches that equal the one before, of {len(digests)}: {some(steps)}"
     yield judge("repeats", steps, text, "shuffle the samples", LOOK)
     again = digest(job.build().fetch())

@@ -394,5 +394,5 @@ def digest(value: Any) -> str:
 def _bytes_of(tensor: Any) -> Any:
     if hasattr(tensor, "to_local"):  # it is sharded
         tensor = tensor.to_local()
-    # NumPy has no bfloat16
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    return values.view(torch.uint8).numpy()  # NumPy has no bfloat16

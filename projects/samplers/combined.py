@@ -82,7 +82,9 @@ class CombinedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at this position with the next ``iter()``; if names or mode differ, warn and start again."""
-        if state.get("mode") != self._mode or [*state["loaders"]] != [*self.loaders]:
+        has_same_mode = state.get("mode") == self._mode
+        has_same_loaders = [*state["loaders"]] == [*self.loaders]
+        if not has_same_mode or not has_same_loaders:
             logger.warning(
                 "The checkpoint's data are not from the loaders %s; they start again",
                 [*self.loaders],
@@ -124,7 +126,8 @@ class CombinedLoader:
             if self._mode == "each":
                 yield {name: next(iterator) for name, iterator in iterators.items()}
             else:
-                batch = next([*iterators.values()][self._turn])
+                in_turn = [*iterators.values()][self._turn]
+                batch = next(in_turn)
                 self._turn = (self._turn + 1) % len(iterators)
                 yield batch
 

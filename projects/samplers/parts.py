@@ -208,15 +208,18 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         generator = new_generator(self.seed, 0, epoch)
         repeats = self._repeats(generator)
         # numpy: torch's repeat starts all its threads
-        indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))
+        repeated = np.repeat(np.arange(len(repeats)), repeats.numpy())
+        indices = torch.from_numpy(repeated)
         if self._shuffle:
             order = torch.randperm(len(indices), generator=generator, device="cpu")
             indices = indices[order]
         return indices
 
     def _repeats(self, generator: torch.Generator) -> torch.Tensor:
-        drawn = torch.rand(len(self._whole), dtype=torch.float64, generator=generator, device="cpu")
-        return self._whole + (drawn < self._fraction)
+        size = len(self._whole)
+        drawn = torch.rand(size, dtype=torch.float64, generator=generator, device="cpu")
+        is_rounded_up = drawn < self._fraction
+        return self._whole + is_rounded_up
 
     def locate(self, position: int) -> tuple[int, int]:
         """(epoch, offset in it) of a sample of the global stream; draws the lengths of unknown epochs."""

@@ -24,7 +24,9 @@ class Heads(nn.Module):
         super().__init__()
         self.single = mlp(channels, channels, dim)
         self.dense = nn.Sequential(
-            nn.Conv2d(channels, channels, 1), nn.ReLU(inplace=True), nn.Conv2d(channels, dim, 1)
+            nn.Conv2d(channels, channels, 1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, dim, 1),
         )
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -167,8 +167,8 @@ def _named_depths(
     shown = ", ".join(rest[:20]) or "none"
     if len(rest) > 20:
         shown += ", ..."
-    text = "Layer decay %r: %d parameters are the rest, at depth %d of %d: %s"
-    _logger.info(text, scheme, len(rest), of_rest, count - 1, shown)
+    report = "Layer decay %r: %d parameters are the rest, at depth %d of %d: %s"
+    _logger.info(report, scheme, len(rest), of_rest, count - 1, shown)
     return found
 
 
