@@ -61,12 +61,10 @@ def runs(job: Job) -> Finding:
 @check
 def learns(job: Job) -> Iterator[Finding]:
     """Does it learn at all?"""
-    constant_rate = {
-        "SOLVER.WARMUP_ITERS": 0,
-        "SOLVER.STEPS": (),
-        "SOLVER.LR_SCHEDULER_NAME": "WarmupMultiStepLR",
-    }
-    trainer = job.build(constant_rate)
+    constant_rate: list[Any] = ["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR"]
+    constant_rate += ["SOLVER.WARMUP_ITERS", 0]
+    constant_rate += ["SOLVER.STEPS", ()]
+    trainer = job.build(*constant_rate)
     trainer.data_loader = job.batches[:1] * 32
     job.evaluation = job.make(trainer, 30, Evaluation)
     job.learned = trainer
