@@ -1,33 +1,55 @@
-"""Tells the epoch to datasets and samplers that have ``set_epoch(epoch)``, also inside wrappers."""
+"""Tells the epoch to datasets and samplers that have ``set_epoch(epoch)``, also inside wrappers.
+
+Such an object is called a listener. A loader may instead name its own ones.
+"""
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch.utils.data import DataLoader
 
 _MOST_PARTS = 1000  # a list with more entries holds samples, not datasets
-_NUMBERS = itertools.count()
+_NUMBERS = itertools.count()  # of the tellers; an id may come again
+
+
+class WithListeners(Protocol):
+    """A loader that says whom a trainer tells the epoch, and tells its dataset itself."""
+
+    epoch_listeners: list[Any]
+
+
+def has_listeners(loader: Any) -> TypeGuard[WithListeners]:
+    """Whether it names its listeners, as `ResumableLoader` does."""
+    return hasattr(loader, "epoch_listeners")
+
+
+def is_listener(part: Any) -> bool:
+    """Whether it has a method ``set_epoch``."""
+    return callable(getattr(part, "set_epoch", None))
 
 
 def listeners_in(part: Any, *, except_for: Iterable[Any] = ()) -> list[Any]:
     """The objects in a dataset, a sampler or a loader whose ``set_epoch(epoch)`` must be called.
 
-    The search looks at attributes, and at the entries of lists, tuples and dicts there. It ends at an object that has
-    ``set_epoch``: a wrapper with this method tells what it wraps itself. ``except_for`` are not looked at.
+    The search looks at attributes, and at the entries of lists, tuples and dicts there. It ends at
+    an object that has ``set_epoch``: a wrapper with this method tells what it wraps itself.
+    ``except_for`` are not looked at.
     """
     found: list[Any] = []
-    _search(part, found, seen={id(other) for other in except_for})
+    seen = {id(other) for other in except_for}
+    _search(part, found, seen)
     return found
 
 
 def _search(part: Any, found: list[Any], seen: set[int]) -> None:
+    """Append the listeners in ``part`` to ``found``; ``seen`` are ids of what is not looked at."""
     if id(part) in seen or isinstance(part, type):
         return
     seen.add(id(part))
-    if hasattr(part, "epoch_listeners"):
+    if has_listeners(part):
         found.extend(part.epoch_listeners)
-    elif callable(getattr(part, "set_epoch", None)):
+    elif is_listener(part):
         found.append(part)
     else:
         for inner in _parts_of(part):
@@ -35,6 +57,7 @@ def _search(part: Any, found: list[Any], seen: set[int]) -> None:
 
 
 def _parts_of(part: Any) -> list[Any]:
+    """What a loader, a dataset or a sampler holds that may be a listener."""
     if isinstance(part, DataLoader):
         return [part.dataset, part.sampler, part.batch_sampler]
     # also what only wraps others: a sample or a transform has neither of these methods
@@ -48,20 +71,23 @@ def _parts_of(part: Any) -> list[Any]:
     for name, value in attributes.items():
         if not isinstance(value, Mapping | list | tuple):
             parts.append(value)
-        elif len(value) <= _MOST_PARTS or name == "datasets":
-            parts.extend(value.values() if isinstance(value, Mapping) else value)
+            continue
+        holds_samples = len(value) > _MOST_PARTS and name != "datasets"
+        if holds_samples:
+            continue
+        if isinstance(value, Mapping):
+            parts.extend(value.values())
+        else:
+            parts.extend(value)
     return parts
 
 
 def epoch_listeners(loader: Any) -> list[Any]:
-    """The objects whose ``set_epoch(epoch)`` a trainer calls before each pass over ``loader``.
-
-    A loader may have an attribute ``epoch_listeners`` instead, as `ResumableLoader` has: it tells its dataset itself.
-    """
-    if hasattr(loader, "epoch_listeners"):
+    """The objects whose ``set_epoch(epoch)`` a trainer calls before each pass over ``loader``."""
+    if has_listeners(loader):
         return list(loader.epoch_listeners)
     found: list[Any] = []
-    if callable(getattr(loader, "set_epoch", None)):
+    if is_listener(loader):
         found.append(loader)
     for part in _parts_of(loader):
         found.extend(listeners_in(part))
@@ -71,22 +97,24 @@ def epoch_listeners(loader: Any) -> list[Any]:
 
 def not_reached(loader: Any) -> str:
     """Why workers are never told a new epoch; empty if they are, or if there is nobody to tell."""
-    if not isinstance(loader, DataLoader) or hasattr(loader, "epoch_listeners"):
+    if not isinstance(loader, DataLoader) or has_listeners(loader):
         return ""
-    names = ", ".join(type(listener).__name__ for listener in listeners_in(loader.dataset))
-    if not names or not loader.num_workers or not loader.persistent_workers:
+    if not loader.num_workers or not loader.persistent_workers:
+        return ""
+    names = [type(listener).__name__ for listener in listeners_in(loader.dataset)]
+    if not names:
         return ""
     return (
-        f"the epoch does not reach {names} in workers, since persistent_workers=True keeps the copy of the first pass; "
-        "set it to False, or use trainkit.data.ResumableLoader"
+        f"the epoch does not reach {', '.join(names)} in workers, since persistent_workers=True "
+        "keeps the copy of the first pass; set it to False, or use trainkit.data.ResumableLoader"
     )
 
 
 class EpochTeller:
-    """Calls ``set_epoch`` of listeners in the process that loads samples, if the epoch is another one.
+    """Calls ``set_epoch`` of listeners in the process that loads samples, if the epoch has changed.
 
-    Two tellers may have one dataset, as the loaders of several logical ranks do. So each of them tells the epoch again
-    after another one has told something.
+    Two tellers may have one dataset, as the loaders of several logical ranks do. So each of them
+    tells the epoch again after another one has told something.
     """
 
     _told: tuple[int, int] | None = None  # (number of the teller, epoch), the last of this process

@@ -67,6 +67,7 @@ class TrainerBase:
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         failure: the error with which the run has failed, or None.
+        history_length: the number of values that the storage keeps of each scalar, set before training.
         stop_check_period: if one rank is asked to stop, all ranks stop within this number of iterations.
         own_keys: the entries of the state that each rank has for itself; the storage is that of rank 0 after a resume.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
@@ -75,6 +76,7 @@ class TrainerBase:
             that is one.
     """
 
+    history_length = 10_000
     stop_check_period = 20
     own_keys: tuple[str, ...] = ("hooks", "boundary", "rng")
     # a checkpoint leaves out what it cannot hold; the states in these entries one by one
@@ -84,7 +86,7 @@ class TrainerBase:
     def __init__(self) -> None:
         self.iter = self.start_iter = self.max_iter = 0
         self.done = self.boundary_done = 0
-        self.storage = EventStorage()
+        self.storage = EventStorage(history_length=self.history_length)
         self.status: Literal["not started", "running", "finished", "stopped", "failed"] = (
             "not started"
         )
@@ -139,7 +141,7 @@ class TrainerBase:
                 self._is_in_train = False
                 self.after_train()
         if self.status == "stopped":
-            self._stops.pass_on()
+            self._stops.pass_on(say_done(self.done, self.max_iter))
 
     def _run_iterations(self) -> None:
         while True:
@@ -283,6 +285,12 @@ class TrainerBase:
     # ------------------------------------------------------------------ start and end
 
     def _start(self, start_iter: int, max_iter: int) -> None:
+        for name, value in {"start_iter": start_iter, "max_iter": max_iter}.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(
+                    f"train() takes numbers of iterations, got {name}={value!r}; 3 epochs are "
+                    "round(3 * trainer.epoch_length), and a config takes SOLVER.MAX_ITER 3ep"
+                )
         if not 0 <= start_iter <= max_iter:
             raise ValueError(
                 f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
@@ -325,7 +333,7 @@ class TrainerBase:
             )
         self.done = self.boundary_done = start_iter
         self._passed.clear()
-        self.storage = EventStorage()
+        self.storage = EventStorage(history_length=self.history_length)
         self._early = None
         self._rng_state = None
 
@@ -370,7 +378,10 @@ class TrainerBase:
     def _fail(self, error: BaseException) -> None:
         self.status = "failed"
         self.failure = error
-        self._log_failure(f"Training failed in iteration {self.iter}", error)
+        what = f"Training failed in iteration {self.iter}"
+        # the error is raised again, so its traceback is for the log file only
+        logger.error("%s: %s: %s", what, type(error).__name__, error)
+        logger.debug("%s", what, exc_info=error)
         try:
             self.storage.flush()
         except Exception as later:
@@ -742,7 +753,7 @@ class TrainerBase:
             )
         # max_iter from a config comes first
         self.max_iter = self.max_iter or end["max_iter"]
-        self.storage = EventStorage()
+        self.storage = EventStorage(history_length=self.history_length)
         with loading("the storage"):
             if state_dict.get("storage"):
                 self.storage.load_state_dict(state_dict["storage"])

@@ -28,6 +28,7 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.losses import (
     Losses,
     as_losses,
+    explain_first_call,
     mean_losses,
     non_finite_names,
     parse_losses,
@@ -46,6 +47,7 @@ from trainkit.engine.parallel import (
 from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
+from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.logger import format_table
 from trainkit.utils.periods import check_period, round_length
 
@@ -145,7 +147,7 @@ class SimpleTrainer(TrainerBase):
                 batch.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
-            non_finite: "raise" ends the run if the loss, or the norm that ``clip_gradients`` returns, is not finite:
+            non_finite: "raise" ends the run if the loss, or a norm that ``clip_gradients`` returns, is not finite:
                 before the update on a CPU, else at most 20 iterations later, and before anything is saved. The model is
                 checked at each save. "ignore" checks nothing. Or a `NonFinitePolicy`.
             max_non_finite_in_row: so many updates in a row that are left out end the run, see `NonFinitePolicy`.
@@ -156,6 +158,11 @@ class SimpleTrainer(TrainerBase):
             ValueError: a period below 1; ``non_finite`` is not known.
         """
         super().__init__()
+        if clip_gradients is not None and not callable(clip_gradients):
+            raise TypeError(
+                f"clip_gradients must be a function of the parameters, got {clip_gradients!r}; to limit the norm of "
+                'all gradients, give GradientClipper("full_model", 1.0)'
+            )
         self.policy = make_policy(non_finite, max_non_finite_in_row)
         self.policy.bind(optimizer)
         model.train()
@@ -272,8 +279,10 @@ class SimpleTrainer(TrainerBase):
     def call_model(self, batch: Any) -> Any:
         try:
             return self.model(batch)
-        except RuntimeError as error:
+        except Exception as error:
             explain_unused_parameters(self.model, error)
+            if self._is_first_step:
+                explain_first_call(batch, error)
             raise
 
     def backward(self, loss: Tensor) -> None:
@@ -328,9 +337,9 @@ class SimpleTrainer(TrainerBase):
     def update(self) -> None:
         self.policy.update(self.optimizer)
 
-    def look(self, iter: int, values: dict[str, Any]) -> str | None:
+    def look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
         """Judge the numbers of an iteration, maybe later and in a worker; see `NonFinitePolicy.look`."""
-        return self.policy.look(iter, values, self.metrics.gather_period)
+        return self.policy.look(storage, iter, values, self.metrics.gather_period)
 
     # ------------------------------------------------------------------ runs and state
 
@@ -429,7 +438,7 @@ class SimpleTrainer(TrainerBase):
             self.metrics.finish(self.storage_in_use())
         if self.policy.name == "ignore":
             return None
-        names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
+        names = non_finite_names(self.model, except_for=self._never_finite)
         if not names:
             return None
         return (

@@ -1,4 +1,4 @@
-"""Errors in a config."""
+"""Errors in a config, and lines that are added to errors of others."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,8 +27,18 @@ def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]
     )
 
 
+def add_line(error: BaseException, line: str) -> None:
+    """Add a line to the message of an error, which keeps its type and its traceback."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{line}",)
+
+
 def look_up(registry: Registry, name: str, key: str) -> Any:
-    """The object that ``key`` of a config names. Raises ConfigError if nothing is registered under the name."""
+    """The object that ``key`` of a config names.
+
+    Raises:
+        ConfigError: nothing is registered under the name.
+    """
     try:
         return registry.get(name)
     except KeyError as error:

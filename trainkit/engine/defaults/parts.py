@@ -3,17 +3,16 @@
 import inspect
 import logging
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.projects import wrap_loader
+from trainkit.config.projects import scale_to_ranks, wrap_loader
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.data.common import FirstBatches
+from trainkit.data.common import first_batches
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import overrides
 from trainkit.evaluation import (
@@ -26,7 +25,6 @@ from trainkit.evaluation.observer import for_details, say_results_of
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.plugins import load
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +59,11 @@ class DefaultParts:
     def build_evaluator(
         cls, cfg: CfgNode, dataset_name: str
     ) -> DatasetEvaluator | list[DatasetEvaluator]:
-        """The evaluators of TEST.EVALUATORS. Raises NotImplementedError if TEST.EVALUATORS is empty."""
+        """The evaluators of TEST.EVALUATORS.
+
+        Raises:
+            NotImplementedError: TEST.EVALUATORS is empty.
+        """
         if not cfg.TEST.EVALUATORS:
             raise NotImplementedError(
                 "name evaluators in TEST.EVALUATORS, or override build_evaluator()"
@@ -83,47 +85,60 @@ class DefaultParts:
         Returns:
             dataset -> results; for a single dataset, its results directly.
         """
-        names, results = cfg.DATASETS.TEST, dict[str, Any]()
-        given = [evaluators] if isinstance(evaluators, DatasetEvaluator) else evaluators
-        if given is not None and len(given) != len(names):
-            raise ValueError(f"need one evaluator per dataset in {names}, got {len(given)}")
+        names = cfg.DATASETS.TEST
+        if isinstance(evaluators, DatasetEvaluator):
+            evaluators = [evaluators]
+        if evaluators is not None and len(evaluators) != len(names):
+            raise ValueError(f"need one evaluator per dataset in {names}, got {len(evaluators)}")
+        results: dict[str, Any] = {}
         for i, name in enumerate(names):
-            try:
-                evaluator: Any = cls.build_evaluator(cfg, name) if given is None else given[i]
-            except NotImplementedError as error:
-                logger.warning("%s is not evaluated: %s", name, error)
-                results[name] = {}
-                continue
+            evaluator: Any
+            if evaluators is not None:
+                evaluator = evaluators[i]
+            else:
+                try:
+                    evaluator = cls.build_evaluator(cfg, name)
+                except NotImplementedError as error:
+                    logger.warning("%s is not evaluated: %s", name, error)
+                    results[name] = {}
+                    continue
             loader: Any = wrap_loader(cfg, cls.build_test_loader(cfg, name))
-            if number := cfg.TEST.MAX_BATCHES:  # a loader may do this itself
-                loader = getattr(loader, "first_batches", partial(FirstBatches, loader))(number)
+            if cfg.TEST.MAX_BATCHES:
+                loader = first_batches(loader, cfg.TEST.MAX_BATCHES)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
                 logger.log(for_details(), "%s", say_results_of(name))
                 print_csv_format(results[name])
-        return next(iter(results.values())) if len(results) == 1 else results
+        if len(results) == 1:
+            (of_one_dataset,) = results.values()
+            return of_one_dataset
+        return results
 
     @classmethod
     def test_with_hooks(
         cls, cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]
     ) -> dict[str, Any]:
-        """The results of ``test(cfg, model)``, or of the ``evaluated_models`` of a hook; every rank calls it."""
-        offering = next((hook for hook in hooks if overrides(hook, "evaluated_models")), None)
-        if offering is None:
+        """The results of ``test(cfg, model)``, or of the ``evaluated_models`` of a hook.
+
+        Every rank calls it.
+        """
+        offering = [hook for hook in hooks if overrides(hook, "evaluated_models")]
+        if not offering:
             return cls.test(cfg, model)
         results: dict[str, Any] = {}
-        for prefix, context in offering.evaluated_models(model).items():
+        for prefix, context in offering[0].evaluated_models(model).items():
             with context as evaluated:
                 found = cls.test(cfg, evaluated)
-            results |= {prefix: found} if prefix else found
+            if prefix:
+                results[prefix] = found
+            else:
+                results.update(found)
         return results
 
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
-        if cfg.SOLVER.get("REFERENCE_WORLD_SIZE"):
-            cfg = load("scale_workers")(cfg, num_workers)
-        return cfg
+        """The config for this number of ranks, as the projects in use scale it."""
+        return scale_to_ranks(cfg, num_workers)
 
     @classmethod
     def is_default(cls, method: str) -> bool:
@@ -132,10 +147,15 @@ class DefaultParts:
 
     @classmethod
     def _check_names(cls, cfg: CfgNode) -> None:
-        """Find wrong names now, not at the first evaluation. Names used only by overridden methods are not checked."""
+        """Find wrong names now, not at the first evaluation.
+
+        Names used only by overridden methods are not checked.
+        """
+        makes_loaders = cls.is_default("build_test_loader")
+        makes_evaluators = cls.is_default("build_evaluator") and cfg.TEST.EVALUATORS
         for name in (*cfg.DATASETS.VAL, *cfg.DATASETS.TEST):
-            if cls.is_default("build_test_loader") and name not in DatasetCatalog:
+            if makes_loaders and name not in DatasetCatalog:
                 key = "VAL" if name in cfg.DATASETS.VAL else "TEST"
                 raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
-            if cls.is_default("build_evaluator") and cfg.TEST.EVALUATORS:
+            if makes_evaluators:
                 cls.build_evaluator(cfg, name)
