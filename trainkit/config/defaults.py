@@ -238,6 +238,8 @@ _C.LOG.ASYNC = None
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]
 # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
 _C.LOG.LEVEL = "INFO"
+# True: handlers of the root logger, such as pytest's caplog, get the lines too.
+_C.LOG.PROPAGATE = False
 
 MEANT_IF_SET = (
     "DATALOADER.SAMPLER_TRAIN",
