@@ -1,13 +1,14 @@
 """What a newcomer does wrong first: the message alone says what to write."""
 
 import logging
+import signal
 
 import pytest
 import torch
 from torch import nn
 
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Regression, batches, sgd
+from tests.engine.tiny import AfterStep, Regression, batches, sgd
 from trainkit.data import build_test_loader
 from trainkit.engine import HookBase, SimpleTrainer, hooks
 from trainkit.solver import LRMultiplier, ScheduledLR
@@ -135,3 +136,13 @@ def test_a_failed_step_is_one_line_of_the_log_and_its_traceback_is_for_the_log_f
         "Training failed in iteration 0: ValueError: boom"
     ]
     assert "Traceback" not in caplog.text
+
+
+def test_the_last_line_after_ctrl_c_says_where_the_run_stands_and_what_to_write():
+    trainer = a_trainer()
+    interrupt = AfterStep(lambda trainer: trainer.iter == 1 and signal.raise_signal(signal.SIGINT))
+    trainer.register_hooks([interrupt])
+    with pytest.raises(
+        KeyboardInterrupt, match="stopped after 2 of 5 iterations.*catch KeyboardInterr"
+    ):
+        trainer.train(0, 5)

@@ -141,7 +141,7 @@ class TrainerBase:
                 self._is_in_train = False
                 self.after_train()
         if self.status == "stopped":
-            self._stops.pass_on()
+            self._stops.pass_on(say_done(self.done, self.max_iter))
 
     def _run_iterations(self) -> None:
         while True:
