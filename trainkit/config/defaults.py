@@ -1,6 +1,7 @@
 """Every config key with its default; keys that detectron2 has keep its names.
 
 Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epochs (``"3ep"``).
+CONTRIBUTING.md says how to add a key.
 """
 
 import copy
