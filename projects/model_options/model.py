@@ -38,7 +38,8 @@ def apply_options(cfg: CfgNode, model: nn.Module) -> nn.Module:
         )
         if options.DYNAMIC is None:
             logger.warning(
-                "MODEL.COMPILE.DYNAMIC None: kernels depend on earlier shapes, a resumed run may differ"
+                "MODEL.COMPILE.DYNAMIC None: kernels depend on earlier shapes, a resumed run "
+                "may differ"
             )
         if "autotune" in options.MODE:
             logger.warning(
