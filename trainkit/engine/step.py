@@ -143,8 +143,8 @@ class SimpleTrainer(TrainerBase):
             zero_grad_before_forward: zero the gradients before the forward pass, not after it; this takes less memory.
             async_write_metrics: a pool of one worker waits for the losses, exchanges them with other ranks, stores
                 them and calls the writers. An error there ends the run at most 20 iterations later.
-            accumulation_steps: micro-batches per iteration, drawn one after the other; for a mean loss they equal one
-                batch.
+            accumulation_steps: micro-batches per iteration, drawn one after the other; for a mean loss, micro-batches
+                of one size equal one batch.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
             non_finite: "raise" ends the run if the loss, or a norm that ``clip_gradients`` returns, is not finite:
