@@ -50,7 +50,7 @@ NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
-DATASET, CURRICULUM, LOADER = blocks("docs/data.md", "python")
+DATASET, UNNAMED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
@@ -188,6 +188,16 @@ def test_the_dataset_of_the_page_is_transformed_and_batched():
     batch = next(iter(build_train_loader(cfg)))
     assert list(batch["x"].shape) == [10, 7]
     assert torch.equal(batch["x"][:, 0].long(), batch["label"])
+
+
+def test_the_trainer_of_the_page_gives_its_datasets_without_a_name(tmp_path):
+    trainer = run(UNNAMED, "data.md")["Trainer"]
+    cfg = tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 100)
+    for node in ("TRAIN_TRANSFORM", "TEST_TRANSFORM"):
+        cfg.INPUT[node] = ""
+    assert sorted(next(iter(trainer.build_train_loader(cfg)))["x"].tolist()) == [*range(100)]
+    batches = [batch["x"].tolist() for batch in trainer.build_test_loader(cfg, "")]
+    assert batches == [[*range(start, start + 4)] for start in range(100, 120, 4)]
 
 
 def test_the_dataset_of_the_page_learns_its_epoch_in_a_worker():
