@@ -276,6 +276,7 @@ class TrainerBase:
             FloatingPointError: on some rank the model, or the loss of an earlier step, is not finite.
         """
         self.storage.flush()
+        self._step.iter = self.iter  # a subclass with its own `run_step` may not have set it
         raise_failure(self.gather(self._step.find_failure(self._ranks_agree)))
 
     def gather(self, value: _T) -> list[_T]:
