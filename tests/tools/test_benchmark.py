@@ -196,6 +196,29 @@ def test_what_is_clipped_by_hand_is_what_the_clipper_clips(modules, monkeypatch,
         assert mine.grad.abs().max() <= limit
 
 
+def test_what_is_saved_and_copied_by_hand_is_what_the_trainer_saves(modules, tmp_path):
+    save = modules("save")
+    trainer = save.train(save.OneLayerTrainer, 3, [save.PutScalars(5)], tmp_path / "run")
+    rest = save.Rest(trainer)
+    memory = {}
+    trainer.request_save("model")
+    save.save_by_hand(trainer, rest, tmp_path / "by_hand.pth")
+    save.copy_by_hand(trainer, rest, memory)
+
+    saved = torch.load(tmp_path / "run/model.pth", weights_only=True)
+    by_hand = torch.load(tmp_path / "by_hand.pth", weights_only=True)
+    assert saved["model"].keys() == by_hand["model"].keys()
+    for name, tensor in saved["model"].items():
+        assert torch.equal(tensor, by_hand["model"][name])
+        assert torch.equal(tensor, memory[f".model.{name}"])
+    moments = saved["trainer"]["_trainer"].pop("optimizer")["state"]
+    assert moments.keys() == by_hand["optimizer"]["state"].keys() != set()
+    assert saved["trainer"].keys() == by_hand["rest"]["trainer"].keys()
+    histories = by_hand["rest"]["trainer"]["storage"]["histories"]
+    assert saved["trainer"]["storage"]["histories"].keys() == histories.keys()
+    assert {f"scalar_{n}" for n in range(5)} <= histories.keys()
+
+
 def test_a_model_that_is_not_finite_is_found_by_hand(modules):
     are_finite = modules("by_hand").are_finite
     tensors = [torch.ones(3), torch.ones(2, 2)]

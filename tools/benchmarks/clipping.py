@@ -4,7 +4,6 @@
 norm of all gradients.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from benchmarks.measure import Comparison, Way, compare, one_thread
+from benchmarks.measure import Comparison, compare, one_thread, timed
 from trainkit.solver.clipping import GradientClipper
 
 ROUNDS = 31
@@ -61,9 +60,9 @@ def measure(rounds: int, scratch: Path, quick: bool) -> list[Comparison]:
             parameters = make_parameters(count, width)
             for clip_type, twin in TWINS.items():
                 clipper = GradientClipper(clip_type, LIMIT)
-                others = {"trainkit": _timed(partial(clipper, parameters))}
+                others = {"trainkit": timed(partial(clipper, parameters))}
                 work = f"{NAMES[clip_type]}, {name}"
-                run_twin = _timed(partial(twin, parameters))
+                run_twin = timed(partial(twin, parameters))
                 comparisons.append(compare(work, twin, run_twin, others, rounds))
     return comparisons
 
@@ -75,12 +74,3 @@ def make_parameters(count: int, width: int) -> list[Tensor]:
         parameter.grad = torch.ones(width, width)
         parameters.append(parameter)
     return parameters
-
-
-def _timed(clip: Callable[[], object]) -> Way:
-    def run() -> float:
-        start = time.perf_counter()
-        clip()
-        return time.perf_counter() - start
-
-    return run

@@ -7,7 +7,6 @@ save, the time is until the device has done what the next step waits for.
 """
 
 import itertools
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks import job
 from benchmarks.by_hand import BareLoop
 from benchmarks.job import Chunks, StepRunner
-from benchmarks.measure import Comparison, Way, compare
+from benchmarks.measure import Comparison, Way, compare, timed
 from benchmarks.save import Stack, empty, sync
 from trainkit.checkpoint import Checkpointer
 from trainkit.engine import GraphTrainer, SimpleTrainer
@@ -159,28 +158,32 @@ def _save(rounds: int, folder: Path, quick: bool, device: str) -> Comparison:
     optimizer.step()
     optimizer.zero_grad()
     folder.mkdir()
-
-    def timed(save: Callable[[], object], wait: Callable[[], object]) -> Way:
-        def run() -> float:
-            empty(folder)
-            wait_for(device)
-            start = time.perf_counter()
-            save()
-            wait_for(device)
-            seconds = time.perf_counter() - start
-            wait()
-            return seconds
-
-        return run
-
-    others: dict[str, Way] = {}
-    formats: dict[str, str] = {
+    formats = {
         "trainkit": "",
         "trainkit, staged": "staged",
         "trainkit, asynchronous": "async_save",
     }
-    for name, save_format in formats.items():
-        checkpointer = Checkpointer(model, folder / name, format=save_format, optimizer=optimizer)
-        others[name] = timed(partial(checkpointer.save, "model"), checkpointer.wait)
-    twin = partial(save_by_hand, model, optimizer, folder / "by_hand.pth")
-    return compare("save, 300 MB", save_by_hand, timed(twin, lambda: None), others, rounds)
+    checkpointers = {}
+    for name, format_name in formats.items():
+        checkpointers[name] = Checkpointer(
+            model, folder / name, format=format_name, optimizer=optimizer
+        )
+
+    def before() -> None:
+        for checkpointer in checkpointers.values():
+            checkpointer.wait()
+        empty(folder)
+        wait_for(device)
+
+    def save(checkpointer: Checkpointer) -> None:
+        checkpointer.save("model")
+        wait_for(device)
+
+    path = folder / "by_hand.pth"
+    twin = timed(lambda: save_by_hand(model, optimizer, path), before)
+    others: dict[str, Way] = {}
+    for name, checkpointer in checkpointers.items():
+        others[name] = timed(partial(save, checkpointer), before)
+    comparison = compare("save, 300 MB", save_by_hand, twin, others, rounds)
+    before()
+    return comparison

@@ -3,8 +3,6 @@
 trainkit verifies every byte of the file by its CRC. The file is in the memory of the system.
 """
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +10,7 @@ from fvcore.common.checkpoint import Checkpointer as FvcoreCheckpointer
 from torch import nn
 
 from benchmarks import job
-from benchmarks.measure import Comparison, Way, compare, one_thread
+from benchmarks.measure import Comparison, compare, one_thread, timed
 from benchmarks.save import Stack
 from trainkit.checkpoint import Checkpointer
 
@@ -31,11 +29,11 @@ def measure(rounds: int, scratch: Path, quick: bool) -> list[Comparison]:
         ours.save("model")
         path = scratch / "model.pth"
         others = {
-            "torch.load alone": _timed(lambda: torch.load(path, weights_only=True)),
-            "trainkit": _timed(lambda: ours.load(path)),
-            "fvcore's Checkpointer": _timed(lambda: fvcore.load(str(path))),
+            "torch.load alone": timed(lambda: torch.load(path, weights_only=True)),
+            "trainkit": timed(lambda: ours.load(path)),
+            "fvcore's Checkpointer": timed(lambda: fvcore.load(str(path))),
         }
-        run_by_hand = _timed(lambda: load_by_hand(path, model, optimizer))
+        run_by_hand = timed(lambda: load_by_hand(path, model, optimizer))
         return [compare("load, 300 MB", load_by_hand, run_by_hand, others, rounds)]
 
 
@@ -43,12 +41,3 @@ def load_by_hand(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-
-
-def _timed(action: Callable[[], object]) -> Way:
-    def run() -> float:
-        start = time.perf_counter()
-        action()
-        return time.perf_counter() - start
-
-    return run

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,6 +114,18 @@ def format_value(value: float, unit: str) -> str:
         unit = "ms"
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def timed(action: Callable[[], object], before: Callable[[], object] = lambda: None) -> Way:
+    """The way whose time is that of ``action``; ``before`` is called first, and not timed."""
+
+    def run() -> float:
+        before()
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+
+    return run
 
 
 def in_new_process(function: Callable[..., float], *arguments: Any) -> float:

@@ -10,8 +10,7 @@ of 1024 x 1024 without (100 MB) and with AdamW (300 MB), and 6,000 tensors of up
 """
 
 import os
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks import job
 from benchmarks.by_hand import are_finite
-from benchmarks.measure import Comparison, Way, compare, one_thread
+from benchmarks.measure import Comparison, compare, one_thread, timed
 from trainkit.config import CfgNode
 from trainkit.engine import HookBase
 
@@ -206,45 +205,34 @@ def _synchronous(work: str, trainer: job.JobTrainer, folder: Path, rounds: int) 
         trainer.model, str(fvcore_folder), optimizer=trainer.optimizer, rest=rest
     )
     path = folder / "by_hand.pth"
-    run_by_hand = _timed(lambda: save_by_hand(trainer, rest, path), folder)
+    before = partial(empty, folder)
+    run_by_hand = timed(lambda: save_by_hand(trainer, rest, path), before)
     others = {
-        "trainkit": _timed(lambda: trainer.request_save("model"), folder),
-        "fvcore's Checkpointer": _timed(lambda: fvcore.save("model"), folder),
+        "trainkit": timed(lambda: trainer.request_save("model"), before),
+        "fvcore's Checkpointer": timed(lambda: fvcore.save("model"), before),
     }
     return compare(work, save_by_hand, run_by_hand, others, rounds)
 
 
 def _check(work: str, trainer: job.JobTrainer, rounds: int) -> Comparison:
-    run_by_hand = _timed(lambda: check_by_hand(trainer))
-    others = {"trainkit": _timed(trainer.check_finite)}
+    run_by_hand = timed(lambda: check_by_hand(trainer))
+    others = {"trainkit": timed(trainer.check_finite)}
     return compare(work, check_by_hand, run_by_hand, others, rounds)
 
 
 def _asynchronous(work: str, trainer: job.JobTrainer, folder: Path, rounds: int) -> Comparison:
     rest = Rest(trainer)
     memory: dict[str, Tensor] = {}
-    save = _timed(lambda: trainer.request_save("model"), folder)
-    copy = _timed(lambda: copy_by_hand(trainer, rest, memory))
 
-    def run_trainer() -> float:
-        waited = save()
-        trainer.checkpointer.wait()  # the next round shall not compete with the thread that writes
-        return waited
+    def before() -> None:
+        trainer.checkpointer.wait()  # no way competes with the thread that writes
+        empty(folder)
 
-    return compare(work, copy_by_hand, copy, {"trainkit": run_trainer}, rounds)
-
-
-def _timed(action: Callable[[], object], folder: Path | None = None) -> Way:
-    """The way whose time is that of ``action``. Files of earlier rounds are removed before it."""
-
-    def run() -> float:
-        if folder is not None:
-            empty(folder)
-        start = time.perf_counter()
-        action()
-        return time.perf_counter() - start
-
-    return run
+    copy = timed(lambda: copy_by_hand(trainer, rest, memory), before)
+    others = {"trainkit": timed(lambda: trainer.request_save("model"), before)}
+    comparison = compare(work, copy_by_hand, copy, others, rounds)
+    trainer.checkpointer.wait()
+    return comparison
 
 
 def empty(folder: Path) -> None:

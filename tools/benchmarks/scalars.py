@@ -1,8 +1,8 @@
 """Many scalars, and many writers.
 
-The first job puts 300 more scalars in each step of the tiny model: by `put_scalar`, and by one call
-of `put_scalars`. The second one has no model: its step stores 8 scalars, and writes them to the
-console, JSON, CSV and TensorBoard. By hand, the medians are computed once for all of these.
+The first jobs put 300 more scalars in each step of the tiny model: by 300 calls of `put_scalar`, and
+by one call of `put_scalars`. The last one has no model: its step stores 8 scalars, and writes them to
+the console, JSON, CSV and TensorBoard. By hand, the medians are computed once for all of these.
 """
 
 import csv
@@ -29,7 +29,8 @@ def measure(rounds: int, scratch: Path, quick: bool) -> list[Comparison]:
     steps = 2 if quick else 200
     with one_thread(), job.logging_to(scratch):
         return [
-            _many_scalars(rounds, steps, scratch / "scalars"),
+            _one_by_one(rounds, steps, scratch / "one_by_one"),
+            _at_once(rounds, steps, scratch / "at_once"),
             _four_writers(rounds, steps, scratch / "writers"),
         ]
 
@@ -37,31 +38,46 @@ def measure(rounds: int, scratch: Path, quick: bool) -> list[Comparison]:
 # ---------------------------------------------------------------------------- 300 scalars
 
 
-class LoopWithScalars(HandWrittenLoop):
-    """Stores 300 more scalars in each step."""
+class LoopWithCalls(HandWrittenLoop):
+    """Stores 300 more scalars in each step, each by a call."""
 
     names = tuple(f"scalar_{n}" for n in range(MANY))
 
     def store(self, values: Mapping[str, float]) -> None:
-        more = dict.fromkeys(self.names, 0.5)
-        super().store({**values, **more})
+        for name in self.names:
+            self.record.store(self.iteration, {name: 0.5})
+        super().store(values)
+
+
+class LoopWithOneCall(HandWrittenLoop):
+    """Stores 300 more scalars in each step by one call."""
+
+    names = LoopWithCalls.names
+
+    def store(self, values: Mapping[str, float]) -> None:
+        self.record.store(self.iteration, dict.fromkeys(self.names, 0.5))
+        super().store(values)
 
 
 class PutScalarsAtOnce(HookBase):
     def after_step(self) -> None:
-        self.trainer.storage.put_scalars(**dict.fromkeys(LoopWithScalars.names, 0.5))
+        self.trainer.storage.put_scalars(**dict.fromkeys(LoopWithCalls.names, 0.5))
 
 
-def _many_scalars(rounds: int, steps: int, folder: Path) -> Comparison:
-    loop = LoopWithScalars(job.make_model(), folder / "by_hand")
-    one_by_one = job.simple_trainer(folder / "put_scalar", more_hooks=[PutScalars(MANY)])
-    at_once = job.simple_trainer(folder / "put_scalars", more_hooks=[PutScalarsAtOnce()])
-    others = {
-        "SimpleTrainer, put_scalar": partial(Chunks(one_by_one), steps),
-        "SimpleTrainer, put_scalars": partial(Chunks(at_once), steps),
-    }
-    work = f"a step with {MANY} more scalars"
-    return compare(work, LoopWithScalars, partial(loop, steps), others, rounds)
+def _one_by_one(rounds: int, steps: int, folder: Path) -> Comparison:
+    loop = LoopWithCalls(job.make_model(), folder / "by_hand")
+    trainer = job.simple_trainer(folder / "simple", more_hooks=[PutScalars(MANY)])
+    others = {"SimpleTrainer": partial(Chunks(trainer), steps)}
+    work = f"a step with {MANY} calls of put_scalar"
+    return compare(work, LoopWithCalls, partial(loop, steps), others, rounds)
+
+
+def _at_once(rounds: int, steps: int, folder: Path) -> Comparison:
+    loop = LoopWithOneCall(job.make_model(), folder / "by_hand")
+    trainer = job.simple_trainer(folder / "simple", more_hooks=[PutScalarsAtOnce()])
+    others = {"SimpleTrainer": partial(Chunks(trainer), steps)}
+    work = f"a step with one put_scalars of {MANY}"
+    return compare(work, LoopWithOneCall, partial(loop, steps), others, rounds)
 
 
 # ---------------------------------------------------------------------------- four writers

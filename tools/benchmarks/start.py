@@ -9,7 +9,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,19 +16,16 @@ from pathlib import Path
 import torch
 from torch.utils.data import RandomSampler
 
-from benchmarks.measure import Comparison, Way, by_hand, compare, in_new_process, resident_mib
+from benchmarks.measure import Comparison, by_hand, compare, in_new_process, resident_mib, timed
 from trainkit.data.samplers import TrainingSampler
 
 ROUNDS = 9
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-OURS = {
-    "SimpleTrainer": "from trainkit.engine import SimpleTrainer",
-    "DefaultTrainer and the config": (
-        "from trainkit.engine import DefaultTrainer; from trainkit.config import get_cfg; get_cfg()"
-    ),
-}
+TRAINKIT = (
+    "from trainkit.engine import DefaultTrainer; from trainkit.config import get_cfg; get_cfg()"
+)
 OTHERS = {
     "Ignite": "import ignite.engine, ignite.handlers",
     "Lightning": "import lightning.pytorch",
@@ -42,24 +38,18 @@ def import_by_hand() -> None:
 
 
 def measure(rounds: int, scratch: Path, quick: bool) -> list[Comparison]:
-    others = {}
-    imported = OURS if quick else OURS | OTHERS
-    for name, code in imported.items():
-        package = code.split()[1].partition(".")[0]
-        if importlib.util.find_spec(package) is not None:
-            others[f"with {name}"] = _timed(partial(run_python, f"import torch; {code}"))
+    others = {"with trainkit": timed(partial(import_with_torch, TRAINKIT))}
+    if not quick:
+        for name, code in OTHERS.items():
+            if importlib.util.find_spec(name.lower()) is not None:
+                others[f"with {name}"] = timed(partial(import_with_torch, code))
     work = "a new process that imports torch"
-    imports = compare(work, import_by_hand, _timed(import_by_hand), others, rounds)
+    imports = compare(work, import_by_hand, timed(import_by_hand), others, rounds)
     return [imports, _memory_of_sampler(1000 if quick else 10_000_000)]
 
 
-def _timed(start_process: Callable[[], None]) -> Way:
-    def run() -> float:
-        start = time.perf_counter()
-        start_process()
-        return time.perf_counter() - start
-
-    return run
+def import_with_torch(code: str) -> None:
+    run_python(f"import torch; {code}")
 
 
 def run_python(code: str) -> None:
