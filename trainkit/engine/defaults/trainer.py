@@ -334,7 +334,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             if path.name != LOCK_FILE and not is_periodic_checkpoint:
                 names.append(path.name)
         lines.append(f"files in {self.cfg.OUTPUT_DIR}: {', '.join(names)}")
-        if self.status != "finished":
+        if self.status != "finished" and self.checkpointer.has_checkpoint():
             lines.append("to go on: the same command with --resume, or trainer.train()")
         return "\n  ".join(lines)
 
