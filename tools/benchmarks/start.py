@@ -63,8 +63,9 @@ def run_python(code: str) -> None:
 
 
 def shuffle_by_hand(size: int) -> Iterator[int]:
-    for index in torch.randperm(size):
-        yield int(index)
+    indices = torch.randperm(size)
+    for place in range(size):  # iterating over the tensor would make a tensor of each number first
+        yield int(indices[place])
 
 
 def trainkits_sampler(size: int) -> Iterator[int]:
