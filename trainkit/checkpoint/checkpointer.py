@@ -39,12 +39,8 @@ from trainkit.checkpoint.folder import (
 )
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
 from trainkit.checkpoint.mirror import after_save, local_folder
-from trainkit.checkpoint.optimizer_state import (
-    describe_groups,
-    fit_state,
-    load_optimizer,
-    names_in,
-)
+from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
+from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager

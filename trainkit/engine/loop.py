@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.atomic import CheckpointError, loading
 from trainkit.checkpoint.checkpointer import Checkpointer
-from trainkit.checkpoint.optimizer_state import names_in
+from trainkit.checkpoint.optimizer_groups import names_in
 from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList

@@ -15,12 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.checkpoint.atomic import loading
-from trainkit.checkpoint.optimizer_state import (
-    describe_groups,
-    fit_state,
-    load_optimizer,
-    names_in,
-)
+from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
+from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.data.epochs import epoch_listeners, not_reached
 from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
