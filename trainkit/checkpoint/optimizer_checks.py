@@ -133,38 +133,38 @@ def _check_entry(
     for name, value in entry.items():
         if isinstance(value, Tensor):
             got = f"shape {list(value.shape)}"
-            accepted = _accepted_shape(name, value, parameter, has_only_entries_of_torch)
+            expected = _accepted_shape(name, value, parameter, has_only_entries_of_torch)
         else:
             got = repr(value)
-            accepted = _accepted_value(name, value, parameter, may_be_none)
-        if accepted:
+            expected = _accepted_value(name, value, parameter, may_be_none)
+        if expected is not None:
             raise CheckpointError(
                 f"the entry {name!r} in the state of parameter {position} "
-                f"({base.__name__}) has {got:.80}; accepted: {accepted}"
+                f"({base.__name__}) has {got:.80}; accepted: {expected}"
             )
 
 
 def _accepted_shape(
     name: str, value: Tensor, parameter: Tensor, has_only_entries_of_torch: bool
-) -> str:
-    """The shape that a tensor must have instead; "" if its own is right, or not known."""
+) -> str | None:
+    """The shape that a tensor must have instead; None if its own is right, or not known."""
     if name in _ONE_VALUE:
-        return "" if value.numel() == 1 else "one value"
+        return None if value.numel() == 1 else "one value"
     if name not in _LIKE_PARAMETER and not has_only_entries_of_torch:
-        return ""  # what a subclass has added
+        return None  # what a subclass has added
     if value.shape == parameter.shape:
-        return ""
+        return None
     return f"shape {list(parameter.shape)}, as its parameter"
 
 
-def _accepted_value(name: str, value: Any, parameter: Tensor, may_be_none: bool) -> str:
-    """What must be there instead of a value that is no tensor; "" if it is right, or not known."""
+def _accepted_value(name: str, value: Any, parameter: Tensor, may_be_none: bool) -> str | None:
+    """What must be there instead of a value that is no tensor; None if it is right, or not known."""
     if name in _ONE_VALUE:
-        return "" if is_number(value) else "one number"
+        return None if is_number(value) else "one number"
     if name not in _LIKE_PARAMETER:
-        return ""
+        return None
     if value is None and may_be_none:  # SGD without momentum
-        return ""
+        return None
     return f"a tensor of shape {list(parameter.shape)}, as its parameter"
 
 
