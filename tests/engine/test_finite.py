@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
-from trainkit.engine.losses import non_finite_names, raise_failure
+from trainkit.engine.finite import non_finite_names, raise_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.engine.losses import Losses, as_losses, describe_failure, raise_failure
+from trainkit.engine.finite import describe_failure, raise_failure
+from trainkit.engine.losses import Losses, as_losses
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead, wait_for
@@ -87,8 +88,8 @@ class MetricPath:
     iterations in one block, in the same iterations on every rank.
 
     Args:
-        trainer: a weak reference; its ``look(storage, iter, values)`` describes the values that are
-            not finite, or returns None. It is called in the order of the iterations.
+        trainer: a weak reference; its ``judge_numbers(storage, iter, values)`` describes the values
+            that are not finite, or returns None. It is called in the order of the iterations.
         gather_period: in iterations; the losses of every so many are stored.
         asynchronous: a worker of the storage does the work.
     """
@@ -140,7 +141,7 @@ class MetricPath:
             values = losses.read()
             for name, value in extra.items():
                 values[name] = value.item()
-            failure = self._trainer.look(storage, iter, values)
+            failure = self._trainer.judge_numbers(storage, iter, values)
             if failure is not None:
                 raise_failure([failure])
             if is_stored:
@@ -216,7 +217,7 @@ class MetricPath:
         failure = None
         for row in rows:
             values = {name: next(number) for name in row.values}
-            text = self._trainer.look(storage, row.iter, values)
+            text = self._trainer.judge_numbers(storage, row.iter, values)
             if text is not None and failure is None:
                 failure = (row.iter, text)
             if row.is_stored:
