@@ -223,28 +223,6 @@ class SimpleTrainer(TrainerBase):
 
     # ------------------------------------------------------------------ parts of a step
 
-    def fetch(self) -> Any:
-        """The next batch, or micro-batch, on the model's device."""
-        return self.feed.next(self._device)
-
-    def micro_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Each micro-batch of this iteration, and whether it is the last one.
-
-        It is drawn when it is asked for.
-        """
-        for number in range(1, self.accumulation_steps + 1):
-            yield self.draw(), number == self.accumulation_steps
-
-    def draw(self) -> Any:
-        """`fetch`, with the time that it takes; the result becomes ``batch``."""
-        start = time.perf_counter()
-        batch = self.fetch()
-        self._batch = batch
-        self._data_sec += time.perf_counter() - start
-        if self._is_first_step:
-            settle_buckets(self.model, batch, lambda batch: self.compute_losses(batch).total)
-        return batch
-
     def compute_gradients(self) -> Losses:
         """Fetch, zero_grad, forward and backward for each micro-batch.
 
@@ -261,6 +239,28 @@ class SimpleTrainer(TrainerBase):
                 found.append(self._add_gradients(batch, is_first=not found).detach())
             del batch  # the next one may be drawn
         return mean_losses(found)
+
+    def micro_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Each micro-batch of this iteration, and whether it is the last one.
+
+        It is drawn when it is asked for.
+        """
+        for number in range(1, self.accumulation_steps + 1):
+            yield self.draw(), number == self.accumulation_steps
+
+    def draw(self) -> Any:
+        """`fetch`, with the time that it takes; the result becomes ``batch``."""
+        start = time.perf_counter()
+        batch = self.fetch()
+        self._batch = batch
+        self._data_sec += time.perf_counter() - start
+        if self._is_first_step:  # of DistributedDataParallel
+            settle_buckets(self.model, batch, lambda batch: self.compute_losses(batch).total)
+        return batch
+
+    def fetch(self) -> Any:
+        """The next batch, or micro-batch, on the model's device."""
+        return self.feed.next(self._device)
 
     def _add_gradients(self, batch: Any, *, is_first: bool = True) -> Losses:
         """Zero_grad, if this is the first micro-batch, forward and backward."""
@@ -286,8 +286,15 @@ class SimpleTrainer(TrainerBase):
             self._check_first_losses(losses)
         return losses
 
+    def call_model(self, batch: Any) -> Any:
+        try:
+            return self.model(batch)
+        except RuntimeError as error:
+            explain_unused_parameters(self.model, error)
+            raise
+
     def _check_first_losses(self, losses: Losses) -> None:
-        """Check what a model can return wrong from its first step on; log what is minimized."""
+        """Refuse losses that no step can use; log which are minimized."""
         stored = set(STORED_BESIDE_LOSSES)
         if self.clip_gradients is not None:
             stored.add("grad_norm")
@@ -301,13 +308,6 @@ class SimpleTrainer(TrainerBase):
         only_logged = [name for name in losses if name not in losses.trained]
         others = f"; only logging {only_logged}" if only_logged else ""
         logger.info("Minimizing %s%s", " + ".join(losses.trained), others)
-
-    def call_model(self, batch: Any) -> Any:
-        try:
-            return self.model(batch)
-        except RuntimeError as error:
-            explain_unused_parameters(self.model, error)
-            raise
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -341,9 +341,8 @@ class SimpleTrainer(TrainerBase):
     ) -> None:
         """Give the losses of an iteration, and ``extra``, to the storage.
 
-        On an accelerator it waits for nothing.
-        A subclass that overrides it, and does not call this method, stores and checks the losses
-        itself.
+        On an accelerator it waits for nothing. A subclass that overrides it, and does not call this
+        method, stores and checks the losses itself.
 
         Args:
             loss_dict: name -> value, as the model has returned them. Those that require grad add up

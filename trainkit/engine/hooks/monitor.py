@@ -75,8 +75,8 @@ class MetricHook(PeriodicHook):
         self._min_delta = check_number("min_delta", min_delta, "[0, inf)")
         self.mode = self._choose_mode(mode)
         self._sign = 1 if self.mode == "max" else -1
-        # the metrics of an evaluation that did not give this one
-        self._known: list[str] | None = None
+        # the metrics that there were when the monitored one was missing; None: it was not missing
+        self._known_metrics: list[str] | None = None
         self._forget()
 
     def _choose_mode(self, mode: Mode) -> Literal["max", "min"]:
@@ -119,7 +119,7 @@ class MetricHook(PeriodicHook):
         raise NotImplementedError
 
     def before_train(self) -> None:
-        self._known = None
+        self._known_metrics = None
         if self.trainer.start_iter == 0:
             self._forget()
         elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
@@ -131,8 +131,8 @@ class MetricHook(PeriodicHook):
 
         By now the stopped run is saved.
         """
-        if self._known is not None and self.trainer.status != "failed":
-            self._raise_missing(self._known)
+        if self._known_metrics is not None and self.trainer.status != "failed":
+            self._raise_missing(self._known_metrics)
 
     def act_now(self) -> None:
         """Judge the newest value if it is new; every rank calls it.
@@ -157,7 +157,7 @@ class MetricHook(PeriodicHook):
             return
         if self.trainer.status != "running":
             self._raise_missing(known)
-        self._known = known
+        self._known_metrics = known
         self.trainer.request_stop(f"no evaluation has given the metric {self.monitored_metric!r}")
 
     def _raise_missing(self, known: list[str]) -> NoReturn:

@@ -25,8 +25,8 @@ class IterationTimer(HookBase):
         self._timed_iters = 0
 
     def before_train(self) -> None:
-        self._begin = time.perf_counter()
-        self._step_begin = self._begin
+        self._start_sec = time.perf_counter()
+        self._step_start_sec = self._start_sec
         self._steps_sec = 0.0
         self._total_sec = 0.0
         self._timed_iters = 0
@@ -34,20 +34,20 @@ class IterationTimer(HookBase):
         self._started_iters = min(self.trainer.start_iter, self._warmup_iter)
 
     def before_step(self) -> None:
-        self._step_begin = time.perf_counter()
+        self._step_start_sec = time.perf_counter()
         self._started_iters += 1
         if self._started_iters == self._warmup_iter:
-            self._begin = self._step_begin
+            self._start_sec = self._step_start_sec
 
     def after_step(self) -> None:
         if self._started_iters >= self._warmup_iter:
-            step_sec = time.perf_counter() - self._step_begin
+            step_sec = time.perf_counter() - self._step_start_sec
             self._steps_sec += step_sec
             self._timed_iters += 1
             self.trainer.storage.put_scalar("time", step_sec)
 
     def after_train(self) -> None:
-        self._total_sec = time.perf_counter() - self._begin
+        self._total_sec = time.perf_counter() - self._start_sec
         if self._timed_iters > 0:
             logger.info(
                 "%d iterations in %s (%.4f s each); with hooks %s",
