@@ -158,7 +158,7 @@ def _accepted_shape(
 
 
 def _accepted_value(name: str, value: Any, parameter: Tensor, may_be_none: bool) -> str | None:
-    """What must be there instead of a value that is no tensor; None if it is right, or not known."""
+    """What must replace a value that is no tensor; None if it is right, or not known."""
     if name in _ONE_VALUE:
         return None if is_number(value) else "one number"
     if name not in _LIKE_PARAMETER:

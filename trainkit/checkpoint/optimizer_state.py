@@ -1,8 +1,8 @@
 """Load the state of an optimizer, which is given to the parameters of the same names.
 
-A checkpoint holds ``optimizer.state_dict()`` and the description of `optimizer_groups`. Saved groups
-are brought into the order of this run (`optimizer_match`), and a state that does not fit is an error
-before the optimizer sees it (`optimizer_checks`).
+A checkpoint holds ``optimizer.state_dict()`` and the description of `optimizer_groups`. Saved
+groups are brought into the order of this run (`optimizer_match`). A state that does not fit is an
+error before the optimizer sees it (`optimizer_checks`).
 """
 
 import logging
