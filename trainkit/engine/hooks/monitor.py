@@ -145,8 +145,8 @@ class MetricHook(PeriodicHook):
         if comm.is_main_process():
             latest = self.trainer.storage.latest()
             if self.monitored_metric in latest:
-                value = self._record_new_value()
-                if value is not None:
+                value, iter = latest[self.monitored_metric]
+                if self._record_if_new(value, iter):
                     decision = self.judge(value)
             else:
                 known = sorted(latest)
@@ -167,24 +167,23 @@ class MetricHook(PeriodicHook):
             f"{did_you_mean(metric, known)}known are: {', '.join(known) or 'none'}"
         )
 
-    def _record_new_value(self) -> float | None:
+    def _record_if_new(self, value: float, iter: int) -> bool:
         """Compare the newest value with the best one, and note the result.
 
-        Returns the value; None if it was seen before, or does not count.
+        Returns False if it was seen before, or does not count.
         """
-        value, iter = self.trainer.storage.latest()[self.monitored_metric]
         if iter == self._seen_iter:
-            return None
+            return False
         self._seen_iter = iter
         if not self.counts(iter):
-            return None
+            return False
         if self._is_new_best(value):
             self.best = value
             self.best_iter = iter
             self.not_better = 0
         else:
             self.not_better += 1
-        return float(value)
+        return True
 
     def _is_new_best(self, value: float) -> bool:
         if not math.isfinite(value):
