@@ -22,7 +22,13 @@ from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
 from trainkit.engine.finite import non_finite_names
 from trainkit.engine.loop import TrainerBase
-from trainkit.engine.losses import Losses, as_losses, mean_losses, parse_losses
+from trainkit.engine.losses import (
+    Losses,
+    as_losses,
+    explain_first_call,
+    mean_losses,
+    parse_losses,
+)
 from trainkit.engine.metrics import (
     STORED_BESIDE_LOSSES,
     DirectCalls,
@@ -169,6 +175,11 @@ class SimpleTrainer(TrainerBase):
             ValueError: a period below 1; ``non_finite`` is not known.
         """
         super().__init__()
+        if clip_gradients is not None and not callable(clip_gradients):
+            raise TypeError(
+                f"clip_gradients must be a function of the parameters, got {clip_gradients!r}; to "
+                'limit the norm of all gradients, give GradientClipper("full_model", 1.0)'
+            )
         self.policy = make_policy(non_finite, max_non_finite_in_row)
         self.policy.bind(optimizer)
         model.train()
@@ -289,8 +300,10 @@ class SimpleTrainer(TrainerBase):
     def call_model(self, batch: Any) -> Any:
         try:
             return self.model(batch)
-        except RuntimeError as error:
+        except Exception as error:
             explain_unused_parameters(self.model, error)
+            if self._is_first_step:
+                explain_first_call(batch, error)
             raise
 
     def _check_first_losses(self, losses: Losses) -> None:
