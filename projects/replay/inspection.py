@@ -370,9 +370,9 @@ class Replay:
         if not self.differences:
             lines.append("settings, code, versions and machine are as in the run")
         losses = [(name, loss.item()) for name, loss in self.losses.items()]
-        norms = [
-            (name, gradient.float().norm().item()) for name, gradient in self.gradients.items()
-        ]
+        norms = []
+        for name, gradient in self.gradients.items():
+            norms.append((name, gradient.float().norm().item()))
         lines += [
             _table(("batch", "shape", "dtype", "min", "max"), self._fields()),
             _table(("loss", "value"), losses),

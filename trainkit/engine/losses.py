@@ -108,9 +108,9 @@ def explain_first_call(batch: Any, error: Exception) -> None:
     add_line(
         error,
         f"The model was called as model(batch); batch is {describe_batch(batch)}. A model takes a "
-        "whole batch, and returns its loss, or a dict of losses. losses_from(model, loss_fn) adapts "
-        "a network that takes inputs, and losses_from(model) one that takes the entries of a dict "
-        "by name and returns an object with a loss",
+        "whole batch, and returns its loss, or a dict of losses. losses_from(model, loss_fn) "
+        "adapts a network that takes inputs, and losses_from(model) one that takes the entries of "
+        "a dict by name and returns an object with a loss",
     )
 
 

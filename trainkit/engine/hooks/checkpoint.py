@@ -102,11 +102,6 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
             self._keep_former_final()
         if self._clock is not None:
             self._clock.start(self.trainer)
-        if not hasattr(self.trainer, "cfg"):
-            logger.info(
-                "These checkpoints do not say how the run was started, so its steps cannot be "
-                "repeated later"
-            )
 
     def _keep_former_final(self) -> None:
         """Save the end of a finished run that goes on under its number.
@@ -299,7 +294,8 @@ class BestCheckpointer(MetricHook):
         # in the final evaluation best_iter is max_iter
         done = min(self.best_iter + 1, self.trainer.max_iter)
         return (
-            f"best {self.monitored_metric} {self.best:.5g} {say_done(done)}: {self.file_prefix}.pth"
+            f"best {self.monitored_metric} {self.best:.5g} ({self.mode}) {say_done(done)}: "
+            f"{self.file_prefix}.pth"
         )
 
 

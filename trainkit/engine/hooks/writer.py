@@ -8,6 +8,7 @@ from typing import Any
 from trainkit.checkpoint.atomic import loading
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
+from trainkit.engine.hooks.timer import IterationTimer
 from trainkit.utils.events import EventStorage, EventWriter, estimate_eta_sec, get_event_storage
 from trainkit.utils.periods import check_period, is_due
 
@@ -50,6 +51,12 @@ class PeriodicWriter(HookBase):
         self._finished_states = None
         self._finished_storage = None
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
+        self._timers = [hook for hook in self.trainer.hooks if isinstance(hook, IterationTimer)]
+        self._with_progress = [
+            writer
+            for writer in self._writers
+            if type(writer).show_progress is not EventWriter.show_progress
+        ]
         for writer in self._writers:
             writer.begin(self.trainer)
         if self.trainer.start_iter == 0 and self._was_evaluated(0):
@@ -72,6 +79,8 @@ class PeriodicWriter(HookBase):
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1
+        for writer in self._with_progress:
+            writer.show_progress(done)
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(done):
             self.trainer.storage.publish(self._write)
 
@@ -114,7 +123,8 @@ class PeriodicWriter(HookBase):
             # before the last write, since a resumed run writes these values again
             self._states_to_resume = self._writer_states()
         if not at_end:
-            eta_sec = estimate_eta_sec(storage, self.trainer.max_iter)
+            hooks_sec = sum(timer.hooks_sec_per_iter for timer in self._timers)
+            eta_sec = estimate_eta_sec(storage, self.trainer.max_iter, hooks_sec)
             if eta_sec is not None:
                 storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
         with storage.hold_images():
