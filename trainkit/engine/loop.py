@@ -306,11 +306,14 @@ class TrainerBase:
         """Call before saving or evaluating, on every rank.
 
         Waits for the device and for the metrics worker.
+
         Raises:
             FloatingPointError: on some rank the model, or the loss of an earlier step, is not
                 finite.
         """
         self.storage.flush()
+        # a subclass with its own `run_step` may not have set it
+        self._inner.iter = self.iter
         self._inner.before_check(self._ranks_agree)
         raise_failure(self.gather(self._inner.find_failure()))
 
@@ -579,6 +582,7 @@ class TrainerBase:
         """Add hooks after those with the same or a lower ``priority`` number.
 
         Entries that are None are skipped.
+
         Args:
             priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own.
                 With a number above `SAVE_POINT` hooks run below the save point.
