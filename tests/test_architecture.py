@@ -18,6 +18,7 @@ LAYERS = [
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
     [
+        "trainkit.engine.finite",
         "trainkit.engine.launch",
         "trainkit.engine.losses",
         "trainkit.engine.parallel",
@@ -99,7 +100,7 @@ PURE = {
     "type",
 }
 PURE |= {
-    "_of_step",
+    "_until_save_point",
     "attrgetter",
     "count",
     "field",

@@ -19,8 +19,8 @@ from trainkit.projects.replay.failure import (
     without_process,
 )
 
+from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.losses import non_finite_names
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.logger import format_table
 
