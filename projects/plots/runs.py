@@ -321,7 +321,7 @@ def _parse(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict):
         return None
-    iteration = row.get("iteration")
+    iteration = row.get("iteration", -1)
     is_number = type(iteration) in (int, float)
     return row if is_number and 0 <= iteration < _MOST_ITERATIONS else None
 
