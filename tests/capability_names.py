@@ -5,6 +5,12 @@ import itertools
 import re
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+
+# projects that train something, with public names only; the others are capabilities
+JOBS = {"charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"}
+CAPABILITIES = sorted({file.parent.name for file in ROOT.glob("projects/*/__init__.py")} - JOBS)
+
 # Words of a name, or two words that follow each other.
 NAMES = {
     "fsdp",

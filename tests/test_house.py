@@ -9,22 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.capability_names import imported_projects, names_of_capabilities
+from tests.capability_names import CAPABILITIES, JOBS, imported_projects, names_of_capabilities
 
 ROOT = Path(__file__).parents[1]
 
-# users of the public names
-JOBS = {
-    "digits",
-    "segmentation",
-    "selfsup",
-    "charlm",
-    "vision_text",
-    "trainkit_selfsup",
-}
-CAPABILITIES = sorted(
-    file.parent.name for file in ROOT.glob("projects/*/__init__.py") if file.parent.name not in JOBS
-)
 CORE_TESTS = [
     "engine/test_train_loop.py",
     "engine/test_defaults.py",

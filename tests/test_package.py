@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests.capability_names import CAPABILITIES
+
 ROOT = Path(__file__).parents[1]
-JOBS = {"charlm", "digits", "segmentation", "selfsup", "trainkit_selfsup", "vision_text"}
-CAPABILITIES = sorted({path.parent.name for path in ROOT.glob("projects/*/__init__.py")} - JOBS)
 
 USE = """
 import sys

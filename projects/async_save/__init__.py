@@ -1,13 +1,5 @@
 """Checkpoints that a thread writes while training continues."""
 
-from typing import Any
+from trainkit.utils.plugins import lending
 
-from trainkit.utils.plugins import lent_names, lent_object
-
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

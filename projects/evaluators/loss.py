@@ -3,8 +3,10 @@
 import logging
 import math
 import weakref
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,14 @@ from trainkit.utils import comm
 from trainkit.utils.device import preserve_buffers
 from trainkit.utils.env import preserve_rng_state, seed_all_rng
 from trainkit.utils.events import EventStorage
+from trainkit.utils.events.worker import Numbers
 
 logger = logging.getLogger(__name__)
 
 # these act randomly in train mode, or update running statistics
 _FROZEN_TYPES = (_NormBase, _DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
 
+_MOST_WAITING = 100  # batches whose losses are read together, since reading waits for the device
 
 # the models that were asked whether their loss is random
 _asked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -68,6 +72,8 @@ class LossEvaluator(DatasetEvaluator):
         if weight is not None and (not isinstance(weight, str) or not weight):
             raise ValueError(f"weight must be the name of an entry, or None, got {weight!r}")
         self._model: Any = None  # until `bind`
+        self._modes: list[tuple[nn.Module, bool]] = []  # in which the model gives its losses
+        self._with_buffers: list[nn.Module] = []
         self._frozen_types: Any = (*_FROZEN_TYPES, *freeze)
         self._weight = weight
         self._count = SampleCounter()
@@ -81,14 +87,33 @@ class LossEvaluator(DatasetEvaluator):
     def bind(self, model: Any) -> None:
         self._model = model
         self._count = SampleCounter(model)
+        self._modes = self._find_modes()
+        self._with_buffers = []
+        for module in model.modules():
+            # statistics of a frozen norm do not change
+            if not isinstance(module, _NormBase) and any(
+                True for _ in module.buffers(recurse=False)
+            ):
+                self._with_buffers.append(module)
+
+    def _find_modes(self) -> list[tuple[nn.Module, bool]]:
+        """The modules in the mode of `_losses`; a model may override ``train()``."""
+        with inference_context(self._model):
+            if not callable(getattr(self._model, "losses", None)):
+                self._model.train()
+                for module in self._model.modules():
+                    if isinstance(module, self._frozen_types):
+                        module.eval()
+            return [(module, module.training) for module in self._model.modules()]
 
     def bind_loader(self, data_loader: Any) -> None:
         self._count = SampleCounter(self._model, data_loader)
 
     def reset(self) -> None:
-        # name -> of each batch, which may have other losses: the loss times its weight, and the weight
-        self._sums: dict[str, list[Tensor]] = {}
-        self._weights: dict[str, list[Any]] = {}
+        # losses and weights of the newest batches, which may be on a device
+        self._waiting: list[tuple[dict[str, Tensor], Any]] = []
+        self._sums: dict[str, _ExactSum] = {}  # loss times weight
+        self._weights: dict[str, _ExactSum] = {}  # of the batches that have this loss
 
     def process(self, inputs: Any, outputs: Any) -> None:
         """Add one batch; raises as `parse_losses`, and ValueError if the model does not return ``weight``."""
@@ -99,12 +124,26 @@ class LossEvaluator(DatasetEvaluator):
             weight = self._count(inputs)
         else:
             weight = self._weight_in(losses)
-        for name, loss in losses.items():
-            product = _wide(loss) * weight
-            if self._weight is not None:
-                product = product.where(weight > 0, 0.0)  # a mean over no tokens is NaN
-            self._sums.setdefault(name, []).append(product)
-            self._weights.setdefault(name, []).append(weight)
+        self._waiting.append((losses, weight))
+        if len(self._waiting) >= _MOST_WAITING:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        values: list[Any] = []
+        for losses, weight in self._waiting:
+            values += [weight, *losses.values()]
+        numbers = iter(Numbers(values).read())
+        for losses, _ in self._waiting:
+            weight = next(numbers)
+            for name in losses:
+                loss = next(numbers)
+                if name not in self._sums:
+                    self._sums[name] = _ExactSum()
+                    self._weights[name] = _ExactSum()
+                self._weights[name].add(weight)
+                if self._weight is None or weight > 0:  # a mean over no tokens is NaN
+                    self._sums[name].add(loss * weight)
+        self._waiting = []
 
     def keep_up(self, inputs: Any) -> None:
         """Run the model as often as ``process`` does; see `trainkit.projects.sharding.fsdp`."""
@@ -121,27 +160,17 @@ class LossEvaluator(DatasetEvaluator):
         Raises:
             ValueError: the weights of a loss add up to 0.
         """
-        mine = {
-            name: (torch.stack(sums).tolist(), _numbers(self._weights[name]))
-            for name, sums in self._sums.items()
-        }
-        by_rank = comm.all_gather(mine)
+        self._add_waiting()
+        sums = _over_ranks(self._sums)
+        weights = _over_ranks(self._weights)
         means = {}
-        for name in dict.fromkeys(name for theirs in by_rank for name in theirs):
-            sums: list[float] = []
-            weights: list[float] = []
-            for theirs in by_rank:
-                if name in theirs:
-                    sums += theirs[name][0]
-                    weights += theirs[name][1]
-            total = math.fsum(weights)
+        for name in sums:
+            total = float(weights[name])
             if total == 0:
                 raise ValueError(
                     f"the weights {self._weight or 'of the batches'} of the loss {name!r} add up to 0 over all batches"
                 )
-            # fsum rounds once, so neither the order nor the division of batches over processes changes the result
-            is_finite = all(math.isfinite(value) for value in sums)
-            means[name] = (math.fsum(sums) if is_finite else sum(sums)) / total
+            means[name] = float(sums[name]) / total
         return {self._task: means} if comm.is_main_process() else {}
 
     def _weight_in(self, losses: dict[str, Tensor]) -> Tensor:
@@ -152,7 +181,7 @@ class LossEvaluator(DatasetEvaluator):
                 f"weight of LossEvaluator is {self._weight!r}, but the model returns {sorted(losses)}; "
                 "return the weight of the batch as an entry, a scalar tensor"
             )
-        return _wide(weight)
+        return weight
 
     def _ask_once(self, inputs: Any, losses: dict[str, Tensor]) -> None:
         """Warn if another random state gives another loss; each model is asked once."""
@@ -176,26 +205,62 @@ class LossEvaluator(DatasetEvaluator):
 
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
         """``total_loss``, then the single losses; detached. Gradients are on: what requires grad is a loss."""
-        with inference_context(self._model), preserve_buffers(self._model), torch.enable_grad():
+        with self._mode_for_losses(), preserve_buffers(self._with_buffers), torch.enable_grad():
             if callable(losses_of := getattr(self._model, "losses", None)):
                 returned = losses_of(inputs)
             else:
-                self._model.train()
-                for module in self._model.modules():
-                    if isinstance(module, self._frozen_types):
-                        module.eval()
                 returned = self._model(inputs)
-        losses = parse_losses(returned)
-        return {"total_loss": losses.total.detach()} | losses.detached
+            losses = parse_losses(returned)
+            values = {"total_loss": losses.total, **losses}
+            for name, value in values.items():
+                # without a graph it may be a buffer
+                is_result = value.grad_fn is not None
+                values[name] = value.detach() if is_result else value.detach().clone()
+        return values
+
+    @contextmanager
+    def _mode_for_losses(self) -> Iterator[None]:
+        """Context in which the modules have the modes of `_find_modes`."""
+        changed = []
+        for module, training in self._modes:
+            if module.training != training:
+                changed.append(module)
+                module.training = training
+        try:
+            yield
+        finally:
+            for module in changed:
+                module.training = not module.training
 
 
-def _wide(value: Tensor) -> Tensor:
-    """In float64, but on MPS, which has none."""
-    return value.float() if value.device.type == "mps" else value.double()
+class _ExactSum:
+    """A sum that is rounded once, in `float`, so neither the order nor the parts of several processes change it."""
+
+    def __init__(self) -> None:
+        self._exact = Fraction(0)  # of the finite values
+        self._not_finite = 0.0
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            self._exact += Fraction(value)
+        else:
+            self._not_finite += value
+
+    def merge(self, other: "_ExactSum") -> None:
+        self._exact += other._exact
+        self._not_finite += other._not_finite
+
+    def __float__(self) -> float:
+        try:
+            return float(self._exact) + self._not_finite
+        except OverflowError:
+            return (math.inf if self._exact > 0 else -math.inf) + self._not_finite
 
 
-def _numbers(weights: list[Any]) -> list[float]:
-    """Read the device once."""
-    if isinstance(weights[0], Tensor):
-        return cast(list[float], torch.stack(weights).tolist())
-    return weights
+def _over_ranks(sums: dict[str, _ExactSum]) -> dict[str, _ExactSum]:
+    """The sums of all ranks, which may have other names."""
+    merged: dict[str, _ExactSum] = {}
+    for of_rank in comm.all_gather(sums):
+        for name, its_sum in of_rank.items():
+            merged.setdefault(name, _ExactSum()).merge(its_sum)
+    return merged

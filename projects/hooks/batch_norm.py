@@ -125,7 +125,7 @@ class PreciseBN(HookBase):
         with (
             EventStorage(),
             preserve_rng_state(),
-            preserve_buffers(self._model),
+            preserve_buffers(self._model.modules()),
             _without_compiling(),
             _observed(layers) as seen,
         ):

@@ -45,7 +45,7 @@ class CheckFiniteLoss(HookBase):
 class GradNorm(HookBase):
     """Store ``grad_norm``, the 2-norm of the gradients of all parameters of the optimizer, every ``period`` iterations.
 
-    Clipping (SOLVER.CLIP_GRADIENTS) stores it in each iteration, so this hook is then an error.
+    Clipping by a norm (SOLVER.CLIP_GRADIENTS) stores it in each iteration, so this hook is then an error.
     """
 
     config_keys = (("period", "LOG.PERIOD"),)
@@ -54,7 +54,8 @@ class GradNorm(HookBase):
         self._period = check_period("period", period, minimum=1)
 
     def before_train(self) -> None:
-        if getattr(self.trainer, "clip_gradients", None) is not None:
+        clipper = getattr(self.trainer, "clip_gradients", None)
+        if clipper is not None and getattr(clipper, "gives_norm", True):
             raise ConfigError("SOLVER.CLIP_GRADIENTS stores grad_norm already; leave GradNorm out")
 
     def after_backward(self) -> None:

@@ -13,6 +13,7 @@ from trainkit.engine.policies import SKIP_FLAG, NonFinitePolicy, skips_on_device
 from trainkit.engine.step import parameters_of
 from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
+from trainkit.utils.events import EventStorage
 
 __all__ = ["CheckGradients", "SkipNonFinite"]
 
@@ -39,9 +40,11 @@ class CheckGradients(NonFinitePolicy):
         """The tensors that must be finite."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def look(self, iter: int, values: dict[str, Any], gather_period: int) -> str | None:
+    def look(
+        self, storage: EventStorage, iter: int, values: dict[str, Any], gather_period: int
+    ) -> str | None:
         is_bad = values.pop(_FLAG, 0.0) and not values.get(SKIP_FLAG)
-        failure = super().look(iter, values, gather_period)
+        failure = super().look(storage, iter, values, gather_period)
         if is_bad and failure is None:
             return describe_failure("gradients are", iter, values)
         return failure

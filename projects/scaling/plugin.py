@@ -28,3 +28,9 @@ def prepare(cfg: CfgNode) -> None:
     from trainkit.projects.scaling.scaling import scale_lr_to_batch
 
     cfg.update(scale_lr_to_batch(cfg))
+
+
+def scale(cfg: CfgNode, num_ranks: int) -> CfgNode:
+    from trainkit.projects.scaling.scaling import scale_workers
+
+    return scale_workers(cfg, num_ranks)

@@ -1,7 +1,7 @@
 """What this project brings to trainkit."""
 
 from trainkit.config import CfgNode, ConfigError, choose, get_cfg
-from trainkit.config.checks import check_accepted
+from trainkit.config.checks import KEYS_OF_SCHEDULE, check_accepted
 from trainkit.config.projects import has_changes
 
 NAMES = {
@@ -33,6 +33,7 @@ LENDS = {
         "schedules",
     ]
 }
+LENGTH_LISTS = ["SOLVER.SCHEDULES"]
 
 _GROUPS = "SOLVER.PARAM_GROUPS"
 
@@ -100,6 +101,10 @@ def check(cfg: CfgNode) -> None:
         raise ConfigError(
             "SOLVER.OPTIMIZERS and SOLVER.OPTIMIZER.LR are both set; give each of OPTIMIZERS its LR"
         )
+
+
+def unused_keys(cfg: CfgNode) -> list[str]:
+    return KEYS_OF_SCHEDULE if cfg.SOLVER.SCHEDULES else []
 
 
 def prepare(cfg: CfgNode) -> None:

@@ -1,6 +1,7 @@
 """Keys of projects: they are there, they are checked if they are used, and config.yaml has them if they are changed."""
 
 import sys
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,17 @@ import yaml
 
 import trainkit.projects
 from tests.engine.job import tiny_cfg
-from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, prepare_projects
+from trainkit.config import (
+    CfgNode,
+    ConfigError,
+    check_values,
+    get_cfg,
+    prepare_projects,
+    resolve_lengths,
+)
 from trainkit.config.config import changed_settings, mark_as_defaults
 from trainkit.config.defaults import MEANT_IF_SET, core_defaults, keys_of
+from trainkit.config.lengths import check_lengths_go_on
 from trainkit.config.projects import projects_in_use
 from trainkit.engine import DefaultTrainer, default_argument_parser, default_setup
 from trainkit.solver import build_optimizer
@@ -107,6 +116,42 @@ def test_an_option_of_a_plug_in_is_applied_and_its_function_is_called_later(nois
     release_folder(tmp_path)
     assert cfg.MODEL.NOISE.SCALE == 0.5
     assert noise == ["check", "ready"]
+
+
+FADES = """
+LENGTH_LISTS = ["MODEL.FADES"]
+
+
+def add_config(cfg):
+    cfg.MODEL.FADES = []
+
+
+def unused_keys(cfg):
+    return ["SOLVER.GAMMA"]
+
+
+def scale(cfg, num_ranks):
+    cfg = cfg.clone()
+    cfg.SOLVER.IMS_PER_BATCH *= num_ranks
+    return cfg
+"""
+
+
+def test_a_plug_in_says_which_lists_have_lengths_which_keys_are_unused_and_how_ranks_scale(plug_in):
+    plug_in("fades", FADES)
+    off = get_cfg()
+    off.merge_from_list(["SOLVER.GAMMA", -1.0, "SOLVER.IMS_PER_BATCH", 3])
+    on = off.clone()
+    on.merge_from_list(["MODEL.FADES", [{"END": "2ep"}, {"END": 5}]])
+
+    with pytest.raises(ConfigError, match="SOLVER.GAMMA: got -1.0"):
+        check_values(off)
+    check_values(on)
+    assert resolve_lengths(on, 7).MODEL.FADES == [{"END": 14}, {"END": 5}]
+    with pytest.raises(ConfigError, match="give the lengths in MODEL.FADES in iterations"):
+        check_lengths_go_on(on, 7, Fraction(7), Fraction(8))
+    assert DefaultTrainer.auto_scale_workers(off, 4).SOLVER.IMS_PER_BATCH == 3
+    assert DefaultTrainer.auto_scale_workers(on, 4).SOLVER.IMS_PER_BATCH == 12
 
 
 def test_what_is_missing_in_a_config_has_its_default(noise):

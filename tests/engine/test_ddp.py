@@ -377,20 +377,23 @@ def test_the_options_of_a_config_reach_the_model_of_its_run(ranks):
 
 WITHOUT_GRADIENT = "of rank {} gave no gradient to: of_rank_0.weight, of_rank_0.bias. If ranks or steps use different "
 
+# rank 0 waits for rank 1, which has failed; what Gloo says depends on what rank 0 had still to read
+LOST_PEER = re.compile(r"gloo/transport/\w+/pair\.cc:\d+\] .+peer")
+
 
 @pytest.mark.parametrize("name", ["uneven", "uneven_accumulated", "uneven_by_worker"])
 def test_ranks_that_use_different_layers_end_with_an_error_that_names_these_and_the_setting(
     ranks, name
 ):
     first, second = ranks[name]
-    assert "Connection closed by peer" in first  # by rank 1, which has failed
+    assert LOST_PEER.search(first)
     assert second.startswith("RuntimeError: Expected to have finished reduction")
     assert WITHOUT_GRADIENT.format(1) + "parameters, set MODEL.DDP.FIND_UNUSED_PARAMETERS" in second
 
 
 def test_a_trainer_with_its_own_step_and_checkpoints_ends_with_torchs_error_too(ranks):
     first, second = ranks["uneven_in_a_step_of_ones_own"]
-    assert "Connection closed by peer" in first
+    assert LOST_PEER.search(first)
     assert second.startswith("RuntimeError: Expected to have finished reduction")
 
 

@@ -439,3 +439,22 @@ def test_a_parameter_that_is_unfrozen_but_in_no_optimizer_of_the_trainer_is_name
     name = next(iter(trainer.model.state_dict()))
     texts = [text for text in caplog.messages if "but are in no optimizer" in text]
     assert [f": {name}. " in text for text in texts] == [True] * num_warnings
+
+
+def test_the_length_of_histories_bounds_what_a_checkpoint_holds_also_if_it_gets_shorter(tmp_path):
+    def run(length, max_iter):
+        keys = ("LOG.HISTORY_LENGTH", length, "LOG.WINDOW", 5, "SOLVER.MAX_ITER", max_iter)
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, *keys))
+        trainer.resume_or_load(resume=True)
+        trainer.train()
+        state = torch.load(tmp_path / "model_final.pth", weights_only=True)
+        return state["trainer"]["storage"]["histories"]["total_loss"]
+
+    long = run(8, 10)
+    assert long["iterations"].tolist() == [*range(2, 10)]
+    short = run(5, 12)
+    assert short["iterations"].tolist() == [*range(7, 12)]
+    assert torch.equal(short["values"][:3], long["values"][-3:])
+    assert short["count"] == 12
+    with pytest.raises(ConfigError, match="LOG.HISTORY_LENGTH.* got 4.*at least LOG.WINDOW, 5"):
+        run(4, 12)

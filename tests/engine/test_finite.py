@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
-from trainkit.engine.losses import raise_failure
+from trainkit.engine.losses import non_finite_names, raise_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 
@@ -119,3 +119,45 @@ def test_a_failure_is_not_found_again_in_a_run_that_follows(asynchronous):
     trainer.reset_data_loader(lambda: [torch.tensor(1.0)])
     trainer.train(0, 3)
     assert trainer.status == "finished"
+
+
+TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+TYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def with_tensors(**tensors):
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+    return model
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 5), (40, 50)], ids=str)
+def test_one_bad_value_of_any_type_and_size_is_named_among_many_good_ones(dtype, shape):
+    good = [torch.ones(shape).to(dtype) for _ in range(3)]
+    bad = torch.ones(shape)
+    bad.reshape(-1)[-1] = math.nan
+    tensors = {"a": good[0], "b": bad.to(dtype), "c": good[1], "d": good[2], "e": torch.ones(2, 2)}
+    assert non_finite_names(with_tensors(**tensors)) == ["b"]
+    assert non_finite_names(with_tensors(**tensors), except_for={"b"}) == []
+
+
+def test_large_values_whose_squares_overflow_are_finite():
+    largest = torch.full((3,), torch.finfo(torch.float32).max)
+    largest_half = torch.full((3000,), torch.finfo(torch.float16).max, dtype=torch.float16)
+    model = with_tensors(a=largest, b=largest_half, c=torch.tensor([0.0, -math.inf]))
+    assert non_finite_names(model) == ["c"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+def test_tensors_that_have_no_operations_do_not_end_a_run():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    model = with_tensors(
+        graph=torch.eye(3).to_sparse(),
+        rows=torch.eye(3).to_sparse_csr(),
+        lengths=torch.ones(2, dtype=torch.int64),
+        lines=nested,
+        bad=torch.tensor(math.inf),
+    )
+    assert non_finite_names(model) == ["bad"]

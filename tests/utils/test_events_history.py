@@ -23,6 +23,15 @@ def test_median_and_average_are_over_the_last_values_and_the_global_average_over
     )
 
 
+def test_a_median_that_was_read_before_counts_the_values_since():
+    history = filled([1.0, 2.0, 3.0])
+    assert history.median(2) == 2.5
+    history.update(9.0)
+    assert history.median(2) == 6.0
+    history.load_state_dict(filled([4.0, 8.0, 5.0, 5.0]).state_dict())
+    assert history.median(2) == 5.0
+
+
 def test_a_full_history_holds_the_newest_values_and_its_global_average_counts_all():
     history = filled(range(1000), max_length=10)
     assert history.values() == [(value, value) for value in range(990, 1000)]

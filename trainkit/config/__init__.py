@@ -1,6 +1,7 @@
-"""Configs: a CfgNode with trainkit's keys, lengths in iterations or epochs, and constructors that take a config."""
+"""Configs: a CfgNode with trainkit's keys, and constructors that take a config.
 
-from typing import Any
+Lengths are in iterations or epochs.
+"""
 
 from trainkit.config.checks import check_values
 from trainkit.config.config import CfgNode
@@ -10,7 +11,7 @@ from trainkit.config.instantiate import instantiate
 from trainkit.config.lengths import LENGTH_KEYS, Epochs, parse_length, resolve_lengths
 from trainkit.config.projects import choose, import_modules, prepare_projects
 from trainkit.utils.errors import ConfigError
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = [
     "get_cfg",
@@ -20,8 +21,6 @@ __all__ = [
     "import_modules",
     "prepare_projects",
     "choose",
-]
-__all__ += [
     "check_values",
     "Epochs",
     "parse_length",
@@ -30,10 +29,4 @@ __all__ += [
     "instantiate",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

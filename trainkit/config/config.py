@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
-from operator import getitem
 from typing import IO, Any
 
 import yaml
@@ -32,12 +30,14 @@ _ACCEPTED = {
 class CfgNode(_FvcoreCfgNode):
     """A node of a config: keys with values or further nodes, as attributes and as items.
 
-    Merging checks the type of each value against the old one. A number takes any number (a float stays a float), a list
-    or a tuple takes both (and keeps its type), and a key of ``LENGTH_KEYS`` also takes epochs. A single value may be
-    replaced by None, and None by anything. A wrong key or value is a `ConfigError`.
+    Merging checks the type of each value against the old one. A number takes any number (a float
+    stays a float), a list or a tuple takes both (and keeps its type), and a key of ``LENGTH_KEYS``
+    also takes epochs. A single value may be replaced by None, and None by anything. A wrong key or
+    value is a `ConfigError`.
 
-    A node remembers which of its values were set: by merging, or as an attribute, ``cfg.SOLVER.BASE_LR = 0.1``. An
-    item, ``cfg.SOLVER["BASE_LR"] = 0.1``, is how trainkit changes a value for the user; it does not count.
+    A node remembers which of its values were set: by merging, or as an attribute,
+    ``cfg.SOLVER.BASE_LR = 0.1``. An item, ``cfg.SOLVER["BASE_LR"] = 0.1``, is how trainkit changes
+    a value for the user; it does not count.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -45,26 +45,28 @@ class CfgNode(_FvcoreCfgNode):
         self.__dict__.get(_UNSET, set()).discard(name)
 
     def is_set(self, name: str) -> bool:
-        """Whether the value of ``name``, a key of this node, was set; False: it is the default of `get_cfg`.
+        """Whether the value of ``name``, a key of this node, was set.
 
-        All values of a node that was made by hand are set.
+        False: it is the default of `get_cfg`. All values of a node that was made by hand are set.
         """
-        return name in self and name not in self.__dict__.get(_UNSET, ())
+        return name in self and name not in self.__dict__.get(_UNSET, set())
 
     @classmethod
     def load_yaml_with_base(
         cls, filename: str | os.PathLike[str], allow_unsafe: bool = False
     ) -> dict[str, Any]:
-        """Read a file after those in its ``_BASE_`` (a path or a list); ``_DELETE_: True`` in a node replaces theirs.
+        """Read a file after those in its ``_BASE_`` (a path or a list).
 
-        YAML that runs code is never read; ``allow_unsafe`` is for detectron2's signature.
+        A node with ``_DELETE_: True`` replaces theirs. YAML that runs code is never read;
+        ``allow_unsafe`` is for detectron2's signature.
         """
         return read_with_base(filename)
 
     @classmethod
     def load_cfg(cls, cfg_file_obj_or_str: str | IO[str]) -> "CfgNode":
         """A new config from YAML text or an open YAML file; any key is accepted."""
-        return cls(load_yaml(cfg_file_obj_or_str, getattr(cfg_file_obj_or_str, "name", "<text>")))
+        name = getattr(cfg_file_obj_or_str, "name", "<text>")
+        return cls(load_yaml(cfg_file_obj_or_str, name))
 
     def merge_from_file(
         self, cfg_filename: str | os.PathLike[str], allow_unsafe: bool = False
@@ -85,52 +87,67 @@ class CfgNode(_FvcoreCfgNode):
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
         """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, such as the last options of a command line.
 
-        A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if its key takes text
-        and it is not None.
+        A VALUE of type str is read as a Python literal. It stays text if it is not a literal, or if
+        its key takes text and it is not None.
         """
-        if len(cfg_list) % 2:
+        if len(cfg_list) % 2 != 0:
             raise not_accepted("options", [*cfg_list], "KEY VALUE KEY VALUE ...")
         for key, value in zip(cfg_list[::2], cfg_list[1::2], strict=True):
-            *parents, name = key.split(".")
-            old: Any = self
-            for part in key.split("."):
-                old = getattr(old, part, None)
-            read = parse_literal(value) if isinstance(value, str) else value
-            if (
-                not isinstance(old, str)
-                or key in _ANY_TYPE
-                or key in LENGTH_KEYS
-                or isinstance(read, str)
-                or (read is None and value)
-            ):
-                value = read  # else it is text that looks like a number, such as OUTPUT_DIR 2024
-            self.merge_from_other_cfg(
-                reduce(lambda value, name: {name: value}, [name, *reversed(parents)], value)
-            )
+            if isinstance(value, str):
+                value = self._read_option(key, value)
+            nested = value
+            for name in reversed(key.split(".")):
+                nested = {name: nested}
+            self.merge_from_other_cfg(nested)
+
+    def _read_option(self, key: str, text: str) -> Any:
+        """The value that a text of the command line means for this key."""
+        value = parse_literal(text)
+        if isinstance(value, str):
+            return value
+        if text and value is None:
+            return None
+        takes_text = isinstance(get_key(self, key), str)
+        takes_more = key in _ANY_TYPE or key in LENGTH_KEYS
+        if takes_text and not takes_more:
+            return text  # it only looks like a number, such as OUTPUT_DIR 2024
+        return value
 
     def dump(self, **kwargs: Any) -> str:
-        """The config as YAML that ``merge_from_file`` reads back; ``kwargs`` are those of ``yaml.dump``.
+        """The config as YAML that ``merge_from_file`` reads back.
 
-        Keys of ``trainkit.config.defaults.MEANT_IF_SET`` that are not set are only comments at the end, so that they
-        are not set in the config that is read back either. Keys of projects that have their defaults are left out, so
-        that the config can also be read where the project is missing.
+        Keys of ``trainkit.config.defaults.MEANT_IF_SET`` that are not set are only comments at the
+        end, so that they are not set in the config that is read back either. Keys of projects that
+        have their defaults are left out, so that the config can also be read where the project is
+        missing.
+
+        Args:
+            kwargs: those of ``yaml.dump``.
         """
         left_out: list[str] = []
-        text: str = yaml.dump(_without_unset(self, "", left_out), Dumper=Dumper, **kwargs)
-        if left_out and text is not None:
-            text += "".join(f"# not set: {line}\n" for line in sorted(left_out))
+        plain = _without_unset(self, "", left_out)
+        text: Any = yaml.dump(plain, Dumper=Dumper, **kwargs)
+        if text is not None:  # else it was written to a stream
+            for line in sorted(left_out):
+                text += f"# not set: {line}\n"
         return text
 
 
 def mark_as_defaults(root: CfgNode, dumped_if_set: Iterable[str]) -> None:
-    """Note that nobody has set the values in ``root`` and in its nodes; ``dumped_if_set``: see `CfgNode.dump`."""
+    """Note that nobody has set the values in ``root`` and in its nodes.
+
+    Args:
+        dumped_if_set: keys that `CfgNode.dump` leaves out while they are not set.
+    """
     root.__dict__[_UNSET] = set(root)
     for value in root.values():
         if isinstance(value, CfgNode):
             mark_as_defaults(value, ())
     for key in dumped_if_set:
+        node = root
         *parents, name = key.split(".")
-        node = reduce(getitem, parents, root)
+        for parent in parents:
+            node = node[parent]
         node.__dict__.setdefault(_DUMPED_IF_SET, set()).add(name)
 
 
@@ -146,16 +163,18 @@ def mark_keys_of_projects(root: CfgNode, keys: CfgNode) -> None:
 def _without_unset(node: _FvcoreCfgNode, prefix: str, left_out: list[str]) -> dict[str, Any]:
     """A plain copy for a dump; a line for each key that was not set is appended to ``left_out``."""
     plain: dict[str, Any] = {}
-    if_set = node.__dict__.get(_DUMPED_IF_SET, set()) & node.__dict__.get(_UNSET, set())
-    of_projects = node.__dict__.get(_OF_PROJECTS, {})
+    unset = node.__dict__.get(_UNSET, set())
+    dumped_if_set = node.__dict__.get(_DUMPED_IF_SET, set())
+    defaults_of_projects = node.__dict__.get(_OF_PROJECTS, {})
     for name, value in node.items():
+        key = f"{prefix}{name}"
         if isinstance(value, _FvcoreCfgNode):
-            below = _without_unset(value, f"{prefix}{name}.", left_out)
+            below = _without_unset(value, f"{key}.", left_out)
             if below or not value:  # else all of its keys are those of a project
                 plain[name] = below
-        elif name in if_set:
-            left_out.append(f"{prefix}{name} {value}")
-        elif name in of_projects and value == of_projects[name]:
+        elif name in unset and name in dumped_if_set:
+            left_out.append(f"{key} {value}")
+        elif name in defaults_of_projects and value == defaults_of_projects[name]:
             continue
         else:
             plain[name] = value
@@ -163,7 +182,7 @@ def _without_unset(node: _FvcoreCfgNode, prefix: str, left_out: list[str]) -> di
 
 
 def changed_settings(cfg: CfgNode, default: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(full key, value) of each setting of ``cfg`` that differs from ``default`` or is not in it."""
+    """(full key, value) of each setting of ``cfg`` that is not so in ``default``."""
     for name, value in cfg.items():
         if isinstance(value, _FvcoreCfgNode):
             yield from changed_settings(value, default.get(name, CfgNode()), f"{prefix}{name}.")
@@ -175,7 +194,9 @@ def get_key(cfg: CfgNode, key: str) -> Any:
     """The value of a full key; None if it is not there."""
     value: Any = cfg
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, _FvcoreCfgNode) else None
+        if not isinstance(value, _FvcoreCfgNode):
+            return None
+        value = value.get(name)
     return value
 
 
@@ -191,21 +212,27 @@ def _merge(
             if root.key_is_renamed(key):
                 root.raise_key_rename_error(key)
             if not node.is_new_allowed():
-                # the innermost key shows best which key was meant
-                while isinstance(value, Mapping) and value:
-                    name, value = next(iter(value.items()))
-                    key = f"{key}.{name}"
-                hint = did_you_mean(
-                    key, [known for known, _ in changed_settings(root, CfgNode())]
-                ).strip()
-                raise UnknownKeyError(f"unknown key {key}; {hint or 'no key has a similar name'}")
+                raise _unknown_key(key, value, root)
         if isinstance(value, Mapping) and node.get(name) is None:
             node[name] = type(root)(new_allowed=True)
         if isinstance(value, Mapping) and isinstance(node[name], _FvcoreCfgNode):
             _merge(node[name], value, root, f"{key}.")
-        else:
-            node[name] = _coerce(key, value, None if key in _ANY_TYPE else node.get(name))
-            _note_merge(node, name, other)
+            continue
+        old = node.get(name)
+        if key in _ANY_TYPE:
+            old = None
+        node[name] = _coerce(key, value, old)
+        _note_merge(node, name, other)
+
+
+def _unknown_key(key: str, value: Any, root: _FvcoreCfgNode) -> UnknownKeyError:
+    # the innermost key shows best which key was meant
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    known = [name for name, _ in changed_settings(root, CfgNode())]
+    hint = did_you_mean(key, known).strip()
+    return UnknownKeyError(f"unknown key {key}; {hint or 'no key has a similar name'}")
 
 
 def _note_merge(node: _FvcoreCfgNode, name: str, other: Mapping[str, Any]) -> None:
@@ -220,24 +247,34 @@ def _note_merge(node: _FvcoreCfgNode, name: str, other: Mapping[str, Any]) -> No
 def _coerce(key: str, value: Any, old: Any) -> Any:
     """A copy of ``value`` with the type of ``old``."""
     if isinstance(old, list | tuple):
-        # YAML has no tuples: (1, 2) is text there
-        value = parse_literal(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = parse_literal(value)  # YAML has no tuples: (1, 2) is text there
     elif key in LENGTH_KEYS:
         parse_length(value, key)
         return value
     if value is None and not isinstance(old, list | tuple | Mapping):
         return None
-    for kind, accepted in _ACCEPTED.items():  # bool comes first, since a bool is a number
-        if isinstance(old, kind):
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise not_accepted(key, value, accepted)
-            break
+    _check_type(key, value, old)
     value = _as_from_yaml(value)
-    return type(old)(value) if isinstance(old, float | list | tuple) else value
+    if isinstance(old, float | list | tuple):
+        return type(old)(value)
+    return value
+
+
+def _check_type(key: str, value: Any, old: Any) -> None:
+    for kind, accepted in _ACCEPTED.items():  # bool comes first, since a bool is a number
+        if not isinstance(old, kind):
+            continue
+        is_wrong_bool = isinstance(value, bool) and kind is not bool
+        if is_wrong_bool or not isinstance(value, kind):
+            raise not_accepted(key, value, accepted)
+        return
 
 
 def _as_from_yaml(value: Any) -> Any:
     """A copy with lists for tuples, so that a dump is read as an equal config."""
     if isinstance(value, Mapping):
         return {name: _as_from_yaml(item) for name, item in value.items()}
-    return [_as_from_yaml(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_as_from_yaml(item) for item in value]
+    return value

@@ -148,7 +148,7 @@ _C.SOLVER.CLIP_GRADIENTS.ENABLED = False
 _C.SOLVER.CLIP_GRADIENTS.CLIP_TYPE = "value"
 # The largest value, or the largest norm.
 _C.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 1.0
-# The order of the norm, also of the stored grad_norm, with every CLIP_TYPE.
+# The order of the norm, also of the stored grad_norm; "value" computes none.
 _C.SOLVER.CLIP_GRADIENTS.NORM_TYPE = 2.0
 _C.SOLVER.NON_FINITE = CN()
 # For NaN or inf: "raise", "gradients" (look at all), "skip", "ignore".
@@ -167,7 +167,7 @@ _C.SOLVER.AMP.LOSS_SCALE = "dynamic"
 # The first value of a dynamic scale.
 _C.SOLVER.AMP.INIT_SCALE = 65536.0
 
-# ---------------------------------------------------------------------------- checkpoints, evaluation, logs
+# ------------------------------------------------------------ checkpoints, evaluation, logs
 _C.CHECKPOINT = CN()
 # The folder for checkpoints. "": OUTPUT_DIR.
 _C.CHECKPOINT.DIR = ""
@@ -226,6 +226,8 @@ _C.LOG = CN()
 _C.LOG.PERIOD = 20
 # A loss is shown as its median over this many iterations.
 _C.LOG.WINDOW = 20
+# Each scalar keeps this many values for plots and medians. A checkpoint holds 16 bytes for each.
+_C.LOG.HISTORY_LENGTH = 10_000
 # N: store the losses of every N-th iteration. Ranks exchange them once per PERIOD.
 _C.LOG.GATHER_PERIOD = 1
 # True: a worker thread stores metrics and calls the writers. None: only on CUDA and XPU.
@@ -243,20 +245,25 @@ MEANT_IF_SET = (
     "SOLVER.WARMUP_ITERS",
     "SOLVER.WEIGHT_DECAY",
 )
-"""Keys whose default is only a suggestion: it gives way where it does not fit, and a value that was set does not. A
-dump of a config, such as config.yaml, has them only if they were set, so that a run from it trains the same."""
+"""Keys whose default is only a suggestion: it gives way where it does not fit, and a value that was
+set does not. A dump of a config, such as config.yaml, has them only if they were set, so that a run
+from it trains the same."""
 
 ACCEPTED: dict[Any, str] = {
     "[-1, 4294967296)": "SEED",
     "[1, 9223372036854775808)": "SOLVER.MAX_ITER",
-    "[1, inf)": "CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE LOG.GATHER_PERIOD "
-    "LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH SOLVER.NON_FINITE.MAX_IN_ROW "
-    "STOP_CHECK_PERIOD TEST.IMS_PER_BATCH",
-    "[0, inf)": "CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT EARLY_STOPPING.MIN_DELTA SOLVER.BASE_LR "
-    "EARLY_STOPPING.START "
-    "SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR SOLVER.CHECKPOINT_PERIOD SOLVER.GAMMA SOLVER.NUM_DECAYS SOLVER.STEPS "
-    "SOLVER.WARMUP_FACTOR SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM "
-    "TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES",
+    "[1, inf)": """
+        CHECKPOINT.MAX_TO_KEEP DATALOADER.PREFETCH_FACTOR EARLY_STOPPING.PATIENCE LOG.GATHER_PERIOD
+        LOG.HISTORY_LENGTH LOG.PERIOD LOG.WINDOW SOLVER.ACCUMULATION_STEPS SOLVER.IMS_PER_BATCH
+        SOLVER.NON_FINITE.MAX_IN_ROW STOP_CHECK_PERIOD TEST.IMS_PER_BATCH
+    """,
+    "[0, inf)": """
+        CHECKPOINT.START DATALOADER.NUM_WORKERS DATALOADER.TIMEOUT EARLY_STOPPING.MIN_DELTA
+        EARLY_STOPPING.START SOLVER.BASE_LR SOLVER.BASE_LR_END SOLVER.BIAS_LR_FACTOR
+        SOLVER.CHECKPOINT_PERIOD SOLVER.GAMMA SOLVER.NUM_DECAYS SOLVER.STEPS SOLVER.WARMUP_FACTOR
+        SOLVER.WARMUP_ITERS SOLVER.WEIGHT_DECAY SOLVER.WEIGHT_DECAY_BIAS SOLVER.WEIGHT_DECAY_NORM
+        TEST.EVAL_PERIOD TEST.EVAL_START TEST.MAX_BATCHES
+    """,
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
@@ -270,7 +277,8 @@ ACCEPTED: dict[Any, str] = {
     ("value", "norm", "full_model"): "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
     (1, 2): "VERSION",  # 2: detectron2's; its keys mean the same here
 }
-"""An interval of numbers, or values -> the keys that accept them, see `trainkit.config.checks.check_accepted`."""
+"""An interval of numbers, or values -> the keys that accept them, see
+`trainkit.config.checks.check_accepted`."""
 
 
 def get_cfg() -> CN:
@@ -339,7 +347,8 @@ def _add_keys(cfg: CN, keys: CN, prefix: str, plugins: Plugins) -> None:
         else:
             both = [plugin.module for plugin in plugins.each if _has_key(plugin, key)]
             raise ConfigError(
-                f"{' and '.join(both)} both have the key {key}; remove one of them, or rename the key there"
+                f"{' and '.join(both)} both have the key {key}; remove one of them, or rename the "
+                "key there"
             )
 
 

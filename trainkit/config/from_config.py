@@ -14,16 +14,17 @@ from trainkit.utils.plugins import find_plugins, type_name
 def configurable(
     init_func: Callable[..., Any] | None = None, *, from_config: Callable[..., Any] | None = None
 ) -> Any:
-    """Let a class (by its ``__init__``) or a function be called with a config in place of its arguments.
+    """Let a class or a function be called with a config in place of its arguments.
 
-    ``from_config(cfg, ...)``, a class method or the argument, gives a dict of arguments. ``Net(width=8)``, ``Net(cfg)``
-    and ``Net(cfg, depth=3)`` then all work. A call uses the config if its first positional or its ``cfg`` argument is a
-    CfgNode or an omegaconf DictConfig. Further arguments go to ``from_config`` if it has a parameter for them, else
-    they win over its result.
+    It decorates the function, or the ``__init__`` of the class. ``from_config(cfg, ...)``, a class
+    method or the argument, gives a dict of arguments. ``Net(width=8)``, ``Net(cfg)`` and
+    ``Net(cfg, depth=3)`` then all work. A call uses the config if its first positional or its
+    ``cfg`` argument is a CfgNode or an omegaconf DictConfig. Further arguments go to
+    ``from_config`` if it has a parameter for them, else they win over its result.
 
     Raises:
-        TypeError: a function is decorated without ``from_config``; and, in a call, ``from_config`` is no class method,
-            or its first parameter is not ``cfg``.
+        TypeError: a function is decorated without ``from_config``; and, in a call, ``from_config``
+            is no class method, or its first parameter is not ``cfg``.
         AttributeError: in a call, the class has no ``from_config``.
     """
     if init_func is None:
@@ -62,7 +63,9 @@ def _configurable_function(
 
 def _is_called_with_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     cfg = args[0] if args else kwargs.get("cfg")
-    return isinstance(cfg, CfgNode) or type_name(cfg) in find_plugins().config_types
+    if isinstance(cfg, CfgNode):
+        return True
+    return type_name(cfg) in find_plugins().config_types
 
 
 def _class_method_of(owner: type) -> Callable[..., Any]:
@@ -79,16 +82,26 @@ def _class_method_of(owner: type) -> Callable[..., Any]:
 def _arguments(
     from_config: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
+    """The arguments of a call with a config."""
     signature = inspect.signature(from_config)
-    parameters = signature.parameters.values()
-    first = next(iter(signature.parameters), None)
-    if first != "cfg":
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].name != "cfg":
         raise TypeError(
             f"the first parameter of {from_config.__qualname__} must be cfg, got {signature}"
         )
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    known = {key: value for key, value in kwargs.items() if takes_any or key in names}
-    return from_config(*args, **known) | {
-        key: value for key, value in kwargs.items() if key not in known
-    }
+    takes_any = False
+    accepted = set()
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_any = True
+        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            accepted.add(parameter.name)
+    for_config = {}
+    for_call = {}
+    for name, value in kwargs.items():
+        if takes_any or name in accepted:
+            for_config[name] = value
+        else:
+            for_call[name] = value
+    arguments: dict[str, Any] = from_config(*args, **for_config)
+    return {**arguments, **for_call}

@@ -1,10 +1,11 @@
-"""What a config names outside of trainkit: modules in IMPORTS, and the projects whose keys it changes."""
+"""What a config names outside of trainkit.
+
+These are modules, in IMPORTS, and the projects whose keys it changes.
+"""
 
 import copy
 import importlib
 from collections.abc import Iterable
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 from trainkit.config.config import CfgNode
@@ -24,12 +25,19 @@ def import_modules(names: Iterable[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a module may raise anything
-            accepted = f'a module such as "package.module", which can be imported ({type(error).__name__}: {error})'
-            raise not_accepted("IMPORTS", name, accepted) from error
+            raise not_accepted(
+                "IMPORTS",
+                name,
+                'a module such as "package.module", which can be imported '
+                f"({type(error).__name__}: {error})",
+            ) from error
 
 
 def projects_in_use(cfg: CfgNode) -> list[Plugin]:
-    """The plug-ins of which a key has another value than its default in ``cfg``; a key may be missing there."""
+    """The plug-ins of which a key has another value than its default in ``cfg``.
+
+    A key may be missing there.
+    """
     return [plugin for plugin in find_plugins().each if has_changes(cfg, keys_of(plugin))]
 
 
@@ -38,7 +46,8 @@ def has_changes(cfg: CfgNode, defaults: CfgNode) -> bool:
 
     None is no other value if the default is empty, 0 or False: both switch off.
     """
-    if defaults.is_new_allowed() and not {*cfg} <= {*defaults}:
+    has_new_keys = not set(cfg) <= set(defaults)
+    if defaults.is_new_allowed() and has_new_keys:
         return True
     for name, default in defaults.items():
         if name not in cfg:
@@ -74,6 +83,13 @@ def prepare_projects(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
+def scale_to_ranks(cfg: CfgNode, num_ranks: int) -> CfgNode:
+    """``cfg``, after the projects in use have scaled it to this number of ranks."""
+    for plugin in projects_in_use(cfg):
+        cfg = plugin.scale(with_keys_of(cfg, plugin), num_ranks)
+    return cfg
+
+
 def wrap_model(cfg: CfgNode, model: Any) -> Any:
     """``model``, after the projects in use have wrapped it."""
     for plugin in projects_in_use(cfg):
@@ -89,7 +105,10 @@ def wrap_loader(cfg: CfgNode, loader: Any) -> Any:
 
 
 def with_keys_of(cfg: CfgNode, plugin: Plugin) -> CfgNode:
-    """``cfg`` itself if it has all keys of ``plugin``; else a copy in which missing ones have their defaults."""
+    """``cfg`` with all keys of ``plugin``.
+
+    If some are missing, it is a copy in which they have their defaults.
+    """
     keys = keys_of(plugin)
     if _has_all(cfg, keys):
         return cfg
@@ -117,9 +136,15 @@ def _add_missing(cfg: CfgNode, defaults: CfgNode) -> None:
 
 
 def choose(cfg: CfgNode, key: str, value: str, because: str) -> None:
-    """Set a key that only one project may set, such as SOLVER.TRAINER. Raises ConfigError if another one has."""
+    """Set a key that only one project may set, such as SOLVER.TRAINER.
+
+    Raises:
+        ConfigError: another one has set it.
+    """
+    node = cfg
     *parents, name = key.split(".")
-    node = reduce(getitem, parents, cfg)
+    for parent in parents:
+        node = node[parent]
     if node[name] and node[name] != value:
         raise ConfigError(
             f"{key} is {node[name]!r}, but {because} needs {value!r}; set one of the two"

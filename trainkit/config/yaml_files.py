@@ -16,17 +16,22 @@ _NUMBER = re.compile(r"[-+]?((?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|inf
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads only plain values, and refuses a key that is twice in a node (PyYAML uses the last one)."""
+    """Reads only plain values, and refuses a key that is twice in a node.
+
+    PyYAML would use the last one.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # here, since a merge ("<<"), resolved later, may repeat keys
         node = super().compose_mapping_node(anchor)
-        names = [str(key.value) for key, _ in node.value]
-        for i, name in enumerate(names):
-            if name in names[:i] and name != "<<":
+        names = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in names and name != "<<":
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {name!r} is twice", problem_mark=node.value[i][0].start_mark
+                    problem=f"the key {name!r} is twice", problem_mark=key.start_mark
                 )
+            names.add(name)
         return node
 
 
@@ -43,7 +48,8 @@ class Dumper(yaml.SafeDumper):
         return super().represent_data(data)
 
 
-# YAML 1.1 reads 1e-3 as text, because it has no dot; a text that looks like such a number is written with quotes.
+# YAML 1.1 reads 1e-3 as text, because it has no dot; a text that looks like such a number is
+# written with quotes.
 for _class in (_Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789in"))
     # as on the command line and in detectron2; the text 'None' is written with quotes
@@ -51,29 +57,33 @@ for _class in (_Loader, Dumper):
 
 
 def parse_literal(text: str) -> Any:
-    """The value of a Python literal, or else of YAML in one line, such as ``[a, b]`` or ``true``."""
+    """The value of a Python literal, or else of YAML in one line, such as ``[a, b]``, ``true``."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError):
         return ast.literal_eval(text.strip())
     with contextlib.suppress(yaml.YAMLError, ValueError):
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-        # an empty text and "#fff" stay text
-        return text if value is None and text != "null" else value
+        if value is None and text != "null":
+            return text  # it is empty or a comment, such as "#fff"
+        return value
     return text
 
 
 def load_yaml(stream: str | IO[str], name: str) -> dict[str, Any]:
-    """Read one YAML mapping, of the file ``name``. Raises ConfigError if the YAML is invalid or names code."""
+    """Read one YAML mapping, of the file ``name``.
+
+    Raises:
+        ConfigError: the YAML is invalid or names code.
+    """
     try:
         content = yaml.load(stream, Loader=_Loader)  # a SafeLoader
-    # a ValueError: text in another encoding, or a date without a day
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:
+    except (yaml.YAMLError, ValueError) as error:
+        # a ValueError: text in another encoding, or a date without a day
         raise ConfigError(f"{name}: {error}") from error
-    if content is not None and not isinstance(content, dict):
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
         raise not_accepted(name, content, "a mapping, KEY: VALUE")
-    return content or {}
+    return content
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -96,7 +106,11 @@ def read_with_base(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_after_bases(path: str, inherited_by: list[str]) -> dict[str, Any]:
-    """``inherited_by``: the files that are being read because one names the next one as its base."""
+    """As `read_with_base`.
+
+    Args:
+        inherited_by: the files that are being read, since each names the next one as its base.
+    """
     # compared without links, so that a file with two names is found too
     real_paths = [os.path.realpath(other) for other in inherited_by]
     if os.path.realpath(path) in real_paths:
@@ -117,12 +131,17 @@ def _read_after_bases(path: str, inherited_by: list[str]) -> dict[str, Any]:
 
 
 def _overlay(base: Any, top: dict[str, Any]) -> dict[str, Any]:
-    """Merge the nodes of ``top`` into those of ``base``; a node with ``_DELETE_: True`` replaces the old one."""
-    base = base if isinstance(base, dict) and not top.get("_DELETE_") else {}
-    nodes = {
-        key: _overlay(base.get(key), value) for key, value in top.items() if isinstance(value, dict)
-    }
-    return {
-        **base,
-        **{key: nodes.get(key, value) for key, value in top.items() if key != "_DELETE_"},
-    }
+    """Merge the nodes of ``top`` into those of ``base``.
+
+    A node with ``_DELETE_: True`` replaces the old one.
+    """
+    merged: dict[str, Any] = {}
+    if isinstance(base, dict) and not top.get("_DELETE_"):
+        merged.update(base)
+    for key, value in top.items():
+        if key == "_DELETE_":
+            continue
+        if isinstance(value, dict):
+            value = _overlay(merged.get(key), value)
+        merged[key] = value
+    return merged

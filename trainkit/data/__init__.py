@@ -1,6 +1,7 @@
-"""Datasets by name, samplers whose order depends on seed and position alone, and loaders built from a config."""
+"""Datasets by name, samplers and loaders.
 
-from typing import Any
+The order of a sampler depends on the seed and the position alone. A config can build the loaders.
+"""
 
 from trainkit.data.build import (
     SAMPLER_REGISTRY,
@@ -17,7 +18,7 @@ from trainkit.data.loader import ResumableLoader
 from trainkit.data.protocol import epoch_length, iters_per_epoch, resume_obstacle
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
 from trainkit.data.workers import worker_init_reset_seed
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = ["DatasetCatalog", "MapDataset", "DatasetFromList", "SAMPLER_REGISTRY"]
 __all__ += ["TRANSFORM_REGISTRY", "build_transform", "build_train_loader", "build_test_loader"]
@@ -36,10 +37,4 @@ __all__ += [
     "iters_per_epoch",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

@@ -24,13 +24,14 @@ from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_na
 from trainkit.utils.registry import Registry
 
 SAMPLER_REGISTRY = Registry("SAMPLER")
-"""DATALOADER.SAMPLER_TRAIN -> a class or function ``(cfg, dataset)`` that returns an `InfiniteSampler`."""
+"""DATALOADER.SAMPLER_TRAIN -> a class or function ``(cfg, dataset)`` that returns an
+`InfiniteSampler`."""
 
 SAMPLER_REGISTRY.register(TrainingSampler)
 
 TRANSFORM_REGISTRY = Registry("TRANSFORM")
-"""Name -> a class or function ``(cfg)`` that returns a function sample -> sample. If the function returns None, another
-sample is used instead."""
+"""Name -> a class or function ``(cfg)`` that returns a function sample -> sample. If the function
+returns None, another sample is used instead."""
 
 _COLLATE_FNS = {"default": default_collate, "list": trivial_batch_collator}
 _Function: TypeAlias = Callable[[Any], Any] | None
@@ -58,54 +59,68 @@ def build_batch_data_loader(
     Args:
         dataset: an iterable dataset must divide itself between ranks and workers.
         sampler: indices of this rank; None for an iterable dataset.
-        total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is given, those per rank.
+        total_batch_size: samples per batch over all ranks; None if ``single_gpu_batch_size`` is
+            given, those per rank.
         aspect_ratio_grouping: only for calls written for detectron2; True is refused.
         collate_fn: list of samples -> batch; None: ``trivial_batch_collator``.
-        drop_last: has no effect on an iterable dataset, where each worker has a last batch. They are all given, so that
-            no sample of a pass is lost; they may be short.
+        drop_last: has no effect on an iterable dataset, where each worker has a last batch. They
+            are all given, so that no sample of a pass is lost; they may be short.
         pin_memory: has an effect only with an accelerator that runs ahead of the host.
         seed, kwargs: as for `ResumableLoader`; the seed is also for the workers, with the rank.
     """
     if aspect_ratio_grouping:
         raise ValueError(
-            "aspect_ratio_grouping is not accepted; use GroupedBatchSampler or AspectRatioGroupedDataset"
+            "aspect_ratio_grouping is not accepted; use GroupedBatchSampler or "
+            "AspectRatioGroupedDataset"
         )
-    num_ranks = comm.get_data_world_size()
-    if (total_batch_size is None) == (single_gpu_batch_size is None):
-        raise ValueError(
-            f"give total_batch_size or single_gpu_batch_size: {total_batch_size}, {single_gpu_batch_size}"
-        )
-    total = total_batch_size or (single_gpu_batch_size or 0) * num_ranks
-    # a ConfigError: a command line with another number of processes can cause it
-    if total < 1 or total % num_ranks:
-        accepted = f"must be a positive multiple of the world size {num_ranks}"
-        raise ConfigError(
-            f"total_batch_size (SOLVER.IMS_PER_BATCH in a config) {accepted}, got {total}"
-        )
-    dataset, sampler = getattr(dataset, "indexed", None) or (dataset, sampler)
-    seed = torch.initial_seed() if seed is None else seed
+    batch_size = _batch_size_of_rank(total_batch_size, single_gpu_batch_size)
+    # a dataset of a project may say which map-style dataset and sampler are inside
+    if getattr(dataset, "indexed", None) is not None:
+        dataset, sampler = dataset.indexed
+    if seed is None:
+        seed = torch.initial_seed()
+    if "generator" not in kwargs:
+        kwargs["generator"] = new_generator(seed, LOADER_KEY, comm.get_data_rank())
+    if num_workers > 0:  # DataLoader accepts these two only with workers
+        kwargs["prefetch_factor"] = prefetch_factor
+        kwargs["persistent_workers"] = persistent_workers
     return ResumableLoader(
         dataset,
         seed=seed,
-        batch_size=total // num_ranks,
+        batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last and not isinstance(dataset, IterableDataset),
         num_workers=num_workers,
         collate_fn=trivial_batch_collator if collate_fn is None else collate_fn,
-        prefetch_factor=prefetch_factor
-        if num_workers
-        else None,  # DataLoader accepts these two only with workers
-        persistent_workers=persistent_workers and num_workers > 0,
         pin_memory=pin_memory and accelerator_runs_ahead(),
-        **{"generator": new_generator(seed, LOADER_KEY, comm.get_data_rank()), **kwargs},
+        **kwargs,
     )
+
+
+def _batch_size_of_rank(total: int | None, single: int | None) -> int:
+    """The samples per batch of one rank, from those of all ranks or of a single one."""
+    if (total is None) == (single is None):
+        raise ValueError(f"give total_batch_size or single_gpu_batch_size: {total}, {single}")
+    num_ranks = comm.get_data_world_size()
+    if total is None:
+        assert single is not None
+        total = single * num_ranks
+    if total < 1 or total % num_ranks != 0:
+        # a ConfigError: a command line with another number of processes can cause it
+        raise ConfigError(
+            "total_batch_size (SOLVER.IMS_PER_BATCH in a config) must be a positive multiple of "
+            f"the world size {num_ranks}, got {total}"
+        )
+    return total // num_ranks
 
 
 def _loader_arguments(cfg: CfgNode, mapper: _Function, is_train: bool) -> dict[str, Any]:
     if cfg.DATALOADER.COLLATE not in _COLLATE_FNS:
         raise unknown_name("DATALOADER.COLLATE", cfg.DATALOADER.COLLATE, "accepted", _COLLATE_FNS)
+    if mapper is None:
+        mapper = build_transform(cfg, is_train)
     return {
-        "mapper": build_transform(cfg, is_train) if mapper is None else mapper,
+        "mapper": mapper,
         "persistent_workers": is_train and cfg.DATALOADER.PERSISTENT_WORKERS,
         "num_workers": cfg.DATALOADER.NUM_WORKERS,
         "collate_fn": _COLLATE_FNS[cfg.DATALOADER.COLLATE],
@@ -120,26 +135,43 @@ def _train_arguments(
     cfg: CfgNode, dataset: Any = None, *, mapper: _Function = None, sampler: _Sampler = None
 ) -> dict[str, Any]:
     # detectron2 has the mapper at this position
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        dataset, mapper = None, dataset
+    is_mapper = callable(dataset) and not hasattr(dataset, "__getitem__")
+    if is_mapper:
+        mapper = dataset
+        dataset = None
     if dataset is None:
-        parts = [_load_dataset(name, "DATASETS.TRAIN") for name in cfg.DATASETS.TRAIN]
-        if not parts:
-            raise ConfigError("DATASETS.TRAIN is empty; name at least one registered dataset")
-        concatenate = ChainDataset if isinstance(parts[0], IterableDataset) else ConcatDataset
-        dataset = concatenate(parts) if len(parts) > 1 else parts[0]
-    name, key = cfg.DATALOADER.SAMPLER_TRAIN, "DATALOADER.SAMPLER_TRAIN"
-    if isinstance(dataset, IterableDataset) and cfg.DATALOADER.is_set("SAMPLER_TRAIN"):
-        accepted = "that neither this key nor one that chooses a sampler is set: a stream has its own order"
-        raise not_accepted(key, name, accepted)
-    if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = look_up(SAMPLER_REGISTRY, name, key)(cfg, dataset)
-    arguments = {
+        dataset = _load_train_dataset(cfg)
+    key = "DATALOADER.SAMPLER_TRAIN"
+    name = cfg.DATALOADER.SAMPLER_TRAIN
+    if isinstance(dataset, IterableDataset):
+        if cfg.DATALOADER.is_set("SAMPLER_TRAIN"):
+            raise not_accepted(
+                key,
+                name,
+                "that neither this key nor one that chooses a sampler is set: a stream has its own "
+                "order",
+            )
+    elif sampler is None:
+        make_sampler = look_up(SAMPLER_REGISTRY, name, key)
+        sampler = make_sampler(cfg, dataset)
+    return {
         "dataset": dataset,
         "sampler": sampler,
         "total_batch_size": cfg.SOLVER.IMS_PER_BATCH,
+        **_loader_arguments(cfg, mapper, is_train=True),
     }
-    return {**arguments, **_loader_arguments(cfg, mapper, is_train=True)}
+
+
+def _load_train_dataset(cfg: CfgNode) -> Any:
+    """The datasets of DATASETS.TRAIN as one."""
+    parts = [_load_dataset(name, "DATASETS.TRAIN") for name in cfg.DATASETS.TRAIN]
+    if not parts:
+        raise ConfigError("DATASETS.TRAIN is empty; name at least one registered dataset")
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], IterableDataset):
+        return ChainDataset(parts)
+    return ConcatDataset(parts)
 
 
 @configurable(from_config=_train_arguments)
@@ -151,28 +183,30 @@ def build_train_loader(
     total_batch_size: int,
     **kwargs: Any,
 ) -> ResumableLoader:
-    """The endless loader of a dataset; or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
+    """The endless loader of a dataset.
+
+    Or of a config, with ``(cfg)``, ``(cfg, dataset)`` or ``(cfg, mapper)``.
 
     Args:
         dataset: a list of samples, map-style, or iterable.
         mapper: applied to each sample before collating.
         sampler: None: a `TrainingSampler`.
-        kwargs: as for `build_batch_data_loader`, but ``collate_fn`` is torch's ``default_collate``.
+        kwargs: as for `build_batch_data_loader`, but ``collate_fn`` is torch's
+            ``default_collate``.
     """
     dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = TrainingSampler(len(dataset), seed=kwargs.get("seed"))
-    return build_batch_data_loader(
-        dataset, sampler, total_batch_size, **{"collate_fn": default_collate, **kwargs}
-    )
+    kwargs.setdefault("collate_fn", default_collate)
+    return build_batch_data_loader(dataset, sampler, total_batch_size, **kwargs)
 
 
 def _test_arguments(cfg: CfgNode, dataset_name: str, mapper: _Function = None) -> dict[str, Any]:
-    arguments = {
+    return {
         "dataset": _load_dataset(dataset_name, "DATASETS"),
         "batch_size": cfg.TEST.IMS_PER_BATCH,
+        **_loader_arguments(cfg, mapper, is_train=False),
     }
-    return {**arguments, **_loader_arguments(cfg, mapper, is_train=False)}
 
 
 @configurable(from_config=_test_arguments)
@@ -184,7 +218,9 @@ def build_test_loader(
     batch_size: int = 1,
     **kwargs: Any,
 ) -> ResumableLoader:
-    """The loader of a dataset: all ranks together get each sample once, in order; or of ``(cfg, dataset_name)``.
+    """The loader of a dataset: all ranks together get each sample once, in order.
+
+    Or of a config, with ``(cfg, dataset_name)``.
 
     Args:
         dataset, mapper, kwargs: as for `build_train_loader`.
@@ -194,12 +230,12 @@ def build_test_loader(
     dataset = _mapped(dataset, mapper)
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = InferenceSampler(len(dataset))
-    options = {
+    options: dict[str, Any] = {
         "single_gpu_batch_size": batch_size,
         "drop_last": False,
         "collate_fn": default_collate,
-        **kwargs,
     }
+    options.update(kwargs)
     return build_batch_data_loader(dataset, sampler, None, **options)
 
 
@@ -210,13 +246,21 @@ def _load_dataset(name: str, key: str) -> Any:
 
 
 def _mapped(dataset: Any, mapper: _Function = None) -> Any:
-    dataset = DatasetFromList(dataset) if isinstance(dataset, list | tuple) else dataset
-    return dataset if mapper is None else MapDataset(dataset, mapper)
+    if isinstance(dataset, list | tuple):
+        dataset = DatasetFromList(dataset)
+    if mapper is None:
+        return dataset
+    return MapDataset(dataset, mapper)
 
 
 def build_transform(cfg: CfgNode, is_train: bool) -> _Function:
-    """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``; None if the name is empty."""
+    """Build ``cfg.INPUT.TRAIN_TRANSFORM`` or ``cfg.INPUT.TEST_TRANSFORM``.
+
+    None if the name is empty.
+    """
     key = "TRAIN_TRANSFORM" if is_train else "TEST_TRANSFORM"
-    return (
-        look_up(TRANSFORM_REGISTRY, cfg.INPUT[key], f"INPUT.{key}")(cfg) if cfg.INPUT[key] else None
-    )
+    name = cfg.INPUT[key]
+    if not name:
+        return None
+    make: Callable[[CfgNode], _Function] = look_up(TRANSFORM_REGISTRY, name, f"INPUT.{key}")
+    return make(cfg)

@@ -4,18 +4,12 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 from trainkit.utils.registry import did_you_mean
 
 __all__ = ["DatasetCatalog"]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)
 
 
 _T = TypeVar("_T")
@@ -39,13 +33,18 @@ class Catalog(UserDict[str, _T]):
 
 
 class _DatasetCatalog(Catalog[Callable[[], Any]]):
-    """Names of datasets, each with the function that makes it: a list, a map-style dataset or an ``IterableDataset``.
+    """Names of datasets, each with the function that makes it.
 
-    Each call must give the same samples in the same order, since the training order consists of indices.
+    It makes a list, a map-style dataset or an ``IterableDataset``. Each call must give the same
+    samples in the same order, since the training order consists of indices.
     """
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
-        """Register the function that makes the dataset ``name``. Raises ValueError if the name is taken."""
+        """Register the function that makes the dataset ``name``.
+
+        Raises:
+            ValueError: the name is taken.
+        """
         if name in self:
             raise ValueError(f"a dataset {name!r} is registered already; remove({name!r}) it first")
         self[name] = func

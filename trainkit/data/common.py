@@ -12,24 +12,18 @@ import torch
 from torch.utils import data
 from torch.utils.data import IterableDataset
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = ["DatasetFromList", "MapDataset"]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)
 
 
 class MapDataset(data.Dataset[Any]):
-    """A dataset with a function applied to each sample; if it returns None, another sample is used instead.
+    """A dataset with a function applied to each sample.
 
-    Which other sample is used depends only on the index. An ``IterableDataset`` becomes an ``IterableDataset``, which
-    skips such samples.
+    If the function returns None, another sample is used instead; which one depends only on the
+    index. An ``IterableDataset`` becomes an ``IterableDataset``, which skips such samples.
     """
 
     def __new__(cls, dataset: Any, map_func: Callable[[Any], Any]) -> Any:
@@ -39,7 +33,8 @@ class MapDataset(data.Dataset[Any]):
         return super().__new__(cls)
 
     def __init__(self, dataset: Any, map_func: Callable[[Any], Any]) -> None:
-        self._dataset, self._map_func = dataset, map_func
+        self._dataset = dataset
+        self._map_func = map_func
 
     def __getnewargs__(self) -> tuple[Any, Callable[[Any], Any]]:
         return self._dataset, self._map_func  # pickle calls __new__ with these
@@ -48,10 +43,15 @@ class MapDataset(data.Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """The mapped sample of this index, or of another index. Raises RuntimeError if 1,000 samples are rejected."""
+        """The mapped sample of this index, or of another index.
+
+        Raises:
+            RuntimeError: the function has rejected 1,000 samples.
+        """
         others = random.Random(int(index))
         for _ in range(1000):
-            if (sample := self._map_func(self._dataset[int(index)])) is not None:
+            sample = self._map_func(self._dataset[int(index)])
+            if sample is not None:
                 return sample
             index = others.randrange(len(self))
         raise RuntimeError("map_func gave None for 1000 samples, one after the other")
@@ -61,7 +61,8 @@ class _MapIterableDataset(MapDataset, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         # not map(), which would end if the function raised StopIteration
         for sample in self._dataset:
-            if (mapped := self._map_func(sample)) is not None:
+            mapped = self._map_func(sample)
+            if mapped is not None:
                 yield mapped
 
 
@@ -70,8 +71,9 @@ class DatasetFromList(data.Dataset[Any]):
 
     Args:
         copy: return deep copies. A serialized list always makes new samples.
-        serialize: keep one buffer of pickled samples, which forked workers share: reference counting would make each of
-            them copy the memory of small objects. Or a function that makes another container of the list.
+        serialize: keep one buffer of pickled samples, which forked workers share: reference
+            counting would make each of them copy the memory of small objects. Or a function that
+            makes another container of the list.
     """
 
     def __init__(
@@ -80,32 +82,43 @@ class DatasetFromList(data.Dataset[Any]):
         copy: bool = True,
         serialize: bool | Callable[[Sequence[Any]], Any] = True,
     ) -> None:
-        method = serialize if callable(serialize) else serialize_methods[-1] if serialize else list
+        method: Callable[[Sequence[Any]], Any]
+        if callable(serialize):
+            method = serialize
+        elif serialize:
+            method = serialize_methods[-1]
+        else:
+            method = list
         self._samples = method(lst)
         self._copy = copy and method is not _PickledSamples
 
     @property
     def holds_plain_samples(self) -> bool:
-        """Whether the samples are in a list or a buffer, not in a container that somebody else has made."""
+        """Whether the samples are in a list or a buffer, not in a container of somebody else."""
         return type(self._samples) in (list, _PickledSamples)
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Any:
-        return copy.deepcopy(self._samples[index]) if self._copy else self._samples[index]
+        sample = self._samples[index]
+        if self._copy:
+            return copy.deepcopy(sample)
+        return sample
 
 
 class _PickledSamples:
     """Samples in one uint8 tensor, which workers share."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
-        file, ends = io.BytesIO(), [0]
+        file = io.BytesIO()
+        ends = [0]
         for sample in samples:
             _SamplePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(sample)
             ends.append(file.tell())
         self._ends = torch.tensor(ends, device="cpu")
-        self._buffer = torch.frombuffer(file.getbuffer() or bytearray(1), dtype=torch.uint8)
+        content = file.getbuffer() or bytearray(1)  # torch refuses an empty one
+        self._buffer = torch.frombuffer(content, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -117,19 +130,33 @@ class _PickledSamples:
 
 
 class _SamplePickler(pickle.Pickler):
-    """Pickles tensors as arrays: loading takes 6 us instead of 45, and a view is saved without its whole storage."""
+    """Pickles tensors as arrays.
+
+    Loading takes 6 us instead of 45, and a view is saved without its whole storage.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor:
+            return NotImplemented
         try:
-            return (
-                (torch.from_numpy, (obj.numpy(),)) if type(obj) is torch.Tensor else NotImplemented
-            )
+            array = obj.numpy()
         except (TypeError, RuntimeError):  # no array: bfloat16, sparse, requires grad, on a device
             return NotImplemented
+        return torch.from_numpy, (array,)
 
 
 # the last one is in use
 serialize_methods: list[Callable[[Sequence[Any]], Any]] = [_PickledSamples]
+
+
+def first_batches(loader: Any, number: int) -> Any:
+    """The first batches of a pass over ``loader``, by its own method ``first_batches(number)``.
+
+    If it has none, a `FirstBatches`.
+    """
+    if hasattr(loader, "first_batches"):
+        return loader.first_batches(number)
+    return FirstBatches(loader, number)
 
 
 class FirstBatches:

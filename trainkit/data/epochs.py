@@ -13,15 +13,18 @@ _NUMBERS = itertools.count()
 def listeners_in(part: Any, *, except_for: Iterable[Any] = ()) -> list[Any]:
     """The objects in a dataset, a sampler or a loader whose ``set_epoch(epoch)`` must be called.
 
-    The search looks at attributes, and at the entries of lists, tuples and dicts there. It ends at an object that has
-    ``set_epoch``: a wrapper with this method tells what it wraps itself. ``except_for`` are not looked at.
+    The search looks at attributes, and at the entries of lists, tuples and dicts there. It ends at
+    an object that has ``set_epoch``: a wrapper with this method tells what it wraps itself.
+    ``except_for`` are not looked at.
     """
     found: list[Any] = []
-    _search(part, found, seen={id(other) for other in except_for})
+    seen = {id(other) for other in except_for}
+    _search(part, found, seen)
     return found
 
 
 def _search(part: Any, found: list[Any], seen: set[int]) -> None:
+    """Append the listeners in ``part`` to ``found``; ``seen`` are ids of what is not looked at."""
     if id(part) in seen or isinstance(part, type):
         return
     seen.add(id(part))
@@ -48,15 +51,22 @@ def _parts_of(part: Any) -> list[Any]:
     for name, value in attributes.items():
         if not isinstance(value, Mapping | list | tuple):
             parts.append(value)
-        elif len(value) <= _MOST_PARTS or name == "datasets":
-            parts.extend(value.values() if isinstance(value, Mapping) else value)
+            continue
+        holds_samples = len(value) > _MOST_PARTS and name != "datasets"
+        if holds_samples:
+            continue
+        if isinstance(value, Mapping):
+            parts.extend(value.values())
+        else:
+            parts.extend(value)
     return parts
 
 
 def epoch_listeners(loader: Any) -> list[Any]:
     """The objects whose ``set_epoch(epoch)`` a trainer calls before each pass over ``loader``.
 
-    A loader may have an attribute ``epoch_listeners`` instead, as `ResumableLoader` has: it tells its dataset itself.
+    A loader may have an attribute ``epoch_listeners`` instead, as `ResumableLoader` has: it tells
+    its dataset itself.
     """
     if hasattr(loader, "epoch_listeners"):
         return list(loader.epoch_listeners)
@@ -73,20 +83,22 @@ def not_reached(loader: Any) -> str:
     """Why workers are never told a new epoch; empty if they are, or if there is nobody to tell."""
     if not isinstance(loader, DataLoader) or hasattr(loader, "epoch_listeners"):
         return ""
-    names = ", ".join(type(listener).__name__ for listener in listeners_in(loader.dataset))
-    if not names or not loader.num_workers or not loader.persistent_workers:
+    if not loader.num_workers or not loader.persistent_workers:
+        return ""
+    names = [type(listener).__name__ for listener in listeners_in(loader.dataset)]
+    if not names:
         return ""
     return (
-        f"the epoch does not reach {names} in workers, since persistent_workers=True keeps the copy of the first pass; "
-        "set it to False, or use trainkit.data.ResumableLoader"
+        f"the epoch does not reach {', '.join(names)} in workers, since persistent_workers=True "
+        "keeps the copy of the first pass; set it to False, or use trainkit.data.ResumableLoader"
     )
 
 
 class EpochTeller:
-    """Calls ``set_epoch`` of listeners in the process that loads samples, if the epoch is another one.
+    """Calls ``set_epoch`` of listeners in the process that loads samples, if the epoch has changed.
 
-    Two tellers may have one dataset, as the loaders of several logical ranks do. So each of them tells the epoch again
-    after another one has told something.
+    Two tellers may have one dataset, as the loaders of several logical ranks do. So each of them
+    tells the epoch again after another one has told something.
     """
 
     _told: tuple[int, int] | None = None  # (number of the teller, epoch), the last of this process

@@ -1,8 +1,9 @@
-"""Datasets that a loader puts around the user's: they seed its samples and tell it the epoch, where it is loaded."""
+"""Datasets that a loader puts around the user's.
+
+In the process that loads the samples they seed them and tell the user's dataset the epoch.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def trivial_batch_collator(batch: list[Any]) -> list[Any]:
 
 
 class Batches(data.Dataset[tuple[Delivered, Any]]):
-    """The batches of a map-style dataset, by `Draw`; each comes with what it adds to the progress.
+    """The batches of a map-style dataset, by `Draw`; each comes with the progress after it.
 
     The bits seed the global generators. Without workers, these are restored after each batch.
     """
@@ -37,23 +38,27 @@ class Batches(data.Dataset[tuple[Delivered, Any]]):
 
     def __getitem__(self, draw: Draw) -> tuple[Delivered, Any]:
         is_in_worker = get_worker_info() is not None
-        with nullcontext() if is_in_worker or not draw.bits else undisturbed_globals():
-            return draw.delivered, self._load(draw)
+        if draw.bits and not is_in_worker:
+            with undisturbed_globals():
+                batch = self._load(draw)
+        else:
+            batch = self._load(draw)
+        return draw.delivered, batch
 
     def _load(self, draw: Draw) -> Any:
         indices = draw.delivered.indices
         samples: list[Any] = []
         try:
-            for bits, epoch, index in zip_longest(draw.bits, draw.epochs, indices):
-                if epoch is not None:
-                    self._teller.tell(epoch)
-                if bits is not None:
-                    seed_globals(bits)
+            for i, index in enumerate(indices):
+                if draw.epochs:
+                    self._teller.tell(draw.epochs[i])
+                if draw.bits:
+                    seed_globals(draw.bits[i])
                 samples.append(self.dataset[index])
             return self._collate_fn(samples)
-        except (
-            Exception
-        ) as error:  # a StopIteration would end the data; torch waits for what cannot be pickled
+        except Exception as error:
+            # a StopIteration would end the data, and torch waits for ever for an error that cannot
+            # be pickled
             if len(samples) < len(indices):
                 doing = f"loading {sample_name(self.dataset, indices[len(samples)])}"
             else:
@@ -78,7 +83,10 @@ class Stream(data.IterableDataset[Any]):
 
 
 def may_draw(dataset: Any, collate_fn: Any) -> bool:
-    """Whether loading a batch may draw from the global generators; False only for types that are known not to."""
+    """Whether loading a batch may draw from the global generators.
+
+    False only for types that are known not to.
+    """
     if collate_fn not in (default_collate, trivial_batch_collator):
         return True
     if type(dataset) is data.Subset:

@@ -1,13 +1,16 @@
-"""A DataLoader with a position that can be saved, and a separate random state for each sample."""
+"""A DataLoader with a position that can be saved, and a separate random state for each sample.
+
+The way of a batch: `Order` draws its indices, in this process and ahead of time. torch's DataLoader
+gives them to a worker, where `Batches` loads the samples. `_Deliveries` hands the batch to the
+caller, and counts it. A stream has no indices: there torch's DataLoader iterates `Stream`.
+"""
 
 import logging
 import multiprocessing
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from trainkit.data.epochs import EpochTeller, listeners_in
 from trainkit.data.fetch import Batches, Stream, may_draw, sample_name, trivial_batch_collator
 from trainkit.data.order import NOT_TOLD, Order, Progress
+from trainkit.data.protocol import has_position
 from trainkit.data.samplers import InfiniteSampler, new_generator
 from trainkit.data.workers import stop_signals_blocked, worker_init_reset_seed
 from trainkit.utils import comm
@@ -27,26 +31,32 @@ LOADER_KEY = 2  # samplers use other keys, so the seeds of workers are independe
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A ``DataLoader`` whose position can be saved, and whose samples do not depend on the process that loads them.
+    """A ``DataLoader`` whose position can be saved.
 
-    The position counts the delivered samples of all ranks. After ``load_state_dict`` the next ``iter()`` continues
-    there: at once with an `InfiniteSampler`; by drawing the indices of the pass again with another sampler or batch
-    sampler that has ``state_dict`` and ``load_state_dict``. ``resume_obstacle`` says why there is no position.
+    Its samples do not depend on the process that loads them.
 
-    Before ``dataset[index]`` the global generators of Python, NumPy and torch are seeded from the seed and the sample's
-    position. There are no seeds for lists, ranges and a ``TensorDataset``, also inside a `DatasetFromList`, ``Subset``
-    or ``ConcatDataset``, that torch or this package collates: nothing draws there. Without workers, the generators are
-    restored after each batch.
+    *Position.* It counts the delivered samples of all ranks. After ``load_state_dict`` the next
+    ``iter()`` continues there: at once with an `InfiniteSampler`; by drawing the indices of the
+    pass again with another sampler or batch sampler that has ``state_dict`` and
+    ``load_state_dict``. ``resume_obstacle`` says why there is no position.
 
-    A dataset with ``set_epoch(epoch)``, also inside a wrapper (see `listeners_in`), is told the epoch of each sample in
-    the process that loads it. With an `InfiniteSampler` this is the epoch of the sample's position; a batch may have
-    samples of two epochs. With another sampler, and for a stream, it is the number that `set_epoch` gave for this pass;
-    a trainer calls it. An evaluation, with an `InferenceSampler`, tells no epoch.
+    *Random states.* Before ``dataset[index]`` the global generators of Python, NumPy and torch are
+    seeded from the seed and the sample's position. There are no seeds for lists, ranges and a
+    ``TensorDataset``, also inside a `DatasetFromList`, ``Subset`` or ``ConcatDataset``, that torch
+    or this package collates: nothing draws there. Without workers, the generators are restored
+    after each batch.
+
+    *Epochs.* A dataset with ``set_epoch(epoch)``, also inside a wrapper (see `listeners_in`), is
+    told the epoch of each sample in the process that loads it. With an `InfiniteSampler` this is
+    the epoch of the sample's position; a batch may have samples of two epochs. With another
+    sampler, and for a stream, it is the number that `set_epoch` gave for this pass; a trainer calls
+    it. An evaluation, with an `InferenceSampler`, tells no epoch.
 
     The length of a stream is that of a pass whose samples are divided evenly among the workers.
 
     Args:
-        seed: for augmentation; an `InfiniteSampler` has its own instead; None: ``torch.initial_seed()``.
+        seed: for augmentation; an `InfiniteSampler` has its own instead; None:
+            ``torch.initial_seed()``.
         timeout: seconds that the workers may take for the next batch; 0: no limit.
         worker_init_fn: called after `worker_init_reset_seed`.
         kwargs: as for ``DataLoader``.
@@ -61,24 +71,29 @@ class ResumableLoader(DataLoader[Any]):
         worker_init_fn: Callable[[int], None] | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs["timeout"] = timeout if kwargs.get("num_workers") else 0
+        has_workers = kwargs.get("num_workers", 0) > 0
+        kwargs["timeout"] = timeout if has_workers else 0
         kwargs["worker_init_fn"] = partial(_start_worker, worker_init_fn)
         super().__init__(dataset, **kwargs)
-        seed = torch.initial_seed() if seed is None else seed
+        if seed is None:
+            seed = torch.initial_seed()
         self._is_stream = isinstance(dataset, data.IterableDataset)
         self._order = Order(self.batch_sampler, seed)
         self._recent: deque[list[Any]] = deque(maxlen=64)  # indices of the last delivered batches
         self.resume_obstacle = self._find_obstacle()
         if not self.resume_obstacle and self.generator is None:
-            # otherwise each pass would use the global generator, and a resumed run may have more or fewer passes
+            # else each pass would draw from the global generator, and a resumed run may have more
+            # or fewer passes
             self.generator = new_generator(seed, LOADER_KEY, comm.get_data_rank())
             kwargs["generator"] = self.generator
         self._stream_epoch = torch.tensor(NOT_TOLD, device="cpu")
-        # torch's loader of what is around the dataset; None: this loader is as torch's
         self._inside = self._make_inside(kwargs)
 
     def _make_inside(self, kwargs: dict[str, Any]) -> DataLoader[Any] | None:
-        listeners = [] if self._order.is_test else listeners_in(self.dataset)
+        """torch's loader of `Batches` or `Stream`; None: this loader itself is as torch's."""
+        listeners: list[Any] = []
+        if not self._order.is_test:
+            listeners = listeners_in(self.dataset)
         if listeners:
             self._say_who_is_told(listeners)
         self._order.tells_epochs = bool(listeners)
@@ -89,7 +104,7 @@ class ResumableLoader(DataLoader[Any]):
             # workers that stay for several passes read the epoch of each pass
             self._stream_epoch.share_memory_()
             return DataLoader(Stream(self.dataset, self._stream_epoch, teller), **kwargs)
-        if self._order.source is None:
+        if self._has_single_samples:
             return None
         if self._order.is_test or not self.resume_obstacle:
             self._order.seeds_samples = may_draw(self.dataset, self.collate_fn)
@@ -102,25 +117,34 @@ class ResumableLoader(DataLoader[Any]):
         }
         return DataLoader(Batches(self.dataset, self.collate_fn, teller), **kwargs)
 
+    @property
+    def _has_single_samples(self) -> bool:
+        """Whether it gives single samples, with ``batch_size=None``, of a dataset with indices."""
+        return self._order.source is None and not self._is_stream
+
     def _say_who_is_told(self, listeners: list[Any]) -> None:
         names = ", ".join(type(listener).__name__ for listener in listeners)
         logger.info("set_epoch(epoch) is called in each process that loads samples: %s", names)
-        stays = self.persistent_workers or isinstance(self.sampler, InfiniteSampler)
-        if not self._order.source and not self._is_stream and self.num_workers and stays:
-            text = "With batch_size=None and workers that stay, the epoch does not reach %s; give a batch size"
-            logger.warning(text, names)
+        workers_stay = self.persistent_workers or isinstance(self.sampler, InfiniteSampler)
+        if self._has_single_samples and self.num_workers > 0 and workers_stay:
+            logger.warning(
+                "With batch_size=None and workers that stay, the epoch does not reach %s; give a "
+                "batch size",
+                names,
+            )
 
     @property
     def epoch_listeners(self) -> list[Any]:
-        """What a trainer tells the epoch before each pass, see `trainkit.data.epochs.epoch_listeners`.
+        """What a trainer tells the epoch before each pass.
 
-        These are the sampler and the batch sampler, as far as they have ``set_epoch``; and this loader, if its dataset
-        has it and the sampler is not endless.
+        See `trainkit.data.epochs.epoch_listeners`. These are the sampler and the batch sampler, as
+        far as they have ``set_epoch``; and this loader, if its dataset has it and the sampler is
+        not endless.
         """
         in_dataset = listeners_in(self.dataset)
         found: list[Any] = []
-        if self._order.source is None and not self._is_stream:
-            found.extend(in_dataset)  # batch_size=None: this loader is as torch's
+        if self._has_single_samples:
+            found.extend(in_dataset)  # nobody else tells them
         elif self._order.tells_epochs and self._order.endless is None:
             found.append(self)
         if not self._is_stream:
@@ -130,7 +154,10 @@ class ResumableLoader(DataLoader[Any]):
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the passes that start from now on; without effect on an endless sampler, which knows its own."""
+        """The epoch of the passes that start from now on.
+
+        Without effect on an endless sampler, which knows its own.
+        """
         self._order.epoch = epoch
 
     def __len__(self) -> int:
@@ -145,7 +172,9 @@ class ResumableLoader(DataLoader[Any]):
         smallest_share, num_larger = divmod(size, self.num_workers)
         num_batches = 0
         for worker in range(self.num_workers):
-            share = smallest_share + (worker < num_larger)
+            share = smallest_share
+            if worker < num_larger:
+                share += 1
             num_batches += share // self.batch_size
             if share % self.batch_size and not self.drop_last:
                 num_batches += 1
@@ -153,40 +182,57 @@ class ResumableLoader(DataLoader[Any]):
 
     # ------------------------------------------------------------------ state
 
-    seed = property(
-        attrgetter("_order.seed"), doc="The seed of samples: the sampler's own seed if it has one."
-    )
+    @property
+    def seed(self) -> int:
+        """The seed of samples: the sampler's own seed if it has one."""
+        return self._order.seed
 
     def _find_obstacle(self) -> str:
         source = self._order.source
         if not self.in_order or source is None:
             return "with in_order=False or batch_size=None the delivered samples are not counted"
         if self._is_stream:
-            return f"a {type(self.dataset).__name__} has no indices; add them, or use a loader that has a state_dict()"
-        if not hasattr(source, "state_dict") or not hasattr(source, "load_state_dict"):
+            return (
+                f"a {type(self.dataset).__name__} has no indices; add them, or use a loader that "
+                "has a state_dict()"
+            )
+        if not has_position(source):
             return f"{type(source).__name__} has no state_dict() and load_state_dict()"
         return getattr(source, "resume_obstacle", "")
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the newest iterator after the delivered batches, if there is no obstacle."""
+        """The position of the newest iterator, after the delivered batches.
+
+        Only if there is no obstacle.
+        """
         return {"kind": type(self._order.source).__name__, "seed": self.seed, **self._order.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next ``iter()`` continues at the saved position, with its seeds; do not use older iterators any more.
+        """The next ``iter()`` continues at the saved position, with its seeds.
 
-        If the state is from a sampler of another class, the data starts again, with a warning.
+        Do not use older iterators any more. If the state is from a sampler of another class, the
+        data starts again, with a warning.
         """
         kind = type(self._order.source).__name__
-        if state["kind"] == kind:
-            self._order.load(state)
-        else:
-            text = "The checkpoint's data order is from %s, which cannot be used with %s; the data starts again"
-            logger.warning(text, state["kind"], kind)
+        if state["kind"] != kind:
+            logger.warning(
+                "The checkpoint's data order is from %s, which cannot be used with %s; the data "
+                "starts again",
+                state["kind"],
+                kind,
+            )
+            return
+        self._order.load(state)
 
     def names_of_last(self, num_batches: int) -> list[list[str]]:
-        """The sample names of the last delivered batches, as in errors; fewer batches if they are not known."""
-        batches = list(self._recent)[-num_batches:]
-        return [[sample_name(self.dataset, index) for index in batch] for batch in batches]
+        """The sample names of the last delivered batches, as in errors.
+
+        Fewer batches if they are not known.
+        """
+        names = []
+        for indices in list(self._recent)[-num_batches:]:
+            names.append([sample_name(self.dataset, index) for index in indices])
+        return names
 
     # ------------------------------------------------------------------ batches
 
@@ -201,10 +247,16 @@ class ResumableLoader(DataLoader[Any]):
 
     def _fetch(self) -> Iterator[Any]:
         """torch's iterator, which starts the workers."""
+        if self.num_workers == 0:
+            return self._iterate()
         context: Any = self.multiprocessing_context or multiprocessing
-        method = context.get_start_method()
-        with stop_signals_blocked(method) if self.num_workers else nullcontext():
-            return super().__iter__() if self._inside is None else iter(self._inside)
+        with stop_signals_blocked(context.get_start_method()):
+            return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        if self._inside is None:
+            return super().__iter__()
+        return iter(self._inside)
 
 
 class _Deliveries(Iterator[Any]):
@@ -216,8 +268,9 @@ class _Deliveries(Iterator[Any]):
         self._progress = progress
         self._fetched = fetched
         self._recent = recent
-        # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the queues in it first, and
-        # torch then waits 5 s for each worker. Held here, torch's iterator is in no cycle.
+        # If Python collects a cycle of objects, such as a trainer and its hooks, it closes the
+        # queues in it first, and torch then waits 5 s for each worker. Held here, torch's iterator
+        # is in no cycle.
         weakref.finalize(self, id, fetched).atexit = False
 
     def __next__(self) -> Any:

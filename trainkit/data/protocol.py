@@ -1,50 +1,83 @@
 """What a trainer asks of a loader, whoever made it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from trainkit.utils.periods import round_length
 
 
+class WithPosition(Protocol):
+    """A loader, or a sampler, whose position can be saved.
+
+    It may also have an attribute ``resume_obstacle``: the reason why its position cannot be saved
+    after all, or "".
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def has_position(loader: Any) -> TypeGuard[WithPosition]:
+    """Whether it has the methods of `WithPosition`; a wrapper may pass them on."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
 def resume_obstacle(loader: Iterable[Any]) -> str:
-    """The reason why a loader's position cannot be saved, as its attribute ``resume_obstacle``; empty if it can."""
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    """The reason why a loader's position cannot be saved; empty if it can."""
+    if has_position(loader):
         return getattr(loader, "resume_obstacle", "")
-    name, remedy = type(loader).__name__, "use trainkit.data.build_batch_data_loader"
-    return f"the data loader ({name}) has no state_dict() and load_state_dict(), so the data starts again; {remedy}"
+    return (
+        f"the data loader ({type(loader).__name__}) has no state_dict() and load_state_dict(), so "
+        "the data starts again; use trainkit.data.build_batch_data_loader"
+    )
 
 
 def iters_per_epoch(loader: Any) -> int | None:
     """`epoch_length`, rounded."""
     length = epoch_length(loader)
-    return None if length is None else round_length(length)
+    if length is None:
+        return None
+    return round_length(length)
 
 
 def epoch_length(loader: Any) -> int | Fraction | None:
-    """Batches per pass over the data, with a fraction for an endless sampler; None for a stream without a length.
+    """Batches per pass over the data; None for a stream without a length.
 
-    A loader may have an attribute ``batches_per_epoch``, an int or a Fraction. No worker is started.
+    With an endless sampler it may be a fraction. A loader may have an attribute
+    ``batches_per_epoch``, an int or a Fraction. No worker is started.
     """
     if hasattr(loader, "batches_per_epoch"):
         return loader.batches_per_epoch
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # an endless sampler, a stream
-        batches: Any = getattr(loader, "batch_sampler", None)
-    sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", None)
-    if sampler is None or not size or not hasattr(sampler, "samples_per_epoch"):
+        return _epoch_length_of_endless(loader)
+
+
+def _epoch_length_of_endless(loader: Any) -> Fraction | None:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(batch_sampler, "batch_size", None)
+    sampler: Any = getattr(batch_sampler, "sampler", None)
+    if not batch_size or not hasattr(sampler, "samples_per_epoch"):
         return None
-    return Fraction(sampler.samples_per_epoch, size * sampler.world_size)
+    global_batch_size = batch_size * sampler.world_size
+    return Fraction(sampler.samples_per_epoch, global_batch_size)
 
 
 def samples_of(loader: Any) -> tuple[int | None, int | None]:
-    """Samples of one pass over the data, and of one batch of this rank; None: a loader that does not tell."""
-    batches = getattr(loader, "batch_sampler", None)
+    """Samples of one pass over the data, and of one batch of this rank.
+
+    None: the loader does not tell it.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
     batch_size = getattr(loader, "batch_size", None)
     if batch_size is None:
-        batch_size = getattr(batches, "batch_size", None)
-    samples = getattr(getattr(batches, "sampler", None), "samples_per_epoch", None)
+        batch_size = getattr(batch_sampler, "batch_size", None)
+
+    sampler = getattr(batch_sampler, "sampler", None)
+    samples = getattr(sampler, "samples_per_epoch", None)
     if samples is None:
         try:
             samples = len(loader.dataset)

@@ -11,9 +11,10 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(state: int, n: int) -> int:
-    """The ``n``-th number of 64 bits of the SplitMix64 generator with this start state; no number comes twice.
+    """The ``n``-th number of 64 bits of the SplitMix64 generator with this start state.
 
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+    No number comes twice. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators" (OOPSLA 2014).
     """
     z = (state + (n + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -22,7 +23,10 @@ def splitmix64(state: int, n: int) -> int:
 
 
 def seed_globals(number: int) -> None:
-    """Seed the global generators of Python, NumPy and torch's CPU with 64 random bits; this takes 6 to 15 us."""
+    """Seed the global generators of Python, NumPy and torch's CPU with 64 random bits.
+
+    This takes 6 to 15 us.
+    """
     # torch.manual_seed would seed all devices
     torch.default_generator.manual_seed(number & 0xFFFFFFFF)
     random.seed(number)
@@ -31,7 +35,10 @@ def seed_globals(number: int) -> None:
 
 @contextmanager
 def undisturbed_globals() -> Iterator[None]:
-    """Context that at its end restores the global generators of Python, NumPy and torch's CPU; this takes 55 us."""
+    """Context that at its end restores the global generators of Python, NumPy and torch's CPU.
+
+    This takes 55 us.
+    """
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
     numpy_state = np.random.get_state()

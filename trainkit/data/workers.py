@@ -18,11 +18,12 @@ _POLL_SEC = 5.0  # interval of a worker's checks whether its parent is alive
 
 
 def worker_init_reset_seed(worker_id: int) -> None:
-    """Seed Python, NumPy and torch in a loader worker, and make it ignore signals except a SIGTERM from its parent.
+    """Seed Python, NumPy and torch in a loader worker.
 
-    A terminal, a scheduler and torchrun send signals to all processes, but a run that is stopped still needs batches
-    for its last step. Any ``DataLoader`` with forked workers can have this as ``worker_init_fn``; others have
-    threads of imports, which a signal may end.
+    And make it ignore signals except a SIGTERM from its parent: a terminal, a scheduler and
+    torchrun send signals to all processes, but a run that is stopped still needs batches for its
+    last step. Any ``DataLoader`` with forked workers can have this as ``worker_init_fn``; others
+    have threads of imports, which a signal may end.
     """
     seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
     signals = _signals_with_sender()
@@ -33,12 +34,13 @@ def worker_init_reset_seed(worker_id: int) -> None:
 
 @contextmanager
 def stop_signals_blocked(start_method: str) -> Iterator[None]:
-    """Context in which workers are started, so that all their threads block the signals that stop a run."""
+    """Context in which workers are started, so that their threads block `stop_signals`."""
     signals = _signals_with_sender()
     former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         if start_method != "fork":
-            resource_tracker.ensure_running()  # now, since before Python 3.13 its start unblocks signals
+            # now, since before Python 3.13 its start unblocks signals
+            resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:
@@ -46,14 +48,20 @@ def stop_signals_blocked(start_method: str) -> Iterator[None]:
 
 
 def _signals_with_sender() -> set[signal.Signals]:
-    """`stop_signals`, if a thread that waits for one can ask who has sent it; on macOS it cannot."""
-    return stop_signals() if hasattr(signal, "sigtimedwait") else set()
+    """`stop_signals`, if a thread that waits for one can ask who has sent it.
+
+    On macOS it cannot; then there are none.
+    """
+    if not hasattr(signal, "sigtimedwait"):
+        return set()
+    return stop_signals()
 
 
 def _end_with_parent(born_to: int) -> None:
     """End this worker if its parent sends SIGTERM or has died."""
     parent: Any = multiprocessing.parent_process()
-    # with fork, other workers keep open what tells that the parent is alive; with forkserver, `born_to` is the server
+    # with fork, other workers keep open what tells that the parent is alive; with forkserver,
+    # `born_to` is the server
     while parent.is_alive() and (os.getppid() == born_to or born_to != parent.pid):
         received = signal.sigtimedwait({signal.SIGTERM}, _POLL_SEC)
         if received is not None and received.si_pid == parent.pid:

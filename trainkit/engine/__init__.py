@@ -1,7 +1,5 @@
 """The loop, the trainers, hooks, and the default trainer."""
 
-from typing import Any
-
 from trainkit.engine import hooks
 from trainkit.engine.amp import AMPTrainer
 from trainkit.engine.defaults import DefaultTrainer
@@ -34,7 +32,7 @@ from trainkit.engine.launch import DEFAULT_TIMEOUT, is_restarted, launch
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = [
     "DefaultTrainer",
@@ -56,10 +54,4 @@ __all__ += [
 ]
 __all__ += ["DEFAULT_TIMEOUT", "create_ddp_model", "is_restarted"]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

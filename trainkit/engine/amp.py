@@ -13,7 +13,7 @@ from trainkit.engine.policies import SKIP_FLAG, skips_on_device
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.param_groups import start_momentum
 from trainkit.utils import comm
-from trainkit.utils.events.storage import get_event_storage
+from trainkit.utils.events.storage import EventStorage
 
 logger = logging.getLogger(__name__)
 
@@ -133,11 +133,11 @@ class AMPTrainer(SimpleTrainer):
         self.grad_scaler.update()
         self._unscaled = False
 
-    def look(self, iter: int, values: dict[str, Any]) -> str | None:
+    def look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
         if _SCALE_FLAG in values:
             scale = values.pop(_SCALE_FLAG)
-            get_event_storage().put_scalar(SCALE, scale, smoothing_hint=False, cur_iter=iter)
-        return super().look(iter, values)
+            storage.put_scalar(SCALE, scale, smoothing_hint=False, cur_iter=iter)
+        return super().look(storage, iter, values)
 
     def saved_objects(self) -> Sequence[Any]:
         return [*super().saved_objects(), self.grad_scaler]

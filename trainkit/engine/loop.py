@@ -67,6 +67,7 @@ class TrainerBase:
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         failure: the error with which the run has failed, or None.
+        history_length: the number of values that the storage keeps of each scalar, set before training.
         stop_check_period: if one rank is asked to stop, all ranks stop within this number of iterations.
         own_keys: the entries of the state that each rank has for itself; the storage is that of rank 0 after a resume.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
@@ -75,6 +76,7 @@ class TrainerBase:
             that is one.
     """
 
+    history_length = 10_000
     stop_check_period = 20
     own_keys: tuple[str, ...] = ("hooks", "boundary", "rng")
     # a checkpoint leaves out what it cannot hold; the states in these entries one by one
@@ -84,7 +86,7 @@ class TrainerBase:
     def __init__(self) -> None:
         self.iter = self.start_iter = self.max_iter = 0
         self.done = self.boundary_done = 0
-        self.storage = EventStorage()
+        self.storage = EventStorage(history_length=self.history_length)
         self.status: Literal["not started", "running", "finished", "stopped", "failed"] = (
             "not started"
         )
@@ -325,7 +327,7 @@ class TrainerBase:
             )
         self.done = self.boundary_done = start_iter
         self._passed.clear()
-        self.storage = EventStorage()
+        self.storage = EventStorage(history_length=self.history_length)
         self._early = None
         self._rng_state = None
 
@@ -742,7 +744,7 @@ class TrainerBase:
             )
         # max_iter from a config comes first
         self.max_iter = self.max_iter or end["max_iter"]
-        self.storage = EventStorage()
+        self.storage = EventStorage(history_length=self.history_length)
         with loading("the storage"):
             if state_dict.get("storage"):
                 self.storage.load_state_dict(state_dict["storage"])

@@ -1,11 +1,16 @@
 """The losses that a model returns, and values that are not finite."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import get_total_norm
+
+_SMALL = (
+    1024  # tensors of at most so many values are checked together, since each call has its price
+)
 
 
 class Losses(dict[str, Tensor]):
@@ -151,25 +156,39 @@ def mean_losses(losses: Sequence[Losses]) -> Losses:
 
 
 @torch.no_grad()
-def non_finite_names(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers with a value that is not finite on this rank; waits for the device."""
-    finite: dict[torch.device, dict[str, Tensor]] = {}
+def non_finite_names(model: nn.Module, except_for: Collection[str] = ()) -> list[str]:
+    """Names of parameters and buffers with a value that is not finite on this rank; waits for the device.
+
+    Sparse and nested tensors are not looked at.
+    """
+    values = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if (
-            is_lazy(tensor)
-            or tensor.is_meta
-            or not (tensor.is_floating_point() or tensor.is_complex())
-        ):
-            continue
-        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        finite.setdefault(local.device, {})[name] = local.isfinite().all()
-    return [
-        name
-        for by_name in finite.values()
-        # reads each device once
-        for name, good in zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True)
-        if not good
-    ]
+        if name not in except_for and _can_be_checked(tensor):
+            own_part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            # float8 has no operations
+            values[name] = own_part.float() if own_part.itemsize == 1 else own_part
+    if are_certainly_finite(list(values.values())):
+        return []
+    return [name for name, tensor in values.items() if not tensor.isfinite().all()]
+
+
+def _can_be_checked(tensor: Tensor) -> bool:
+    if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def are_certainly_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all values are finite; fast. False also if their norm is too large for their type."""
+    large: list[Tensor] = []
+    small: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > _SMALL:
+            large.append(tensor)
+        else:
+            small.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(tensor)
+    stacked = [torch.stack(group) for group in small.values()]
+    return bool(get_total_norm(large + stacked).isfinite())
 
 
 def describe_failure(what: str, iter: int, values: Mapping[str, Any], more: str = "") -> str:

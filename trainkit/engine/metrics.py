@@ -23,7 +23,6 @@ from trainkit.utils.events.storage import (
     MAX_ROWS,
     EventStorage,
     get_event_storage,
-    storage_of_thread,
 )
 from trainkit.utils.events.worker import Numbers
 from trainkit.utils.periods import check_period, is_nth, iterations_of
@@ -88,9 +87,8 @@ class MetricPath:
     iterations in one block, in the same iterations on every rank.
 
     Args:
-        trainer: a weak reference; its ``look(iter, values)`` describes the values that are not
-            finite, or returns None. It is called in the order of the iterations, with the storage
-            of the run as the open one.
+        trainer: a weak reference; its ``look(storage, iter, values)`` describes the values that are
+            not finite, or returns None. It is called in the order of the iterations.
         gather_period: in iterations; the losses of every so many are stored.
         asynchronous: a worker of the storage does the work.
     """
@@ -142,7 +140,7 @@ class MetricPath:
             values = losses.read()
             for name, value in extra.items():
                 values[name] = value.item()
-            failure = self._look(storage, iter, values)
+            failure = self._trainer.look(storage, iter, values)
             if failure is not None:
                 raise_failure([failure])
             if is_stored:
@@ -206,15 +204,6 @@ class MetricPath:
         else:
             self._store(rows, numbers, storage)
 
-    def _look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
-        """Let the trainer judge the numbers of an iteration; ``storage`` is the open one."""
-        if storage_of_thread() is storage:  # the usual case
-            failure: str | None = self._trainer.look(iter, values)
-        else:
-            with storage:
-                failure = self._trainer.look(iter, values)
-        return failure
-
     def _store(self, rows: Sequence[Row], numbers: Numbers, storage: EventStorage) -> None:
         """Store in the order of the iterations.
 
@@ -227,7 +216,7 @@ class MetricPath:
         failure = None
         for row in rows:
             values = {name: next(number) for name in row.values}
-            text = self._look(storage, row.iter, values)
+            text = self._trainer.look(storage, row.iter, values)
             if text is not None and failure is None:
                 failure = (row.iter, text)
             if row.is_stored:

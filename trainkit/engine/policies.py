@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.engine.losses import Losses, describe_failure
-from trainkit.utils.events.storage import get_event_storage
+from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.periods import check_period
 
 SKIP_FLAG = "[flag]not_finite"
@@ -59,10 +59,13 @@ class NonFinitePolicy:
 
     # ------------------------------------------------------------------ later, maybe in a thread
 
-    def look(self, iter: int, values: dict[str, Any], gather_period: int) -> str | None:
+    def look(
+        self, storage: EventStorage, iter: int, values: dict[str, Any], gather_period: int
+    ) -> str | None:
         """Judge the numbers of an iteration; called in the order of the iterations.
 
         Args:
+            storage: gets further values of the iteration.
             values: name -> number; what is removed here is not stored.
             gather_period: metrics are stored after each so many iterations.
 
@@ -76,7 +79,6 @@ class NonFinitePolicy:
         self._skipped_in_row = self._skipped_in_row + 1 if is_skipped else 0
         if (iter + 1) % gather_period == 0:
             number = self.skipped_updates
-            storage = get_event_storage()
             storage.put_scalar("skipped_updates", number, smoothing_hint=False, cur_iter=iter)
         if not is_skipped:
             return self.describe(iter, values)

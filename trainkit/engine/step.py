@@ -46,6 +46,7 @@ from trainkit.engine.parallel import (
 from trainkit.engine.policies import NonFinitePolicy, make_policy
 from trainkit.engine.untrained import UntrainedParameters
 from trainkit.utils.device import device_of
+from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.logger import format_table
 from trainkit.utils.periods import check_period, round_length
 
@@ -145,7 +146,7 @@ class SimpleTrainer(TrainerBase):
                 batch.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
                 optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
-            non_finite: "raise" ends the run if the loss, or the norm that ``clip_gradients`` returns, is not finite:
+            non_finite: "raise" ends the run if the loss, or a norm that ``clip_gradients`` returns, is not finite:
                 before the update on a CPU, else at most 20 iterations later, and before anything is saved. The model is
                 checked at each save. "ignore" checks nothing. Or a `NonFinitePolicy`.
             max_non_finite_in_row: so many updates in a row that are left out end the run, see `NonFinitePolicy`.
@@ -328,9 +329,9 @@ class SimpleTrainer(TrainerBase):
     def update(self) -> None:
         self.policy.update(self.optimizer)
 
-    def look(self, iter: int, values: dict[str, Any]) -> str | None:
+    def look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
         """Judge the numbers of an iteration, maybe later and in a worker; see `NonFinitePolicy.look`."""
-        return self.policy.look(iter, values, self.metrics.gather_period)
+        return self.policy.look(storage, iter, values, self.metrics.gather_period)
 
     # ------------------------------------------------------------------ runs and state
 
@@ -429,7 +430,7 @@ class SimpleTrainer(TrainerBase):
             self.metrics.finish(self.storage_in_use())
         if self.policy.name == "ignore":
             return None
-        names = [name for name in non_finite_names(self.model) if name not in self._never_finite]
+        names = non_finite_names(self.model, except_for=self._never_finite)
         if not names:
             return None
         return (

@@ -1,7 +1,5 @@
 """Evaluators, the evaluation loop, and their results."""
 
-from typing import Any
-
 from trainkit.evaluation.build import EVALUATOR_REGISTRY, build_evaluator
 from trainkit.evaluation.evaluator import (
     DatasetEvaluator,
@@ -11,7 +9,7 @@ from trainkit.evaluation.evaluator import (
 )
 from trainkit.evaluation.observer import observe_inference
 from trainkit.evaluation.testing import flatten_results_dict, print_csv_format, verify_results
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = [
     "DatasetEvaluator",
@@ -28,10 +26,4 @@ __all__ += [
     "verify_results",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

@@ -1,7 +1,5 @@
 """Optimizers, parameter groups, gradient clipping and learning rate schedules."""
 
-from typing import Any
-
 from torch.optim.lr_scheduler import LRScheduler as LRScheduler  # from here too, as in detectron2
 
 from trainkit.solver.build import (
@@ -29,7 +27,7 @@ from trainkit.solver.param_groups import (
     reduce_param_groups,
     start_momentum,
 )
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = [
     "build_optimizer",
@@ -57,10 +55,4 @@ __all__ += [
     "start_momentum",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

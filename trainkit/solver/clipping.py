@@ -29,7 +29,7 @@ class GradientClipper:
 
     Args:
         clip_type: a ``GradientClipType`` or its value.
-        norm_type: p of the p-norm, also ``inf``; for ``value`` it affects only the returned norm.
+        norm_type: p of the p-norm, also ``inf``; without effect for ``value``.
 
     Attributes:
         has_clipped: whether it was called since the last step of the optimizer that clips by it.
@@ -45,53 +45,61 @@ class GradientClipper:
         check_number("clip_value", self.clip_value, "(0, inf]")
         check_number("norm_type", self.norm_type, "(0, inf]")
 
+    @property
+    def gives_norm(self) -> bool:
+        """Whether a call returns the norm; to clip values nobody needs it."""
+        return self.clip_type is not GradientClipType.VALUE
+
     @torch.no_grad()
-    def __call__(self, parameters: Iterable[Tensor]) -> Tensor:
+    def __call__(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Clip the gradients of ``parameters``; parameters without a gradient are skipped.
 
         Returns:
-            The norm of all gradients together before clipping, shape ``[]``, on their device.
+            The norm of all gradients together before clipping, shape ``[]``, on their device; None
+            if values are clipped.
         """
         self.has_clipped = True
         with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+        if self.clip_type is GradientClipType.VALUE:
+            if with_gradient:
+                clip_grad_value_(with_gradient, self.clip_value)
+            return None
         groups = _group_by_mesh(with_gradient)
+        if self.clip_type is GradientClipType.NORM:
+            return self._norm_of([self._clip_each(_gradients(group)) for group in groups])
         norms = [_over_ranks(get_total_norm(_gradients(group), self.norm_type)) for group in groups]
-        if len(norms) == 1:
-            total_norm = norms[0]
-        else:
-            total_norm = torch.linalg.vector_norm(torch.stack(norms), self.norm_type)
-        if not with_gradient:
-            return total_norm
+        total_norm = self._norm_of(norms)
         for group in groups:
-            if self.clip_type is GradientClipType.FULL_MODEL:
-                clip_grads_with_norm_(group, self.clip_value, total_norm)
-            elif self.clip_type is GradientClipType.NORM:
-                self._clip_each(_gradients(group))
-            else:
-                clip_grad_value_(group, self.clip_value)
+            clip_grads_with_norm_(group, self.clip_value, total_norm)
         return total_norm
 
-    def _clip_each(self, grads: list[Any]) -> None:
-        """Limit the norm of each of these gradients."""
-        own_norms = [torch.linalg.vector_norm(grad, self.norm_type) for grad in grads]
-        norms = _over_ranks(torch.stack(own_norms))  # in one all-reduce
-        for grad, norm in zip(grads, norms, strict=True):
-            own_part = grad.to_local() if hasattr(grad, "to_local") else grad
-            factor = self.clip_value / (norm + 1e-6)
-            own_part.mul_(factor.clamp_(max=1.0))
+    def _norm_of(self, norms: list[Tensor]) -> Tensor:
+        if not norms:
+            return torch.zeros(())
+        if len(norms) == 1:
+            return norms[0]
+        on_one_device = [norm.to(norms[0].device) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(on_one_device), self.norm_type)
+
+    def _clip_each(self, grads: list[Any]) -> Tensor:
+        """Limit the norm of each of these gradients; returns the norm of all before that."""
+        norms = _over_ranks(torch.stack(torch._foreach_norm(grads, self.norm_type)))
+        factors = (self.clip_value / (norms + 1e-6)).clamp_(max=1.0)
+        own_parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        torch._foreach_mul_(own_parts, factors.unbind())
+        return torch.linalg.vector_norm(norms, self.norm_type)
 
 
 def _group_by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
     """The tensors in groups that torch can process in one call.
 
-    The tensors of a group are divided over ranks in the same way, or not at all.
+    The tensors of a group are on one device, and divided over ranks in the same way or not at all.
     """
-    if not tensors or not hasattr(tensors[0], "device_mesh"):
-        return [tensors]
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        mesh = getattr(tensor, "device_mesh", None)
-        groups.setdefault(mesh, []).append(tensor)
+        is_whole = type(tensor) in (Tensor, torch.nn.Parameter)
+        mesh = None if is_whole else getattr(tensor, "device_mesh", None)
+        groups.setdefault((tensor.device, mesh), []).append(tensor)
     return [*groups.values()]
 
 

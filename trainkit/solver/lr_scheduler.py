@@ -13,15 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.utils.periods import check_number, check_period
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)
 
 
 Schedule: TypeAlias = Callable[[int, float], float]

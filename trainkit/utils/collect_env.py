@@ -15,6 +15,7 @@ from trainkit.utils.logger import format_table
 def collect_env_info() -> str:
     """A table of versions and hardware."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    cuda = torch.version.cuda or "none"
     facts = {
         "platform": platform.platform(),
         "python": sys.version.replace("\n", ""),
@@ -23,7 +24,7 @@ def collect_env_info() -> str:
         "numpy": np.__version__,
         "fvcore": fvcore.__version__,
         "CPU": f"{os.cpu_count()} cores (torch uses {torch.get_num_threads()} threads)",
-        "CUDA": f"{torch.version.cuda or 'none'}, cuDNN {torch.backends.cudnn.version()}, devices {gpus}",
+        "CUDA": f"{cuda}, cuDNN {torch.backends.cudnn.version()}, devices {gpus}",
     }
     return format_table(facts.items())
 

@@ -1,4 +1,7 @@
-"""The rank of a process, and the exchange of Python objects between processes; without a group there is one process."""
+"""The rank of a process, and the exchange of Python objects between processes.
+
+Without a process group there is one process.
+"""
 
 import weakref
 from typing import Any, TypeVar, cast
@@ -7,7 +10,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 _T = TypeVar("_T")
 # default group -> its side groups and data ranks, by name; it can be destroyed and made anew
@@ -22,21 +25,25 @@ def _is_initialized() -> bool:
 
 
 def _entries() -> dict[str, Any]:
-    return (
-        _by_world.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
-        if _is_initialized()
-        else _alone
-    )
+    """The side groups and data ranks of the present default group."""
+    if not _is_initialized():
+        return _alone
+    default_group = cast(dist.ProcessGroup, dist.group.WORLD)
+    return _by_world.setdefault(default_group, {})
 
 
 def get_world_size() -> int:
     """Number of processes of the run."""
-    return dist.get_world_size() if _is_initialized() else 1
+    if not _is_initialized():
+        return 1
+    return dist.get_world_size()
 
 
 def get_rank() -> int:
     """Number of this process in the run, from 0."""
-    return dist.get_rank() if _is_initialized() else 0
+    if not _is_initialized():
+        return 0
+    return dist.get_rank()
 
 
 def is_main_process() -> bool:
@@ -45,33 +52,49 @@ def is_main_process() -> bool:
 
 
 def set_data_ranks(rank: int | None = None, num: int | None = None) -> None:
-    """Say that this process has the data of rank ``rank`` of ``num``; None: each process has data of its own.
+    """Say that this process has the data of rank ``rank`` of ``num``.
 
-    Processes with one data rank have neighbouring ranks; all ranks call it.
+    None: each process has data of its own. Processes with one data rank have neighbouring ranks;
+    all ranks call it.
     """
-    _entries()["data ranks"] = None if rank is None or num is None else (rank, num)
+    if rank is None or num is None:
+        _entries()["data ranks"] = None
+    else:
+        _entries()["data ranks"] = (rank, num)
 
 
 def get_data_world_size() -> int:
-    """Number of parts of a global batch: the number of processes, unless `set_data_ranks` says otherwise."""
-    return (_entries().get("data ranks") or (0, get_world_size()))[1]
+    """Number of parts of a global batch.
+
+    It is the number of processes, unless `set_data_ranks` says otherwise.
+    """
+    data_ranks = _entries().get("data ranks")
+    if data_ranks is None:
+        return get_world_size()
+    _, num = data_ranks
+    return cast(int, num)
 
 
 def get_data_rank() -> int:
     """Number of this process's part of a global batch, from 0."""
-    return (_entries().get("data ranks") or (get_rank(), 0))[0]
+    data_ranks = _entries().get("data ranks")
+    if data_ranks is None:
+        return get_rank()
+    rank, _ = data_ranks
+    return cast(int, rank)
 
 
 def get_data_group_size() -> int:
-    """Number of processes that have the same part of a global batch, and compute it together; usually 1."""
+    """Number of processes that compute the same part of a global batch together; usually 1."""
     return max(1, get_world_size() // get_data_world_size())
 
 
 def create_side_groups() -> None:
-    """Create the groups of `side_group`; every rank calls it when a run starts, in the thread of the loop.
+    """Create the groups of `side_group`.
 
-    Ranks wait for each other here. After the first backward pass they must not: if they used different parameters in
-    it, the error that DDP raises in the next forward pass would become a hang.
+    Every rank calls it when a run starts, in the thread of the loop. Ranks wait for each other
+    here. After the first backward pass they must not: if they used different parameters in it, the
+    error that DDP raises in the next forward pass would become a hang.
     """
     if get_world_size() == 1:
         return
@@ -85,11 +108,13 @@ def create_side_groups() -> None:
 
 
 def side_group(purpose: str) -> dist.ProcessGroup | None:
-    """A Gloo group of all processes, so that two threads can exchange at once; None with one process.
+    """A Gloo group of all processes, so that two threads can exchange at once.
+
+    None if there is one process.
 
     Args:
-        purpose: "requests" (of the loop, for stops and saves), "metrics" or "write_metrics". If there was no run yet,
-            the first call creates all of them, so every rank must make it.
+        purpose: "requests" (of the loop, for stops and saves), "metrics" or "write_metrics". If
+            there was no run yet, the first call creates all of them, so every rank must make it.
     """
     if get_world_size() == 1:
         return None
@@ -102,67 +127,87 @@ def _default_group_has_gloo() -> bool:
 
 
 def _object_group() -> dist.ProcessGroup | None:
-    """A Gloo group of all processes, which exchanges objects without a device; None: use the default group."""
-    return None if _default_group_has_gloo() else side_group("objects")
+    """A Gloo group of all processes, which exchanges objects without a device.
+
+    None: the default group can do it.
+    """
+    if _default_group_has_gloo():
+        return None
+    return side_group("objects")
 
 
 def synchronize() -> None:
     """Wait until all processes have called this."""
-    if get_world_size() > 1:
+    if get_world_size() == 1:
+        return
+    if dist.get_backend_config() == "cuda:nccl":
         # without device_ids, NCCL would guess the device and warn
-        on_devices = dist.get_backend_config() == "cuda:nccl"
-        dist.barrier(device_ids=[torch.cuda.current_device()] if on_devices else None)
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier()
 
 
 def all_gather(data: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """The ``data`` of every rank, in their order, on every rank; all ranks of the group must call it.
+    """The ``data`` of every rank, in their order, on every rank.
 
-    ``data`` can be pickled, and has tensors only on the CPU. Default group: all processes, over Gloo.
+    All ranks of the group must call it. ``data`` can be pickled, and has tensors only on the CPU.
+    Default group: all processes, over Gloo.
     """
     if get_world_size() == 1:
         return [data]
-    group = _object_group() if group is None else group
+    if group is None:
+        group = _object_group()
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, data, group=group)
     return gathered
 
 
 def gather(data: _T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """As ``all_gather``, but only on rank ``dst`` of the run; ``[]`` on other ranks, which receive nothing."""
+    """As ``all_gather``, but only on rank ``dst`` of the run.
+
+    Other ranks receive nothing; for them it is ``[]``.
+    """
     if get_world_size() == 1:
         return [data]
-    group = _object_group() if group is None else group
-    gathered: list[Any] | None = [None] * dist.get_world_size(group) if get_rank() == dst else None
+    if group is None:
+        group = _object_group()
+    if get_rank() != dst:
+        dist.gather_object(data, None, dst=dst, group=group)
+        return []
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.gather_object(data, gathered, dst=dst, group=group)
-    return gathered or []
+    return gathered
 
 
 def broadcast(data: _T, src: int = 0) -> _T:
     """The ``data`` of rank ``src``, which can be pickled, on every rank; all ranks must call it."""
     if get_world_size() == 1:
         return data
-    objects: list[Any] = [data if get_rank() == src else None]
+    objects: list[Any] = [None]
+    if get_rank() == src:
+        objects = [data]
     dist.broadcast_object_list(objects, src=src, group=_object_group())
     return cast(_T, objects[0])
 
 
 def shared_random_seed() -> int:
-    """A random number from 0 to 2**31 - 1, the same on all ranks, drawn from NumPy's global state."""
-    # every rank draws, so that equal random states stay equal
-    return broadcast(int(np.random.randint(2**31)))
+    """A random number from 0 to 2**31 - 1, the same on all ranks.
+
+    It is drawn from NumPy's global state. Every rank draws, so that equal random states stay equal.
+    """
+    seed = int(np.random.randint(2**31))
+    return broadcast(seed)
 
 
 def tree_sum(parts: Any) -> Any:
-    """The sum over the first dimension of an array or a tensor, a power of two of them in one binary tree."""
+    """The sum over the first dimension of an array or a tensor.
+
+    A power of two of them are added in one binary tree.
+    """
     while len(parts) % 2 == 0:
         half = len(parts) // 2
         parts = parts[:half] + parts[half:]
     return parts.sum(0)
 
 
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

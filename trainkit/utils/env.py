@@ -36,10 +36,13 @@ def seed_all_rng(seed: int | None = None) -> int:
 
 def get_rng_state() -> dict[str, Any]:
     """The state of every global generator of this process, as tensors and plain values."""
+    version, python_keys, next_gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
+    keys_as_tensor = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state = {
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        # as a tensor: a file holds one record, not 625 objects
+        "python": [version, torch.tensor(python_keys), next_gauss],
+        "numpy": [kind, keys_as_tensor, *rest],
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():  # reading the state would initialize CUDA
@@ -54,7 +57,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if "seed" in state:
         seed_all_rng(state["seed"])
         return
-    random.setstate(state["python"])
+    random.setstate(_python_state(state))
     np.random.set_state(_numpy_state(state))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
@@ -65,22 +68,37 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def check_rng_state(state: dict[str, Any]) -> None:
-    """Raises an error of any type if `set_rng_state` cannot restore this state; no generator is changed."""
+    """Check that `set_rng_state` can restore this state; no generator is changed.
+
+    Raises:
+        Exception: of any type, it cannot.
+    """
     if "seed" in state:
         np.random.SeedSequence(state["seed"])
         return
-    random.Random().setstate(state["python"])
+    random.Random().setstate(_python_state(state))
     np.random.RandomState().set_state(_numpy_state(state))
     torch.Generator().set_state(state["torch"])
-    of_devices = [*state.get("cuda", []), *([state["mps"]] if "mps" in state else [])]
-    for each in of_devices:
-        if each.dtype != torch.uint8 or each.ndim != 1:
-            raise ValueError(f"the state of a device has {each.dtype} of shape {[*each.shape]}")
+    gpu_states = state.get("cuda", [])
+    for gpu_state in gpu_states:
+        _check_device_state(gpu_state)
+    if "mps" in state:
+        _check_device_state(state["mps"])
     if torch.cuda.is_initialized():
-        own = torch.cuda.get_rng_state()
-        for each in state.get("cuda", []):
-            if each.shape != own.shape:
-                raise ValueError(f"the state of a GPU has {len(each)} bytes, not {len(own)}")
+        size = len(torch.cuda.get_rng_state())
+        for gpu_state in gpu_states:
+            if len(gpu_state) != size:
+                raise ValueError(f"the state of a GPU has {len(gpu_state)} bytes, not {size}")
+
+
+def _check_device_state(state: torch.Tensor) -> None:
+    if state.dtype != torch.uint8 or state.ndim != 1:
+        raise ValueError(f"the state of a device has {state.dtype} of shape {[*state.shape]}")
+
+
+def _python_state(state: dict[str, Any]) -> Any:
+    version, keys, next_gauss = state["python"]
+    return (version, tuple(keys.tolist()), next_gauss)
 
 
 def _numpy_state(state: dict[str, Any]) -> Any:
@@ -90,15 +108,25 @@ def _numpy_state(state: dict[str, Any]) -> Any:
 
 def _cuda_devices() -> list[int]:
     """All CUDA devices, the current one first, since its number may differ in a resumed run."""
-    return sorted(
-        range(torch.cuda.device_count()), key=lambda device: device != torch.cuda.current_device()
-    )
+    count = torch.cuda.device_count()
+    if count == 0:
+        return []
+    current = torch.cuda.current_device()
+    others = [device for device in range(count) if device != current]
+    return [current, *others]
 
 
 def rng_state_for_rank(
     state: dict[str, Any] | None, saved: int, present: int, iteration: int
 ) -> dict[str, Any] | None:
-    """``state``; if there were ``saved`` ranks, not ``present``: one made from it, the rank and the iteration."""
+    """The state to restore on this rank: ``state`` itself if there are as many ranks as before.
+
+    Else it is made from ``state``, the rank and the iteration.
+
+    Args:
+        saved: the number of ranks when ``state`` was saved.
+        present: the number of ranks now.
+    """
     if state is None or saved == present:
         return state
     _logger.info(
@@ -106,13 +134,14 @@ def rng_state_for_rank(
         saved,
         present,
     )
-    entropy, key = zlib.crc32(repr(state["python"]).encode()), (comm.get_data_rank(), iteration)
-    return {"seed": int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1)[0])}
+    entropy = zlib.crc32(repr(_python_state(state)).encode())
+    sequence = np.random.SeedSequence(entropy, spawn_key=(comm.get_data_rank(), iteration))
+    return {"seed": int(sequence.generate_state(1)[0])}
 
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Context that at its end restores the global random state of this process and of the devices that it uses."""
+    """Context that at its end restores the global random state of this process and its devices."""
     state = get_rng_state()
     try:
         yield
@@ -122,5 +151,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 def stop_signals() -> set[signal.Signals]:
     """SIGTERM, SIGINT and SIGHUP (a closed terminal); in a SLURM job also SIGUSR1."""
-    of_slurm = {signal.SIGUSR1} if "SLURM_JOB_ID" in os.environ else set()
-    return {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *of_slurm}
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    if "SLURM_JOB_ID" in os.environ:
+        signals.add(signal.SIGUSR1)
+    return signals

@@ -28,7 +28,11 @@ def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]
 
 
 def look_up(registry: Registry, name: str, key: str) -> Any:
-    """The object that ``key`` of a config names. Raises ConfigError if nothing is registered under the name."""
+    """The object that ``key`` of a config names.
+
+    Raises:
+        ConfigError: nothing is registered under the name.
+    """
     try:
         return registry.get(name)
     except KeyError as error:

@@ -14,6 +14,9 @@ PathManager.register_handler(HTTPURLHandler())
 
 
 def refuse_pipe(path: str | os.PathLike[str]) -> None:
-    """Raises OSError if the file is a pipe: to open one may wait for ever, and only one process can read it."""
+    """Raises OSError if the file is a pipe.
+
+    To open one may wait for ever, and only one process can read it.
+    """
     if stat.S_ISFIFO(os.stat(path).st_mode):
         raise OSError("it is a pipe, which only one process can read; write it to a file")

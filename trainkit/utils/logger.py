@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
-_GREEN, _YELLOW, _RED, _RESET = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
+_GREEN = "\x1b[32m"
+_YELLOW = "\x1b[33m"
+_RED = "\x1b[31m"
+_RESET = "\x1b[0m"
 
 
 def setup_logger(
@@ -23,30 +26,31 @@ def setup_logger(
     configure_stdout: bool = True,
     stdout_level: int | str = logging.DEBUG,
 ) -> logging.Logger:
-    """Write a logger's lines, from DEBUG on, to stdout (rank 0, from ``stdout_level`` on) and to a file (every rank).
+    """Write a logger's lines to stdout (on rank 0) and to a file (on every rank).
 
-    A second call with the same ``name`` replaces the first; ``close_logger`` undoes it.
+    The file has the lines from DEBUG on, stdout those from ``stdout_level`` on. A second call with
+    the same ``name`` replaces the first; ``close_logger`` undoes it.
 
     Args:
-        output: a file (``.txt`` or ``.log``) or a folder for ``log.txt``, for appending; other ranks add ``.rankN``.
+        output: a file (``.txt`` or ``.log``) or a folder for ``log.txt``, for appending; other
+            ranks add ``.rankN``.
         color: use colours if stdout is a terminal.
-        abbrev_name: replaces ``name`` in the lines. Without it, stdout shows only the last word of a logger's name.
-        enable_propagation: whether handlers of parent loggers, such as pytest's, get the records too.
+        abbrev_name: replaces ``name`` in the lines. Without it, stdout shows only the last word of
+            a logger's name.
+        enable_propagation: whether handlers of parent loggers, such as pytest's, get the records
+            too.
     """
     handlers: list[logging.Handler] = []
     if output is not None:
-        path = (
-            os.fspath(output)
-            if os.fspath(output).endswith((".txt", ".log"))
-            else os.path.join(output, "log.txt")
-        )
-        path += f".rank{distributed_rank}" if distributed_rank else ""
+        path = _log_path(output, distributed_rank)
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8", errors="backslashreplace"))
-        handlers[0].setFormatter(_Formatter(name, abbrev_name or name))
+        to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        to_file.setFormatter(_Formatter(name, abbrev_name or name))
+        handlers.append(to_file)
     if configure_stdout and distributed_rank == 0 and sys.stdout is not None:
-        handlers.append(_StdoutHandler(stdout_level))
-        handlers[-1].setFormatter(_Formatter(name, abbrev_name, color))
+        to_stdout = _StdoutHandler(stdout_level)
+        to_stdout.setFormatter(_Formatter(name, abbrev_name, color))
+        handlers.append(to_stdout)
     close_logger(name)
     logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG)
@@ -54,6 +58,15 @@ def setup_logger(
     for handler in handlers:
         logger.addHandler(handler)
     return logger
+
+
+def _log_path(output: str | os.PathLike[str], rank: int) -> str:
+    path = os.fspath(output)
+    if not path.endswith((".txt", ".log")):
+        path = os.path.join(path, "log.txt")
+    if rank == 0:
+        return path
+    return f"{path}.rank{rank}"
 
 
 def log_file(name: str = "trainkit") -> str:
@@ -67,11 +80,10 @@ def log_file(name: str = "trainkit") -> str:
 def close_logger(name: str = "trainkit") -> None:
     """Undo ``setup_logger`` for a logger, and close its file."""
     logger = logging.getLogger(name)
-    for handler in [
-        handler for handler in logger.handlers if isinstance(handler.formatter, _Formatter)
-    ]:
-        logger.removeHandler(handler)
-        handler.close()
+    for handler in list(logger.handlers):
+        if isinstance(handler.formatter, _Formatter):
+            logger.removeHandler(handler)
+            handler.close()
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
 
@@ -79,11 +91,17 @@ def close_logger(name: str = "trainkit") -> None:
 def printable(text: str) -> str:
     """The text with escapes in place of control characters, but for tabs and line ends.
 
-    A name in a file of somebody else may have characters that move the cursor of a terminal or run its commands.
+    A name in a file of somebody else may have characters that move the cursor of a terminal or run
+    its commands.
     """
-    return "".join(
-        char if char.isprintable() or char in "\t\n" else repr(char)[1:-1] for char in text
-    )
+    chars = []
+    for char in text:
+        if char.isprintable() or char in "\t\n":
+            chars.append(char)
+        else:
+            escape = repr(char).strip("'")
+            chars.append(escape)
+    return "".join(chars)
 
 
 class _StdoutHandler(logging.StreamHandler):
@@ -102,24 +120,31 @@ class _Formatter(logging.Formatter):
 
     def __init__(self, name: str, short: str | None, color: bool = False) -> None:
         super().__init__("%(message)s", datefmt="%m/%d %H:%M:%S")
-        self._name, self._short, self._color = name, short, color
+        self._name = name
+        self._short = short
+        self._color = color
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        name = record.name
-        if self._name and f"{name}.".startswith(f"{self._name}."):
-            name = (
-                name.rpartition(".")[2]
-                if self._short is None
-                else self._short + name[len(self._name) :]
-            )
-        head = f"[{self.formatTime(record, self.datefmt)} {name}]"
-        level = f" {record.levelname}" if record.levelno >= logging.WARNING else ""
+        time = self.formatTime(record, self.datefmt)
+        head = f"[{time} {self._shown_name(record.name)}]"
+        level = ""
+        if record.levelno >= logging.WARNING:
+            level = f" {record.levelname}"
         if self._color and sys.stdout.isatty():
             head = f"{_GREEN}{head}{_RESET}"
-            level = (
-                level and f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{level}{_RESET}"
-            )
+            if record.levelno >= logging.ERROR:
+                level = f"{_RED}{level}{_RESET}"
+            elif record.levelno >= logging.WARNING:
+                level = f"{_YELLOW}{level}{_RESET}"
         return f"{head}{level}: {printable(record.message)}"
+
+    def _shown_name(self, name: str) -> str:
+        is_below = name == self._name or name.startswith(f"{self._name}.")
+        if not self._name or not is_below:
+            return name
+        if self._short is None:
+            return name.rpartition(".")[2]
+        return self._short + name.removeprefix(self._name)
 
     def formatException(self, ei: Any) -> str:
         return printable(super().formatException(ei))
@@ -132,19 +157,16 @@ def format_table(
     max_rows: int | None = None,
     **options: Any,
 ) -> str:
-    """``tabulate.tabulate(rows, headers, **options)`` of the first rows; imports tabulate when called."""
+    """``tabulate.tabulate(rows, headers, **options)`` of the first rows.
+
+    tabulate is imported when this is called.
+    """
     rows = list(rows)
-    text: str = importlib.import_module("tabulate").tabulate(rows[:max_rows], headers, **options)
-    return (
-        text
-        if max_rows is None or len(rows) <= max_rows
-        else f"{text}\n... and {len(rows) - max_rows} more"
-    )
+    tabulate = importlib.import_module("tabulate").tabulate
+    text: str = tabulate(rows[:max_rows], headers, **options)
+    if max_rows is not None and len(rows) > max_rows:
+        text += f"\n... and {len(rows) - max_rows} more"
+    return text
 
 
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

@@ -19,18 +19,28 @@ def is_whole(value: object, minimum: int) -> TypeGuard[int]:
 
 
 def is_in(value: object, interval: str) -> bool:
-    """Whether ``value`` is a number in an interval such as "[0, inf)"; a round bracket excludes the end. NaN is not."""
-    low, high = map(float, interval[1:-1].split(", "))
-    if not is_number(value) or not low <= value <= high:
+    """Whether ``value`` is a number in an interval such as "[0, inf)"; NaN is in none.
+
+    A round bracket excludes the end.
+    """
+    if not is_number(value):
         return False
-    is_excluded_end = (value == low and interval[0] == "(") or (
-        value == high and interval[-1] == ")"
-    )
-    return not is_excluded_end
+    low, high = interval[1:-1].split(", ")
+    if interval.startswith("("):
+        is_above_low = value > float(low)
+    else:
+        is_above_low = value >= float(low)
+    if interval.endswith(")"):
+        return is_above_low and value < float(high)
+    return is_above_low and value <= float(high)
 
 
 def check_number(name: str, value: Any, interval: str) -> Any:
-    """``value``; raises ValueError if the argument ``name`` is not a number in ``interval``, see `is_in`."""
+    """Return ``value``.
+
+    Raises:
+        ValueError: the argument ``name`` is not a number in ``interval``, see `is_in`.
+    """
     if not is_in(value, interval):
         raise ValueError(f"{name} must be a number in {interval}, got {value!r}")
     return value
@@ -42,7 +52,11 @@ _SECONDS = {"d": 86_400.0, "h": 3_600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 
 def parse_time(text: object, name: str) -> float:
-    """The seconds of a text such as ``1d 12h`` or ``30min``. Raises ConfigError, with ``name``, for another value."""
+    """The seconds of a text such as ``1d 12h`` or ``30min``.
+
+    Raises:
+        ConfigError: it is another value; the message has ``name``.
+    """
     seconds = 0.0
     if isinstance(text, str) and _TIME.fullmatch(text):
         for number, unit in re.findall(r"([\d.]+)(d|h|min|m|s)", text):
@@ -56,7 +70,8 @@ def parse_time(text: object, name: str) -> float:
 class Period:
     """A period, or the offset of one, that is not a whole number of iterations: a length in epochs.
 
-    Its ends are rounded one by one, so they do not drift away from the ends of the epochs. Read it by `is_due`.
+    Its ends are rounded one by one, so they do not drift away from the ends of the epochs. Read it
+    by `is_due`.
     """
 
     iterations: Fraction
@@ -66,53 +81,79 @@ class Period:
 
 
 Length: TypeAlias = int | Fraction | Period
-"""A number of iterations. A period in a config that is not whole is a `Period`; the length of an epoch a Fraction."""
+"""A number of iterations. A period in a config that is not whole is a `Period`; the length of an
+epoch is a Fraction."""
 
 
 def as_period(iterations: Fraction) -> int | Period:
     """An int if the number is whole."""
-    return iterations.numerator if iterations.denominator == 1 else Period(iterations)
+    if iterations.denominator == 1:
+        return iterations.numerator
+    return Period(iterations)
 
 
 def iterations_of(length: Length) -> int | Fraction:
     """The length as a number, not rounded."""
-    return length.iterations if isinstance(length, Period) else length
+    if isinstance(length, Period):
+        return length.iterations
+    return length
 
 
 def round_length(length: Length) -> int:
     """The nearest number of iterations, at least 1 unless the length is 0."""
     exact = iterations_of(length)
-    return int(exact) if exact == int(exact) else max(round(exact), 1)
+    if exact == int(exact):
+        return int(exact)
+    return max(round(exact), 1)
 
 
 def periods_done(done: int, period: Length, offset: Length = 0) -> int:
-    """The largest ``n`` with ``round(offset + n * period) <= done``, 0 at the start; an epoch is a period too."""
-    if type(period) is int and type(offset) is int:
+    """The largest ``n`` with ``round(offset + n * period) <= done``, 0 at the start.
+
+    An epoch is a period too.
+    """
+    if type(period) is int and type(offset) is int:  # the usual case
         return (done - offset) // period
-    period, offset = iterations_of(period), iterations_of(offset)
-    # done + 1/2 - offset; ints are fast
-    half = (2 * done + 1) * offset.denominator - 2 * offset.numerator
-    n, rest = divmod(half * period.denominator, 2 * offset.denominator * period.numerator)
-    n -= rest == 0 and done % 2  # round() goes from done + 1/2 to the even neighbour
-    return n if done > 0 else min(n, 0)  # a period has at least one iteration
+    length = iterations_of(period)
+    start = iterations_of(offset)
+    # round(x) <= done if x <= done + 1/2. So n is (done + 1/2 - start) / length, rounded down.
+    # With integers, of numerator and denominator, since Fractions are slow.
+    numerator = (2 * done + 1) * start.denominator - 2 * start.numerator
+    numerator *= length.denominator
+    denominator = 2 * start.denominator * length.numerator
+    n, rest = divmod(numerator, denominator)
+    # round(done + 1/2) is the even neighbour, so it is above an odd number
+    ends_halfway = rest == 0
+    if ends_halfway and done % 2 == 1:
+        n -= 1
+    if done <= 0:
+        return min(n, 0)  # a period has at least one iteration
+    return n
 
 
 def is_nth(done: int, period: Length, offset: Length = 0) -> bool:
-    """Whether a period ends after ``done`` iterations: at ``offset`` (if not 0), ``offset + period``, ..., rounded.
+    """Whether a period ends after ``done`` iterations.
 
-    A period of 0 or less never ends.
+    Periods end after ``offset`` (if it is not 0), ``offset + period``, ... iterations, rounded. A
+    period of 0 or less never ends.
     """
     if type(period) is int and type(offset) is int:  # the usual case
-        return period > 0 and done > 0 and (done - offset) % period == 0 and done >= offset
+        return period > 0 and done > 0 and done >= offset and (done - offset) % period == 0
     if iterations_of(period) <= 0 or done <= 0:
         return False
     n = periods_done(done, period, offset)
-    return n >= (offset == 0) and n > periods_done(done - 1, period, offset)
+    smallest = 1 if offset == 0 else 0
+    return n >= smallest and n > periods_done(done - 1, period, offset)
 
 
 def is_due(trainer: Any, period: Length, *, offset: Length = 0, or_last: bool = False) -> bool:
-    """Whether an action is due after the current iteration: after every ``period``-th one; see `is_nth`."""
-    return is_nth(trainer.iter + 1, period, offset) or (or_last and is_last(trainer))
+    """Whether an action is due after the current iteration: after every ``period``-th one.
+
+    See `is_nth`.
+    """
+    if is_nth(trainer.iter + 1, period, offset):
+        return True
+    return or_last and is_last(trainer)
 
 
 def is_last(trainer: Any) -> bool:
@@ -121,7 +162,11 @@ def is_last(trainer: Any) -> bool:
 
 
 def check_period(name: str, period: _Period, *, minimum: int = 0) -> _Period:
-    """``period``; raises ValueError if the argument ``name`` is no `Period`, and no whole number >= ``minimum``."""
+    """Return ``period``.
+
+    Raises:
+        ValueError: the argument ``name`` is no `Period`, and no whole number >= ``minimum``.
+    """
     if isinstance(period, Period):
         return period
     if not is_whole(period, minimum):
@@ -131,5 +176,10 @@ def check_period(name: str, period: _Period, *, minimum: int = 0) -> _Period:
 
 def say_done(done: int, max_iter: int | None = None) -> str:
     """The progress of a run in words: ``after 10 of 20 iterations``."""
-    of_all = "" if max_iter is None else f" of {max_iter}"
-    return f"after {done}{of_all} iteration{'s' * ((max_iter or done) != 1)}"
+    if max_iter is None:
+        number = done
+        text = f"after {done}"
+    else:
+        number = max_iter
+        text = f"after {done} of {max_iter}"
+    return f"{text} iteration" if number == 1 else f"{text} iterations"

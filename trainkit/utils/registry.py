@@ -4,14 +4,15 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainkit.utils.plugins import find_plugins, import_module_of, lent_names, lent_object
+from trainkit.utils.plugins import find_plugins, import_module_of, lending
 
 
 class Registry:
     """Maps names to registered classes or functions, so that a config can name them.
 
-    ``@MODEL_REGISTRY.register()`` before ``class Net`` registers it; ``MODEL_REGISTRY.get("Net")`` gives it. A name
-    that a project brings is registered by importing the module that the project names for it.
+    ``@MODEL_REGISTRY.register()`` before ``class Net`` registers it; ``MODEL_REGISTRY.get("Net")``
+    gives it. A name that a project brings is registered by importing the module that the project
+    names for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -19,13 +20,19 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     def register(self, obj: Any = None) -> Any:
-        """Register an object under its ``__name__``; also as a decorator. Raises ValueError if the name is taken."""
+        """Register an object under its ``__name__``; also as a decorator.
+
+        Raises:
+            ValueError: another object has the name.
+        """
         if obj is None:
             return self.register
-        if (taken := self._objects.setdefault(obj.__name__, obj)) is not obj:
-            module = f"{taken.__module__}.{taken.__qualname__}"
+        name = obj.__name__
+        registered = self._objects.setdefault(name, obj)
+        if registered is not obj:
             raise ValueError(
-                f"{obj.__name__!r} is already registered in the {self._name} registry, by {module}"
+                f"{name!r} is already registered in the {self._name} registry, by "
+                f"{registered.__module__}.{registered.__qualname__}"
             )
         return obj
 
@@ -33,12 +40,17 @@ class Registry:
         """The object registered under ``name``. Raises KeyError if there is no such object."""
         if name not in self:
             hint = did_you_mean(name, [*self._objects, *find_plugins().names])
-            known = f"registered: {', '.join(sorted(self._objects)) or 'nothing'}, and modules in IMPORTS may add"
-            raise KeyError(f"no {name!r} in the {self._name} registry; {hint}{known}")
+            registered = ", ".join(sorted(self._objects)) or "nothing"
+            raise KeyError(
+                f"no {name!r} in the {self._name} registry; {hint}registered: {registered}, and "
+                "modules in IMPORTS may add"
+            )
         return self._objects[name]
 
     def __contains__(self, name: str) -> bool:
-        if name not in self._objects and name in find_plugins().names:
+        if name in self._objects:
+            return True
+        if name in find_plugins().names:
             import_module_of(name)
         return name in self._objects
 
@@ -47,15 +59,15 @@ class Registry:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A question that suggests the most similar known name, without regard to case; empty if none is similar."""
+    """A question that suggests the most similar known name, without regard to case.
+
+    It is empty if no name is similar.
+    """
     by_upper = {candidate.upper(): candidate for candidate in known}
     nearest = difflib.get_close_matches(str(name).upper(), by_upper, n=1)
-    return f"did you mean {by_upper[nearest[0]]!r}? " if nearest else ""
+    if not nearest:
+        return ""
+    return f"did you mean {by_upper[nearest[0]]!r}? "
 
 
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

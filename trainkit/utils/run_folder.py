@@ -1,11 +1,11 @@
 """A folder belongs to one run at a time: the run locks the file ``run.lock`` in it.
 
-The lock keeps other processes out. A script locks the folder before it builds its trainer. Then one trainer uses it,
-and `use_folder` keeps other runs of the same process out.
+The lock keeps other processes out. A script locks the folder before it builds its trainer. Then one
+trainer uses it, and `use_folder` keeps other runs of the same process out.
 
-The lock is one of ``flock``: it belongs to the open file, so it stays when other code of the process opens and closes
-``run.lock``. A forked process inherits the open file, and would keep the lock after its parent was killed, so it closes
-the file at its start.
+The lock is one of ``flock``: it belongs to the open file, so it stays when other code of the
+process opens and closes ``run.lock``. A forked process inherits the open file, and would keep the
+lock after its parent was killed, so it closes the file at its start.
 """
 
 import errno
@@ -63,7 +63,10 @@ def leave_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def release_folder(folder: str | os.PathLike[str]) -> None:
-    """Release the folder for other runs; does nothing if this process does not own it, or one of its runs uses it."""
+    """Release the folder for other runs.
+
+    Does nothing if this process does not own it, or if one of its runs uses it.
+    """
     with _guard:
         if is_owned(folder) and not is_in_use(folder):
             Path(folder, LOCK_FILE).unlink(missing_ok=True)
@@ -94,8 +97,8 @@ def _try_to_own(folder: str | os.PathLike[str], for_use: bool) -> bool:
     with _guard:
         if is_in_use(folder):
             raise OSError(
-                f"the folder {os.fspath(folder)!r} belongs to another run of this process, which is still training; "
-                "give each run its own folder"
+                f"the folder {os.fspath(folder)!r} belongs to another run of this process, which "
+                "is still training; give each run its own folder"
             )
         is_own = is_owned(folder) or _lock(folder)
         if is_own and for_use:
@@ -104,6 +107,7 @@ def _try_to_own(folder: str | os.PathLike[str], for_use: bool) -> bool:
 
 
 def _lock(folder: str | os.PathLike[str]) -> bool:
+    """Try to lock the folder for this process; whether it is locked now."""
     _close_in_child_processes()
     descriptor = os.open(Path(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -116,7 +120,8 @@ def _lock(folder: str | os.PathLike[str]) -> bool:
             os.close(descriptor)
             raise
         _logger.warning(
-            "The file system of '%s' has no locks (%s), so nothing keeps a second run out of this folder",
+            "The file system of '%s' has no locks (%s), so nothing keeps a second run out of this "
+            "folder",
             os.fspath(folder),
             error.strerror,
         )

@@ -52,10 +52,15 @@ def test_the_norm_of_all_gradients_is_stored_every_period_and_in_the_last_iterat
     ]
 
 
-def test_with_clipping_the_norm_is_an_error_before_training(tmp_path):
+def test_with_clipping_by_a_norm_the_hook_is_an_error_before_training(tmp_path):
     options = ("HOOKS", [{"NAME": "GradNorm"}], "SOLVER.CLIP_GRADIENTS.ENABLED", True)
+    by_norm = (*options, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "norm")
     with pytest.raises(ConfigError, match="SOLVER.CLIP_GRADIENTS stores grad_norm already"):
-        DefaultTrainer(tiny_cfg(tmp_path, *options)).train()
+        DefaultTrainer(tiny_cfg(tmp_path / "norm", *by_norm)).train()
+
+    trainer = DefaultTrainer(tiny_cfg(tmp_path / "value", *options))
+    trainer.train()
+    assert "grad_norm" in trainer.storage.histories()  # values are clipped without a norm
 
 
 class Switch(nn.Module):

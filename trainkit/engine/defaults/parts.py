@@ -3,17 +3,16 @@
 import inspect
 import logging
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainkit.config import CfgNode, ConfigError
-from trainkit.config.projects import wrap_loader
+from trainkit.config.projects import scale_to_ranks, wrap_loader
 from trainkit.data.build import build_test_loader, build_train_loader
 from trainkit.data.catalog import DatasetCatalog
-from trainkit.data.common import FirstBatches
+from trainkit.data.common import first_batches
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import overrides
 from trainkit.evaluation import (
@@ -26,7 +25,6 @@ from trainkit.evaluation.observer import for_details, say_results_of
 from trainkit.modeling import build_model
 from trainkit.solver import build_lr_scheduler, build_optimizer
 from trainkit.utils import comm
-from trainkit.utils.plugins import load
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +93,8 @@ class DefaultParts:
                 results[name] = {}
                 continue
             loader: Any = wrap_loader(cfg, cls.build_test_loader(cfg, name))
-            if number := cfg.TEST.MAX_BATCHES:  # a loader may do this itself
-                loader = getattr(loader, "first_batches", partial(FirstBatches, loader))(number)
+            if cfg.TEST.MAX_BATCHES:
+                loader = first_batches(loader, cfg.TEST.MAX_BATCHES)
             results[name] = inference_on_dataset(model, loader, evaluator, name=name)
             if comm.is_main_process():
                 logger.log(for_details(), "%s", say_results_of(name))
@@ -120,10 +118,8 @@ class DefaultParts:
 
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """``cfg`` for another number of ranks than SOLVER.REFERENCE_WORLD_SIZE; see `trainkit.config.scale_workers`."""
-        if cfg.SOLVER.get("REFERENCE_WORLD_SIZE"):
-            cfg = load("scale_workers")(cfg, num_workers)
-        return cfg
+        """The config for this number of ranks, as the projects in use scale it."""
+        return scale_to_ranks(cfg, num_workers)
 
     @classmethod
     def is_default(cls, method: str) -> bool:

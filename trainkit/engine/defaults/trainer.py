@@ -58,7 +58,7 @@ from trainkit.modeling.build import device_of_config, on_device
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
-from trainkit.utils.events import EventWriter
+from trainkit.utils.events import EventStorage, EventWriter
 from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import find_plugins, load
 from trainkit.utils.run_folder import LOCK_FILE
@@ -160,6 +160,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             model, checkpoint_dir(cfg), format=name, trainer=weakref.proxy(self)
         )
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
+        self.history_length = cfg.LOG.HISTORY_LENGTH
+        self.storage = EventStorage(history_length=self.history_length)
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
         for name in find_plugins().run_hooks:

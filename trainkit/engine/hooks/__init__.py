@@ -1,7 +1,5 @@
 """The hooks of trainkit, and the names needed to write one."""
 
-from typing import Any
-
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.callback import CallbackHook
 from trainkit.engine.hooks.checkpoint import BestCheckpointer, PeriodicCheckpointer
@@ -11,7 +9,7 @@ from trainkit.engine.hooks.lr_scheduler import LRScheduler
 from trainkit.engine.hooks.timer import IterationTimer
 from trainkit.engine.hooks.writer import PeriodicWriter
 from trainkit.utils.periods import check_number, check_period, is_due, is_last, is_nth
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = [
     "HookBase",
@@ -34,10 +32,4 @@ __all__ += [
 ]
 __all__ += ["PeriodicWriter", "HOOK_REGISTRY"]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

@@ -1,7 +1,5 @@
 """Scalars, images and histograms of a run, and the writers that show them."""
 
-from typing import Any
-
 from trainkit.utils.events.history import HistoryBuffer
 from trainkit.utils.events.storage import EventStorage, get_event_storage, has_event_storage
 from trainkit.utils.events.writers import (
@@ -11,7 +9,7 @@ from trainkit.utils.events.writers import (
     JSONWriter,
 )
 from trainkit.utils.events.writers import estimate_eta_sec as estimate_eta_sec
-from trainkit.utils.plugins import lent_names, lent_object
+from trainkit.utils.plugins import lending
 
 __all__ = [
     "EventStorage",
@@ -23,10 +21,4 @@ __all__ = [
 ]
 __all__ += ["CommonMetricPrinter", "WRITER_REGISTRY", "estimate_eta_sec"]
 
-
-def __getattr__(name: str) -> Any:
-    return lent_object(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *lent_names(__name__)]
+__getattr__, __dir__ = lending(__name__)

@@ -28,6 +28,9 @@ class HistoryBuffer:
         self._iterations = array("q")
         self._count = 0
         self._sum = 0.0
+        self._medians: dict[
+            int, float
+        ] = {}  # of the windows that were asked for since the last put
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values before."""
@@ -40,6 +43,7 @@ class HistoryBuffer:
         self._values.extend(values)
         self._iterations.extend(iterations)
         self._count += len(values)
+        self._medians = {}
         # one after the other: the sum has the same bits as after single updates
         for value in values:
             self._sum += value
@@ -58,6 +62,12 @@ class HistoryBuffer:
 
         If none of them is finite, the newest value.
         """
+        # several writers ask for it at the same time
+        if window_size not in self._medians:
+            self._medians[window_size] = self._find_median(window_size)
+        return self._medians[window_size]
+
+    def _find_median(self, window_size: int) -> float:
         last = self._last(window_size)
         if not math.isfinite(sum(last)):  # fast; the sum of large values is infinite too
             finite = array("d", filter(math.isfinite, last))
@@ -118,8 +128,9 @@ class HistoryBuffer:
 
         Shape ``[N]``, float64 and int64.
         """
-        values = np.array(self._values[-self._max_length :])
-        iterations = np.array(self._iterations[-self._max_length :])
+        # copies: an array cannot grow while NumPy shows its memory
+        values = np.frombuffer(self._values)[-self._max_length :].copy()
+        iterations = np.frombuffer(self._iterations, np.int64)[-self._max_length :].copy()
         return {
             "values": torch.from_numpy(values),
             "iterations": torch.from_numpy(iterations),
@@ -144,6 +155,7 @@ class HistoryBuffer:
         self._iterations = array("q", iterations.numpy().tobytes())
         self._count = count
         self._sum = float(state["sum"])
+        self._medians = {}
 
     def _last(self, window_size: int) -> "array[float]":
         return self._values[-min(window_size, self._max_length) :]

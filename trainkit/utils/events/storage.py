@@ -4,7 +4,7 @@ import copy
 import logging
 import operator
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -162,31 +162,32 @@ class EventStorage:
             ValueError: the name has the other hint already; writers use the name themselves; the
                 value is not one number.
         """
-        try:
-            if isinstance(value, Tensor) and runs_ahead(value.device):
-                number: Any = value.detach().clone().reshape(())
-            else:
-                number = one_number(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"scalar {name!r} must be one number, got {type(value).__name__}: {error}"
-            ) from error
+        number: Any = value
+        if type(value) is not float:
+            number = _readable(name, value)
         if self._prefix or self._smoothing_hints.get(name) is not smoothing_hint:
             name = self._register_name(name, smoothing_hint)
-        if cur_iter is None:
-            iteration = self.iter
-        else:
-            iteration = operator.index(cur_iter)
-        self.rows.append((iteration, {name: number}))
-        if len(self.rows) >= MAX_ROWS:
-            self.hand_over()
+        iteration = self.iter if cur_iter is None else operator.index(cur_iter)
+        self._put_row(iteration, {name: number})
 
     def put_scalars(
         self, *, smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: float
     ) -> None:
-        """``put_scalar`` for each keyword."""
+        """``put_scalar`` for each keyword, together."""
+        row = {}
         for name, value in kwargs.items():
-            self.put_scalar(name, value, smoothing_hint, cur_iter)
+            number = value if type(value) is float else _readable(name, value)
+            if self._prefix or self._smoothing_hints.get(name) is not smoothing_hint:
+                name = self._register_name(name, smoothing_hint)
+            row[name] = number
+        if row:
+            iteration = self.iter if cur_iter is None else operator.index(cur_iter)
+            self._put_row(iteration, row)
+
+    def _put_row(self, iteration: int, row: Mapping[str, Any]) -> None:
+        self.rows.append((iteration, row))
+        if len(self.rows) >= MAX_ROWS:
+            self.hand_over()
 
     def _register_name(self, name: str, smoothing_hint: bool) -> str:
         """Note the hint of a scalar; returns its name with the prefix."""
@@ -395,18 +396,20 @@ class EventStorage:
         self._numbers = None
         if numbers is None:
             numbers = Numbers(_values_of(rows))
-        values: defaultdict[str, list[float]] = defaultdict(list)
-        iterations: defaultdict[str, list[int]] = defaultdict(list)
+        columns: dict[str, tuple[list[float], list[int]]] = {}  # values and their iterations
         number = iter(numbers.read())
         for iteration, row in rows:
             for name in row:
-                values[name].append(next(number))
-                iterations[name].append(iteration)
-        for name in values:
+                if name not in columns:
+                    columns[name] = ([], [])
+                values, iterations = columns[name]
+                values.append(next(number))
+                iterations.append(iteration)
+        for name, (values, iterations) in columns.items():
             if name not in self._history:
                 self._smoothing_hints.setdefault(name, True)
                 self._history[name] = HistoryBuffer(self._history_length)
-            self._history[name].extend(values[name], iterations[name])
+            self._history[name].extend(values, iterations)
 
     # ------------------------------------------------------------------ read
 
@@ -591,6 +594,21 @@ def _show_innermost() -> None:
         _innermost[id(_thread.opened)] = _thread.opened[-1]
     else:
         _innermost.pop(id(_thread.opened), None)
+
+
+def _readable(name: str, value: Any) -> Any:
+    """The value of a scalar as a float, or as a copy on a device that runs ahead, to be read later.
+
+    Raises ValueError if it is not one number.
+    """
+    try:
+        if isinstance(value, Tensor) and runs_ahead(value.device):
+            return value.detach().clone().reshape(())
+        return one_number(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"scalar {name!r} must be one number, got {type(value).__name__}: {error}"
+        ) from error
 
 
 def _values_of(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Any]:
