@@ -372,13 +372,14 @@ def _sheet(title: str, heads: Sequence[str], columns: Iterable[Column]) -> str:
     rows = []
     width = min(max(map(len, heads)), _MOST_NAME) + 5
     for number, head in enumerate(heads):
-        css = f"run{number}" if title == "run" else ""
+        css_of_row = f"run{number}" if title == "run" else ""
         swatch = "<i></i>" if title == "run" else ""
         cells = [f'<th style="min-width: {width}ch">{swatch}{escape(head)}</th>']
         for above, text, texts in filled:
             name = escape(f"{above} · {text}" if above else text)
-            cells.append(f'<td data-name="{name}"><span>{texts[number]}</span></td>')
-        rows.append(f'<tr class="{css}">{"".join(cells)}</tr>\n')
+            css = "none" if texts[number] == _NONE else ""
+            cells.append(f'<td class="{css}" data-name="{name}"><span>{texts[number]}</span></td>')
+        rows.append(f'<tr class="{css_of_row}">{"".join(cells)}</tr>\n')
     head = f"<thead><tr>{over}</tr>\n<tr>{''.join(titles)}</tr></thead>\n"
     return f'<div class="wide"><table class="sheet">\n{head}<tbody>\n{"".join(rows)}</tbody>\n</table></div>\n'
 

@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 _PANEL_SIZE = (4.8, 2.9)  # in inches
 _DPI = 110
-_NUM_CHARS = 66  # the number of small letters in the width of a panel
-_LEGEND_CHARS = 56  # the same of the curves' width
+_NUM_CHARS = 48  # the number of letters of a run's name in the width of a panel
+_HANDLE_CHARS = 10  # the width of the line sample before it and of the space after it, in letters
+_LEGEND_CHARS = 56  # the number of smaller letters in the width of the curves
 _MOST_TITLE = 48  # letters
-_HANDLE_CHARS = 7  # the width of the line sample before a text in a legend, in letters
 _LEGEND_LINE = 12.5  # the height of a line of a legend, in points
 _INK, _PALE, _GRID = "#30353c", "#6b727c", "#e8eaed"
 _DASHES: list[Any] = ["-", (0, (8, 3)), (0, (2, 2.5)), (0, (10, 3, 2, 3))]  # in points
@@ -96,8 +96,9 @@ def _draw_lines(axes: Any, panel: Panel) -> None:
             axes.plot(series.done, series.values, color=run_color(line.run), alpha=_PALENESS)
             series = line.means
         axes.plot(series.done, series.values, **style, color=run_color(line.run))
-        lonely = Series(line.drawn.done[line.lonely], line.drawn.values[line.lonely])
-        axes.plot(lonely.done, lonely.values, "o", color=run_color(line.run), markersize=3.5)
+        if not line.is_test:
+            lonely = Series(line.drawn.done[line.lonely], line.drawn.values[line.lonely])
+            axes.plot(lonely.done, lonely.values, "o", color=run_color(line.run), markersize=3.5)
         # y counts from the lower edge of the axes
         axes.plot(
             line.gaps,

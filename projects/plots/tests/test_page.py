@@ -223,6 +223,12 @@ def test_values_are_shown_under_the_pointer(look, write_run, tmp_path):
     shown.wait_for_selector(".hoverlayer .legendtext")
     texts = shown.locator(".hoverlayer text").all_text_contents()
     assert texts == ["after 20 iterations", "a : 90", "b : 95.25", "a · test data : 85"]
+    buttons = "[...document.querySelector('.chart').querySelectorAll('[data-title]')]"
+    titles = shown.evaluate(f"{buttons}.map((button) => button.dataset.title)")
+    assert titles[0] == "Download plot as a PNG"
+    assert [
+        title for title in titles if "hare" in title or "loud" in title
+    ] == []  # nothing is sent
 
 
 @pytest.mark.slow
@@ -320,7 +326,7 @@ def test_names_are_never_read_as_html_or_run(look, write_run, tmp_path):
     folder = tmp_path / "<script>alert(5)<"
     place = write_run(folder, rows, json.dumps({"A": evil[0], "B": evil[1]}))
     other = write_run(tmp_path / "<b>", rows, json.dumps({"A": evil[2], "B": evil[3]}))
-    content = {"class_names": [evil[0], evil[2]], "confusion": [[3, 1], [0, 4]]}
+    content = {"class_names": [evil[4], "<b>x</b>"], "confusion": [[3, 1], [0, 4]]}
     (folder / "confusion_<b>.json").write_text(json.dumps(content))
     page = make_page([place, other])
     tags = [tag for tag, _ in Reader(page).tags]
@@ -339,7 +345,11 @@ def test_names_are_never_read_as_html_or_run(look, write_run, tmp_path):
         shown.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.5 * box["height"])
         shown.wait_for_selector(".hoverlayer text")
         hovered = chart.locator(".hoverlayer text").all_text_contents()
-        assert any("<b>" in line or "predicted" in line for line in hovered)
+        if "square" in chart.get_attribute("class"):
+            (line,) = hovered
+            assert line.startswith((f"{evil[4]}, predicted ", "<b>x</b>, predicted "))
+        else:
+            assert any(line.startswith("<b>") for line in hovered)
         assert chart.locator("a").count() == 0
 
 
