@@ -52,7 +52,7 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,
-        "plot": ["matplotlib", "plotly>=6"],
+        "plot": ["matplotlib", "plotly>=6.3"],
         "models": ["torchvision", "timm", "transformers", "torchmetrics"],
         "docs": ["sphinx>=8", "myst-parser", "furo"],
         "wandb": ["wandb>=0.31", "pillow"],  # the latter: wandb takes it for images

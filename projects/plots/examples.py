@@ -36,7 +36,7 @@ _RUNS = {
         "False",
     ],
 }
-_PAGE_SIZE = (1280, 1400)
+_PAGE_SIZE = (1280, 1310)
 
 
 def main() -> None:

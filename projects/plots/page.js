@@ -14,6 +14,7 @@ function axis(own) {
 }
 
 function layout({ layout, limits }) {
+  const spike = limits ? { spikecolor: color("--base"), spikethickness: 1 } : {}; // the line at the pointer
   const yaxis = limits ? { tickformat: "~g", hoverformat: ".6~g", range: limits[layout.yaxis.type], nticks: 7 } : {};
   if (layout.yaxis.type === "log") { // plotly labels 1, 2 and 5 for so many
     const numDecades = limits.log[1] - limits.log[0];
@@ -21,15 +22,15 @@ function layout({ layout, limits }) {
   }
   return {
     ...layout,
-    xaxis: axis({ tickformat: "~s", nticks: 6, title: { text: "iterations", standoff: 4, font: { size: 12 } }, ...layout.xaxis }),
+    xaxis: axis({ tickformat: "~s", nticks: 6, title: { text: "iterations", standoff: 4, font: { size: 12 } }, ...spike, ...layout.xaxis }),
     yaxis: axis({ ...yaxis, ...layout.yaxis }),
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true }, // for marks at the lower edge
     font: { family: "inherit", size: 12, color: color("--pale") },
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--base"), font: { color: color("--ink") }, namelength: -1 },
     modebar: { bgcolor: "transparent", color: color("--base"), activecolor: color("--ink") },
     margin: { l: 44, r: 12, t: 28, b: 40 }, // the buttons are at the top
-    paper_bgcolor: "transparent",
-    plot_bgcolor: "transparent",
+    paper_bgcolor: color("--card"),
+    plot_bgcolor: color("--card"),
     showlegend: false,
     dragmode: isTouch ? false : "zoom", // a finger scrolls the page
   };

@@ -97,9 +97,9 @@ def _results(iter, prefix):
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """A headless Chromium without a network."""
+    """A headless Chromium without a network; while it runs, other tests could run no asyncio."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     program = find_chromium()
     if program is None:
