@@ -93,6 +93,7 @@ PURE = {
     "list",
     "local",
     "object",
+    "set",
     "split",
     "tuple",
     "type",

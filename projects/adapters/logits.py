@@ -2,39 +2,22 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 
-def _split(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, Mapping):
-        inputs = dict(batch)
-        target = inputs.pop("label" if "label" in inputs else "labels", None)
-        return inputs if len(inputs) > 1 else [*inputs.values()], target
-    tensors = [batch] if isinstance(batch, Tensor) else batch
-    if (
-        isinstance(tensors, list | tuple)
-        and tensors
-        and all(isinstance(entry, Tensor) for entry in tensors)
-    ):
-        return tensors[:-1] or tensors, tensors[-1]
-    accepted = (
-        "a mapping, a tensor, or a tuple or list of tensors (for others give losses_from split=...)"
-    )
-    raise TypeError(f"the batch must be {accepted}, got {type(batch).__name__}")
-
-
 def losses_from(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Any] | None = None,
-    split: Callable[[Any], tuple[Any, Any]] = _split,
+    split: Callable[[Any], tuple[Any, Any]] | None = None,
 ) -> nn.Module:
     """Let a model that returns logits take whole batches: it then returns losses in train mode, logits in eval mode.
 
     If the model returns an object with ``logits``, as in Hugging Face, its output is these logits. Calls with several
-    arguments, or with arguments by name, are not changed. The model is changed in place and returned: it gets a
-    subclass of its class, so the names in its state stay.
+    arguments, or with arguments by name, are not changed. The same model is returned: its ``forward`` is replaced, and
+    it gets a method ``losses(batch)``. Its class and the names in its state stay.
 
     Args:
         loss_fn: called with (output, target), gives a loss or a dict of losses; a module is trained and saved too.
@@ -44,18 +27,26 @@ def losses_from(
     """
     original = type(model).forward
 
-    def call(self: Any, batch: Any) -> tuple[Any, Any]:
-        inputs, target = split(batch)
-        returned = (
-            original(self, **inputs) if isinstance(inputs, Mapping) else original(self, *inputs)
-        )
-        return getattr(returned, "logits", returned), target
+    def split_batch(batch: Any) -> tuple[Any, Any]:
+        if split is not None:
+            return split(batch)
+        if isinstance(batch, Mapping):
+            return _split_mapping(batch)
+        return _split_tensors(batch)
+
+    def output_of(model: Any, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            returned = original(model, **inputs)
+        else:
+            returned = original(model, *inputs)
+        return getattr(returned, "logits", returned)
 
     def losses(self: Any, batch: Any) -> Any:
         if self.trainkit_loss is None:
             return original(self, **batch).loss
-        output, target = call(self, batch)
-        if target is None and split is _split:
+        inputs, target = split_batch(batch)
+        output = output_of(self, inputs)
+        if target is None and split is None:
             raise ValueError(
                 f"no 'label' or 'labels' in the batch with {[*batch]}; give losses_from a function split"
             )
@@ -63,12 +54,47 @@ def losses_from(
 
     @functools.wraps(original)  # generate() of Hugging Face reads the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:
+        is_batch = len(args) == 1 and not kwargs
+        if not is_batch:
             return original(self, *args, **kwargs)
-        return self.losses(*args) if self.training else call(self, *args)[0]
+        batch = args[0]
+        if self.training:
+            return self.losses(batch)
+        inputs, _ = split_batch(batch)
+        return output_of(self, inputs)
 
-    model.__class__ = type(
-        type(model).__name__, (type(model),), {"forward": forward, "losses": losses}
-    )
-    model.trainkit_loss = loss_fn  # type: ignore[assignment]
+    model.trainkit_loss = loss_fn  # type: ignore[assignment]  # a module becomes a part of the model
+    # bound methods: those of a copy of the model belong to the copy
+    model.forward = MethodType(forward, model)
+    model.losses = MethodType(losses, model)  # type: ignore[assignment]
     return model
+
+
+def _split_mapping(batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The entries without the label, and the label; None if there is none."""
+    inputs = dict(batch)
+    label_key = "label" if "label" in inputs else "labels"
+    target = inputs.pop(label_key, None)
+    if len(inputs) > 1:
+        return inputs, target
+    return [*inputs.values()], target
+
+
+def _split_tensors(batch: Any) -> tuple[Any, Any]:
+    """All but the last tensor, and the last one; a single tensor is both."""
+    if isinstance(batch, Tensor):
+        return [batch], batch
+    are_tensors = (
+        isinstance(batch, list | tuple)
+        and len(batch) > 0
+        and all(isinstance(entry, Tensor) for entry in batch)
+    )
+    if not are_tensors:
+        raise TypeError(
+            "the batch must be a mapping, a tensor, or a tuple or list of tensors "
+            f"(for others give losses_from split=...), got {type(batch).__name__}"
+        )
+    target = batch[-1]
+    if len(batch) == 1:
+        return batch, target
+    return batch[:-1], target

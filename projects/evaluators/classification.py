@@ -25,7 +25,9 @@ class Metadata(types.SimpleNamespace):
     name: str = "N/A"
 
     def __init__(self, name: str | None = None, **attributes: Any) -> None:
-        super().__init__(**({} if name is None else {"name": name}), **attributes)
+        if name is not None:
+            attributes["name"] = name
+        super().__init__(**attributes)
 
     def __setattr__(self, key: str, value: Any) -> None:
         known = self.__dict__.setdefault(key, value)
@@ -99,13 +101,16 @@ class ClassificationEvaluator(CountingEvaluator):
         self._counts["hits_at"] += hits.sum(dim=0)
 
     def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
-        samples, hits_at = counts["samples"], counts["hits_at"]
-        # exact up to 2**53 samples
-        present = (100.0 * counts["right"].double() / samples)[samples > 0].tolist()
-        metrics = {
-            f"top{k}": 100.0 * int(hits_at[:k].sum()) / int(samples.sum()) for k in self._topk
-        }
-        return {**metrics, "mean_class_accuracy": sum(present) / len(present)}
+        samples = counts["samples"]
+        num_samples = int(samples.sum())
+        metrics: dict[str, float] = {}
+        for k in self._topk:
+            num_hits = int(counts["hits_at"][:k].sum())
+            metrics[f"top{k}"] = 100.0 * num_hits / num_samples
+        accuracy = 100.0 * counts["right"].double() / samples  # exact up to 2**53 samples
+        of_present = accuracy[samples > 0].tolist()
+        metrics["mean_class_accuracy"] = sum(of_present) / len(of_present)
+        return metrics
 
 
 @EVALUATOR_REGISTRY.register()
@@ -128,16 +133,15 @@ class ConfusionMatrixEvaluator(ClassificationEvaluator):
         confusion_file: str = "",
     ) -> None:
         super().__init__(topk, label_key=label_key, task=task)
-        self._class_names, self._confusion_file = class_names, confusion_file
+        self._class_names = class_names
+        self._confusion_file = confusion_file
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset_name: str) -> dict[str, Any]:
-        is_written = is_owned(cfg.OUTPUT_DIR) and not cfg.TEST.MAX_BATCHES
-        file = (
-            os.path.join(cfg.OUTPUT_DIR, f"confusion_{dataset_name.replace('/', '_')}.json")
-            if is_written
-            else ""
-        )
+        file = ""
+        if is_owned(cfg.OUTPUT_DIR) and not cfg.TEST.MAX_BATCHES:
+            name = dataset_name.replace("/", "_")
+            file = os.path.join(cfg.OUTPUT_DIR, f"confusion_{name}.json")
         return {
             "class_names": MetadataCatalog.get(dataset_name).get("class_names"),
             "confusion_file": file,
@@ -156,23 +160,26 @@ class ConfusionMatrixEvaluator(ClassificationEvaluator):
         self.log_classes(
             "Accuracy of each class in percent", "samples", confusion, {"accuracy": accuracy}
         )
-        names, matrix = [*self.names(len(confusion))], confusion.tolist()
+        names = [*self.names(len(confusion))]
+        matrix = confusion.tolist()
         if len(names) <= 10:
             rows = [(name, *row) for name, row in zip(names, matrix, strict=True)]
             self.log_table("Samples of each label by their prediction", ["label", *names], rows)
         if self._confusion_file and len(names) <= 200:
-            iteration = get_event_storage().iter if has_event_storage() else None
-            content = {
-                "task": self._task,
-                "iteration": iteration,
-                "class_names": names,
-                "confusion": matrix,
-            }
-            try:
-                write_text(json.dumps(content), self._confusion_file)
-            except OSError as error:
-                logger.warning("The confusion matrix is not written: %s", error)
+            self._write(names, matrix)
         return super().compute_metrics(counts)
+
+    def _write(self, names: list[str], matrix: list[list[int]]) -> None:
+        content = {
+            "task": self._task,
+            "iteration": get_event_storage().iter if has_event_storage() else None,
+            "class_names": names,
+            "confusion": matrix,
+        }
+        try:
+            write_text(json.dumps(content), self._confusion_file)
+        except OSError as error:
+            logger.warning("The confusion matrix is not written: %s", error)
 
 
 @EVALUATOR_REGISTRY.register()
@@ -217,25 +224,18 @@ class SemSegEvaluator(CountingEvaluator):
 
     def compute_metrics(self, counts: Mapping[str, Tensor]) -> dict[str, float]:
         confusion = counts["confusion"].double()  # exact up to 2**53 pixels
-        right, labelled, predicted = (
-            confusion.diagonal(),
-            confusion.sum(dim=1),
-            confusion.sum(dim=0),
-        )
+        right = confusion.diagonal()
+        labelled = confusion.sum(dim=1)
+        predicted = confusion.sum(dim=0)
         iou = 100.0 * right / (labelled + predicted - right)  # 0 / 0 is NaN
         accuracy = 100.0 * right / labelled
-        self.log_classes(
-            "Each class in percent",
-            "pixels",
-            counts["confusion"],
-            {"IoU": iou, "accuracy": accuracy},
-        )
-        means = {
+        columns = {"IoU": iou, "accuracy": accuracy}
+        self.log_classes("Each class in percent", "pixels", counts["confusion"], columns)
+        metrics = {
             "mIoU": iou.nanmean(),
             "aAcc": 100.0 * right.sum() / labelled.sum(),
             "mAcc": accuracy.nanmean(),
         }
-        by_class = {
-            f"IoU-{name}": value for name, value in zip(self.names(len(iou)), iou, strict=True)
-        }
-        return {name: value.item() for name, value in (means | by_class).items()}
+        for name, value in zip(self.names(len(iou)), iou, strict=True):
+            metrics[f"IoU-{name}"] = value
+        return {name: value.item() for name, value in metrics.items()}

@@ -28,7 +28,9 @@ class CountingEvaluator(DatasetEvaluator):
     ignore_label: int | None = None  # labels to leave out; None: count all
 
     def __init__(self, label_key: str, task: str, class_names: Sequence[str] | None = None) -> None:
-        self._label_key, self._task, self._class_names = label_key, task, class_names
+        self._label_key = label_key
+        self._task = task
+        self._class_names = class_names
         self.reset()
 
     def reset(self) -> None:
@@ -46,25 +48,31 @@ class CountingEvaluator(DatasetEvaluator):
         """The scores of a batch; its labels, int64, where those that do not count are 0; and which of them count."""
         scores = scores_of(outputs, self.dims)
         labels = labels_of(inputs, self._label_key).to(scores.device, non_blocking=True)
-        num_classes, shape = scores.shape[1], [len(scores), *scores.shape[2:]]
+        num_classes = scores.shape[1]
+        shape = [len(scores), *scores.shape[2:]]
         if list(labels.shape) != shape or labels.is_floating_point():
             raise ValueError(
                 f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}"
             )
-        for name, size in {**self.count_shapes(num_classes), "bad labels": ()}.items():
+        self._make_counts(num_classes, scores.device)
+        is_class = (labels >= 0) & (labels < num_classes)
+        is_counted = torch.ones_like(is_class)
+        if self.ignore_label is not None:
+            is_counted = labels != self.ignore_label
+        self._counts["bad labels"] += (is_counted & ~is_class).sum()
+        valid = is_class & is_counted
+        return scores, labels.long().where(valid, 0), valid
+
+    def _make_counts(self, num_classes: int, device: torch.device) -> None:
+        """Make the counts that are not there yet; ValueError if they are for another number of classes."""
+        shapes = {**self.count_shapes(num_classes), "bad labels": ()}
+        for name, shape in shapes.items():
             if name not in self._counts:
-                self._counts[name] = torch.zeros(size, dtype=torch.int64, device=scores.device)
-            elif self._counts[name].shape != size:
+                self._counts[name] = torch.zeros(shape, dtype=torch.int64, device=device)
+            elif self._counts[name].shape != shape:
                 raise ValueError(
                     f"scores have {num_classes} classes, those of the batches before had another number"
                 )
-        is_class = (labels >= 0) & (labels < num_classes)
-        counted = (
-            torch.ones_like(is_class) if self.ignore_label is None else labels != self.ignore_label
-        )
-        self._counts["bad labels"] += (counted & ~is_class).sum()
-        valid = is_class & counted
-        return scores, labels.long().where(valid, 0), valid
 
     def count_predictions(self, labels: Tensor, predicted: Tensor, valid: Tensor) -> None:
         """Add to ``confusion[label, prediction]``."""
@@ -83,17 +91,18 @@ class CountingEvaluator(DatasetEvaluator):
 
     def evaluate(self) -> dict[str, Any]:
         """``{task: metrics}`` of all ranks, on rank 0; ValueError, on every rank, if a label was out of range."""
-        parts = [
-            part
-            for part in comm.all_gather({k: count.cpu() for k, count in self._counts.items()})
-            if part
-        ]
-        counts: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
-        if num_bad_labels := int(counts.pop("bad labels")):
-            raise ValueError(
-                f"{num_bad_labels} labels are not below {len(next(iter(counts.values())))} classes"
-            )
-        return {self._task: self.compute_metrics(counts)} if comm.is_main_process() else {}
+        mine = {name: count.cpu() for name, count in self._counts.items()}
+        counts: dict[str, Any] = {}
+        for of_rank in comm.all_gather(mine):  # a rank without a batch has none
+            for name, count in of_rank.items():
+                counts[name] = counts.get(name, 0) + count
+        num_bad_labels = int(counts.pop("bad labels"))
+        if num_bad_labels:
+            num_classes = len(next(iter(counts.values())))
+            raise ValueError(f"{num_bad_labels} labels are not below {num_classes} classes")
+        if not comm.is_main_process():
+            return {}
+        return {self._task: self.compute_metrics(counts)}
 
     def names(self, num_classes: int) -> Sequence[str]:
         names = self._class_names or [*map(str, range(num_classes))]
@@ -107,12 +116,12 @@ class CountingEvaluator(DatasetEvaluator):
         self, title: str, unit: str, confusion: Tensor, percentages: Mapping[str, Tensor]
     ) -> None:
         """Log a row for each class: its name, its number of ``unit``, and percentages ``[C]`` by name of the column."""
-        numbers = [values.tolist() for values in percentages.values()]
-        columns = [
-            [f"{value:.2f}" if math.isfinite(value) else "-" for value in values]
-            for values in numbers
-        ]
-        rows = zip(self.names(len(confusion)), confusion.sum(dim=1).tolist(), *columns, strict=True)
+        columns = []
+        for values in percentages.values():
+            columns.append([_two_digits(value) for value in values.tolist()])
+        names = self.names(len(confusion))
+        numbers = confusion.sum(dim=1).tolist()
+        rows = zip(names, numbers, *columns, strict=True)
         self.log_table(title, ["class", unit, *percentages], rows)
 
     def log_table(self, title: str, headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -121,17 +130,20 @@ class CountingEvaluator(DatasetEvaluator):
         logger.log(for_details(), "%s (%s):\n%s", title, self._task, table)
 
 
+def _two_digits(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "-"
+
+
 def scores_of(outputs: Any, dims: str) -> Tensor:
     """The scores in a model's output, see `CountingEvaluator`. Raises TypeError if it has none."""
-    scores = (
-        outputs.get("logits", outputs.get("scores")) if isinstance(outputs, Mapping) else outputs
-    )
+    scores = outputs
+    if isinstance(outputs, Mapping):
+        scores = outputs.get("logits", outputs.get("scores"))
     if isinstance(scores, Tensor) and scores.ndim == len(dims):
         return scores
     accepted = f"scores [{', '.join(dims)}], alone or as 'logits' or 'scores'"
-    raise TypeError(
-        f"the model must give {accepted}, got {getattr(scores, 'shape', outputs)!s:.100}"
-    )
+    found = getattr(scores, "shape", outputs)
+    raise TypeError(f"the model must give {accepted}, got {found!s:.100}")
 
 
 def labels_of(inputs: Any, key: str) -> Tensor:
@@ -143,9 +155,9 @@ def labels_of(inputs: Any, key: str) -> Tensor:
         raise TypeError(
             f"a batch must be a mapping with the key {key!r} or a list of such, got {inputs!r:.100}"
         )
-    other = "labels" if key == "label" else key  # Hugging Face calls them "labels"
-    labels = [
-        torch.as_tensor(sample[key if key in sample or other not in sample else other])
-        for sample in samples
-    ]
+    labels = []
+    for sample in samples:
+        is_of_hugging_face = key == "label" and key not in sample and "labels" in sample
+        label = sample["labels"] if is_of_hugging_face else sample[key]
+        labels.append(torch.as_tensor(label))
     return labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)

@@ -206,7 +206,8 @@ class LossEvaluator(DatasetEvaluator):
     def _losses(self, inputs: Any) -> dict[str, Tensor]:
         """``total_loss``, then the single losses; detached. Gradients are on: what requires grad is a loss."""
         with self._mode_for_losses(), preserve_buffers(self._with_buffers), torch.enable_grad():
-            if callable(losses_of := getattr(self._model, "losses", None)):
+            losses_of = getattr(self._model, "losses", None)
+            if callable(losses_of):
                 returned = losses_of(inputs)
             else:
                 returned = self._model(inputs)

@@ -68,9 +68,10 @@ class SampleCounter:
         """Whether the batch is a list with an entry for each sample."""
         if not isinstance(batch, list) or self._collate_fn is default_collate:
             return False
-        if self._collate_fn in _AS_THEY_ARE or not any(isinstance(x, Tensor) for x in batch):
+        has_tensors = any(isinstance(entry, Tensor) for entry in batch)
+        if self._collate_fn in _AS_THEY_ARE or not has_tensors:
             return True
-        kinds = {(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in batch}
+        kinds = {_kind_of(entry) for entry in batch}
         return len(kinds) == 1
 
     def _doubt_list(self, batch: list[Any], sizes: list[int]) -> None:
@@ -95,10 +96,11 @@ class SampleCounter:
 
 
 # functions that make a batch of samples, not of tensors
-_AS_THEY_ARE = (
-    trivial_batch_collator,
-    list,
-)
+_AS_THEY_ARE = (trivial_batch_collator, list)
+
+
+def _kind_of(entry: Any) -> Any:
+    return (entry.ndim, entry.dtype) if isinstance(entry, Tensor) else type(entry)
 
 
 def _first_dims(batch: Any) -> list[int]:

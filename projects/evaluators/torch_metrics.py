@@ -19,7 +19,9 @@ class TorchMetrics(DatasetEvaluator):
     def __init__(
         self, metrics: Mapping[str, Any], *, label: str = "label", task: str = "metrics"
     ) -> None:
-        self._metrics, self._label, self._task = dict(metrics), label, task
+        self._metrics = dict(metrics)
+        self._label = label
+        self._task = task
 
     def reset(self) -> None:
         for metric in self._metrics.values():
@@ -27,8 +29,9 @@ class TorchMetrics(DatasetEvaluator):
 
     def process(self, inputs: Any, outputs: Any) -> None:
         for name, metric in self._metrics.items():
-            self._metrics[name] = metric = metric.to(outputs.device)
-            metric.update(outputs, inputs[self._label])
+            on_device = metric.to(outputs.device)
+            on_device.update(outputs, inputs[self._label])
+            self._metrics[name] = on_device
 
     def evaluate(self) -> dict[str, Any]:
         results = {}

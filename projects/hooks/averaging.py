@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ AveragingKind: TypeAlias = Literal["exponential", "annealing", "warmup", "mean",
 AVERAGED_PATH = "trainer.hooks.EMAHook.model"  # of the average in the state of a file
 # Entries of a file that was chosen by a score: which weights were scored, "ema" (its entry "model" is then the
 # average) or "model"; and the weights for resuming, if they are others.
-EVALUATED, TRAINED = "evaluated", "trained_model"
+EVALUATED = "evaluated"
+TRAINED = "trained_model"
 
 
 def averaged_weights(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -62,17 +63,36 @@ def averaging_rule(
         check_number("gamma", gamma, "(0, inf)")
     interval = round_length(check_period("interval", interval, minimum=1))
     m = 1 - (0.999 if decay is None else decay)
-    scale = gamma if gamma is not None else 2000.0 if kind == "warmup" else 100.0
+    if gamma is None:
+        gamma = 2000.0 if kind == "warmup" else 100.0
     later: dict[str, Callable[[int], float]] = {
         "exponential": lambda steps: m,
-        "annealing": lambda steps: max(m, scale / (scale + steps)),
-        "warmup": lambda steps: (1 - m) * math.exp(-(1 + steps) / scale) + m,
+        "annealing": lambda steps: max(m, gamma / (gamma + steps)),
+        "warmup": lambda steps: (1 - m) * math.exp(-(1 + steps) / gamma) + m,
         "mean": lambda steps: 1 / (steps // interval + 1),
-        "mmcv": lambda steps: min(m**interval, (1 + steps) / (scale + steps)),
+        "mmcv": lambda steps: min(m**interval, (1 + steps) / (gamma + steps)),
     }
     if kind not in later:
         raise ValueError(f"kind must be one of {', '.join(later)}, got {kind!r}")
-    return lambda steps: 1.0 if steps == 0 else 0.0 if steps % interval else later[kind](steps)
+    weight_later = later[kind]
+
+    def rule(steps: int) -> float:
+        if steps == 0:
+            return 1.0
+        if steps % interval != 0:
+            return 0.0
+        return weight_later(steps)
+
+    return rule
+
+
+class _BufferPlace(NamedTuple):
+    """Where a buffer is: ``sources[number]``, and ``buffers[name]`` of its module."""
+
+    sources: list[Tensor]
+    number: int
+    buffers: Mapping[str, Any]
+    name: str
 
 
 class ModelAverage:
@@ -100,20 +120,21 @@ class ModelAverage:
         for name, tensor in self._tensors().items():
             if id(tensor) not in once:
                 own = tensor.detach().clone()
-                once[id(tensor)] = _widened(own) if id(tensor) in averaged else own
+                if id(tensor) in averaged:
+                    own = _widened(own)
+                once[id(tensor)] = own
             self._averages[name] = once[id(tensor)]
         # (averages, sources): one foreach call for all tensors of one device and dtypes
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, source in model.named_parameters():
             self._add(self._averages[name], source.detach(), True)
-        self._buffers: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
+        self._buffers: list[_BufferPlace] = []
         for path, buffer in model.named_buffers():
             if path in self._averages:
                 sources = self._add(self._averages[path], buffer, average_buffers)
                 owner, _, name = path.rpartition(".")
-                self._buffers.append(
-                    (sources, len(sources) - 1, model.get_submodule(owner)._buffers, name)
-                )
+                buffers = model.get_submodule(owner)._buffers
+                self._buffers.append(_BufferPlace(sources, len(sources) - 1, buffers, name))
 
     def update(self) -> None:
         """Update the average with the model's current weights."""
@@ -135,12 +156,11 @@ class ModelAverage:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load an average; the model that it comes from may have other shards, or none."""
         for name, average in self._averages.items():
-            saved = (
-                load("shard_like")(state_dict[name], average)
-                if self._is_sharded
-                else state_dict[name]
-            )
-            own, saved = _local_part(average), _local_part(saved)
+            saved = state_dict[name]
+            if self._is_sharded:
+                saved = load("shard_like")(saved, average)
+            saved = _local_part(saved)
+            own = _local_part(average)
             if own.shape != saved.shape:  # copy_ would repeat a smaller one
                 raise ValueError(f"{name!r} has shape {[*saved.shape]}, and here {[*own.shape]}")
             own.copy_(saved)
@@ -152,8 +172,9 @@ class ModelAverage:
         Tables of results have the ``label`` there.
         """
         own = [_local_part(tensor.detach()) for tensor in self._tensors().values()]
+        averages = [_local_part(average) for average in self._averages.values()]
         former = [tensor.clone() for tensor in own]
-        torch._foreach_copy_(own, [_local_part(average) for average in self._averages.values()])
+        torch._foreach_copy_(own, averages)
         self.is_held = True
         try:
             with labelled(label):
@@ -170,8 +191,8 @@ class ModelAverage:
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def _add(self, average: Tensor, source: Tensor, averaged: bool) -> list[Tensor]:
-        averaged = averaged and (average.is_floating_point() or average.is_complex())
-        key = (averaged, average.device, average.dtype, source.dtype)
+        has_fractions = average.is_floating_point() or average.is_complex()
+        key = (averaged and has_fractions, average.device, average.dtype, source.dtype)
         averages, sources = self._groups.setdefault(key, ([], []))
         averages.append(_local_part(average))
         sources.append(_local_part(source))
@@ -179,9 +200,9 @@ class ModelAverage:
 
     def _move(self, weight: float) -> None:
         """Move the averages to the model's values by ``weight``, from 0 to 1, and copy all other tensors."""
-        for sources, i, buffers, name in self._buffers:
+        for place in self._buffers:
             # a model may replace a buffer by a new tensor; parameters stay the same tensors
-            sources[i] = buffers[name]
+            place.sources[place.number] = place.buffers[place.name]
         for (averaged, _, dtype, source_dtype), (averages, sources) in self._groups.items():
             if weight == 1 or not averaged:
                 torch._foreach_copy_(averages, sources)
@@ -253,7 +274,8 @@ class EMAHook(HookBase):
         buffers: Literal["copy", "average"] = "copy",
         evaluate: Literal["ema", "raw", "both"] = "ema",
     ) -> None:
-        if buffers not in ("copy", "average") or evaluate not in ("ema", "raw", "both"):
+        is_accepted = buffers in ("copy", "average") and evaluate in ("ema", "raw", "both")
+        if not is_accepted:
             accepted = 'buffers must be "copy" or "average", and evaluate "ema", "raw" or "both"'
             raise ValueError(f"{accepted}; got {buffers!r} and {evaluate!r}")
         self._rule = averaging_rule(kind, decay, gamma, interval)
@@ -272,7 +294,9 @@ class EMAHook(HookBase):
         """Raises ConfigError if ``begin`` is after the end of the run."""
         # max_iter of this train() may be only a part of the run
         cfg = getattr(self.trainer, "cfg", None)
-        end = max(self.trainer.max_iter, cfg.SOLVER.MAX_ITER if cfg is not None else 0)
+        end = self.trainer.max_iter
+        if cfg is not None:
+            end = max(end, cfg.SOLVER.MAX_ITER)
         if self._begin > end:
             raise ConfigError(
                 f"begin of EMAHook is {self._begin}, but the run has only {end} iterations"
@@ -308,17 +332,16 @@ class EMAHook(HookBase):
             return
         if any(type(hook).__name__ == "PreciseBN" for hook in self.trainer.hooks):
             return
-        layers = [
-            layer
-            for layer in unwrap_model(self.trainer.model).modules()
-            if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
-        ]
-        if layers:
+        num_layers = 0
+        for layer in unwrap_model(self.trainer.model).modules():
+            if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats:
+                num_layers += 1
+        if num_layers > 0:
             text = (
                 "EMAHook: %d batch norm layers have the statistics of the model's own weights, also where the average "
                 "is evaluated; TEST.PRECISE_BN.ENABLED computes those of the average"
             )
-            logger.info(text, len(layers))
+            logger.info(text, num_layers)
 
     def after_step(self) -> None:
         assert self._average is not None
@@ -366,13 +389,18 @@ class EMAHook(HookBase):
         if "best_of" not in state or not self._was_evaluated:
             return
         is_raw = self.evaluate == "both" and state["best_of"].startswith("raw/")
-        state[EVALUATED] = "model" if is_raw else "ema"
-        if not is_raw:
-            trained, average = state["model"], self.state_dict()["model"]
-            state[TRAINED], state["model"] = trained, copy.copy(trained)  # copy keeps _metadata
-            for name, value in trained.items():
-                if name in average:  # in the precision in which it was scored
-                    state["model"][name] = average[name].to(value.dtype)
+        if is_raw:
+            state[EVALUATED] = "model"
+            return
+        state[EVALUATED] = "ema"
+        trained = state["model"]
+        average = self.state_dict()["model"]
+        scored = copy.copy(trained)  # copy keeps _metadata
+        for name, value in trained.items():
+            if name in average:  # in the precision in which it was scored
+                scored[name] = average[name].to(value.dtype)
+        state[TRAINED] = trained
+        state["model"] = scored
 
     def _make_average(self, model: nn.Module, state: dict[str, Any]) -> None:
         average = ModelAverage(
@@ -383,7 +411,8 @@ class EMAHook(HookBase):
                 average.load_state_dict(state["model"])
             average.steps = state["steps"]
             self._has_own_statistics = state.get("has_own_statistics", False)
-        self._average, self._waiting_state = average, {}
+        self._average = average
+        self._waiting_state = {}
 
     def state_dict(self) -> dict[str, Any]:
         """``model`` (the state of the average), and what was done with it; empty before the first run."""

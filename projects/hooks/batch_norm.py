@@ -55,16 +55,10 @@ class PreciseBN(HookBase):
         self._data_loader = data_loader
         # the state holds the seed: with SEED -1, a resumed run would draw another seed
         self._data_state = {} if resume_obstacle(data_loader) else self._data_loader.state_dict()
-        layers = {
-            name: module
-            for name, module in self._model.named_modules()
-            if isinstance(module, _BatchNorm)
-        }
-        self._layers = {
-            name: layer
-            for name, layer in layers.items()
-            if layer.training and layer.track_running_stats
-        }
+        self._layers: dict[str, nn.Module] = {}
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats:
+                self._layers[name] = layer
         if not self._layers:
             logger.warning("PreciseBN is off: the model has no batch norm in train mode")
             return
@@ -90,19 +84,23 @@ class PreciseBN(HookBase):
         cfg.DATALOADER.NUM_WORKERS = 0  # it is used rarely
         # its own, which does not disturb the order of the training data
         loader = trainer.build_train_loader(cfg)
-        test = {
+        return {
             "period": cfg.TEST.EVAL_PERIOD,
             "start": cfg.TEST.EVAL_START,
             "num_iter": cfg.TEST.PRECISE_BN.NUM_ITER,
+            "model": trainer.model,
+            "data_loader": loader,
         }
-        return {**test, "model": trainer.model, "data_loader": loader}
 
     def after_step(self) -> None:
-        if self._layers and is_due(self.trainer, self._period, offset=self._start, or_last=True):
-            self.update_stats()
-            for hook in self.trainer.hooks:
-                if isinstance(hook, EMAHook):
-                    hook.compute_statistics(self.update_stats)
+        if not self._layers:
+            return
+        if not is_due(self.trainer, self._period, offset=self._start, or_last=True):
+            return
+        self.update_stats()
+        for hook in self.trainer.hooks:
+            if isinstance(hook, EMAHook):
+                hook.compute_statistics(self.update_stats)
 
     def state_dict(self) -> dict[str, Any]:
         return {"data": self._data_state}  # where the loader starts each time
@@ -233,7 +231,9 @@ class SyncBuffers(HookBase):
 
     def after_step(self) -> None:
         self._has_stepped = True
-        period = self._period or (self.trainer.epoch_length if self.trainer.has_epochs else 0)
+        period: Any = self._period
+        if period == 0 and self.trainer.has_epochs:
+            period = self.trainer.epoch_length
         if is_due(self.trainer, period, or_last=True):
             self._sync()
 
@@ -242,22 +242,20 @@ class SyncBuffers(HookBase):
 
     @torch.no_grad()
     def _sync(self) -> None:
-        has_stepped, self._has_stepped = self._has_stepped, False
+        has_stepped = self._has_stepped
+        self._has_stepped = False
         if not has_stepped or comm.get_world_size() == 1:
             return
-        buffers = [
-            buffer
-            for buffer in unwrap_model(self.trainer.model).buffers()
-            if buffer.is_floating_point()
-        ]
-        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-            alike = [buffer for buffer in buffers if buffer.dtype == dtype]
-            flat = torch.cat([buffer.flatten() for buffer in alike])
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in unwrap_model(self.trainer.model).buffers():
+            if buffer.is_floating_point():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.flatten() for buffer in buffers])
             dist.all_reduce(flat)
             flat /= comm.get_world_size()
-            for buffer, mean in zip(
-                alike, flat.split([buffer.numel() for buffer in alike]), strict=True
-            ):
+            means = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, mean in zip(buffers, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))
         for hook in self.trainer.hooks:
             if isinstance(hook, EMAHook):

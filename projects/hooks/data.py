@@ -14,9 +14,12 @@ from trainkit.utils.periods import is_last, is_nth, periods_done
 
 def is_due_epoch(trainer: Any, period: int, *, offset: int = 0, or_last: bool = False) -> bool:
     """Whether an action with this period in epochs is due; call it at the end of an epoch."""
-    last = max(trainer.epoch + 1, periods_done(trainer.iter + 1, trainer.epoch_length))
-    ends = any(is_nth(epoch, period, offset) for epoch in range(trainer.epoch + 1, last + 1))
-    return ends or (or_last and is_last(trainer))
+    if or_last and is_last(trainer):
+        return True
+    # an iteration may end several epochs
+    first = trainer.epoch + 1
+    last = max(first, periods_done(trainer.iter + 1, trainer.epoch_length))
+    return any(is_nth(epoch, period, offset) for epoch in range(first, last + 1))
 
 
 @HOOK_REGISTRY.register()
@@ -62,9 +65,8 @@ class CopyAhead(HookBase):
         self.trainer.feed.move = self.move
 
     def move(self, batch: Any, device: torch.device) -> Any:
-        if not runs_ahead(device) or not all(
-            _is_plain(leaf) or _stays(leaf) for leaf in tree_leaves(batch)
-        ):
+        is_plain = all(_is_plain(leaf) or _stays(leaf) for leaf in tree_leaves(batch))
+        if not is_plain or not runs_ahead(device):
             return move_to_device(batch, device)
         if self._stream is None or self._stream.device != device:
             self._stream = torch.Stream(device)

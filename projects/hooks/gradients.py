@@ -30,12 +30,14 @@ class CheckFiniteLoss(HookBase):
         self._interval = check_period("interval", interval, minimum=1)
 
     def after_backward(self) -> None:
-        if is_due(self.trainer, self._interval):
-            losses = self.trainer.losses
-            # a user's run_step may set only ``losses``
-            names = getattr(self.trainer, "trained_losses", losses)
-            by_rank = comm.all_gather({name: losses[name].item() for name in names})
-            if not all(math.isfinite(value) for found in by_rank for value in found.values()):
+        if not is_due(self.trainer, self._interval):
+            return
+        losses = self.trainer.losses
+        # a user's run_step may set only ``losses``
+        names = getattr(self.trainer, "trained_losses", losses)
+        by_rank = comm.all_gather({name: losses[name].item() for name in names})
+        for of_rank in by_rank:
+            if not all(math.isfinite(value) for value in of_rank.values()):
                 raise FloatingPointError(
                     f"in iteration {self.trainer.iter}, before the update, by rank: {by_rank}"
                 )
@@ -59,13 +61,15 @@ class GradNorm(HookBase):
             raise ConfigError("SOLVER.CLIP_GRADIENTS stores grad_norm already; leave GradNorm out")
 
     def after_backward(self) -> None:
-        if is_due(self.trainer, self._period, or_last=True):
-            parameters = parameters_of(getattr(self.trainer, "optimizer", None), self.trainer.model)
-            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
-            # of a sharded model
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            self.trainer.storage.put_scalar("grad_norm", norm)
+        if not is_due(self.trainer, self._period, or_last=True):
+            return
+        optimizer = getattr(self.trainer, "optimizer", None)
+        parameters = parameters_of(optimizer, self.trainer.model)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):  # of a sharded model
+            norm = norm.full_tensor()
+        self.trainer.storage.put_scalar("grad_norm", norm)
 
 
 @HOOK_REGISTRY.register()
@@ -84,15 +88,18 @@ class UnusedParameters(HookBase):
         self._last_found = ""
 
     def after_backward(self) -> None:
-        if self.trainer.iter == self.trainer.start_iter or is_due(self.trainer, self._period):
-            named = unwrap_model(self.trainer.model).named_parameters()
-            found = ", ".join(
-                name for name, param in named if param.requires_grad and param.grad is None
-            )
-            if found and found != self._last_found:
-                text = "Parameters without a gradient in iteration %d: %s; remove or freeze them"
-                logger.error(text, self.trainer.iter, found)
-            self._last_found = found
+        is_first = self.trainer.iter == self.trainer.start_iter
+        if not is_first and not is_due(self.trainer, self._period):
+            return
+        unused = []
+        for name, param in unwrap_model(self.trainer.model).named_parameters():
+            if param.requires_grad and param.grad is None:
+                unused.append(name)
+        found = ", ".join(unused)
+        if found and found != self._last_found:
+            text = "Parameters without a gradient in iteration %d: %s; remove or freeze them"
+            logger.error(text, self.trainer.iter, found)
+        self._last_found = found
 
 
 @HOOK_REGISTRY.register()
@@ -115,29 +122,28 @@ class Freeze(HookBase):
     def before_train(self) -> None:
         model = unwrap_model(self.trainer.model)
         trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        if wrong := [pattern for pattern in self._names if not fnmatch.filter(trainable, pattern)]:
+        targets = []
+        wrong = []
+        for pattern in self._names:
+            fitting = fnmatch.filter(trainable, pattern)
+            if not fitting:
+                wrong.append(pattern)
+            targets += [trainable[name] for name in fitting]
+        if wrong:
             raise ConfigError(f"names of Freeze has {wrong}; trainable are: {', '.join(trainable)}")
-        self._targets = [
-            trainable[name]
-            for pattern in self._names
-            for name in fnmatch.filter(trainable, pattern)
-        ]
+        self._targets = targets
         # these wrappers decide in their constructors which parameters get gradients
-        self._removes_gradients = model is not self.trainer.model or hasattr(
-            model, "set_requires_gradient_sync"
-        )
+        is_wrapped = model is not self.trainer.model
+        is_sharded = hasattr(model, "set_requires_gradient_sync")
+        self._removes_gradients = is_wrapped or is_sharded
 
     def _is_active(self) -> bool:
-        return self._begin <= self.trainer.iter and (
-            self._end is None or self.trainer.iter < self._end
-        )
+        iter = self.trainer.iter
+        return self._begin <= iter and (self._end is None or iter < self._end)
 
     def before_step(self) -> None:
-        if not self._removes_gradients and self.trainer.iter in (
-            self.trainer.start_iter,
-            self._begin,
-            self._end,
-        ):
+        may_change_in = (self.trainer.start_iter, self._begin, self._end)
+        if not self._removes_gradients and self.trainer.iter in may_change_in:
             self._train_targets(not self._is_active())
 
     def after_backward(self) -> None:
@@ -172,10 +178,11 @@ class AccumulationSchedule(HookBase):
             raise ValueError(
                 f"factors must be a list of [iteration, factor], such as [[1000, 4]], got {factors!r}"
             )
-        self._factors = [
-            (check_period("iteration", at), check_period("factor", to, minimum=1))
-            for at, to in factors
-        ]
+        self._factors: list[tuple[int, int]] = []
+        for at, to in factors:
+            iteration = check_period("iteration", at)
+            factor = check_period("factor", to, minimum=1)
+            self._factors.append((iteration, factor))
         if self._factors != sorted(dict(self._factors).items()):
             raise ValueError(f"the iterations of factors must grow, got {factors!r}")
 
@@ -183,7 +190,8 @@ class AccumulationSchedule(HookBase):
         self._first = self._first or self.trainer.accumulation_steps
 
     def before_step(self) -> None:
-        factor = next(
-            (factor for at, factor in reversed(self._factors) if at <= self.trainer.iter), 1
-        )
-        self.trainer.accumulation_steps = self._first * factor
+        present = 1
+        for iteration, factor in self._factors:
+            if iteration <= self.trainer.iter:
+                present = factor
+        self.trainer.accumulation_steps = self._first * present

@@ -40,15 +40,17 @@ class ParamScheduler(HookBase):
         schedules: Sequence[Mapping[str, Any]] | Schedule,
         max_iter: int | None = None,
     ) -> None:
-        self.param, self._given = param, schedules
-        self._max_iter = (
-            max_iter if max_iter is None else check_period("max_iter", max_iter, minimum=1)
-        )
+        self.param = param
+        self._given = schedules
+        if max_iter is not None:
+            max_iter = check_period("max_iter", max_iter, minimum=1)
+        self._max_iter = max_iter
         self._build(2**40)  # raises its errors now; the length of the run is not known yet
 
     def _build(self, max_iter: int) -> Schedule:
-        given, where = self._given, f"ParamScheduler of {self.param}"
-        return given if callable(given) else build_schedule(given, max_iter, where)
+        if callable(self._given):
+            return self._given
+        return build_schedule(self._given, max_iter, f"ParamScheduler of {self.param}")
 
     def before_train(self) -> None:
         if self.param == "lr" and any(isinstance(hook, LRScheduler) for hook in self.trainer.hooks):
@@ -56,23 +58,34 @@ class ParamScheduler(HookBase):
                 "ParamScheduler of lr and LRScheduler both set the rate; use SOLVER.SCHEDULES"
             )
         self._schedule = self._build(self._max_iter or self.trainer.max_iter)
-        groups = self.trainer.optimizer.param_groups
-        used = [group for group in groups if not (self.param == "lr" and group.get("fixed_lr"))]
-        self._targets = [
-            (group, *_fields(group)[self.param]) for group in used if self.param in _fields(group)
-        ]
-        if not self._targets:
-            accepted = sorted({name for group in groups for name in _fields(group)})
-            raise ConfigError(
-                f"ParamScheduler: no parameter group has {self.param!r}; accepted: {accepted}"
-            )
-        name, self._bases, sizes = f"initial_{self.param}", list[float](), list[int]()
+        self._targets = self._find_targets()
+        name = f"initial_{self.param}"
+        self._bases: list[float] = []
+        sizes: list[int] = []
         for group, key, index in self._targets:
             # read from the device once, not in each step
-            self._bases.append(float(group.setdefault(name, float(_get(group, key, index)))))
+            present = float(_get(group, key, index))
+            self._bases.append(float(group.setdefault(name, present)))
             sizes.append(sum(parameter.numel() for parameter in group["params"]))
         self._shown = sizes.index(max(sizes))
         self._set(self.trainer.next_iter_of(self))
+
+    def _find_targets(self) -> list[tuple[dict[str, Any], str, int | None]]:
+        """Where the number is: (group, key, index); see `_fields`. Raises ConfigError if no group has it."""
+        targets = []
+        accepted: set[str] = set()
+        for group in self.trainer.optimizer.param_groups:
+            fields = _fields(group)
+            accepted |= fields.keys()
+            is_fixed = self.param == "lr" and group.get("fixed_lr")
+            if self.param in fields and not is_fixed:
+                key, index = fields[self.param]
+                targets.append((group, key, index))
+        if not targets:
+            raise ConfigError(
+                f"ParamScheduler: no parameter group has {self.param!r}; accepted: {sorted(accepted)}"
+            )
+        return targets
 
     def after_step(self) -> None:
         self.trainer.storage.put_scalar(self.param, self._values[self._shown], smoothing_hint=False)
@@ -84,23 +97,25 @@ class ParamScheduler(HookBase):
             old = _get(group, key, index)
             if isinstance(old, Tensor):
                 old.fill_(value)  # in place: a captured graph reads this tensor
+            elif index is None:
+                group[key] = value
             else:
-                group[key] = (
-                    value
-                    if index is None
-                    else (*group[key][:index], value, *group[key][index + 1 :])
-                )
+                items = list(group[key])
+                items[index] = value
+                group[key] = tuple(items)
 
 
 def _fields(group: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
     """name -> where the number is in the group: (key, None), or (key, index) for an item of ``betas``."""
-    numbers = [key for key, value in group.items() if isinstance(value, Tensor) or is_number(value)]
-    betas = (
-        {"momentum": ("betas", 0), "betas.0": ("betas", 0), "betas.1": ("betas", 1)}
-        if "betas" in group
-        else {}
-    )
-    return {**betas, **{key: (key, None) for key in numbers}}
+    fields: dict[str, tuple[str, int | None]] = {}
+    if "betas" in group:
+        fields["momentum"] = ("betas", 0)
+        fields["betas.0"] = ("betas", 0)
+        fields["betas.1"] = ("betas", 1)
+    for key, value in group.items():
+        if isinstance(value, Tensor) or is_number(value):
+            fields[key] = (key, None)
+    return fields
 
 
 def _get(group: dict[str, Any], key: str, index: int | None) -> Any:
@@ -150,15 +165,15 @@ class ReduceOnPlateau(MetricHook):
             raise ValueError(f'threshold_mode must be "rel" or "abs", got {threshold_mode!r}')
         check_period("cooldown", cooldown)
         check_number("min_factor", min_factor, "[0, 1]")
-        for bound in min_lr if isinstance(min_lr, list | tuple) else [min_lr]:
+        bounds: Any = min_lr if isinstance(min_lr, list | tuple) else [min_lr]
+        for bound in bounds:
             check_number("min_lr", bound, "[0, inf)")
         super().__init__(eval_period, val_metric, mode, threshold)
-        self._factor, self._min_factor, self._is_relative = (
-            factor,
-            min_factor,
-            threshold_mode == "rel",
-        )
-        self._patience, self._cooldown = patience, cooldown
+        self._factor = factor
+        self._min_factor = min_factor
+        self._is_relative = threshold_mode == "rel"
+        self._patience = patience
+        self._cooldown = cooldown
         self._min_lr: Any = min_lr
 
     def _forget(self) -> None:
@@ -189,23 +204,25 @@ class ReduceOnPlateau(MetricHook):
             scheduler.refresh()  # LRScheduler has set the rates before it knew the bounds
 
     def bound(self, best: float) -> float:
-        return (
-            best * (1.0 + self._sign * self._min_delta)
-            if self._is_relative
-            else super().bound(best)
-        )
+        if not self._is_relative:
+            return super().bound(best)
+        return best * (1.0 + self._sign * self._min_delta)
 
     def judge(self, value: float) -> bool:
         if self._cooling > 0:
-            self._cooling, self.not_better = self._cooling - 1, 0
+            self._cooling -= 1
+            self.not_better = 0
         is_over = self.not_better > self._patience
         if is_over:
-            self._cooling, self.not_better = self._cooldown, 0
+            self._cooling = self._cooldown
+            self.not_better = 0
         return is_over
 
     def act(self, decision: bool) -> None:
         factors = [*self.trainer.scheduler.factors, self._factor]
-        self._set_factors(factors if math.prod(factors) > self._min_factor else [self._min_factor])
+        if math.prod(factors) <= self._min_factor:
+            factors = [self._min_factor]
+        self._set_factors(factors)
 
     def _set_factors(self, factors: list[float]) -> None:
         scheduler = self.trainer.scheduler

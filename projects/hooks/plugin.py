@@ -91,5 +91,6 @@ def prepare(cfg: CfgNode) -> None:
                 "FILE_PREFIX": prefix,
             }
             added.append(entry)
-        cfg.CHECKPOINT.BEST_METRIC, cfg.CHECKPOINT.BEST_TO_KEEP = None, 1
+        cfg.CHECKPOINT.BEST_METRIC = None
+        cfg.CHECKPOINT.BEST_TO_KEEP = 1
     cfg.HOOKS = [*cfg.HOOKS, *added]

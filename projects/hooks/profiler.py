@@ -34,18 +34,12 @@ class TorchProfiler(HookBase):
         activities: Sequence[profiler.ProfilerActivity] | None = None,
         save_tensorboard: bool = True,
     ) -> None:
-        is_range = isinstance(enable_predicate, Sequence) and [
-            is_whole(i, 0) for i in enable_predicate
-        ] == [True, True]
-        if not is_range and not callable(enable_predicate):
-            accepted = "a function of the trainer, or [begin, end] in iterations"
-            raise ValueError(f"enable_predicate must be {accepted}, got {enable_predicate!r}")
-        if is_range and not enable_predicate[0] < enable_predicate[1]:  # type: ignore[index]
-            raise ValueError(
-                f"enable_predicate must be [begin, end] with begin < end, got {enable_predicate!r}"
-            )
-        self._picks, self._output_dir = enable_predicate, output_dir
-        self._activities, self._save_tensorboard = activities, save_tensorboard
+        if not callable(enable_predicate):
+            _check_range(enable_predicate)
+        self._picks = enable_predicate
+        self._output_dir = output_dir
+        self._activities = activities
+        self._save_tensorboard = save_tensorboard
         self._profile: profiler.profile | None = None
 
     def before_train(self) -> None:
@@ -57,20 +51,27 @@ class TorchProfiler(HookBase):
         self._folder = Path(self._output_dir or Path(self.trainer.cfg.OUTPUT_DIR, "profile"))
 
     def before_step(self) -> None:
-        picks, iter = self._picks, self.trainer.iter
-        if picks(self.trainer) if callable(picks) else picks[0] <= iter < picks[1]:
-            options: Any = dict.fromkeys(
-                ("record_shapes", "profile_memory", "with_stack", "with_flops"), True
-            )
+        if self._is_picked():
             self._profile = profiler.profile(
-                activities=self._activities, on_trace_ready=self._save, **options
+                activities=self._activities,
+                on_trace_ready=self._save,
+                record_shapes=True,
+                profile_memory=True,
+                with_stack=True,
+                with_flops=True,
             )
             self._profile.start()
 
+    def _is_picked(self) -> bool:
+        if callable(self._picks):
+            return self._picks(self.trainer)
+        begin, end = self._picks
+        return begin <= self.trainer.iter < end
+
     def _save(self, profile: profiler.profile) -> None:
-        name = f"trace_iter{self.trainer.iter:07d}" + (
-            f"_rank{comm.get_rank()}" if comm.get_rank() else ""
-        )
+        name = f"trace_iter{self.trainer.iter:07d}"
+        if comm.get_rank() != 0:
+            name += f"_rank{comm.get_rank()}"
         if self._save_tensorboard:
             profiler.tensorboard_trace_handler(str(self._folder), worker_name=name)(profile)
         else:
@@ -80,11 +81,22 @@ class TorchProfiler(HookBase):
 
     def after_step(self) -> None:
         if self._profile is not None:
-            profile, self._profile = self._profile, None
+            profile = self._profile
+            self._profile = None
             profile.stop()
 
     def after_train(self) -> None:
         self.after_step()  # writes the profile of a step that failed
+
+
+def _check_range(picks: Any) -> None:
+    is_pair = isinstance(picks, Sequence) and len(picks) == 2
+    if not is_pair or not all(is_whole(iteration, 0) for iteration in picks):
+        accepted = "a function of the trainer, or [begin, end] in iterations"
+        raise ValueError(f"enable_predicate must be {accepted}, got {picks!r}")
+    begin, end = picks
+    if begin >= end:
+        raise ValueError(f"enable_predicate must be [begin, end] with begin < end, got {picks!r}")
 
 
 @HOOK_REGISTRY.register()
@@ -122,15 +134,16 @@ class TorchMemoryStats(HookBase):
         is_wanted = self._runs < self._max_runs and is_due(self.trainer, self._period, or_last=True)
         if is_wanted and accelerator_runs_ahead():
             self._runs += 1
-            names = (
-                "memory_allocated",
-                "max_memory_allocated",
-                "memory_reserved",
-                "max_memory_reserved",
+            memory = torch.accelerator.memory
+            logger.info(
+                "Device memory after iteration %d: "
+                "%.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f",
+                self.trainer.iter,
+                memory.memory_allocated() / 2**20,
+                memory.max_memory_allocated() / 2**20,
+                memory.memory_reserved() / 2**20,
+                memory.max_memory_reserved() / 2**20,
             )
-            used = [getattr(torch.accelerator.memory, name)() / 2**20 for name in names]
-            text = "Device memory after iteration %d: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f"
-            logger.info(text, self.trainer.iter, *used)
             if self._runs == self._max_runs and torch.cuda.is_available():
                 logger.info("\n%s", torch.cuda.memory_summary())
 
@@ -145,10 +158,8 @@ class MemorySnapshot(HookBase):
     """
 
     def __init__(self, output_dir: str = "", max_entries: int = 100_000) -> None:
-        self._output_dir, self._max_entries = (
-            output_dir,
-            check_period("max_entries", max_entries, minimum=1),
-        )
+        self._output_dir = output_dir
+        self._max_entries = check_period("max_entries", max_entries, minimum=1)
 
     def before_train(self) -> None:
         if torch.cuda.is_available():
@@ -156,10 +167,8 @@ class MemorySnapshot(HookBase):
 
     def after_failure(self, error: BaseException) -> None:
         if torch.cuda.is_available() and isinstance(error, torch.OutOfMemoryError):
-            folder = Path(
-                self._output_dir
-                or getattr(getattr(self.trainer, "checkpointer", None), "save_dir", "")
-            )
+            checkpointer = getattr(self.trainer, "checkpointer", None)
+            folder = Path(self._output_dir or getattr(checkpointer, "save_dir", ""))
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"memory_{self.trainer.iter}_rank{comm.get_rank()}.pickle"
             torch.cuda.memory._dump_snapshot(str(file))
@@ -185,11 +194,14 @@ class EmptyCache(HookBase):
     def __init__(
         self, before_epoch: bool = False, after_step: bool = False, after_epoch: bool = True
     ) -> None:
-        points = ["before_epoch", "before_eval"] * before_epoch + [
-            "after_step",
-            "after_eval_step",
-        ] * after_step
-        for point in points + ["after_epoch", "after_eval"] * after_epoch:
+        points: list[str] = []
+        if before_epoch:
+            points += ["before_epoch", "before_eval"]
+        if after_step:
+            points += ["after_step", "after_eval_step"]
+        if after_epoch:
+            points += ["after_epoch", "after_eval"]
+        for point in points:
             # not in the class: the epoch points need a trainer with epochs
             setattr(self, point, _empty_cache)
 

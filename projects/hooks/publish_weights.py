@@ -48,13 +48,13 @@ class PublishWeights(HookBase):
         if weights not in ("", "model", "ema") or format not in ("pth", "safetensors"):
             accepted = 'accepted are weights "model" or "ema", format "pth" or "safetensors"'
             raise ValueError(f"{accepted}; got {weights}, {format}")
-        self._arguments: Any = weights or "model", format
+        self._weights: Literal["model", "ema"] = weights or "model"
+        self._format = format
 
     def before_train(self) -> None:
         """Raises ConfigError if there will be no average to publish."""
-        if self._arguments[0] == "ema" and all(
-            type(hook).__name__ != "EMAHook" for hook in self.trainer.hooks
-        ):
+        has_average = any(type(hook).__name__ == "EMAHook" for hook in self.trainer.hooks)
+        if self._weights == "ema" and not has_average:
             raise ConfigError(
                 'weights is "ema", but no EMAHook is registered; add one, or publish "model"'
             )
@@ -64,27 +64,21 @@ class PublishWeights(HookBase):
             together(self._publish)
 
     def _publish(self) -> None:
-        weights, format = self._arguments
-        hooks: list[Any] = [
-            hook for hook in self.trainer.hooks if isinstance(hook, BestCheckpointer)
-        ]
-        hooks += [
-            hook
-            for hook in self.trainer.hooks
-            if isinstance(hook, PeriodicCheckpointer) and hook.save_last
-        ]
-        for hook in hooks:
-            folder, suffix = (
-                hook.checkpointer.save_dir,
-                "" if isinstance(hook, BestCheckpointer) else "_final",
-            )
-            path = os.path.join(folder, f"{hook.file_prefix}{suffix}.pth")
-            # no best file: no finite value
-            if hook.checkpointer.save_to_disk and folder and os.path.exists(path):
-                frozen = dict(hook.checkpointer.model.named_parameters())
-                logger.info(
-                    "Weights published as %s", publish_weights(path, weights, format, frozen)
-                )
+        best = [hook for hook in self.trainer.hooks if isinstance(hook, BestCheckpointer)]
+        for hook in best:
+            self._publish_file(hook.checkpointer, f"{hook.file_prefix}.pth")
+        for hook in self.trainer.hooks:
+            if isinstance(hook, PeriodicCheckpointer) and hook.save_last:
+                self._publish_file(hook.checkpointer, f"{hook.file_prefix}_final.pth")
+
+    def _publish_file(self, checkpointer: Any, name: str) -> None:
+        path = os.path.join(checkpointer.save_dir, name)
+        # no best file: no finite value
+        if not checkpointer.save_to_disk or not checkpointer.save_dir or not os.path.exists(path):
+            return
+        frozen = dict(checkpointer.model.named_parameters())
+        published = publish_weights(path, self._weights, self._format, frozen)
+        logger.info("Weights published as %s", published)
 
 
 def publish_weights(
@@ -101,7 +95,8 @@ def publish_weights(
     by their names, to a file that ends in ``.safetensors``. ``frozen``: name -> weight of those that a checkpoint of
     CHECKPOINT.TRAINABLE_ONLY leaves out; without one of them it is a CheckpointError.
     """
-    folder, name = Path(os.path.abspath(path)).parent, Path(path).name.removesuffix(".pth")
+    folder = Path(os.path.abspath(path)).parent
+    name = Path(path).name.removesuffix(".pth")
     unnamed = folder / f"{name}_published.{format}"
     state = read_file(path)
     state = format_of(state).fill(state, os.fspath(path), wanted=("model.", AVERAGED_PATH))
@@ -110,18 +105,22 @@ def publish_weights(
         raise CheckpointError(
             f"'{path}' has no weights {weights!r} to publish; averages come from an EMAHook"
         )
-    chosen, frozen = dict(state["model"]), frozen or {}
-    for name, average in averaged.items():  # an average of 16-bit weights is in float32
-        chosen[name] = average.to(chosen[name].dtype) if name in chosen else average
-    left_out = state.get("frozen_digests", {}).keys() - chosen.keys()
-    if absent := sorted(left_out - frozen.keys()):
+    chosen = dict(state["model"])
+    for key, average in averaged.items():
+        if key in chosen:  # an average of 16-bit weights is in float32
+            average = average.to(chosen[key].dtype)
+        chosen[key] = average
+    frozen = frozen or {}
+    left_out = sorted(state.get("frozen_digests", {}).keys() - chosen.keys())
+    absent = [key for key in left_out if key not in frozen]
+    if absent:
         raise CheckpointError(
             f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass `frozen`"
         )
     try:
-        chosen = plain_state(
-            chosen | {name: frozen[name].detach().cpu() for name in sorted(left_out)}
-        )
+        for key in left_out:
+            chosen[key] = frozen[key].detach().cpu()
+        chosen = plain_state(chosen)
         if format == "safetensors":
             make_format("safetensors").write({"model": chosen}, str(unnamed))
         else:
@@ -131,9 +130,8 @@ def publish_weights(
     # another program has written the file, or the format cannot store it
     except TypeError as error:
         raise CheckpointError(f"the weights of '{path}' cannot be published: {error}") from error
-    published = (
-        folder / f"{name}_published-{hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]}.{format}"
-    )
+    digest = hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]
+    published = folder / f"{name}_published-{digest}.{format}"
     os.replace(unnamed, published)
     sync_folder(str(folder))
     return str(published)
@@ -173,7 +171,8 @@ class BestCheckpoints(BestCheckpointer):
             others = [other for other in self._kept if other[0] != name]
             ranked = sorted([*others, [name, value]], key=lambda kept: -self._sign * kept[1])
             self._kept = ranked[: self._num_to_keep]
-            names = [name] * ([name, value] in self._kept) + names
+            if [name, value] in self._kept:
+                names = [name, *names]
         return names
 
     def _save_untagged(self, name: str, iteration: int, **entries: Any) -> None:

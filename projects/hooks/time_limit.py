@@ -16,7 +16,8 @@ class TimeLimit(HookBase):
     config_keys = (("max_time", "MAX_TIME"),)
 
     def __init__(self, max_time: str) -> None:
-        self._max_time, self._limit_sec = max_time, parse_time(max_time, "MAX_TIME")
+        self._max_time = max_time
+        self._limit_sec = parse_time(max_time, "MAX_TIME")
 
     def before_train(self) -> None:
         self._end = time.monotonic() + self._limit_sec

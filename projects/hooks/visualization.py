@@ -56,11 +56,14 @@ class VisualizationHook(HookBase):
     ) -> None:
         if phases not in ("val", "test", "both"):
             raise ValueError(f'phases must be "val", "test" or "both", got {phases!r}')
-        function = look_up(VISUALIZER_REGISTRY, draw, "draw") if isinstance(draw, str) else draw
-        self._draw = partial(
-            function, **{name.lower(): value for name, value in (options or {}).items()}
-        )
-        self._phases, self._names, self._output_dir = phases, names, output_dir
+        function: Any = draw
+        if isinstance(draw, str):
+            function = look_up(VISUALIZER_REGISTRY, draw, "draw")
+        arguments = {name.lower(): value for name, value in (options or {}).items()}
+        self._draw = partial(function, **arguments)
+        self._phases = phases
+        self._names = names
+        self._output_dir = output_dir
         self._period = check_period("period", period, minimum=1)
 
     @property
@@ -79,40 +82,46 @@ class VisualizationHook(HookBase):
             return
         with preserve_rng_state():
             drawn = self._draw(inputs, outputs)
-        images = [
-            _as_array(image) for image in (drawn if isinstance(drawn, list | tuple) else [drawn])
-        ]
-        rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
+        if not isinstance(drawn, list | tuple):
+            drawn = [drawn]
+        images = [_as_array(image) for image in drawn]
         for image, name in zip(images, self._names_of(inputs, len(images)), strict=True):
-            batch = f"batch{index:04d}{name}"
-            path = (
-                self._folder
-                / phase
-                / f"{self._dataset}_iter{self.trainer.iter:07d}_{batch}{rank}.png"
-            )
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                importlib.import_module("PIL.Image").fromarray(image).save(path)
-            except OSError as error:
-                logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)
-            tensor = torch.from_numpy(image).permute(2, 0, 1)
-            self.trainer.storage_in_use().put_image(f"{phase}/{self._dataset}_{batch}", tensor)
+            self._keep(image, phase, f"batch{index:04d}{name}")
+
+    def _keep(self, image: np.ndarray, phase: Phase, name: str) -> None:
+        """Write an image to its file, and put it into the storage."""
+        rank = f"_rank{comm.get_rank()}" if comm.get_rank() else ""
+        file = f"{self._dataset}_iter{self.trainer.iter:07d}_{name}{rank}.png"
+        path = self._folder / phase / file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            importlib.import_module("PIL.Image").fromarray(image).save(path)
+        except OSError as error:
+            logger.error("Cannot write the picture '%s': %s", path, error.strerror or error)
+        tensor = torch.from_numpy(image).permute(2, 0, 1)
+        self.trainer.storage_in_use().put_image(f"{phase}/{self._dataset}_{name}", tensor)
 
     def _names_of(self, inputs: Any, count: int) -> list[str]:
         if self._names is None:
             return [f"_{i}" for i in range(count)] if count > 1 else [""] * count
-        of_samples = isinstance(inputs, list | tuple)
-        names = [sample[self._names] for sample in inputs] if of_samples else inputs[self._names]
-        plain = [
-            re.sub(r"\.(png|jpe?g|bmp|tiff?|webp)$", "", Path(str(name)).name)
-            for name in names[:count]
-        ]
-        return ["_" + re.sub(r"[^\w.-]", "_", name) for name in plain]
+        if isinstance(inputs, list | tuple):
+            given = [sample[self._names] for sample in inputs]
+        else:
+            given = inputs[self._names]
+        names = []
+        for path in given[:count]:
+            name = Path(str(path)).name
+            name = re.sub(r"\.(png|jpe?g|bmp|tiff?|webp)$", "", name)
+            name = re.sub(r"[^\w.-]", "_", name)
+            names.append(f"_{name}")
+        return names
 
 
 def _as_array(image: Any) -> np.ndarray:
     """A copy in host memory: ``draw`` may use its array again before a writer reads the image."""
-    array = np.array(image.numpy(force=True) if isinstance(image, torch.Tensor) else image)
+    if isinstance(image, torch.Tensor):
+        image = image.numpy(force=True)
+    array = np.array(image)
     if array.dtype != np.uint8 or array.shape[2:] != (3,) or 0 in array.shape:
         raise TypeError(
             f"draw must return images of shape [H, W, 3], uint8, got {array.shape}, {array.dtype}"

@@ -23,7 +23,9 @@ def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTes
     logical rank per iteration. Raises ConfigError: its batches cannot be divided.
     """
     batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None) if type(batches) is BatchSampler else None
+    sampler = None
+    if type(batches) is BatchSampler:
+        sampler = batches.sampler
     if isinstance(sampler, InfiniteSampler):
         return LogicalLoader(loader, num, steps)
     if isinstance(sampler, InferenceSampler):
@@ -42,16 +44,14 @@ class LogicalLoader:
     """
 
     def __init__(self, loader: ResumableLoader, logical_ranks: int, steps: int) -> None:
+        self.logical_ranks = logical_ranks
+        self.steps = steps
         own = own_ranks(logical_ranks)
-        self.logical_ranks, self.steps = logical_ranks, steps
-        self._loaders = [
-            _like(
-                loader,
-                _of_rank(loader, rank, logical_ranks),
-                max(1, loader.num_workers // len(own)),
-            )
-            for rank in own
-        ]
+        workers_of_each = max(1, loader.num_workers // len(own))
+        self._loaders: list[ResumableLoader] = []
+        for rank in own:
+            batches = _of_rank(loader, rank, logical_ranks)
+            self._loaders.append(_like(loader, batches, workers_of_each))
 
     # what others ask of a loader
     dataset = property(attrgetter("_first.dataset"))
@@ -89,7 +89,10 @@ class LogicalLoader:
     def names_of_last(self, num_batches: int) -> list[list[str]]:
         """The samples of the last ``num_batches``, which are those of whole iterations."""
         each = num_batches // len(self._loaders)
-        return [names for loader in self._loaders for names in loader.names_of_last(each)]
+        names: list[list[str]] = []
+        for loader in self._loaders:
+            names += loader.names_of_last(each)
+        return names
 
 
 class LogicalTestLoader(ResumableLoader):
@@ -98,21 +101,22 @@ class LogicalTestLoader(ResumableLoader):
     def __init__(
         self, loader: ResumableLoader, logical_ranks: int, most: int | None = None
     ) -> None:
-        self._given, size = (loader, logical_ranks), len(cast(Sized, loader.dataset))
-        share_of, batches = InferenceSampler._get_local_indices, _Batches()
+        self._given = loader
+        self._logical_ranks = logical_ranks
+        num_samples = len(cast(Sized, loader.dataset))
+        batch_size = cast(int, loader.batch_size)
+        share_of = InferenceSampler._get_local_indices
+        batches = _Batches()
         for rank in share_of(logical_ranks, comm.get_world_size(), comm.get_rank()):
-            share: Any = share_of(size, logical_ranks, rank)
-            batches += islice(
-                BatchSampler(share, cast(int, loader.batch_size), drop_last=False), most
-            )
+            share: Any = share_of(num_samples, logical_ranks, rank)
+            batches += islice(BatchSampler(share, batch_size, drop_last=False), most)
         batches.sampler = cast(Any, loader.batch_sampler).sampler
-        super().__init__(
-            loader.dataset, batch_sampler=batches, **_arguments(loader, loader.num_workers)
-        )
+        arguments = _arguments(loader, loader.num_workers)
+        super().__init__(loader.dataset, batch_sampler=batches, **arguments)
 
     def first_batches(self, num: int) -> "LogicalTestLoader":
         """This loader, with at most ``num`` batches of each logical rank."""
-        return LogicalTestLoader(*self._given, num)
+        return LogicalTestLoader(self._given, self._logical_ranks, num)
 
 
 class _Batches(list[list[int]]):
@@ -122,7 +126,8 @@ class _Batches(list[list[int]]):
 def _of_rank(loader: ResumableLoader, rank: int, num: int) -> BatchSampler:
     batches: Any = loader.batch_sampler
     sampler = copy.copy(batches.sampler)
-    sampler.rank, sampler.world_size = rank, num
+    sampler.rank = rank
+    sampler.world_size = num
     return BatchSampler(sampler, batches.batch_size, drop_last=True)
 
 
@@ -132,17 +137,18 @@ def _like(loader: ResumableLoader, batches: BatchSampler, num_workers: int) -> R
 
 
 def _arguments(loader: ResumableLoader, num_workers: int) -> dict[str, Any]:
-    names = [
-        "seed",
-        "timeout",
-        "collate_fn",
-        "pin_memory",
-        "persistent_workers",
-        "prefetch_factor",
-        "worker_init_fn",
-    ]
-    names += ["generator", "multiprocessing_context"]
-    return {"num_workers": num_workers, **{name: getattr(loader, name) for name in names}}
+    return {
+        "num_workers": num_workers,
+        "seed": loader.seed,
+        "timeout": loader.timeout,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "persistent_workers": loader.persistent_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+        "multiprocessing_context": loader.multiprocessing_context,
+    }
 
 
 def own_ranks(num: int) -> list[int]:
@@ -152,8 +158,12 @@ def own_ranks(num: int) -> list[int]:
     the number of processes is its own rank: a whole subtree of the sum over logical ranks. A node of the tree is a set
     of ranks that are equal modulo ``m``; its children are the sets of those that are equal modulo ``2 m``.
     """
-    owned, stride = [comm.get_rank()], comm.get_world_size()
+    owned = [comm.get_rank()]
+    stride = comm.get_world_size()
     while stride < num:
-        owned = [own + more for own in owned for more in (0, stride)]
+        children = []
+        for rank in owned:
+            children += [rank, rank + stride]
+        owned = children
         stride *= 2
     return owned

@@ -46,18 +46,18 @@ def add_config(cfg: CfgNode) -> None:
 def check(cfg: CfgNode) -> None:
     """Raises ConfigError if the processes cannot share the logical ranks, or another setting excludes them."""
     check_conflicts(cfg, _CONFLICTS)
-    num, world_size = cfg.SOLVER.LOGICAL_RANKS, comm.get_world_size()
-    if num < 0 or num & (num - 1) or num % world_size:
-        raise not_accepted(
-            "SOLVER.LOGICAL_RANKS",
-            num,
-            f"0, or a power of two that is a multiple of {world_size} processes",
-        )
+    num = cfg.SOLVER.LOGICAL_RANKS
+    world_size = comm.get_world_size()
+    is_power_of_two = num & (num - 1) == 0  # so is 0
+    if num < 0 or not is_power_of_two or num % world_size != 0:
+        accepted = f"0, or a power of two that is a multiple of {world_size} processes"
+        raise not_accepted("SOLVER.LOGICAL_RANKS", num, accepted)
 
 
 def prepare(cfg: CfgNode) -> None:
     """A batch has a part for each logical rank; a process computes those that `own_ranks` names."""
-    if num := cfg.SOLVER.LOGICAL_RANKS:
+    num = cfg.SOLVER.LOGICAL_RANKS
+    if num:
         comm.set_data_ranks(comm.get_rank(), num)
         # a process adds up its gradients itself
         cfg.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW = False
@@ -69,4 +69,6 @@ def wrap_loader(cfg: CfgNode, loader: Any) -> Any:
     from trainkit.projects.logical_ranks.loader import divide
 
     num = cfg.SOLVER.LOGICAL_RANKS
-    return divide(loader, num, cfg.SOLVER.ACCUMULATION_STEPS) if num else loader
+    if not num:
+        return loader
+    return divide(loader, num, cfg.SOLVER.ACCUMULATION_STEPS)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
-from operator import add, itemgetter
+from operator import add
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from trainkit.utils.device import unwrap_model
 logger = logging.getLogger(__name__)
 
 _SEED_KEY = 3  # the data use keys 0 to 2, so random numbers of steps are independent of theirs
-_AFTER_STEP, _AT_SAVE_POINT, _OF_BATCHES = 0, 1, 2
+_AFTER_STEP = 0
+_AT_SAVE_POINT = 1
+_OF_BATCHES = 2
 
 _Grads = list[Tensor | None]
 
@@ -61,20 +63,18 @@ class LogicalTrainer(SimpleTrainer):
         if self.data_size.batch is not None:  # which has counted them, and all logical ranks
             batch = self.data_size.batch // len(self._own)
             self.data_size = replace(self.data_size, batch=batch)
-        threads = torch.get_num_threads()
-        logger.info(
-            "%d logical ranks; other numbers of threads than %d may round differently",
-            self._num,
-            threads,
-        )
+        text = "%d logical ranks; other numbers of threads than %d may round differently"
+        logger.info(text, self._num, torch.get_num_threads())
 
     def share_run(self, owner: Any) -> None:
         super().share_run(owner)
-        owner.own_keys = owner.rank_keys = ()
+        owner.own_keys = ()
+        owner.rank_keys = ()
 
     def start_run(self) -> None:
         super().start_run()
-        if (found := getattr(self.data_loader, "logical_ranks", 0)) != self._num:
+        found = getattr(self.data_loader, "logical_ranks", 0)
+        if found != self._num:
             raise ConfigError(
                 f"the training loader has {found} logical ranks, the trainer {self._num}"
             )
@@ -84,7 +84,8 @@ class LogicalTrainer(SimpleTrainer):
             raise ConfigError(
                 "with SOLVER.LOGICAL_RANKS the number of micro-batches cannot change during a run"
             )
-        found, steps = list[Losses](), self._steps // len(self._own)
+        found: list[Losses] = []
+        steps = self._steps // len(self._own)  # micro-batches of a logical rank
         for number in range(self.accumulation_steps):
             # the first one of a run comes after a pass without effect, see settle_buckets
             batch = self.draw()
@@ -99,7 +100,8 @@ class LogicalTrainer(SimpleTrainer):
             with nullcontext() if is_last else without_gradient_sync(self.model):
                 losses = self.compute_losses(batch)
                 self.backward(losses.total / (self._num * steps))
-            found.append(losses := losses.detach())  # frees the graph before the next forward pass
+            losses = losses.detach()  # frees the graph before the next forward pass
+            found.append(losses)
         self._tree.finish()
         self._seed_for(_AFTER_STEP)
         return self._mean(found)
@@ -107,26 +109,24 @@ class LogicalTrainer(SimpleTrainer):
     def _mean(self, found: Sequence[Losses]) -> Losses:
         """The means over the logical ranks of this process; `exchange_rows` then averages over all processes."""
         names = [([*losses], losses.trained) for losses in found]
-        self._names = self._names or comm.all_gather(names[0])[0]
+        if self._names is None:
+            self._names = comm.all_gather(names[0])[0]
         if any(other != self._names for other in names):
             raise ValueError(
                 f"with SOLVER.LOGICAL_RANKS each batch must give the same losses; got {names}"
             )
-        rows = [
-            torch.stack(
-                [_wide(value).to(losses.total.device) for value in (losses.total, *losses.values())]
-            )
-            for losses in found
-        ]
-        by_rank = torch.stack(rows).view(len(self._own), -1, len(rows[0]))
+        rows = torch.stack([_row_of(losses) for losses in found])
+        by_rank = rows.view(
+            len(self._own), -1, rows.shape[1]
+        )  # [logical ranks, micro-batches, values]
         # with torch.sum, the order of additions would depend on the number of logical ranks
-        means = (reduce(add, by_rank.unbind(1)) / by_rank.shape[1]).unbind()
-        _, ascending = zip(
-            *sorted(zip(self._own, means, strict=True), key=itemgetter(0)), strict=True
-        )
-        total, *values = (tree_sum(torch.stack(ascending)) / len(self._own)).unbind()
-        by_name = dict(zip(self._names[0], values, strict=True))
-        return Losses(by_name, self._names[1], [losses.outputs for losses in found], total=total)
+        sums = reduce(add, by_rank.unbind(1))
+        means = sums / by_rank.shape[1]
+        in_order = [means[place] for place in _ascending(self._own)]
+        total, *values = (tree_sum(torch.stack(in_order)) / len(self._own)).unbind()
+        loss_names, trained = self._names
+        by_name = dict(zip(loss_names, values, strict=True))
+        return Losses(by_name, trained, [losses.outputs for losses in found], total=total)
 
     def end_step(self) -> None:
         super().end_step()
@@ -134,9 +134,9 @@ class LogicalTrainer(SimpleTrainer):
         self._seed_for(_AT_SAVE_POINT)
 
     def _seed_for(self, number: int) -> None:
-        seed = splitmix64(
-            splitmix64(splitmix64(self.data_loader.seed, _SEED_KEY), self.iter), number
-        )
+        seed = splitmix64(self.data_loader.seed, _SEED_KEY)
+        seed = splitmix64(seed, self.iter)
+        seed = splitmix64(seed, number)
         seed_globals(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(seed)
@@ -162,11 +162,10 @@ class _Tree:
 
     def __init__(self, model: nn.Module, logical_ranks: int) -> None:
         modules = dict(unwrap_model(model).named_modules())
-        wrong = [
-            name
-            for name, m in modules.items()
-            if isinstance(m, nn.SyncBatchNorm) or getattr(m, "sparse", False)
-        ]
+        wrong = []
+        for name, module in modules.items():
+            if isinstance(module, nn.SyncBatchNorm) or getattr(module, "sparse", False):
+                wrong.append(name)
         if wrong:
             raise ConfigError(
                 f"SOLVER.LOGICAL_RANKS excludes SyncBatchNorm and sparse gradients, as in {', '.join(wrong)}"
@@ -174,10 +173,14 @@ class _Tree:
         self._logical_ranks = logical_ranks
         self._parameters = [*model.parameters()]
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        # in the forward pass only these modules may write buffers
-        norms = [module for module in modules.values() if isinstance(module, _NormBase)]
-        self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        self._others_of = [module for module in modules.values() if module not in norms]
+        # in the forward pass only the norms may write buffers
+        self._statistics: list[Tensor] = []
+        self._other_modules: list[nn.Module] = []
+        for module in modules.values():
+            if isinstance(module, _NormBase):
+                self._statistics += module.buffers(recurse=False)
+            else:
+                self._other_modules.append(module)
         self._floating = [buffer for buffer in self._statistics if buffer.is_floating_point()]
         # (number of logical ranks, gradients, statistics)
         self._sums: list[tuple[int, _Grads, Tensor]] = []
@@ -188,7 +191,8 @@ class _Tree:
 
     def start(self) -> None:
         """Call before the first logical rank."""
-        self._sums, self._under_way = [], []
+        self._sums = []
+        self._under_way = []
         for parameter in self._parameters:
             parameter.grad = None
         self._former = [buffer.clone() for buffer in self._statistics]
@@ -197,15 +201,25 @@ class _Tree:
     @torch.no_grad()
     def push(self) -> None:
         """Call after each logical rank except the last: keep its results, and restore the statistics of the norms."""
-        num, packed, grads = 1, self._packed(), [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        packed = self._packed()
+        grads = self._take_gradients()
         for buffer, former in zip(self._statistics, self._former, strict=True):
             buffer.copy_(former)
+        # as digits are carried: two sums over as many logical ranks become one
+        num = 1
         while self._sums and self._sums[-1][0] == num:
-            num, former_grads, former_packed = self._sums.pop()
-            num, grads, packed = 2 * num, _add(former_grads, grads), former_packed + packed
+            _, former_grads, former_packed = self._sums.pop()
+            grads = _add(former_grads, grads)
+            packed = former_packed + packed
+            num *= 2
         self._sums.append((num, grads, packed))
+
+    def _take_gradients(self) -> _Grads:
+        """The gradients; after this the parameters have none."""
+        grads = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return grads
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -217,10 +231,12 @@ class _Tree:
             raise ValueError(
                 "SOLVER.LOGICAL_RANKS: of all buffers only the statistics of normalization layers may change"
             )
-        packed, grads = self._packed(), [parameter.grad for parameter in self._parameters]
-        for _, sums, more in reversed(self._sums):
-            packed = more + packed
-            grads = grads if self._is_ddp else _add(sums, grads)
+        packed = self._packed()
+        grads = [parameter.grad for parameter in self._parameters]
+        for _, former_grads, former_packed in reversed(self._sums):
+            packed = former_packed + packed
+            if not self._is_ddp:  # DDP calls _exchange_bucket
+                grads = _add(former_grads, grads)
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         if self._floating and comm.get_world_size() > 1:
@@ -232,25 +248,33 @@ class _Tree:
             buffer.copy_(part.view_as(buffer))
 
     def _packed(self) -> Tensor:
+        if not self._floating:
+            return torch.zeros(0)
         parts = [_wide(buffer).flatten() for buffer in self._floating]
-        return torch.cat(parts) / self._logical_ranks if parts else torch.zeros(0)
+        return torch.cat(parts) / self._logical_ranks
 
     def _versions(self) -> list[tuple[int, int]]:
         """They change if the model writes or replaces a buffer that is no statistic."""
-        buffers = [buffer for module in self._others_of for buffer in module.buffers(recurse=False)]
-        return [(id(buffer), buffer._version) for buffer in buffers]
+        versions = []
+        for module in self._other_modules:
+            for buffer in module.buffers(recurse=False):
+                versions.append((id(buffer), buffer._version))
+        return versions
 
     def _exchange_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP calls it with each bucket, in one order on all processes, during the last backward pass of a step."""
-        parameters, flat = bucket.parameters(), bucket.buffer()
-        parts = zip(flat.split([each.numel() for each in parameters]), parameters, strict=True)
-        # DDP's layout
-        grads: _Grads = [part.as_strided(each.shape, each.stride()) for part, each in parts]
-        for _, sums, _ in reversed(self._sums):
-            _add(grads, [sums[self._places[id(each)]] for each in parameters])
-        total = torch.futures.Future[Tensor](
-            devices=None if flat.device.type == "cpu" else [flat.device]
-        )
+        flat = bucket.buffer()
+        parameters = bucket.parameters()
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        grads: _Grads = []
+        for part, parameter in zip(parts, parameters, strict=True):
+            # DDP's layout
+            grads.append(part.as_strided(parameter.shape, parameter.stride()))
+        places = [self._places[id(parameter)] for parameter in parameters]
+        for _, former_grads, _ in reversed(self._sums):
+            _add(grads, [former_grads[place] for place in places])
+        devices: Any = None if flat.device.type == "cpu" else [flat.device]
+        total = torch.futures.Future[Tensor](devices=devices)
         self._under_way.append((_Exchange(flat), total))
         if bucket.is_last():
             for exchange, _ in self._under_way:
@@ -265,21 +289,43 @@ def _wide(value: Tensor) -> Tensor:
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
+def _row_of(losses: Losses) -> Tensor:
+    """The total, and each loss, in one tensor on the device of the total."""
+    device = losses.total.device
+    values = [losses.total, *losses.values()]
+    return torch.stack([_wide(value).to(device) for value in values])
+
+
+def _ascending(ranks: Sequence[int]) -> list[int]:
+    """The places of the ranks in the order of their numbers."""
+    return sorted(range(len(ranks)), key=ranks.__getitem__)
+
+
 def _add(into: _Grads, more: _Grads) -> _Grads:
     """Add ``more`` to ``into``, in its memory."""
-    pairs: Any = [*zip(into, more, strict=True)]
-    if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    return [b if a is None else a for a, b in pairs]
+    sums: _Grads = []
+    targets: list[Tensor] = []
+    added: list[Tensor] = []
+    for own, other in zip(into, more, strict=True):
+        if own is not None and other is not None:
+            targets.append(own)
+            added.append(other)
+        sums.append(other if own is None else own)
+    if targets:
+        torch._foreach_add_(targets, added)
+    return sums
 
 
 class _Exchange:
     """The sum of a vector over the processes, in the order of the tree. Each process adds up one part for all."""
 
     def __init__(self, flat: Tensor) -> None:
-        self._size, self._world_size = flat.numel(), comm.get_world_size()
+        self._size = flat.numel()
+        self._world_size = comm.get_world_size()
         missing = -self._size % self._world_size
-        self._sent = nn.functional.pad(flat, (0, missing)) if missing else flat
+        self._sent = flat
+        if missing:
+            self._sent = nn.functional.pad(flat, (0, missing))
         self._received = torch.empty_like(self._sent)
         self._work: Any = dist.all_to_all_single(self._received, self._sent, async_op=True)
 

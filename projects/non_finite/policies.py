@@ -90,11 +90,13 @@ class SkipNonFinite(CheckGradients):
 
     def _restore_buffers(self, model: nn.Module, flag: Tensor) -> None:
         """Undo the step's changes of buffers, if the flag is set."""
-        if self._former_buffers:
-            for name, buffer in model.named_buffers():
-                if name in self._former_buffers:  # False: this forward pass has created the buffer
-                    is_skipped = flag.bool().to(buffer.device)
-                    torch.where(is_skipped, self._former_buffers[name], buffer, out=buffer)
+        if not self._former_buffers:
+            return
+        for name, buffer in model.named_buffers():
+            former = self._former_buffers.get(name)
+            if former is not None:  # else this forward pass has created the buffer
+                is_skipped = flag.bool().to(buffer.device)
+                torch.where(is_skipped, former, buffer, out=buffer)
         self._former_buffers = {}
 
     def update(self, optimizer: Any) -> None:
@@ -102,10 +104,13 @@ class SkipNonFinite(CheckGradients):
         if flag is None:
             optimizer.step()
         elif not skips_on_device(optimizer):
-            if not flag.item():
+            is_skipped = flag.item()
+            if not is_skipped:
                 optimizer.step()
         else:
-            optimizer.grad_scale, optimizer.found_inf = None, flag  # as GradScaler does
+            # as GradScaler does
+            optimizer.grad_scale = None
+            optimizer.found_inf = flag
             try:
                 optimizer.step()
             finally:
@@ -125,12 +130,17 @@ def skip(max_in_row: int) -> SkipNonFinite:
 def _set_if_not_finite(tensors: Iterable[Tensor], flag: Tensor) -> None:
     """Set ``flag``, float32 of shape ``[]``, to 1 if a value is not finite; one kernel for all of a device and kind."""
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    for tensor in map(_plain, tensors):
-        groups.setdefault((tensor.device, tensor.dtype, type(tensor)), []).append(tensor)
-    for (device, *_), group in groups.items():
-        here = flag if device == flag.device else torch.zeros_like(flag, device=device)
+    for tensor in tensors:
+        plain = _plain(tensor)
+        kind = plain.device, plain.dtype, type(plain)
+        groups.setdefault(kind, []).append(plain)
+    for (device, _, _), group in groups.items():
+        here = flag
+        if device != flag.device:
+            here = torch.zeros_like(flag, device=device)
         # the kernel of GradScaler.unscale_; a scale of 1 does not change the values
-        torch._amp_foreach_non_finite_check_and_unscale_(group, here, torch.ones_like(here))
+        scale = torch.ones_like(here)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, here, scale)
         if here is not flag:
             flag.copy_(torch.maximum(flag, here.to(flag.device, non_blocking=True)))
 
@@ -139,4 +149,6 @@ def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()  # a gradient may have a graph
     if tensor.is_sparse:
         tensor = tensor._values()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor

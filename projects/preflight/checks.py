@@ -61,14 +61,12 @@ def runs(job: Job) -> Finding:
 @check
 def learns(job: Job) -> Iterator[Finding]:
     """Does it learn at all?"""
-    trainer = job.build(
-        "SOLVER.WARMUP_ITERS",
-        0,
-        "SOLVER.STEPS",
-        (),
-        "SOLVER.LR_SCHEDULER_NAME",
-        "WarmupMultiStepLR",
-    )
+    constant_rate = {
+        "SOLVER.WARMUP_ITERS": 0,
+        "SOLVER.STEPS": (),
+        "SOLVER.LR_SCHEDULER_NAME": "WarmupMultiStepLR",
+    }
+    trainer = job.build(constant_rate)
     trainer.data_loader = job.batches[:1] * 32
     job.evaluation = job.make(trainer, 30, Evaluation)
     job.learned = trainer
@@ -76,26 +74,32 @@ def learns(job: Job) -> Iterator[Finding]:
     if "total_loss" not in trainer.storage.latest():
         raise NotAsked("this trainer stores no total_loss", "learns, first_loss, labels")
     losses = [value for value, _ in trainer.storage.history("total_loss").values()]
-    known, *others = [classes_of(batch, ndim=1) for batch in job.batches]
-    # the cross entropy of the best answer that is the same for all samples
-    constant = -sum(n / len(known) * math.log(n / len(known)) for n in Counter(known).values())
-    text = f"the loss of one batch goes from {losses[0]:.3g} to {losses[-1]:.3g} in {len(losses)} steps"
-    text += f"; the same answer for each sample has {constant:.3g}" if constant else ""
-    is_bad = not losses[-1] < min(losses[0], constant or math.inf)
-    yield judge("learns", is_bad, text, "try a lower SOLVER.BASE_LR; does the model see its input?")
+    first = losses[0]
+    last = losses[-1]
+    learned_labels = classes_of(job.batches[0], ndim=1)
+    constant = _loss_of_constant(learned_labels)
+    text = f"the loss of one batch goes from {first:.3g} to {last:.3g} in {len(losses)} steps"
+    if constant:
+        text += f"; the same answer for each sample has {constant:.3g}"
+    limit = min(first, constant) if constant else first
+    is_learned = last < limit  # False if one of them is NaN
+    advice = "try a lower SOLVER.BASE_LR; does the model see its input?"
+    yield judge("learns", not is_learned, text, advice)
 
-    classes = Counter(label for labels in (known, *others) for label in labels)
+    classes: set[int] = set()
+    for batch in job.batches:
+        classes.update(classes_of(batch, ndim=1))
     if len(classes) < 2:
         raise NotAsked("no classification", "first_loss, labels")
     if job.cfg.MODEL.WEIGHTS:
         yield Finding("first_loss", "not asked", "MODEL.WEIGHTS may know the classes already")
     else:
-        ratio = losses[0] / math.log(len(classes))
-        text = f"{losses[0]:.3g}, {ratio:.2g} times that of a guess among {len(classes)} classes"
+        ratio = first / math.log(len(classes))
+        text = f"{first:.3g}, {ratio:.2g} times that of a guess among {len(classes)} classes"
         is_far = not 0.5 < ratio < 2
         yield judge("first_loss", is_far, text, "let the first outputs be small", LOOK)
 
-    if len(known) < 4 * len(classes) or job.answers is None:
+    if len(learned_labels) < 4 * len(classes) or job.answers is None:
         raise NotAsked(
             "a batch has few samples of each class, or the model returns no logits", "labels"
         )
@@ -104,14 +108,24 @@ def learns(job: Job) -> Iterator[Finding]:
     yield judge("labels", job.answers.is_guessed, text, "do they belong to the inputs?")
 
 
+def _loss_of_constant(labels: list[int]) -> float:
+    """The cross entropy of the best answer that is the same for all samples."""
+    loss = 0.0
+    for number in Counter(labels).values():
+        share = number / len(labels)
+        loss -= share * math.log(share)
+    return loss
+
+
 @check
 def scores(job: Job) -> Finding:
     """Does the loss get what it takes?"""
     if not job.watcher.squashed:
         raise NotAsked("no cross entropy was seen in the forward pass")
-    found = [
-        f"the input of {place} is {what}" for place, what in job.watcher.squashed.items() if what
-    ]
+    found = []
+    for place, what in job.watcher.squashed.items():
+        if what:
+            found.append(f"the input of {place} is {what}")
     text = some(found) if found else "cross entropies get scores"
     advice = (
         "cross_entropy takes scores before softmax or sigmoid, nll_loss the logarithm of softmax"
@@ -122,22 +136,36 @@ def scores(job: Job) -> Finding:
 @check
 def optimizer(job: Job) -> Iterator[Finding]:
     """Does every part learn?"""
-    named, model = dict(job.model.named_parameters()), unwrap_model(job.ordinary.model)
-    held = {id(value) for group in job.trainer.optimizer.param_groups for value in group["params"]}
-    frozen = [name for name, value in named.items() if not value.requires_grad]
-    lost = [name for name, value in named.items() if value.requires_grad and id(value) not in held]
-    foreign = len(held - {id(value) for value in named.values() if value.requires_grad})
-    text = f"trained, but not in it: {some(lost)}; in it, but not trained: {foreign}"
-    yield judge(
-        "optimizer", lost or foreign, text, "build it after the model is complete and frozen"
-    )
+    named = dict(job.model.named_parameters())
+    trained: set[int] = set()
+    frozen: list[str] = []
+    for name, value in named.items():
+        if value.requires_grad:
+            trained.add(id(value))
+        else:
+            frozen.append(name)
+    held: set[int] = set()
+    for group in job.trainer.optimizer.param_groups:
+        held |= {id(value) for value in group["params"]}
+    left_out = trained - held
+    lost = [name for name, value in named.items() if id(value) in left_out]
+    num_foreign = len(held - trained)
+    text = "all trained parameters are in the optimizer, and no others"
+    if lost or num_foreign:
+        text = f"trained, but not in the optimizer: {some(lost)}; "
+        text += f"in it, but not trained: {num_foreign}"
+    advice = "build it after the model is complete and frozen"
+    yield judge("optimizer", lost or num_foreign, text, advice)
     yield judge("frozen", frozen, some(frozen), "unfreeze them, or allow it", LOOK)
-    kinds, parts = (_BatchNorm, nn.Dropout, type(model)), model.named_modules()
-    modes = [
-        name or "the model" for name, part in parts if isinstance(part, kinds) and not part.training
-    ]
+    model = unwrap_model(job.ordinary.model)
+    kinds = (_BatchNorm, nn.Dropout, type(model))
+    modes = []
+    for name, part in model.named_modules():
+        if isinstance(part, kinds) and not part.training:
+            modes.append(name or "the model")
     yield judge("modes", modes, f"in eval mode: {some(modes)}", "call train()")
-    unused = [name for name in named if name not in (*frozen, *job.watcher.trained)]
+    had_gradient = job.watcher.trained
+    unused = [name for name in named if name not in frozen and name not in had_gradient]
     text = f"zero or missing in {STEPS} steps: {some(unused)}"
     yield judge("gradients", unused, text, "are they used in the loss?", LOOK)
     yield from _dead(job)
@@ -148,20 +176,17 @@ def _dead(job: Job) -> Iterator[Finding]:
     if not job.watcher.fired:
         yield Finding("dead", "not asked", "no ReLU was seen in the forward pass")
         return
-    silent = [
-        ((~fires).double().mean(), place)
-        for (_, place), fires in job.watcher.fired.items()
-        if not fires.all()
-    ]
-    lines = some(f"{share:.0%} of {place}" for share, place in silent)
-    text = f"channels never above zero in {STEPS // 2} steps: {lines}"
-    yield judge(
-        "dead",
-        any(share > 0.25 for share, _ in silent),
-        text,
-        "lower the rate, or initialize otherwise",
-        LOOK,
-    )
+    lines = []
+    largest_share = 0.0
+    for (_, place), fires in job.watcher.fired.items():
+        if fires.all():
+            continue
+        share = (~fires).double().mean().item()
+        largest_share = max(largest_share, share)
+        lines.append(f"{share:.0%} of {place}")
+    text = f"channels never above zero in {STEPS // 2} steps: {some(lines)}"
+    advice = "lower the rate, or initialize otherwise"
+    yield judge("dead", largest_share > 0.25, text, advice, LOOK)
 
 
 def _norms_and_shared(job: Job) -> Iterator[Finding]:
@@ -178,16 +203,15 @@ def _norms_and_shared(job: Job) -> Iterator[Finding]:
 
     model = job.model
     twice = [" = ".join(names) for names in same_memory(model)]
-    tied = [
-        " = ".join(names)
-        for names in several_names(model)
-        if not any(declared_as_tied(model, name) for name in names)
-    ]
+    tied = []
+    for names in several_names(model):
+        is_declared = any(declared_as_tied(model, name) for name in names)
+        if not is_declared:
+            tied.append(" = ".join(names))
     if twice:
         text = f"parameters with the same memory: {some(twice)}"
-        yield judge(
-            "shared", True, text, "the optimizer updates it several times; share the parameter"
-        )
+        advice = "the optimizer updates it several times; share the parameter"
+        yield judge("shared", True, text, advice)
     else:
         text = f"parameters of several modules: {some(tied)}"
         advice = (
@@ -211,60 +235,60 @@ def _last_batch(loader: Any) -> int | None:
 @check
 def values(job: Job) -> Iterator[Finding]:
     """Is the data what you think?"""
-    texts, is_bad = [], False
-    for (path, first), *others in zip(*map(tree_leaves_with_path, job.batches), strict=False):
-        if isinstance(first, Tensor) and first.numel() > 1:
-            of_all = torch.cat(
-                [leaf.flatten().float() for leaf in (first, *(leaf for _, leaf in others))]
-            )
+    texts = []
+    is_bad = False
+    leaves_of_batches = [tree_leaves_with_path(batch) for batch in job.batches]
+    for same_field in zip(*leaves_of_batches, strict=False):
+        path, first = same_field[0]
+        if not isinstance(first, Tensor) or first.numel() <= 1:
+            continue
+        of_all = torch.cat([leaf.flatten().float() for _, leaf in same_field])
+        texts.append(_describe_values(keystr(path).strip("[]'"), first, of_all))
+        if first.is_floating_point() and first.ndim > 1:
             std, mean = torch.std_mean(of_all)
-            field, kind = keystr(path).strip("[]'"), str(first.dtype).removeprefix("torch.")
-            texts.append(
-                f"{field} {[*first.shape]} {kind} from {of_all.min():.3g} to {of_all.max():.3g}"
-            )
-            texts[-1] += f", mean {mean:.2g}, std {std:.2g}"
-            is_bad |= (
-                first.is_floating_point()
-                and first.ndim > 1
-                and not (0.02 < std < 2 and abs(mean) < 2)
-            )
+            is_normalized = 0.02 < std < 2 and abs(mean) < 2
+            is_bad |= not is_normalized
     if not texts:
         raise NotAsked("a batch has no tensors", "values, picture, repeats, augmentation")
-    yield judge(
-        "values",
-        is_bad,
-        "; ".join(texts[:6]),
-        "normalize once; find values that are not finite",
-        LOOK,
-    )
-    for images in [
-        leaf for leaf in tree_leaves(job.batches[0]) if isinstance(leaf, Tensor) and leaf.ndim == 4
-    ][:1]:
-        yield judge("picture", False, _drawn(images))
+    advice = "normalize once; find values that are not finite"
+    yield judge("values", is_bad, "; ".join(texts[:6]), advice, LOOK)
+    for leaf in tree_leaves(job.batches[0]):
+        if isinstance(leaf, Tensor) and leaf.ndim == 4:
+            yield judge("picture", False, _drawn(leaf))
+            break
 
     digests = [digest(batch) for batch in job.batches]
     steps = [i for i in range(1, len(digests)) if digests[i] == digests[i - 1]]
     text = f"batches that equal the one before, of {len(digests)}: {some(steps)}"
     yield judge("repeats", steps, text, "shuffle the samples", LOOK)
-    again, state = digest(job.build().fetch()), digest(get_rng_state())
+    again = digest(job.build().fetch())
+    state = digest(get_rng_state())
     names = job.cfg.DATASETS
     train = _indexed(names.TRAIN)
     names_of_others = {*names.VAL, *names.TEST}
     others = _indexed(names_of_others - {*names.TRAIN})
-    is_idle = bool(train) and len({digest(train[0]) for _ in range(8)}) == 1
-    is_idle = is_idle and digest(get_rng_state()) != state
-    text = (
-        "first batches of two runs with one seed"
-        + "; a sample draws random numbers that change nothing" * is_idle
-    )
-    yield judge(
-        "augmentation", is_idle or again != digests[0], text, "use the global random generators"
-    )
+    is_idle = False
+    if train:
+        is_constant = len({digest(train[0]) for _ in range(8)}) == 1
+        is_idle = is_constant and digest(get_rng_state()) != state
+    text = "first batches of two runs with one seed"
+    if is_idle:
+        text += "; a sample draws random numbers that change nothing"
+    is_other = again != digests[0]
+    yield judge("augmentation", is_idle or is_other, text, "use the global random generators")
     if names_of_others and names_of_others <= {*names.TRAIN}:
         text = "all datasets of VAL and TEST are in TRAIN"
         yield judge("overlap", True, text, "evaluate on other samples", LOOK)
         raise NotAsked("VAL and TEST are TRAIN", "classes")
     yield from _divided(train, others)
+
+
+def _describe_values(name: str, first: Tensor, of_all: Tensor) -> str:
+    """Shape and kind of the field of one batch, and the values of all batches."""
+    std, mean = torch.std_mean(of_all)
+    kind = str(first.dtype).removeprefix("torch.")
+    limits = f"from {of_all.min():.3g} to {of_all.max():.3g}"
+    return f"{name} {[*first.shape]} {kind} {limits}, mean {mean:.2g}, std {std:.2g}"
 
 
 def _divided(train: Any, others: Any) -> Iterator[Finding]:
@@ -273,8 +297,13 @@ def _divided(train: Any, others: Any) -> Iterator[Finding]:
         raise NotAsked("no datasets with indices", "overlap, classes")
     of_others = [*read_samples(others, READ_SEC)]
     wanted = {each.content for each in of_others}
-    classes_of_others = Counter(label for each in of_others for label in each.classes)
-    common, contents, classes_of_train, number = set[str](), set[str](), Counter[int](), 0
+    classes_of_others: Counter[int] = Counter()
+    for each in of_others:
+        classes_of_others.update(each.classes)
+    common: set[str] = set()
+    contents: set[str] = set()  # at most two
+    classes_of_train: Counter[int] = Counter()
+    number = 0
     for each in read_samples(train, READ_SEC):
         number += 1
         classes_of_train.update(each.classes)
@@ -291,9 +320,8 @@ def _divided(train: Any, others: Any) -> Iterator[Finding]:
         text = "a sample of TRAIN, VAL or TEST is random: one index gives different contents"
         yield Finding("overlap", "not asked", text)
     elif len(contents) < 2:
-        yield Finding(
-            "overlap", "not asked", "the samples of TRAIN have nothing that tells them apart"
-        )
+        text = "the samples of TRAIN have nothing that tells them apart"
+        yield Finding("overlap", "not asked", text)
     elif draw.smallest_leak > 1:
         text = f"in {READ_SEC:.0f} s only {number} of {len(train)} samples of TRAIN could be read"
         yield Finding("overlap", "not asked", text)
@@ -334,13 +362,11 @@ def evaluates(job: Job) -> Iterator[Finding]:
     if evaluation.different:
         faults.append(f"a second evaluation gives other values of {some(evaluation.different)}")
     if batches and outputs_differ(model, batches[0]):
-        faults.append(
-            "in eval mode the model gives two outputs for one batch: does dropout stay on?"
-        )
+        text = "in eval mode the model gives two outputs for one batch: does dropout stay on?"
+        faults.append(text)
     text = "; ".join(faults) or "twice the same, and the model is as before"
-    yield judge(
-        "evaluates", faults, text, "an evaluation must change nothing, and be the same again"
-    )
+    advice = "an evaluation must change nothing, and be the same again"
+    yield judge("evaluates", faults, text, advice)
 
     if not batches:
         raise NotAsked(reason, "val_labels, val_inputs")
@@ -389,7 +415,8 @@ def _val_inputs(train: dict[str, Field], val: dict[str, Field]) -> Finding:
     if not common:
         text = "TRAIN and VAL share no input of real numbers, or VAL has fewer than 8 samples"
         return Finding("val_inputs", "not asked", text)
-    faults, texts = list[str](), list[str]()
+    faults: list[str] = []
+    texts: list[str] = []
     for name in common:
         found = [*compare(train[name], val[name])]
         faults += found
@@ -408,22 +435,16 @@ def _check_that_it_evaluates(job: Job) -> None:
 def reproducible(job: Job) -> Finding:
     """Is it reproducible?"""
     _check_that_it_evaluates(job)
-    whole, killed = job.start("whole"), job.start("killed", code=-signal.SIGKILL, **{KILLED: "1"})
-    text = prove_equal(
-        [read_file(whole / "model_0000002.pth")], Saved(2, 2, f"{killed}/model_0000002.pth", {})
-    )
-    if is_bad := "DIFFERENT" in text:
-        words = [
-            sys.executable,
-            "-m",
-            "trainkit.projects.replay",
-            str(whole),
-            "--iter",
-            "0",
-            "--",
-            *job.command,
-        ]
-        text += f"; {job.run(*words).stdout.rpartition('verdict: ')[-1].strip()}"
+    whole = job.start("whole")
+    killed = job.start("killed", code=-signal.SIGKILL, **{KILLED: "1"})
+    name = "model_0000002.pth"
+    text = prove_equal([read_file(whole / name)], Saved(2, True, f"{killed}/{name}", {}))
+    is_bad = "DIFFERENT" in text
+    if is_bad:
+        replay = [sys.executable, "-m", "trainkit.projects.replay", str(whole), "--iter", "0"]
+        printed = job.run(*replay, "--", *job.command).stdout
+        _, _, verdict = printed.rpartition("verdict: ")
+        text += f"; {verdict.strip()}"
     text = f"three steps in two processes: {text}"
     return judge("reproducible", is_bad, text, "seed what draws; DETERMINISTIC on a GPU")
 
@@ -432,25 +453,23 @@ def reproducible(job: Job) -> Finding:
 def resumes(job: Job) -> Finding:
     """Does it resume?"""
     _check_that_it_evaluates(job)
-    whole, killed = (
-        Path(job.folder, "whole", "fast_dev_run"),
-        job.start("killed", "--resume", **{KILLED: "1"}),
-    )
-    text = prove_equal(
-        [read_file(whole / "model_final.pth")], Saved(5, 2, f"{killed}/model_final.pth", {})
-    )
-    lost = (
-        "; ".join(job.ordinary.describe_inexact())
-        or "make it reproducible; what has a state needs a state_dict"
-    )
-    return judge("resumes", "DIFFERENT" in text, f"killed in its fourth step: {text}", lost)
+    whole = Path(job.folder, "whole", "fast_dev_run")
+    killed = job.start("killed", "--resume", **{KILLED: "1"})
+    name = "model_final.pth"
+    text = prove_equal([read_file(whole / name)], Saved(5, True, f"{killed}/{name}", {}))
+    advice = "; ".join(job.ordinary.describe_inexact())
+    if not advice:
+        advice = "make it reproducible; what has a state needs a state_dict"
+    is_bad = "DIFFERENT" in text
+    return judge("resumes", is_bad, f"killed in its fourth step: {text}", advice)
 
 
 @check
 def host_reads(job: Job) -> Iterator[Finding]:
     """Does it wait?"""
     own = [line for line in job.watcher.reads if "site-packages" not in line]
-    text = f"in the forward pass: {some(dict.fromkeys(own))}; {len(job.watcher.reads) - len(own)} in installed packages"
+    num_others = len(job.watcher.reads) - len(own)
+    text = f"in the forward pass: {some(dict.fromkeys(own))}; {num_others} in installed packages"
     yield judge("host_reads", own, text, "the device would wait; keep it a tensor", LOOK)
     step = sum(job.sec.values())
     shares = ", ".join(f"{name} {part / step:.0%}" for name, part in job.sec.items())
@@ -465,24 +484,29 @@ def host_reads(job: Job) -> Iterator[Finding]:
 @check
 def disk(job: Job) -> Iterator[Finding]:
     """Does it fit?"""
-    trainer, cfg, steps = job.ordinary, job.trainer.cfg, job.trainer.max_iter
+    trainer = job.ordinary
+    cfg = job.trainer.cfg
+    steps = job.trainer.max_iter
     save_sec = timeit(lambda: trainer.checkpointer.save("preflight"), number=1)
-    period, eval_period = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
+    period = cfg.SOLVER.CHECKPOINT_PERIOD
+    eval_period = cfg.TEST.EVAL_PERIOD
+    sec_of_steps = steps * sum(job.sec.values())
     if isinstance(period, str):  # a time
-        saves = int(steps * sum(job.sec.values()) // parse_time(period, "SOLVER.CHECKPOINT_PERIOD"))
+        saves = int(sec_of_steps // parse_time(period, "SOLVER.CHECKPOINT_PERIOD"))
     else:
         saves = steps // period if period else 0
     evaluations = steps // eval_period if eval_period else 0
     files = Path(trainer.checkpointer.save_dir).rglob("preflight*")
     size = sum(file.stat().st_size for file in files if file.is_file())
-    need = size * (min(saves, cfg.CHECKPOINT.MAX_TO_KEEP or saves) + 2)
+    num_kept = min(saves, cfg.CHECKPOINT.MAX_TO_KEEP or saves) + 2
+    need = size * num_kept
     place = Path(os.path.abspath(job.cfg.CHECKPOINT.DIR or job.cfg.OUTPUT_DIR))
-    free = shutil.disk_usage(
-        next(folder for folder in (place, *place.parents) if folder.is_dir())
-    ).free
-    text = f"a checkpoint has {size / 2**20:.1f} MiB and takes {save_sec:.1f} s; all need {need / 2**30:.2f} of "
-    yield judge("disk", need > free, f"{text}{free / 2**30:.0f} GiB", "set CHECKPOINT.MAX_TO_KEEP")
-    total = steps * sum(job.sec.values()) + saves * save_sec
+    existing = [folder for folder in (place, *place.parents) if folder.is_dir()]
+    free = shutil.disk_usage(existing[0]).free
+    text = f"a checkpoint has {size / 2**20:.1f} MiB and takes {save_sec:.1f} s; "
+    text += f"all need {need / 2**30:.2f} of {free / 2**30:.0f} GiB"
+    yield judge("disk", need > free, text, "set CHECKPOINT.MAX_TO_KEEP")
+    total = sec_of_steps + saves * save_sec
     sec = _sec_of_evaluations(job)
     if sec:
         first = sec.get("val", 0.0)
@@ -497,12 +521,14 @@ def disk(job: Job) -> Iterator[Finding]:
     if accelerator_runs_ahead():
         peak = torch.accelerator.memory.max_memory_allocated()
         memory = torch.get_device_module().get_device_properties().total_memory
-    text = f"{peak / 2**20:,.0f} of {memory / 2**20:,.0f} MiB; a batch can have {job.largest_batch(memory / peak)}"
-    yield judge("memory", peak > 0.9 * memory, f"{text} samples", "make the batch smaller", LOOK)
+    most_samples = job.largest_batch(memory / peak)
+    text = f"{peak / 2**20:,.0f} of {memory / 2**20:,.0f} MiB; "
+    text += f"a batch can have {most_samples} samples"
+    yield judge("memory", peak > 0.9 * memory, text, "make the batch smaller", LOOK)
 
     held = job.watcher.steps_with_tensors()
     graphs = job.watcher.steps_with_graph()
-    faults = list[str]()
+    faults: list[str] = []
     if graphs > STEPS // 2:
         faults.append(f"the graphs of {graphs} steps are still there")
     if len(held) > max(3, len(job.watcher.watched) // 2):
@@ -517,16 +543,26 @@ def _sec_of_evaluations(job: Job) -> dict[str, float]:
     if job.evaluation is None or job.evaluation.error:
         return {}
     names = job.cfg.DATASETS
+    names_of_phase = {"val": names.VAL or names.TEST, "test": names.TEST}
     sec = dict(job.evaluation.sec)
-    for phase, of_phase in (("val", names.VAL or names.TEST), ("test", names.TEST)):
+    for phase in sec:
         done = job.evaluation.num_batches[phase]
-        if phase in sec and done:
-            loaders = [job.learned.build_test_loader(job.learned.cfg, name) for name in of_phase]
-            if all(isinstance(loader, Sized) for loader in loaders):
-                number = sum(map(len, loaders))
-                limit = job.cfg.TEST.MAX_BATCHES * len(loaders)
-                sec[phase] *= max(1, (min(number, limit) if limit else number) / done)
+        if not done:
+            continue
+        number = _num_batches(job, names_of_phase[phase])
+        if number is not None:
+            sec[phase] *= max(1, number / done)
     return sec
+
+
+def _num_batches(job: Job, names: Iterable[str]) -> int | None:
+    """The batches of a whole evaluation on these datasets; None if that is not known."""
+    loaders = [job.learned.build_test_loader(job.learned.cfg, name) for name in names]
+    if not all(isinstance(loader, Sized) for loader in loaders):
+        return None
+    number = sum(map(len, loaders))
+    limit = job.cfg.TEST.MAX_BATCHES * len(loaders)
+    return min(number, limit) if limit else number
 
 
 @check
@@ -537,23 +573,28 @@ def schedule(job: Job) -> Iterator[Finding]:
         yield Finding("schedule", "not asked", "the trainer has no scheduler")
     else:
         yield from _schedule(job)
-    decaying = [group for group in job.trainer.optimizer.param_groups if group.get("weight_decay")]
-    held = {id(value) for group in decaying for value in group["params"]}
-    norms = [part for part in job.model.modules() if isinstance(part, NORM_LAYERS)]
-    number = len(held & {id(value) for part in norms for value in part.parameters()})
-    biases = [name for name, value in named if name.endswith("bias") and id(value) in held]
+    decayed: set[int] = set()
+    for group in job.trainer.optimizer.param_groups:
+        if group.get("weight_decay"):
+            decayed |= {id(value) for value in group["params"]}
+    of_norms: set[int] = set()
+    for part in job.model.modules():
+        if isinstance(part, NORM_LAYERS):
+            of_norms |= {id(value) for value in part.parameters()}
+    number = len(decayed & of_norms)
+    biases = [name for name, value in named if name.endswith("bias") and id(value) in decayed]
     text = f"of {number} weights and biases of norms; of {len(biases)} biases in all"
     yield judge("decay", number, text, "set SOLVER.WEIGHT_DECAY_NORM 0", LOOK)
 
     clip = job.cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED or clip.CLIP_TYPE != "full_model":
-        raise NotAsked(
-            "SOLVER.CLIP_GRADIENTS does not clip the norm of the whole model", "clipping"
-        )
-    seen = [value for value, _ in job.ordinary.storage.history("grad_norm").values()]
-    number = sum(value > clip.CLIP_VALUE for value in seen)
-    text = f"{clip.CLIP_VALUE:g} clips {number} of {len(seen)} steps; norms from {min(seen):.2g} to {max(seen):.2g}"
-    is_bad = number == 0 or min(seen) > 10 * clip.CLIP_VALUE  # the first norms of a run are large
+        reason = "SOLVER.CLIP_GRADIENTS does not clip the norm of the whole model"
+        raise NotAsked(reason, "clipping")
+    norms = [value for value, _ in job.ordinary.storage.history("grad_norm").values()]
+    number = sum(norm > clip.CLIP_VALUE for norm in norms)
+    text = f"{clip.CLIP_VALUE:g} clips {number} of {len(norms)} steps; "
+    text += f"norms from {min(norms):.2g} to {max(norms):.2g}"
+    is_bad = number == 0 or min(norms) > 10 * clip.CLIP_VALUE  # the first norms of a run are large
     yield judge("clipping", is_bad, text, "choose a value near the norms", LOOK)
 
 
@@ -581,38 +622,58 @@ def settings(job: Job) -> Finding:
     changed = [key for key, _ in changed_settings(job.cfg, get_cfg()) if key not in known]
     # the optimizer refuses an argument that it does not know
     own = [key for key in changed if not key.startswith("SOLVER.OPTIMIZER.")]
-    nodes = {key: key.rpartition(".")[0] for key in (*own, *reads)}
     # of other nodes no key is asked for: they are passed on as a whole
-    asked = {nodes[key] for key in reads}
-    names = [
-        key for key in own if key not in reads and (nodes[key] in asked or nodes[key] not in reads)
-    ]
-    text = f"of {len(own)} keys of your own, nobody reads {some(names)}"
-    return judge("settings", names, text, "correct or remove them")
+    nodes_with_reads = {_node_of(key) for key in reads}
+    unread = []
+    for key in own:
+        node = _node_of(key)
+        is_passed_on = node in reads and node not in nodes_with_reads
+        if key not in reads and not is_passed_on:
+            unread.append(key)
+    text = "every key of your own is read"
+    if unread:
+        text = f"of {len(own)} keys of your own, these are not read: {some(unread)}"
+    return judge("settings", unread, text, "correct or remove them")
+
+
+def _node_of(key: str) -> str:
+    """``A.B`` of ``A.B.C``; "" of ``A``."""
+    node, _, _ = key.rpartition(".")
+    return node
 
 
 @check
 def processes(job: Job) -> Finding:
     """Do several processes do the same as one?"""
-    if comm.get_world_size() == 1 or "total_loss" not in job.ordinary.storage.latest():
+    trainer = job.ordinary
+    if comm.get_world_size() == 1 or "total_loss" not in trainer.storage.latest():
         raise NotAsked("the job has one process, or stores no total_loss")
-    trainer, losses = job.ordinary, job.ordinary.storage.history("total_loss").values()
     own = {
         "buffers": digest(dict(unwrap_model(trainer.model).named_buffers())),
         "metrics": {*trainer.storage.latest()},
+        "hooks": [type(hook).__name__ for hook in trainer.hooks],
     }
-    first, *others = comm.all_gather(
-        {**own, "hooks": [type(hook).__name__ for hook in trainer.hooks]}
-    )
+    first, *others = comm.all_gather(own)
     first["metrics"] &= others[0]["metrics"]  # rank 0 also has results
-    different = [name for name in first if any(each[name] != first[name] for each in others)]
-    lines = map(json.loads, Path(job.start("alone"), "metrics.json").read_text().splitlines())
-    alone = next(line["total_loss"] for line in lines if "total_loss" in line)
-    text = f"different among them: {some(different)}; the first loss is {losses[0][0]:.4g}, of one process {alone:.4g}"
+    different = []
+    for name in first:
+        if any(each[name] != first[name] for each in others):
+            different.append(name)
+    first_loss, _ = trainer.storage.history("total_loss").values()[0]
+    alone = _first_loss(Path(job.start("alone"), "metrics.json"))
+    is_other = abs(first_loss - alone) > 0.01 * abs(alone)
+    text = f"different among them: {some(different)}; "
+    text += f"the first loss is {first_loss:.4g}, of one process {alone:.4g}"
     advice = "a loss is a mean over samples; SyncBatchNorm or the hook SyncBuffers"
-    return judge(
-        "processes", different or abs(losses[0][0] - alone) > 0.01 * abs(alone), text, advice, LOOK
-    )
+    return judge("processes", different or is_other, text, advice, LOOK)
+
+
+def _first_loss(metrics_file: Path) -> float:
+    for line in metrics_file.read_text().splitlines():
+        row = json.loads(line)
+        if "total_loss" in row:
+            return float(row["total_loss"])
+    raise RuntimeError(f"{metrics_file} has no total_loss")
 
 
 def _indexed(names: Iterable[str]) -> Any:
@@ -623,13 +684,14 @@ def _indexed(names: Iterable[str]) -> Any:
 
 
 def _drawn(images: Tensor) -> str:
-    gray = nn.functional.interpolate(
-        images[:4].float().nan_to_num().mean(1, keepdim=True), (8, 16)
-    )[:, 0]
-    levels = (
-        (4 * (gray - gray.min()) / (gray.max() - gray.min()).clamp(min=1e-9)).round().int().tolist()
-    )
-    return "\n".join(
-        "  ".join("".join("·░▒▓█"[level] for level in image[row]) for image in levels)
-        for row in range(8)
-    )
+    """The first four images side by side, each in 8 rows of 16 characters."""
+    gray = images[:4].float().nan_to_num().mean(1, keepdim=True)
+    small = nn.functional.interpolate(gray, (8, 16))[:, 0]
+    darkest = small.min()
+    contrast = (small.max() - darkest).clamp(min=1e-9)
+    levels = (4 * (small - darkest) / contrast).round().int().tolist()
+    lines = []
+    for row in range(8):
+        parts = ["".join("·░▒▓█"[level] for level in image[row]) for image in levels]
+        lines.append("  ".join(parts))
+    return "\n".join(lines)

@@ -58,7 +58,8 @@ class Evaluation(Until):
             return
         self.num_batches = Counter({name: num // 2 for name, num in self.num_batches.items()})
         for name, value in first.items():
-            if "time" not in name and "_per_sec" not in name and not _is_close(value, second[name]):
+            is_of_the_clock = "time" in name or "_per_sec" in name
+            if not is_of_the_clock and not _is_close(value, second[name]):
                 self.different.append(name)
 
     def _evaluate(self, hooks: list[EvalHook]) -> dict[str, float]:
@@ -95,9 +96,11 @@ def outputs_differ(model: nn.Module, batch: Any) -> bool:
         with torch.no_grad(), inference_context(model):
             outputs.append(tree_leaves(model(batch)))
     for first, second in zip(*outputs, strict=False):
-        if isinstance(first, Tensor) and first.shape != second.shape:
+        if not isinstance(first, Tensor):
+            continue
+        if first.shape != second.shape:
             return True
-        if isinstance(first, Tensor) and first.numel() and not first.is_complex():
+        if first.numel() and not first.is_complex():
             distance = (first.double() - second.double()).abs().max()
             if distance > 0.01 * first.double().abs().max():
                 return True
@@ -117,10 +120,12 @@ class Answers(NamedTuple):
     @property
     def chance(self) -> float:
         """The share that is right if the answers have nothing to do with the samples."""
-        number = len(self.truth)
         of_given = Counter(self.given.tolist())
         of_truth = Counter(self.truth.tolist())
-        return sum(of_truth[label] * of_given[label] for label in of_truth) / number**2
+        num_pairs = 0
+        for label, number in of_truth.items():
+            num_pairs += number * of_given[label]
+        return num_pairs / len(self.truth) ** 2
 
     @property
     def error(self) -> float:
@@ -154,7 +159,9 @@ def ask_model(model: nn.Module, batches: list[Any]) -> Answers | None:
                 return None
             truth += labels
             given.append(scores.argmax(1).cpu())
-    return Answers(torch.tensor(truth), torch.cat(given)) if truth else None
+    if not truth:
+        return None
+    return Answers(torch.tensor(truth), torch.cat(given))
 
 
 def _scores_of(outputs: Any, num_samples: int) -> Tensor | None:
@@ -173,9 +180,10 @@ def confused(train: Answers, val: Answers) -> Iterator[str]:
     of_val = Counter(val.truth.tolist())
     for label in sorted(of_train):
         if of_train[label] >= 10 and of_val[label] >= 10:
-            known = train.share_of(label)
-            if known >= 0.5 and val.share_of(label) <= known / 4:
-                yield f"class {label} ({known:.0%} right in TRAIN, {val.share_of(label):.0%} in VAL)"
+            in_train = train.share_of(label)
+            in_val = val.share_of(label)
+            if in_train >= 0.5 and in_val <= in_train / 4:
+                yield f"class {label} ({in_train:.0%} right in TRAIN, {in_val:.0%} in VAL)"
 
 
 def moved(batches: list[Any], model: nn.Module) -> list[Any]:

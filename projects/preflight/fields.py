@@ -38,15 +38,19 @@ def fields_of(batches: list[Any]) -> dict[str, Field]:
     parts: dict[str, list[Field]] = {}
     for batch in batches:
         for path, leaf in tree_leaves_with_path(batch):
-            is_tensor = isinstance(leaf, Tensor) and leaf.ndim > 1
-            if is_tensor and (leaf.is_floating_point() or leaf.dtype == torch.uint8):
-                parts.setdefault(keystr(path).strip("[]'"), []).append(_field_of(leaf))
+            if not isinstance(leaf, Tensor) or leaf.ndim <= 1:
+                continue
+            if leaf.is_floating_point() or leaf.dtype == torch.uint8:
+                name = keystr(path).strip("[]'")
+                parts.setdefault(name, []).append(_field_of(leaf))
     fields = {}
     for name, of_batches in parts.items():
-        if len({part.kind for part in of_batches}) == 1:
-            means = torch.cat([part.means for part in of_batches])
-            squares = torch.cat([part.squares for part in of_batches])
-            fields[name] = Field(of_batches[0].kind, means, squares, of_batches[0].is_image)
+        first = of_batches[0]
+        if any(part.kind != first.kind for part in of_batches):
+            continue
+        means = torch.cat([part.means for part in of_batches])
+        squares = torch.cat([part.squares for part in of_batches])
+        fields[name] = Field(first.kind, means, squares, first.is_image)
     return fields
 
 
@@ -56,8 +60,13 @@ def _field_of(leaf: Tensor) -> Field:
         values = values.movedim(-1, 1)
     if values.ndim == 3 or values.shape[1] > _MOST_CHANNELS:
         values = values.flatten(1).unsqueeze(1)
-    values = values.flatten(2) if values.ndim > 2 else values.unsqueeze(2)
-    kind = f"{str(leaf.dtype).removeprefix('torch.')} with {values.shape[1]} channels"
+    if values.ndim > 2:
+        values = values.flatten(2)
+    else:
+        values = values.unsqueeze(2)
+    # now [samples, channels, places]
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    kind = f"{dtype} with {values.shape[1]} channels"
     return Field(kind, values.mean(2), values.square().mean(2), leaf.ndim == 4)
 
 
@@ -71,26 +80,30 @@ def compare(train: Field, val: Field) -> Iterator[str]:
         yield f"TRAIN has {train.kind}, VAL {val.kind}"
         return
     center = train.means.mean(0)
+    num_channels = len(center)
     spread_train = _spread(train, center)
     spread_val = _spread(val, center)
-    difference = val.means.mean(0) - center
-    scale = spread_train.mean(0).sqrt()
-    has_moved = difference.abs() > 0.5 * scale
-    has_moved &= difference.abs() > _IS_SURE * _error(train.means, val.means)
+    variance_train = spread_train.mean(0)
+    variance_val = spread_val.mean(0)
+
+    difference = (val.means.mean(0) - center).abs()
+    has_moved = difference > 0.5 * variance_train.sqrt()
+    has_moved &= difference > _IS_SURE * _error(train.means, val.means)
     if has_moved.any():
-        yield f"the means differ (in {int(has_moved.sum())} of {len(center)} channels)"
-    growth = spread_val.mean(0) - spread_train.mean(0)
-    is_other = (spread_val.mean(0) > 4 * spread_train.mean(0)) | (
-        spread_val.mean(0) < spread_train.mean(0) / 4
-    )
-    is_other &= growth.abs() > _IS_SURE * _error(spread_train, spread_val)
+        yield f"the means differ (in {int(has_moved.sum())} of {num_channels} channels)"
+
+    growth = (variance_val - variance_train).abs()
+    is_other = variance_val > 4 * variance_train
+    is_other |= variance_val < variance_train / 4
+    is_other &= growth > _IS_SURE * _error(spread_train, spread_val)
     if is_other.any():
-        yield f"the deviations differ (in {int(is_other.sum())} of {len(center)} channels)"
-    if train.is_image and len(center) <= 4:
-        for i, k in itertools.combinations(range(len(center)), 2):
-            if _is_swapped(
-                train.means[:, i] - train.means[:, k], val.means[:, i] - val.means[:, k]
-            ):
+        yield f"the deviations differ (in {int(is_other.sum())} of {num_channels} channels)"
+
+    if train.is_image and num_channels <= 4:
+        for i, k in itertools.combinations(range(num_channels), 2):
+            difference_train = train.means[:, i] - train.means[:, k]
+            difference_val = val.means[:, i] - val.means[:, k]
+            if _is_swapped(difference_train, difference_val):
                 yield f"channels {i} and {k} have changed places"
 
 
@@ -106,11 +119,19 @@ def _error(first: Tensor, second: Tensor) -> Tensor:
 
 def _is_swapped(train: Tensor, val: Tensor) -> bool:
     """Whether the difference of two channels has the opposite sign, and about the same size."""
-    sure_train = train.mean() / (train.std() / len(train) ** 0.5).clamp(min=1e-12)
-    sure_val = val.mean() / (val.std() / len(val) ** 0.5).clamp(min=1e-12)
-    if sure_train.sign() == sure_val.sign() or min(sure_train.abs(), sure_val.abs()) < _IS_SURE:
+    sure_train = _standard_errors(train)
+    sure_val = _standard_errors(val)
+    is_by_chance = min(sure_train.abs(), sure_val.abs()) < _IS_SURE
+    if is_by_chance or sure_train.sign() == sure_val.sign():
         return False
-    return bool(0.5 < (train.mean() / val.mean()).abs() < 2)
+    ratio = (train.mean() / val.mean()).abs()
+    return bool(0.5 < ratio < 2)
+
+
+def _standard_errors(values: Tensor) -> Tensor:
+    """The mean, in standard errors."""
+    error = values.std() / len(values) ** 0.5
+    return values.mean() / error.clamp(min=1e-12)
 
 
 def has_enough(field: Field) -> bool:

@@ -29,12 +29,17 @@ def judge(
     name: str, is_bad: object, text: str, advice: str = "", verdict: str = "wrong"
 ) -> Finding:
     """A finding with this verdict, or a sound one."""
-    return Finding(name, verdict, text, advice) if is_bad else Finding(name, "sound", text)
+    if not is_bad:
+        return Finding(name, "sound", text)
+    return Finding(name, verdict, text, advice)
 
 
 def some(names: Iterable[object]) -> str:
     """The first names of a list, and how many more there are."""
     texts = [*map(str, names)]
-    return (", ".join(texts[:3]) or "none") + (
-        f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    )
+    if not texts:
+        return "none"
+    text = ", ".join(texts[:3])
+    if len(texts) > 3:
+        text += f" and {len(texts) - 3} more"
+    return text

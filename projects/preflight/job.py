@@ -94,12 +94,16 @@ class Watcher(HookBase, TorchDispatchMode):
     """
 
     priority = Priority.HIGHEST
-    _now, _looks = 0.0, True
 
     def __init__(self) -> None:
         super().__init__()
-        self.sec, self.trained, self.reads = defaultdict[str, float](float), set[str](), list[str]()
-        self.fired, self._pass = dict[tuple[int, str], Tensor](), ExitStack()
+        self.sec: dict[str, float] = defaultdict(float)
+        self.trained: set[str] = set()
+        self.reads: list[str] = []
+        self.fired: dict[tuple[int, str], Tensor] = {}
+        self._pass = ExitStack()  # what watches the present forward pass
+        self._now = 0.0  # when the last part has ended
+        self._looks = True  # at the present step
         self.squashed: dict[str, str] = {}
         self.smallest: dict[str, int] = {}
         self.watched: set[int] = set()
@@ -126,7 +130,9 @@ class Watcher(HookBase, TorchDispatchMode):
 
     def before_step(self) -> None:
         self._end("hooks")
-        self._looks, self._number, self._before = self.trainer.iter % 2 == 0, 0, "data"
+        self._looks = self.trainer.iter % 2 == 0
+        self._number = 0  # of ReLUs in the pass
+        self._before = "data"  # the part before the forward pass
 
     def after_backward(self) -> None:
         self._end("backward")
@@ -137,25 +143,29 @@ class Watcher(HookBase, TorchDispatchMode):
     def _end(self, part: str) -> None:
         if accelerator_runs_ahead():
             torch.accelerator.synchronize()
-        before, self._now = self._now, time.perf_counter()
-        if self._looks:
-            named = unwrap_model(self.trainer.model).named_parameters()
-            self.trained |= {
-                name for name, value in named if value.grad is not None and value.grad.any()
-            }
-        else:
+        before = self._now
+        self._now = time.perf_counter()
+        if not self._looks:
             self.sec[part] += self._now - before
+            return
+        for name, value in unwrap_model(self.trainer.model).named_parameters():
+            if value.grad is not None and value.grad.any():
+                self.trained.add(name)
 
     @torch.compiler.disable
     def _enter(self, model: nn.Module) -> None:
-        if model.training:  # it may be evaluated between two steps
-            self._end(self._before)
-            if self._looks:
-                # the dispatcher does not
-                sees_all = next(model.parameters()).is_cuda and self.trainer.iter % 4 == 0
-                self._pass.enter_context(CudaRecorder.watching(self.reads) if sees_all else self)
-                if not sees_all:
-                    self.watched.add(self.trainer.iter)
+        if not model.training:  # it may be evaluated between two steps
+            return
+        self._end(self._before)
+        if not self._looks:
+            return
+        is_cuda = next(model.parameters()).is_cuda
+        if is_cuda and self.trainer.iter % 4 == 0:
+            # it sees all that waits, which the dispatcher does not
+            self._pass.enter_context(CudaRecorder.watching(self.reads))
+        else:
+            self._pass.enter_context(self)
+            self.watched.add(self.trainer.iter)
 
     @torch.compiler.disable
     def _leave(self, model: nn.Module, outputs: Any) -> None:
@@ -208,52 +218,52 @@ class Watcher(HookBase, TorchDispatchMode):
     @staticmethod
     def _place(name: str) -> str:
         """The innermost line that is not in torch or trainkit."""
-        stack = [
-            frame
-            for frame in traceback.extract_stack()
-            if not frame.filename.startswith(_LIBRARIES)
-        ][-1:]
-        return "".join(f"{name} at {frame.filename}:{frame.lineno}" for frame in stack)
+        for frame in reversed(traceback.extract_stack()):
+            if not frame.filename.startswith(_LIBRARIES):
+                return f"{name} at {frame.filename}:{frame.lineno}"
+        return ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results, name = (
-            func(*args, **(kwargs or {})),
-            func._schema.name.removeprefix("aten::").rstrip("_"),
-        )
-        devices = {
-            leaf.device.type for leaf in tree_leaves((args, results)) if isinstance(leaf, Tensor)
-        }
+        results = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
         for leaf in tree_leaves(results):
             if _is_plain(leaf):
                 self._made.append((self.trainer.iter, weakref.ref(leaf)))
         if name in _OF_SCORES and args[0].numel():
             self._look_at_scores(name, args)
-        if name in ("relu", *_READS) or (name in ("copy", "_to_copy") and len(devices) > 1):
-            place = self._place(name)
-            if name != "relu":
-                self.reads.append(place)
-                return results
-            self._number += 1
-            # 3: [N, length, C]
-            fires = (results > 0).movedim(-1 if results.ndim == 3 else 1, 0).flatten(1).any(1)
-            self.fired[self._number, place] = fires | self.fired.get((self._number, place), fires)
+        if name == "relu":
+            self._look_at_relu(results)
+        elif name in _READS:
+            self.reads.append(self._place(name))
+        elif name in ("copy", "_to_copy"):
+            leaves = tree_leaves((args, results))
+            devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+            if len(devices) > 1:
+                self.reads.append(self._place(name))
         return results
+
+    def _look_at_relu(self, results: Tensor) -> None:
+        """Note for each channel whether it was ever above zero."""
+        self._number += 1
+        key = self._number, self._place("relu")
+        channels = -1 if results.ndim == 3 else 1  # 3: [N, length, C]
+        fires = (results > 0).movedim(channels, 0).flatten(1).any(1)
+        self.fired[key] = fires | self.fired.get(key, fires)
 
 
 class Job:
     """The user's job: ``trainer`` as built by the user, not trained; ``cfg`` as given; ``folder`` is temporary."""
 
     def __init__(self, trainer: Any, given: Mapping[str, Any], command: str) -> None:
-        self.trainer, self.model, self.folder = (
-            trainer,
-            unwrap_model(trainer.model),
-            trainer.cfg.OUTPUT_DIR,
-        )
-        self.command = [
-            *shlex.split(command),
-            *(["--num-gpus", "1"] if comm.get_world_size() > 1 else []),
-        ]
-        self.watcher, self.cfg, self._number = Watcher(), get_cfg(), 0
+        self.trainer = trainer
+        self.model = unwrap_model(trainer.model)
+        self.folder = trainer.cfg.OUTPUT_DIR
+        self.command = shlex.split(command)
+        if comm.get_world_size() > 1:
+            self.command += ["--num-gpus", "1"]
+        self.watcher = Watcher()
+        self.cfg = get_cfg()
+        self._number = 0  # of trainers that were built
         self.learned: Any = None  # a trainer that has learned one batch
         self.evaluation: Any = None  # its `Evaluation`
         self.answers: Any = None  # the `Answers` of its model for other batches of TRAIN
@@ -262,37 +272,44 @@ class Job:
 
     def ask(self, check: Any) -> Iterator[Finding]:
         """The findings of a check."""
+        name: str = check.__name__
         try:
             found = check(self)
-            yield from [found] if isinstance(found, Finding) else found
+            if isinstance(found, Finding):
+                yield found
+            else:
+                yield from found
         except NotAsked as error:
-            reason, name = (*error.args, check.__name__)[:2]
-            yield Finding(name, "not asked", reason)
+            reason, *names = error.args
+            yield Finding(names[0] if names else name, "not asked", reason)
         except Exception as error:
-            yield judge(
-                check.__name__, True, f"{type(error).__name__}: {error}"[:300], "the job has to run"
-            )
+            text = f"{type(error).__name__}: {error}"[:300]
+            yield judge(name, True, text, "the job has to run")
 
-    def build(self, *options: Any) -> Any:
-        """A new trainer, as in a process that has just started."""
-        cfg, self._number = self.cfg.clone(), self._number + 1
-        own = [
-            "OUTPUT_DIR",
-            f"{self.folder}/{self._number}",
-            "CHECKPOINT.DIR",
-            "",
-            "SEED",
-            max(cfg.SEED, 0),
-        ]
-        number = min(cfg.TEST.MAX_BATCHES or EVALUATED, EVALUATED)
-        own += ["LOG.WRITERS", ["json"], "TEST.MAX_BATCHES", number, "TEST.EXPECTED_RESULTS", []]
-        # only `Evaluation` evaluates; early stopping needs a period
-        period = NEVER if cfg.TEST.EVAL_PERIOD else 0
-        own += ["TEST.EVAL_PERIOD", period, "TEST.EVAL_START", 0, "TEST.EVAL_AT_START", False]
-        own += ["STOP_CHECK_PERIOD", 1]
-        cfg.merge_from_list([*own, *options])
+    def build(self, options: Mapping[str, Any] | None = None) -> Any:
+        """A new trainer, as in a process that has just started; ``options``: settings by their keys."""
+        self._number += 1
+        cfg = self.cfg.clone()
+        own = {
+            "OUTPUT_DIR": f"{self.folder}/{self._number}",
+            "CHECKPOINT.DIR": "",
+            "SEED": max(cfg.SEED, 0),
+            "LOG.WRITERS": ["json"],
+            "TEST.MAX_BATCHES": min(cfg.TEST.MAX_BATCHES or EVALUATED, EVALUATED),
+            "TEST.EXPECTED_RESULTS": [],
+            # only `Evaluation` evaluates; early stopping needs a period
+            "TEST.EVAL_PERIOD": NEVER if cfg.TEST.EVAL_PERIOD else 0,
+            "TEST.EVAL_START": 0,
+            "TEST.EVAL_AT_START": False,
+            "STOP_CHECK_PERIOD": 1,
+        }
+        words: list[Any] = []
+        for key, value in {**own, **(options or {})}.items():
+            words += [key, value]
+        cfg.merge_from_list(words)
         seed_all_rng(cfg.SEED)
-        trainer = self.trainer.__class__(cfg)
+        trainer_class = self.trainer.__class__  # type() would be that of a weak reference
+        trainer = trainer_class(cfg)
         trainer.resume_or_load(resume=False)
         return trainer
 
@@ -310,7 +327,8 @@ class Job:
         self.ordinary = self.build()
         self.ordinary.register_hooks([self.watcher])
         self.make(self.ordinary, STEPS)
-        self.sec = {part: sec / (self.ordinary.iter // 2) for part, sec in self.watcher.sec.items()}
+        num_odd_steps = self.ordinary.iter // 2
+        self.sec = {part: sec / num_odd_steps for part, sec in self.watcher.sec.items()}
         trainer = self.build()
         self.batches = [trainer.fetch() for _ in range(8)]
 
@@ -323,30 +341,23 @@ class Job:
             return f"at least {size}"
         of_epoch = round(now * self.trainer.epoch_length) if self.trainer.has_epochs else size
 
+        def make_steps(size: int) -> None:
+            self.make(self.build({"SOLVER.IMS_PER_BATCH": size}), 2)
+
         def fits(size: int) -> bool:
-            return has_room(lambda: self.make(self.build("SOLVER.IMS_PER_BATCH", size), 2))
+            return has_room(lambda: make_steps(size))
 
         return str(search(fits, min(size, of_epoch), lambda: of_epoch))
 
     def start(self, name: str, *options: str, code: int = 0, **environ: str) -> Path:
         """The folder of six steps of the user's command, in a new process; it saves after the third and the last."""
-        own = (
-            "OUTPUT_DIR",
-            f"{self.folder}/{name}",
-            "SEED",
-            f"{max(self.cfg.SEED, 0)}",
-            "LOG.WRITERS",
-            "['json']",
-        )
-        done = self.run(
-            *self.command,
-            "--fast-dev-run",
-            *options,
-            *own,
-            "CHECKPOINT.MAX_TO_KEEP",
-            "2",
-            **environ,
-        )
+        own = [
+            *("OUTPUT_DIR", f"{self.folder}/{name}"),
+            *("SEED", f"{max(self.cfg.SEED, 0)}"),
+            *("LOG.WRITERS", "['json']"),
+            *("CHECKPOINT.MAX_TO_KEEP", "2"),
+        ]
+        done = self.run(*self.command, "--fast-dev-run", *options, *own, **environ)
         if done.returncode != code:
             text = " ".join(["with --fast-dev-run", *options, "the command ends with"])
             raise RuntimeError(f"{text} {done.returncode}: {done.stderr[-200:]}")
@@ -354,11 +365,13 @@ class Job:
 
     def run(self, *words: str, **environ: str) -> Any:
         """A new process, which is no rank of this job."""
-        environ |= {
-            key: value for key, value in os.environ.items() if not key.startswith(_OF_RANKS)
-        }
-        options: Any = {"env": environ, "capture_output": True, "text": True, "check": False}
-        return comm.broadcast(subprocess.run(words, **options) if comm.is_main_process() else None)
+        for key, value in os.environ.items():
+            if not key.startswith(_OF_RANKS):
+                environ[key] = value
+        done = None
+        if comm.is_main_process():
+            done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+        return comm.broadcast(done)
 
 
 def _is_plain(value: Any) -> bool:

@@ -19,9 +19,9 @@ def has_room(make_steps: Callable[[], object]) -> bool:
     try:
         make_steps()
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(
-            text in str(error) for text in _OUT_OF_MEMORY
-        ):
+        text = str(error)
+        is_full = isinstance(error, MemoryError) or any(each in text for each in _OUT_OF_MEMORY)
+        if not is_full:
             raise
         return False
     return True
@@ -33,12 +33,9 @@ def search(fits: Callable[[int], bool], start: int, limit: Callable[[], int]) ->
     Args:
         limit: called after each size; larger sizes than its result are not tried.
     """
-    # high: the smallest size that does not fit, 0 if there is none yet
-    low, high, size = (
-        0,
-        0,
-        start,
-    )
+    low = 0  # the largest size that fits
+    high = 0  # the smallest size that does not fit, 0 if there is none yet
+    size = start
     while not high or high - low > max(1, low // 8):
         if fits(size):
             low = size

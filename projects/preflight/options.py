@@ -15,18 +15,26 @@ reads: dict[str, None] = {}  # full keys that were read
 
 
 class RecordedCfg(CfgNode):
-    """Adds the keys that are read to `reads`; the key of the node itself is in its __dict__."""
+    """Adds the keys that are read to `reads`.
+
+    The key of the node itself is in its ``__dict__``, because an attribute of a node is a key.
+    """
+
+    def _note(self, name: str) -> None:
+        prefix = self.__dict__.get("__key__", "")
+        reads[f"{prefix}{name}"] = None
 
     def __getitem__(self, name: str) -> Any:  # an attribute is read by it too
-        reads[self.__dict__.get("__key__", "") + name] = None
+        self._note(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        reads[self.__dict__.get("__key__", "") + name] = None
+        self._note(name)
         return super().get(name, default)
 
 
 def record_reads(node: CfgNode, key: str = "") -> None:
+    """Let a config note its reads from now on. The script holds this object, so it cannot be another one."""
     for name, value in node.items():
         if isinstance(value, CfgNode):
             record_reads(value, f"{key}{name}.")
@@ -45,8 +53,13 @@ def apply(cfg: Any, args: argparse.Namespace) -> None:
     if not os.path.isdir(os.path.dirname(os.path.abspath(args.preflight_json))):
         raise ConfigError(f"--preflight-json: there is no folder for {args.preflight_json!r}")
     record_reads(cfg)
-    cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": vars(args)}]
+    hook = {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": vars(args)}
+    cfg["HOOKS"] = [*cfg.HOOKS, hook]
     folder = tempfile.mkdtemp(prefix="preflight-") if comm.is_main_process() else ""
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    cfg["OUTPUT_DIR"] = cfg.CHECKPOINT["DIR"] = comm.broadcast(folder)
-    cfg["SEED"], cfg.LOG["LEVEL"], cfg.LOG["WRITERS"] = max(cfg.SEED, 0), "ERROR", []
+    folder = comm.broadcast(folder)
+    cfg["OUTPUT_DIR"] = folder
+    cfg.CHECKPOINT["DIR"] = folder
+    cfg["SEED"] = max(cfg.SEED, 0)
+    cfg.LOG["LEVEL"] = "ERROR"
+    cfg.LOG["WRITERS"] = []

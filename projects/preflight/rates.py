@@ -23,7 +23,8 @@ def rates_of(trainer: Any, length: int) -> dict[int, float]:
     every = max(1, length // _POINTS)
     if isinstance(scheduler, ScheduledLR):
         base = scheduler.base_lrs[0]
-        return {i: scheduler.schedule(i, base) for i in (*range(0, length, every), length - 1)}
+        iterations = [*range(0, length, every), length - 1]
+        return {i: scheduler.schedule(i, base) for i in iterations}
     rates = {}
     group = trainer.optimizer.param_groups[0]
     end = time.monotonic() + _SEC
@@ -79,14 +80,16 @@ def never_come(cfg: Any, scheduler: Any, rates: dict[int, float]) -> str:
     length = max(rates) + 1
     if not isinstance(scheduler, ScheduledLR):
         is_constant = len({*rates.values()}) == 1
-        return f"{type(scheduler).__name__} never changes the rate" * is_constant
+        return f"{type(scheduler).__name__} never changes the rate" if is_constant else ""
     if max(rates.values()) < 0.5 * scheduler.base_lrs[0]:
         return f"the rate never reaches {scheduler.base_lrs[0]:.2g}"
     steps = []
-    is_used = solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" and not solver.get("SCHEDULES")
-    if is_used and (*solver.STEPS,) != get_cfg().SOLVER.STEPS:
+    uses_steps = solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" and not solver.get("SCHEDULES")
+    if uses_steps and tuple(solver.STEPS) != get_cfg().SOLVER.STEPS:
         steps = [step for step in solver.STEPS if step >= length]
-    steps += [
-        each["BEGIN"] for each in solver.get("SCHEDULES", ()) if each.get("BEGIN", 0) >= length
-    ]
-    return f"it starts after the run: at {steps[0]} of {length}" if steps else ""
+    for part in solver.get("SCHEDULES", ()):
+        if part.get("BEGIN", 0) >= length:
+            steps.append(part["BEGIN"])
+    if not steps:
+        return ""
+    return f"it starts after the run: at {steps[0]} of {length}"

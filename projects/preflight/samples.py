@@ -77,7 +77,9 @@ def classes_of(item: Any, ndim: int = 0) -> list[int]:
     """The class of a sample, or those of a batch (``ndim`` 1); none if it has none."""
     found = None
     if isinstance(item, Mapping):
-        found = next((item[name] for name in _LABELS if name in item), None)
+        names = [name for name in _LABELS if name in item]
+        if names:
+            found = item[names[0]]
     elif isinstance(item, list | tuple) and len(item) == 2:
         found = item[1]
     if not isinstance(found, Tensor | Integral):

@@ -61,7 +61,8 @@ def _answer_of_many(args: argparse.Namespace) -> str:
         return first_bad(args.run, args.iter, args.quantity, args.times, args.command)
     if args.worst:
         return worst(args.run, *args.range, args.worst, args.command)
-    run, (file, _, name) = Path(args.run).resolve(), args.hook.rpartition(":")
+    run = Path(args.run).resolve()
+    file, _, name = args.hook.rpartition(":")
     out = Path(args.out or f"replay_of_{run.name}")
     if run in [out.resolve(), *out.resolve().parents]:
         raise ConfigError(
@@ -69,7 +70,9 @@ def _answer_of_many(args: argparse.Namespace) -> str:
         )
     if not os.path.isfile(file):
         raise ConfigError(f"--hook is {args.hook!r}; accepted with --range: FILE.py:CLASS")
-    line = replay_range(args.run, *args.range, runpy.run_path(file)[name], out, args.command)
+    first, end = args.range
+    hook_class = runpy.run_path(file)[name]
+    line = replay_range(args.run, first, end, hook_class, out, args.command)
     return f"{line}\nwritten: {out / 'metrics.json'}"
 
 
@@ -82,12 +85,11 @@ def iterations(text: str) -> tuple[int, int]:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    raw, usage = (
-        argparse.RawDescriptionHelpFormatter,
-        "%(prog)s [options] RUN -- python train.py ...",
-    )
     parser = argparse.ArgumentParser(
-        usage=usage, description=__doc__, formatter_class=raw, allow_abbrev=False
+        usage="%(prog)s [options] RUN -- python train.py ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add: Any = parser.add_argument
     add(
@@ -143,7 +145,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FOLDER",
         help="the folder for metrics.json of the hook; default: replay_of_<RUN>",
     )
-    words = [*(sys.argv[1:] if arguments is None else arguments), "--"]
+    given = sys.argv[1:] if arguments is None else arguments
+    words = [*given, "--"]
     end = words.index("--")
     args = parser.parse_args(words[:end])
     args.command = words[end + 1 : -1] or None

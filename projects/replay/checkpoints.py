@@ -29,7 +29,8 @@ CLOCK_READINGS = {
     "tokens_per_sec",
     "mfu_pct",
 }
-_TRAINER, _WRITER = r"(ranks/\d+/)?trainer", r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
+_TRAINER = r"(ranks/\d+/)?trainer"
+_WRITER = r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
 _NOT_REPEATED = re.compile(
     rf"evaluated|{_TRAINER}/(boundary/passed.*|end/(finished_early|settings_of_early_end.*)|hooks/Periodic.*)"
 )
@@ -52,22 +53,27 @@ def differing(
     ``path`` is that of both values, with names joined by "/". ``skip``, called with the key and the path of each entry
     of a mapping, leaves it out by True. ``seen``: pairs that were compared; many ways may lead to one object.
     """
-    seen = set() if seen is None else seen
+    if seen is None:
+        seen = set()
     if isinstance(left, Mapping | list | tuple):
-        if (pair := (id(left), id(right))) in seen:
+        pair = (id(left), id(right))
+        if pair in seen:
             return
         seen.add(pair)
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if difference := _difference_of_tensors(left.detach(), right.detach()):
+        difference = _difference_of_tensors(left.detach(), right.detach())
+        if difference:
             yield f"{path}: {difference}"
     # of any class: programs may use different classes
     elif isinstance(left, Mapping) and isinstance(right, Mapping):
-        for key in [*left, *(key for key in right if key not in left)]:
+        for key in dict.fromkeys([*left, *right]):
             here = f"{path}/{key}".lstrip("/")
             if skip is not None and skip(key, here):
                 continue
-            if key not in left or key not in right:
-                yield f"{here}: only in the {'first' if key in left else 'second'}"
+            if key not in right:
+                yield f"{here}: only in the first"
+            elif key not in left:
+                yield f"{here}: only in the second"
             else:
                 yield from differing(left[key], right[key], here, skip, seen)
     elif type(left) is not type(right):
@@ -75,32 +81,41 @@ def differing(
     elif isinstance(left, list | tuple):
         if len(left) != len(right):
             yield f"{path}: {len(left)} and {len(right)} entries"
-        for index, pair in enumerate(zip(left, right, strict=False)):
-            yield from differing(*pair, f"{path}/{index}", skip, seen)
+        for index, (mine, other) in enumerate(zip(left, right, strict=False)):
+            yield from differing(mine, other, f"{path}/{index}", skip, seen)
     elif repr(left) != repr(right):  # repr shows every bit of a float, but NaN equals NaN
         yield f"{path}: {left!r:.60} and {right!r:.60}"
 
 
 def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
-    left, right = (
-        each.dequantize() if each.is_quantized else each.to_dense() for each in (left, right)
-    )
+    left = _dense(left)
+    right = _dense(right)
     if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (left, right))
+        return f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
     if left.is_meta or right.is_meta:
-        return ""  # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
-    left, right = left.cpu(), right.cpu()  # a replay compares the state on a GPU with a file
-    # [values, bytes]
-    bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (left, right)]
-    num_different = int((bits[0] != bits[1]).any(dim=1).sum())
-    if not num_different:
+        # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
         return ""
-    size = (
-        ""
-        if left.is_complex()
-        else f", by at most {(left.double() - right.double()).abs().max().item():.3g}"
-    )
-    return f"{num_different} of {left.numel()} values{size}"
+    # a replay compares the state on a GPU with a file
+    left = left.cpu()
+    right = right.cpu()
+    differs = _bytes_of(left) != _bytes_of(right)
+    num_different = int(differs.any(dim=1).sum())
+    if num_different == 0:
+        return ""
+    text = f"{num_different} of {left.numel()} values"
+    if left.is_complex():
+        return text
+    largest = (left.double() - right.double()).abs().max().item()
+    return f"{text}, by at most {largest:.3g}"
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """uint8 ``[values, bytes]``."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
 class Saved(NamedTuple):
@@ -134,13 +149,13 @@ class Files(NamedTuple):
 def files_of(run: str) -> Files:
     """The checkpoints and the capsules of a run, and the files that cannot be used."""
     damaged: dict[str, str] = {}
-    return Files(
-        _read_all(run, "[!.]*.pth", damaged), _read_all(run, "capsule.rank*.pt", damaged), damaged
-    )
+    checkpoints = _read_all(run, "[!.]*.pth", damaged)
+    capsules = _read_all(run, "capsule.rank*.pt", damaged)
+    return Files(checkpoints, capsules, damaged)
 
 
 def _read_all(run: str, pattern: str, damaged: dict[str, str]) -> list[Saved]:
-    found = list[Saved]()
+    found: list[Saved] = []
     for path in map(str, Path(run).glob(pattern)):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -150,7 +165,8 @@ def _read_all(run: str, pattern: str, damaged: dict[str, str]) -> list[Saved]:
             found.append(Saved(iteration, boundary_is_over, path, state))
         except Exception as error:  # torch and pickle raise many types
             logger.info("%s does not say how its run was started: %s", path, error)
-            if damage := damage_of(path):
+            damage = damage_of(path)
+            if damage:
                 damaged[os.path.basename(path)] = damage
     return sorted(found, key=lambda saved: (saved.done, saved.iteration, saved.path))
 
@@ -190,7 +206,8 @@ def around(run: str, iteration: int) -> Place:
     """
     files = files_of(run)
     formats = {*find_plugins().formats}
-    if sharded := [saved.path for saved in files.checkpoints if saved.state.keys() & formats]:
+    sharded = [saved.path for saved in files.checkpoints if saved.state.keys() & formats]
+    if sharded:
         raise CheckpointError(
             f"'{sharded[0]}' is in parts of several ranks; such a run cannot be replayed"
         )
@@ -257,13 +274,16 @@ def prove_equal(reached: Sequence[Mapping[str, Any]], saved: Saved) -> str:
     name = os.path.basename(saved.path)
     if not reached:
         return f"DIFFERENT: the replay has not reached {name}"
-    here, there = dict(reached[0]), dict(read_file(saved.path))
+    here = dict(reached[0])
+    there = dict(read_file(saved.path))
     for state in (here, there):
         state["model"] = state.pop("trained_model", state["model"])
-    found = differing(
-        here, there, skip=lambda key, path: _NOT_REPEATED.fullmatch(path) or is_of_the_clock(path)
-    )
-    if difference := next(found, ""):
+
+    def is_left_out(key: Any, path: str) -> bool:
+        return _NOT_REPEATED.fullmatch(path) is not None or is_of_the_clock(path)
+
+    difference = next(differing(here, there, skip=is_left_out), "")
+    if difference:
         return f"DIFFERENT from {name} in {difference} (first here, second in the file)"
     return f"every byte equals {name}: model, optimizer, random state, data, hooks, storage"
 
@@ -276,10 +296,12 @@ def logged_values(storage: Mapping[str, Any], start: int, end: int) -> Values:
     """The values of iterations ``start`` to ``end`` - 1 in the state of a storage, without clock readings."""
     found: Values = {}
     for name, history in sorted(storage["histories"].items()):
-        for iter, value in zip(
-            history["iterations"].tolist(), history["values"].tolist(), strict=True
-        ):
-            if name not in CLOCK_READINGS and start <= iter < end:
+        if name in CLOCK_READINGS:
+            continue
+        iterations = history["iterations"].tolist()
+        values = history["values"].tolist()
+        for iter, value in zip(iterations, values, strict=True):
+            if start <= iter < end:
                 found.setdefault(iter, {})[name] = value
     return found
 
@@ -291,25 +313,27 @@ def compare_way(values: Values, saved: Saved | None, end: int) -> tuple[str, boo
     """
     if saved is None:
         return "nothing to compare with: the run has stored nothing after this step", None
-    first, last = min(values, default=end), max(values, default=end)
+    first = min(values, default=end)
+    last = max(values, default=end)
     stored = logged_values(saved.state["trainer"]["storage"], first, end + 1)
-    both = [
-        (iter, name)
-        for iter, row in sorted(values.items())
-        for name in row
-        if name in stored.get(iter, ())
-    ]
     where = f"in {os.path.basename(saved.path)}, iterations {first} to {last}"
-    for iter, name in both:
-        here, there = repr(values[iter][name]), repr(stored[iter][name])
-        if here != there:
-            return (
-                f"DIFFERENT: {name} of iteration {iter} is {here} here and {there} {where}",
-                False,
-            )
-    is_compared = any(not _OF_SCHEDULE.match(name) for _, name in both)
-    note = "" if is_compared else "; none of them depends on the data"
-    return (
-        f"{len(both)} of {len(both)} logged values equal those {where}{note}",
-        is_compared or None,
-    )
+    num_compared = 0
+    depends_on_data = False
+    for iter, row in sorted(values.items()):
+        stored_row = stored.get(iter, {})
+        for name, value in row.items():
+            if name not in stored_row:
+                continue
+            # repr shows every bit, and NaN equals NaN
+            here = repr(value)
+            there = repr(stored_row[name])
+            if here != there:
+                text = f"DIFFERENT: {name} of iteration {iter} is {here} here and {there} {where}"
+                return text, False
+            num_compared += 1
+            if not _OF_SCHEDULE.match(name):
+                depends_on_data = True
+    text = f"{num_compared} of {num_compared} logged values equal those {where}"
+    if not depends_on_data:
+        return f"{text}; none of them depends on the data", None
+    return text, True

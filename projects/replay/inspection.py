@@ -46,56 +46,58 @@ class Inspection(HookBase):
     """
 
     def __init__(self, samples: Sequence[list[str]] = ()) -> None:
-        self.parts, self.outputs = list[Part](), list[tuple[str, float]]()
-        self.batches, self.samples, self.drawn, self.is_own_step = (
-            list[Any](),
-            [*samples],
-            list[Any](),
-            False,
-        )
-        self.losses, self.gradients = dict[str, Tensor](), dict[str, Tensor]()
+        self.parts: list[Part] = []
+        self.outputs: list[tuple[str, float]] = []
+        self.batches: list[Any] = []
+        self.samples = [*samples]
+        self.drawn: list[Any] = []
+        self.is_own_step = False
+        self.losses: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
         self.not_finite_before: list[str] = []
-        self.first_bad_module = self.error = ""
+        self.first_bad_module = ""
+        self.error = ""
         self.failure: Failure | None = None
         # number of its micro-batch, and the output itself
-        self._first_bad: tuple[int, list[Tensor]] = (
-            0,
-            [],
-        )
+        self._first_bad: tuple[int, list[Tensor]] = (0, [])
         self._handles: list[Any] = []
         self._depth = 0  # of calls of modules
-        self._start = 0, 0  # numbers of parts and outputs when the present forward pass began
+        # when the present forward pass began
+        self._num_parts = 0
+        self._num_outputs = 0
 
     def before_step(self) -> None:
         self.drawn.clear()
-        # of a graph: an ordinary step has the same bits, and a recording calls no modules
-        getattr(self.trainer._trainer, "forget_recordings", lambda: None)()
+        step = self.trainer._trainer
+        if hasattr(step, "forget_recordings"):
+            # of a graph: an ordinary step has the same bits, and a recording calls no modules
+            step.forget_recordings()
         self._models, optimizers = _parts_of(self.trainer)
-        self.not_finite_before = [
-            f"{p}{n}" for model, p in self._models.items() for n in non_finite_names(model)
-        ]
+        self.not_finite_before = []
+        for model, prefix in self._models.items():
+            self.not_finite_before += [f"{prefix}{name}" for name in non_finite_names(model)]
         self._see_models(_BEFORE_THE_STEP)
         for optimizer, prefix in optimizers.items():
-            self.parts.append(
-                (f"{prefix}optimizer {_BEFORE_THE_STEP}", digest(optimizer.state_dict()))
-            )
+            name = f"{prefix}optimizer {_BEFORE_THE_STEP}"
+            self.parts.append((name, digest(optimizer.state_dict())))
             if hasattr(optimizer, "register_step_pre_hook"):
-                self._handles.append(
-                    optimizer.register_step_pre_hook(lambda used, *_: self._keep_gradients(used))
+                handle = optimizer.register_step_pre_hook(
+                    lambda used, *_: self._keep_gradients(used)
                 )
+                self._handles.append(handle)
         for model, prefix in self._models.items():
-            for name, module in model.named_modules():
-                name = f"{prefix}{name}" or "(model)"
-                self._handles.append(
-                    module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-                )
-                self._handles.append(module.register_forward_hook(partial(self._leave, name)))
+            for path, module in model.named_modules():
+                self._watch(module, f"{prefix}{path}" or "(model)")
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        enter = partial(self._enter, name)
+        leave = partial(self._leave, name)
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(leave))
 
     def _see_models(self, when: str) -> None:
-        self.parts += [
-            (f"{prefix}model {when}", digest(model.state_dict()))
-            for model, prefix in self._models.items()
-        ]
+        for model, prefix in self._models.items():
+            self.parts.append((f"{prefix}model {when}", digest(model.state_dict())))
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
@@ -107,52 +109,57 @@ class Inspection(HookBase):
     def _see_batch(self, is_pass: bool) -> None:
         loader: Any = self.trainer.data_loader
         try:
-            batch, num_drawn = self.trainer.batch, self.trainer.feed.drawn
+            batch = self.trainer.batch
+            num_drawn = self.trainer.feed.drawn
         except AttributeError:
-            self.is_own_step, batch, num_drawn = True, next(reversed(self.drawn), None), 1
+            self.is_own_step = True
+            batch = self.drawn[-1] if self.drawn else None
+            num_drawn = 1
         if batch is not None and (not self.batches or self.batches[-1] is not batch):
             self.batches.append(batch)
             self.parts.append(("batch", digest(batch)))
-            self._start = len(self.parts), len(self.outputs)
-        elif is_pass and not self.is_own_step:  # the last one was to order the buckets of DDP
-            del self.parts[self._start[0] :], self.outputs[self._start[1] :]
-        # it may be ahead of the micro-batches
+            self._num_parts = len(self.parts)
+            self._num_outputs = len(self.outputs)
+        elif is_pass and not self.is_own_step:
+            # the last one was to order the buckets of DDP
+            del self.parts[self._num_parts :]
+            del self.outputs[self._num_outputs :]
         if hasattr(loader, "names_of_last") and self.batches:
-            self.samples = loader.names_of_last(num_drawn)[: len(self.batches)] or self.samples
+            # it may be ahead of the micro-batches
+            names = loader.names_of_last(num_drawn)[: len(self.batches)]
+            self.samples = names or self.samples
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         self.parts.append((f"module {name}: equal inputs and different outputs", digest(output)))
-        if values := [*floating_tensors(output)]:
-            # or NaN
-            largest = (
-                torch.tensor([value.abs().max().item() for value in values], dtype=torch.float64)
-                .max()
-                .item()
-            )
-            self.outputs.append((name, largest))
-            if not self.first_bad_module and not math.isfinite(largest):
-                self.first_bad_module = name
-                self._first_bad = len(self.batches) - 1, [value.clone() for value in values]
+        values = [*floating_tensors(output)]
+        if not values:
+            return
+        of_each = [value.abs().max().item() for value in values]
+        largest = torch.tensor(of_each, dtype=torch.float64).max().item()  # or NaN
+        self.outputs.append((name, largest))
+        if not self.first_bad_module and not math.isfinite(largest):
+            self.first_bad_module = name
+            copies = [value.clone() for value in values]
+            self._first_bad = len(self.batches) - 1, copies
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Those that are not kept yet: of all parameters before clipping (``after_backward``), or of an optimizer."""
-        updated = (
-            {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if optimizer
-            else None
-        )
+        updated: set[int] = set()
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                updated |= {id(parameter) for parameter in group["params"]}
         for model, prefix in self._models.items():
             for name, parameter in model.named_parameters():
-                if parameter.grad is not None and (updated is None or id(parameter) in updated):
+                is_asked_for = optimizer is None or id(parameter) in updated
+                if parameter.grad is not None and is_asked_for:
                     self.gradients.setdefault(f"{prefix}{name}", parameter.grad.detach().clone())
 
     def after_backward(self) -> None:
         self._keep_gradients()
         with contextlib.suppress(AttributeError):  # the trainer makes its steps itself
-            self.losses = {
-                name: loss.detach().clone() for name, loss in self.trainer.losses.items()
-            }
+            losses = self.trainer.losses
+            self.losses = {name: loss.detach().clone() for name, loss in losses.items()}
 
     def after_step(self) -> None:
         self.close()
@@ -170,90 +177,91 @@ class Inspection(HookBase):
                 _ = self.trainer.losses
                 self.after_backward()
         if not self.losses:
-            latest = [
-                (name, *row)
-                for name, row in self.trainer.storage.latest().items()
-                if name not in CLOCK_READINGS
-            ]
-            self.losses = {
-                name: torch.tensor(value)
-                for name, value, iter in latest
-                if iter == self.trainer.iter
-            }
-        self.parts += [(f"loss {name}", digest(loss)) for name, loss in self.losses.items()]
-        self.parts += [
-            (f"gradient of {name}", digest(gradient)) for name, gradient in self.gradients.items()
-        ]
+            for name, (value, iter) in self.trainer.storage.latest().items():
+                if name not in CLOCK_READINGS and iter == self.trainer.iter:
+                    self.losses[name] = torch.tensor(value)
+        for name, loss in self.losses.items():
+            self.parts.append((f"loss {name}", digest(loss)))
+        for name, gradient in self.gradients.items():
+            self.parts.append((f"gradient of {name}", digest(gradient)))
 
     def note_failure(self, error: Exception | None, failure: Failure | None) -> None:
         """Call after ``close`` with the error of the step, if it has failed."""
         if error is None or failure is None:
             return
         self.failure = failure
-        self.error = "; ".join([describe_error(error), *getattr(error, "__notes__", [])])
+        notes = getattr(error, "__notes__", [])
+        self.error = "; ".join([describe_error(error), *notes])
         self.parts.append(("error", digest(without_process(failure.error))))
+
+    def names_of(self, number: int) -> list[str]:
+        """The names of the samples of a micro-batch; none if they are not known."""
+        known = self.samples[number:]
+        return known[0] if known else []
 
     @property
     def bad_samples(self) -> list[str]:
         """The names of the samples of the batch with values that are not finite."""
-        found = list[str]()
+        found: list[str] = []
         for number, batch in enumerate(self.batches):
-            names = next(iter(self.samples[number:]), [])
-            # of samples
+            names = self.names_of(number)
             is_list = isinstance(batch, list) and not any(
-                isinstance(value, Tensor) for value in batch
+                isinstance(each, Tensor) for each in batch
             )
+            is_list_of_samples = is_list and len(batch) == len(names)
             for path, value in _leaves(batch):
-                if (
-                    isinstance(value, Tensor)
-                    and value.is_floating_point()
-                    and not value.isfinite().all()
-                ):
-                    in_list = names[path[0] :][:1] if is_list and len(batch) == len(names) else []
-                    found += in_list or _bad_names(value, names) or ["one without a name"]
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    continue
+                if value.isfinite().all():
+                    continue
+                if is_list_of_samples:
+                    found.append(names[path[0]])
+                else:
+                    found += _bad_names(value, names) or ["one without a name"]
         return [*dict.fromkeys(found)]
 
     @property
     def samples_of_first_bad_output(self) -> list[str]:
         """The samples that are not finite in the first bad output, if its first dimension is the sample."""
         number, values = self._first_bad
-        return [
-            name
-            for value in values
-            for names in self.samples[number:][:1]
-            for name in _bad_names(value, names)
-        ]
+        names = self.names_of(number)
+        found: list[str] = []
+        for value in values:
+            found += _bad_names(value, names)
+        return found
 
 
 def _parts_of(trainer: Any) -> tuple[dict[nn.Module, str], dict[Any, str]]:
     """The models and the optimizers of a trainer, each with the start of its names: "" for ``trainer.model``."""
-    models, optimizers = {unwrap_model(trainer.model): ""}, {trainer.optimizer: ""}
-    for name, value in trainer.__dict__.items():
-        if isinstance(value, nn.Module) and all(
-            unwrap_model(value) not in {*model.modules()} for model in models
-        ):
-            models[unwrap_model(value)] = f"{name}."
-        elif isinstance(value, torch.optim.Optimizer):
+    models: dict[nn.Module, str] = {unwrap_model(trainer.model): ""}
+    optimizers: dict[Any, str] = {trainer.optimizer: ""}
+    for name, value in vars(trainer).items():
+        if isinstance(value, torch.optim.Optimizer):
             optimizers.setdefault(value, f"{name}.")
+        if isinstance(value, nn.Module):
+            module = unwrap_model(value)
+            is_part = any(module in {*model.modules()} for model in models)
+            if not is_part:
+                models[module] = f"{name}."
     return models, optimizers
 
 
 def _bad_names(value: Tensor, names: Sequence[str]) -> list[str]:
     """The names of the samples whose rows are not finite; none if there is no row for each sample."""
-    finite = value.isfinite().flatten(1).all(1) if value.dim() > 1 else value.isfinite()
-    pairs = zip(names, finite.tolist(), strict=True) if finite.shape == (len(names),) else ()
-    return [name for name, good in pairs if not good]
+    finite = value.isfinite()
+    if value.dim() > 1:
+        finite = finite.flatten(1).all(1)
+    if finite.shape != (len(names),):
+        return []
+    return [name for name, good in zip(names, finite.tolist(), strict=True) if not good]
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The tensors and plain values in nested containers and objects, each with its path."""
+    is_object = hasattr(value, "__dict__") and not callable(value)
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    elif (
-        not isinstance(value, Mapping | Tensor)
-        and hasattr(value, "__dict__")
-        and not callable(value)
-    ):
+    elif is_object and not isinstance(value, Mapping | Tensor):
         value = vars(value)
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -322,21 +330,22 @@ class Replay:
 
     def __post_init__(self) -> None:
         seen = self.inspection
-        self.batch = seen.batches if len(seen.batches) > 1 else next(iter(seen.batches), None)
-        self.losses, self.gradients, self.samples = (
-            seen.losses,
-            seen.gradients,
-            [*chain(*seen.samples)],
-        )
-        self.error, self.first_bad_module = seen.error, seen.first_bad_module
+        self.batch: Any = seen.batches
+        if len(seen.batches) <= 1:
+            self.batch = seen.batches[0] if seen.batches else None
+        self.losses = seen.losses
+        self.gradients = seen.gradients
+        self.samples = [*chain(*seen.samples)]
+        self.error = seen.error
+        self.first_bad_module = seen.first_bad_module
 
     @property
     def first_bad_gradient(self) -> str:
         """The first parameter, in the order of the backward pass, whose gradient is not finite; "" if there is none."""
-        return next(
-            (name for name, grad in reversed(self.gradients.items()) if not grad.isfinite().all()),
-            "",
-        )
+        for name, gradient in reversed(self.gradients.items()):
+            if not gradient.isfinite().all():
+                return name
+        return ""
 
     def find(self) -> dict[str, str]:
         """The faults on this rank: name -> text."""
@@ -352,51 +361,64 @@ class Replay:
         return {name: text for name, text in found.items() if text}
 
     def __str__(self) -> str:
-        gradients = [
+        num_before = self.num_before
+        title = f"Iteration {self.iteration} of {self.run}, "
+        title += f"from {self.start} and {num_before} iterations after it"
+        lines = [title, ""]
+        lines += [f"not as in the run: {text}" for text in self.differences]
+        if not self.differences:
+            lines.append("settings, code, versions and machine are as in the run")
+        losses = [(name, loss.item()) for name, loss in self.losses.items()]
+        norms = [
             (name, gradient.float().norm().item()) for name, gradient in self.gradients.items()
         ]
-        tables: dict[tuple[str, ...], Any] = {
-            ("batch", "shape", "dtype", "min", "max"): self._fields(),
-            ("loss", "value"): [(name, loss.item()) for name, loss in self.losses.items()],
-            ("module", "largest output"): self.inspection.outputs,
-            ("parameter", "gradient's norm"): gradients,
-        }
+        lines += [
+            _table(("batch", "shape", "dtype", "min", "max"), self._fields()),
+            _table(("loss", "value"), losses),
+            _table(("module", "largest output"), self.inspection.outputs),
+            _table(("parameter", "gradient's norm"), norms),
+            "",
+            f"{len(self.samples)} samples: {_shortened(self.samples)}",
+        ]
+        for rank, faults in enumerate(self.findings):
+            if faults and len(self.findings) > 1:
+                lines.append(f"rank {rank}:")
+            lines += [f"{name}: {text}" for name, text in faults.items()]
         texts = {
             "failure": self.failure,
             "samples": self.samples_at_fault,
             "on the way": self.on_the_way,
+            "proof": self.proof,
+            "verdict": self.verdict,
         }
-        texts |= {"proof": self.proof, "verdict": self.verdict}
-        lines = [
-            f"Iteration {self.iteration} of {self.run}, from {self.start} and {self.num_before} iterations after it",
-            "",
-        ]
-        lines += [f"not as in the run: {text}" for text in self.differences]
-        lines += (
-            [] if self.differences else ["settings, code, versions and machine are as in the run"]
-        )
-        lines += [
-            f"\n{format_table(rows, names, floatfmt='.4g', missingval='-')}"
-            for names, rows in tables.items()
-        ]
-        lines += ["", f"{len(self.samples)} samples: {_shortened(self.samples)}"]
-        for rank, faults in enumerate(self.findings):
-            lines += [f"rank {rank}:"] if faults and len(self.findings) > 1 else []
-            lines += [f"{name}: {text}" for name, text in faults.items()]
-        return "\n".join([*lines, *(f"{name}: {text}" for name, text in texts.items() if text)])
+        lines += [f"{name}: {text}" for name, text in texts.items() if text]
+        return "\n".join(lines)
 
     def _fields(self) -> Iterator[tuple[Any, ...]]:
         """Name, shape, dtype, minimum and maximum of each tensor of the batch."""
         for path, value in _leaves(self.batch):
-            if isinstance(value, Tensor):
-                is_number = value.numel() and not value.is_complex()
-                limits = map(Tensor.item, value.aminmax()) if is_number else (None, None)
-                yield "/".join(map(str, path)), [*value.shape], str(value.dtype), *limits
+            if not isinstance(value, Tensor):
+                continue
+            name = "/".join(map(str, path))
+            smallest = largest = None
+            if value.numel() and not value.is_complex():
+                limits = value.aminmax()
+                smallest = limits.min.item()
+                largest = limits.max.item()
+            yield name, [*value.shape], str(value.dtype), smallest, largest
+
+
+def _table(names: Sequence[str], rows: Any) -> str:
+    table = format_table(rows, names, floatfmt=".4g", missingval="-")
+    return f"\n{table}"
 
 
 def _shortened(names: Sequence[str], most: int = 4) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 # by whether all bits are equal in this process, and in a new one (None: it was not repeated there)

@@ -1,6 +1,5 @@
 """How a run was started: its settings and other facts in a checkpoint, and comparisons with those of this process."""
 
-import ast
 import hashlib
 import importlib.metadata
 import os
@@ -9,10 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cache, reduce
-from itertools import product
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,6 @@ _ENVIRONMENT = re.compile(
 )
 # sys.argv of python -c, and of a program from stdin; in a notebook only __main__ has no file
 _NO_FILE: tuple[list[str], ...] = ([], [""], ["-"], ["-c"])
-_LATE_IMPORT = re.compile(rb"^[ \t]+(from [\w.]+ )?import ", re.MULTILINE)  # in a function
 
 
 def command_of(origin: Mapping[str, Any]) -> str:
@@ -52,8 +49,9 @@ def command_of(origin: Mapping[str, Any]) -> str:
     argv, module = origin.get("argv"), origin.get("module")
     if not isinstance(argv, list) or not argv or not origin.get("has_file", True):
         return "(not known)"
-    words = map(str, ["python", *(["-m", module] if module else argv[:1]), *argv[1:]])
-    return printable(shlex.join(words)).replace("\n", r"\n")
+    program = ["-m", module] if module else argv[:1]
+    words = ["python", *program, *argv[1:]]
+    return printable(shlex.join(map(str, words))).replace("\n", r"\n")
 
 
 def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
@@ -76,12 +74,13 @@ def describe_origin(config: str, device: torch.device | None) -> dict[str, Any]:
     """How this run was started, as plain values for a checkpoint; ``config`` is the YAML of the settings as given."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
+    module = ""
+    if spec is not None:  # python -m
+        module = spec.name.removesuffix(".__main__")
     return {
         "config": config,
         "argv": [*sys.argv],
-        "module": spec.name.removesuffix(".__main__")
-        if spec is not None
-        else "",  # the module of python -m
+        "module": module,
         "has_file": hasattr(main, "__file__") and sys.argv[:1] not in _NO_FILE,
         "folder": os.getcwd(),
         "seed": torch.initial_seed(),
@@ -96,17 +95,19 @@ def describe_other_origin(saved: Mapping[str, Any], device: torch.device | None)
     No path in the file is opened: it is looked up among the files that this process has imported.
     """
     own = describe_origin("", device)
-    then, now = saved["facts"], own["facts"]
-    differing = [name for name in then | now if then.get(name) != now.get(name)]
-    lines = [
-        f"{name}: {then.get(name, 'not set')} in the run, {now.get(name, 'not set')} now"
-        for name in differing
-    ]
-    others = [name for name, digest in saved["files"].items() if own["files"].get(name) != digest]
-    return lines + [
-        f"code: {name} is {'another one' if name in own['files'] else 'not imported'} now"
-        for name in others
-    ]
+    then = saved["facts"]
+    now = own["facts"]
+    lines: list[str] = []
+    for name in then | now:
+        if then.get(name) != now.get(name):
+            in_the_run = then.get(name, "not set")
+            lines.append(f"{name}: {in_the_run} in the run, {now.get(name, 'not set')} now")
+    for name, digest in saved["files"].items():
+        if name not in own["files"]:
+            lines.append(f"code: {name} is not imported now")
+        elif own["files"][name] != digest:
+            lines.append(f"code: {name} is another one now")
+    return lines
 
 
 def _facts(device: torch.device | None) -> dict[str, Any]:
@@ -116,12 +117,15 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
     # somebody has set torch's newer name, beside which the older one cannot be read
     except RuntimeError:
         precision = torch.backends.cuda.matmul.fp32_precision
-    is_cuda = device is not None and device.type == "cuda"
+    if device is None:
+        device_name = "none"
+    elif device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
+    else:
+        device_name = device.type
     facts = {
         "commit of the code": _commit(os.getcwd()),
-        "device": torch.cuda.get_device_name(device)
-        if is_cuda
-        else str(getattr(device, "type", "none")),
+        "device": device_name,
         "number of processes": comm.get_world_size(),
         "version of python": platform.python_version(),
         "version of torch": str(torch.__version__),
@@ -139,59 +143,28 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
         "precision of float32 products": precision,
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
     }
-    return facts | {
-        f"variable {name}": value
-        for name, value in os.environ.items()
-        if _ENVIRONMENT.fullmatch(name)
-    }
+    for name, value in os.environ.items():
+        if _ENVIRONMENT.fullmatch(name):
+            facts[f"variable {name}"] = value
+    return facts
 
 
 def _files() -> dict[str, str]:
-    """The digests of the project's modules, by their paths in the current folder; all of trainkit is one.
+    """The digests of the imported modules of the project, by their paths in the current folder; all of trainkit is one.
 
-    They are the modules that this process has imported, and those that they import in functions: only a loader worker
-    may have called such a function.
+    Modules that only a loader worker has imported are not there.
     """
-    own, here = Path(comm.__file__).resolve().parents[1], Path.cwd()
+    here = Path.cwd()
+    own = Path(comm.__file__).resolve().parents[1]
     found = {"trainkit": _digest_of(*sorted(own.rglob("*.py")))}
-    imported = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-    files = {*imported}
-    while files:
-        file = Path(files.pop())
-        is_own = (
-            file.is_relative_to(here)
-            and not file.is_relative_to(own)
-            and "site-packages" not in file.parts
-        )
-        if (
-            is_own
-            and file.suffix == ".py"
-            and file.is_file()
-            and (name := str(file.relative_to(here))) not in found
-        ):
+    for module in [*sys.modules.values()]:
+        file = Path(str(getattr(module, "__file__", None)))
+        if not file.is_relative_to(here) or file.is_relative_to(own):
+            continue
+        if file.suffix == ".py" and "site-packages" not in file.parts and file.is_file():
+            name = str(file.relative_to(here))
             found[name] = _digest_of(file)
-            if str(file) not in imported or _LATE_IMPORT.search(file.read_bytes()):
-                files |= {*_imported_by(file, here)}
     return dict(sorted(found.items()))
-
-
-def _imported_by(file: Path, here: Path) -> Iterator[str]:
-    """Where the modules that a file imports anywhere would be in the folder ``here``; the paths may not exist."""
-    folders = [
-        folder
-        for folder in {Path(name).absolute() for name in sys.path}
-        if folder.is_relative_to(here)
-    ]
-    with suppress(SyntaxError):
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                level, start = getattr(node, "level", 0), getattr(node, "module", None) or ""
-                for name, folder in product(
-                    node.names, [file.parents[level - 1]] if level else folders
-                ):
-                    for part in f"{start}.{name.name}".strip(".").split("."):
-                        folder /= part
-                        yield from (f"{folder}.py", f"{folder / '__init__.py'}")
 
 
 def sizes_and_times(names: Iterable[str]) -> dict[str, list[int]]:
@@ -221,11 +194,11 @@ def _commit(folder: str) -> str:
 
 def changes_since(cfg: CfgNode, former: CfgNode) -> list[tuple[str, Any, Any]]:
     """(full key, former value, value) of each setting that changes what a run computes and differs from ``former``."""
-    return [
-        (key, get_key(former, key), value)
-        for key, value in changed_settings(cfg, former)
-        if not _NO_MATTER.fullmatch(key)
-    ]
+    changes = []
+    for key, value in changed_settings(cfg, former):
+        if not _NO_MATTER.fullmatch(key):
+            changes.append((key, get_key(former, key), value))
+    return changes
 
 
 def use_settings(cfg: CfgNode, config: str, name: str) -> None:
@@ -247,24 +220,28 @@ def table_of_other_settings(saved: Mapping[str, Any], cfg: CfgNode) -> str:
         of_checkpoint = settings_of(saved["config"])
     except ConfigError as error:  # not one of this run's config
         raise CheckpointError(f"the config in the checkpoint cannot be read: {error}") from error
-    pair = (own, of_checkpoint | {THREADS: saved["facts"][THREADS]})
+    of_checkpoint |= {THREADS: saved["facts"][THREADS]}
     rows = []
-    for key in pair[0] | pair[1]:
+    for key in own | of_checkpoint:
         # only one of the two may know a key of a project: the other has its default
-        here, there = (repr(found[key]) if key in found else _default(key) for found in pair)
+        here = repr(own[key]) if key in own else _default(key)
+        there = repr(of_checkpoint[key]) if key in of_checkpoint else _default(key)
         if here != there:
-            rows.append(
-                (key, here, there, "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run")
-            )
+            used = "checkpoint" if _OF_CHECKPOINT.fullmatch(key) else "this run"
+            rows.append((key, here, there, used))
+    if not rows:
+        return ""
     titles = ("setting", "of this run", "in the checkpoint", "what is used")
-    return format_table(rows, titles, disable_numparse=True) if rows else ""
+    return format_table(rows, titles, disable_numparse=True)
 
 
 def _default(key: str) -> str:
     """The default of a key as text; "-" if there is no such key, or its project is not there."""
-    try:
-        default = repr(reduce(getattr, key.split("."), get_cfg()))
-    except AttributeError:
-        return "-"
+    value: Any = get_cfg()
+    for name in key.split("."):
+        if name not in value:
+            return "-"
+        value = value[name]
+    default = repr(value)
     # a config in which it is not set means something else than one in which it is set to the default
     return f"{default}, not set" if key in MEANT_IF_SET else default

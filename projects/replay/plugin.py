@@ -37,7 +37,8 @@ def add_config(cfg: CfgNode) -> None:
 def check(cfg: CfgNode) -> None:
     from trainkit.projects.replay.skip import RANGES, are_ranges
 
-    pairs, mode = cfg.DATALOADER.SKIP, cfg.DATALOADER.SKIP_MODE
+    pairs = cfg.DATALOADER.SKIP
+    mode = cfg.DATALOADER.SKIP_MODE
     if pairs and not are_ranges(pairs):
         raise not_accepted("DATALOADER.SKIP", pairs, RANGES)
     if cfg.FORK.ITER >= 0 and not cfg.FORK.RUN:
@@ -53,7 +54,10 @@ def prepare(cfg: CfgNode) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    text = "start from another run after so many iterations (default: its newest checkpoint), with its settings"
+    text = (
+        "start from another run after so many iterations (default: its newest checkpoint), "
+        "with its settings"
+    )
     parser.add_argument("--fork", default="", metavar="RUN[@ITERATIONS]", help=text)
 
 

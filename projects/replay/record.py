@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
 from trainkit.projects.replay import origin as facts
 from trainkit.projects.replay.failure import describe_error, failed_iteration, losses_of
 from trainkit.projects.replay.fork import adapt
@@ -48,17 +49,16 @@ class RunRecord(HookBase):
 
     @property
     def _is_in_parts(self) -> bool:
-        return bool(
-            getattr(getattr(self.trainer.checkpointer, "format", None), "collective", False)
-        )
+        checkpoint_format = getattr(self.trainer.checkpointer, "format", None)
+        return bool(getattr(checkpoint_format, "collective", False))
 
     def before_train(self) -> None:
         fork = self.trainer.cfg.get("FORK")
         if fork is not None and fork.RUN and not self._parents:
-            text = (
-                "--fork is given (FORK.RUN), but the script starts at iteration 0; before train()"
+            raise ConfigError(
+                "--fork is given (FORK.RUN), but the script starts at iteration 0; "
+                "before train(), call trainer.resume_or_load(resume=args.resume)"
             )
-            raise ConfigError(f"{text}, call trainer.resume_or_load(resume=args.resume)")
         self._how_to_repeat = ""
         if comm.is_main_process():
             _ = self.origin  # read now: files may change during the run
@@ -75,35 +75,49 @@ class RunRecord(HookBase):
         """The origin, with what is true only now: the files of the last samples, where their names are paths."""
         samples: list[str] = []
         try:  # a dataset's own `sample_name`
-            newest = [*chain(*_names_of_last(self.trainer, 1))]
-            if newest and os.path.isfile(newest[-1]):
-                samples = [*chain(*_names_of_last(self.trainer, 1 + 1000 // len(newest)))][-1000:]
+            samples = self._names_of_last_files()
         except Exception as error:
             logger.warning(
                 "The files of the last samples are not recorded: %s: %s",
                 type(error).__name__,
                 error,
             )
-        now = {"samples": facts.sizes_and_times(samples), "saved_ns": time.time_ns()}
-        return {**self.origin, **now, "parents": [*self._parents]}
+        return {
+            **self.origin,
+            "samples": facts.sizes_and_times(samples),
+            "saved_ns": time.time_ns(),
+            "parents": [*self._parents],
+        }
+
+    def _names_of_last_files(self) -> list[str]:
+        """The names of the last 1,000 samples, if they are files."""
+        newest = [*chain(*_names_of_last(self.trainer, 1))]
+        if not newest or not os.path.isfile(newest[-1]):
+            return []
+        num_batches = 1 + 1000 // len(newest)
+        names = [*chain(*_names_of_last(self.trainer, num_batches))]
+        return names[-1000:]
 
     def after_load(self, state: dict[str, Any]) -> None:
         trainer = state.get("trainer")
         if not isinstance(trainer, dict) or not isinstance(trainer.get("hooks"), dict):
             return  # it is not the file of a DefaultTrainer
-        if trainer.get("origin"):
-            fork, parents = self.trainer.cfg.get("FORK"), trainer["origin"].get("parents", [])
-            known = [(parent["run"], parent["iteration"]) for parent in parents]
-            if fork is not None and fork.RUN and (fork.RUN, fork.ITER) not in known:
-                adapt(trainer, self.trainer)
-            # so it gets this as its state, if it loads one
-            trainer["hooks"]["RunRecord"] = trainer["origin"]
+        if not trainer.get("origin"):
+            return
+        fork = self.trainer.cfg.get("FORK")
+        parents = trainer["origin"].get("parents", [])
+        known = [(parent["run"], parent["iteration"]) for parent in parents]
+        if fork is not None and fork.RUN and (fork.RUN, fork.ITER) not in known:
+            adapt(trainer, self.trainer)
+        # so it gets this as its state, if it loads one
+        trainer["hooks"]["RunRecord"] = trainer["origin"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parents = state_dict.get("parents", [])
-        if "facts" in state_dict and (
-            table := facts.table_of_other_settings(state_dict, self.trainer.given_cfg)
-        ):
+        if "facts" not in state_dict:
+            return
+        table = facts.table_of_other_settings(state_dict, self.trainer.given_cfg)
+        if table:
             logger.warning("The checkpoint was written with other settings:\n%s", table)
 
     def after_failure(self, error: BaseException) -> None:
@@ -117,9 +131,10 @@ class RunRecord(HookBase):
 
 def _names_of_last(trainer: Any, num_batches: int) -> list[list[str]]:
     """The names of the samples of the last batches, if the loader of the trainer knows them."""
-    names: list[list[str]] = getattr(trainer.data_loader, "names_of_last", lambda num: [])(
-        num_batches
-    )
+    loader = trainer.data_loader
+    if not hasattr(loader, "names_of_last"):
+        return []
+    names: list[list[str]] = loader.names_of_last(num_batches)
     return names
 
 
@@ -130,66 +145,81 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
     been updated since, or a file cannot hold the batch, it holds no step, but how the run was started (``origin``) and
     what was logged since the last checkpoint. Returns the command that repeats the step; "" if there is no such step.
     """
-    inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    is_of_step = trainer.done == trainer.iter and bool({"run_step", "before_step"} & inside)
+    functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    is_in_step = "run_step" in functions or "before_step" in functions
+    is_of_step = trainer.done == trainer.iter and is_in_step
     is_of_loss = isinstance(error, FloatingPointError) and "not finite in iteration" in str(error)
-    if (
-        isinstance(error, ConfigError)
-        or not isinstance(error, Exception)
-        or not (is_of_step or is_of_loss)
-    ):
+    is_fault_of_run = isinstance(error, Exception) and not isinstance(error, ConfigError)
+    if not is_fault_of_run or not (is_of_step or is_of_loss):
         return ""
     iteration = failed_iteration(error, trainer.iter)  # the trainer may be in a later one
-    has_logical_ranks = trainer.cfg.SOLVER.get("LOGICAL_RANKS")
+    is_present = is_of_step and iteration == trainer.iter
+    has_logical_ranks = bool(trainer.cfg.SOLVER.get("LOGICAL_RANKS"))
     num_ranks = 1 if has_logical_ranks else comm.get_world_size()
     folder = os.path.abspath(trainer.checkpointer.save_dir)
-    commands = [_call(origin, folder, iteration, num_ranks)]
-    # of several micro-batches, or with logical ranks, this process has only one batch of the step
-    is_whole = trainer.accumulation_steps == 1 and not has_logical_ranks
-    is_whole = is_whole and is_of_step and iteration == trainer.iter and "update" not in inside
-    capsule: dict[str, Any] = {"iteration": iteration, "error": describe_error(error)}
-    capsule |= {"command": commands[0], "batches": [], "samples": [], "losses": {}}
+    from_checkpoint = _call(origin, folder, iteration, num_ranks)
     # not .pth, so that no run resumes from it
-    path = os.path.abspath(
-        os.path.join(trainer.cfg.OUTPUT_DIR, f"capsule.rank{comm.get_rank()}.pt")
-    )
+    name = f"capsule.rank{comm.get_rank()}.pt"
+    path = os.path.abspath(os.path.join(trainer.cfg.OUTPUT_DIR, name))
+    capsule: dict[str, Any] = {
+        "iteration": iteration,
+        "error": describe_error(error),
+        "command": from_checkpoint,
+        "batches": [],
+        "samples": [],
+        "losses": {},
+    }
     try:
-        if is_whole:
+        # of several micro-batches, or with logical ranks, this process has only one batch of the step
+        has_whole_batch = trainer.accumulation_steps == 1 and not has_logical_ranks
+        if is_present and has_whole_batch and "update" not in functions:
             with suppress(AttributeError, TypeError):  # there is none, or a file cannot hold it
-                # copies: a file would hold the whole memory of a tensor of which a sample is a part
-                batch = plain_state(
-                    trainer.batch, take=lambda tensor, path: ordinary(tensor, path).clone()
-                )
+                batch = plain_state(trainer.batch, take=_copy)
                 capsule |= {"batches": [batch], "samples": _names_of_last(trainer, 1)}
         # with logical ranks they depend on the number of processes
-        if is_of_step and iteration == trainer.iter and not has_logical_ranks:
+        if is_present and not has_logical_ranks:
             with suppress(AttributeError):  # there are none yet
                 capsule["losses"] = losses_of(trainer)
-        state = {
-            key: value.state_dict() for key, value in trainer.checkpointer.checkpointables.items()
-        }
-        step = state["trainer"]["_trainer"]
-        step["optimizer"] = {**step["optimizer"], "state": {}}
-        state["trainer"] |= {"world_size": 1, "origin": origin}
-        model = unwrap_model(trainer.model).state_dict() if capsule["batches"] else {}
-        write_file({"model": model, **state, "capsule": capsule}, path)
-        if folder != os.path.dirname(path):  # a replay of the checkpoints compares the failure too
-            without_step = {**capsule, "batches": [], "samples": []}
-            beside = os.path.join(folder, os.path.basename(path))
-            write_file({"model": {}, **state, "capsule": without_step}, beside)
-        if capsule["batches"]:
-            commands.insert(0, _call(origin, path))
+        _write_capsule(trainer, capsule, origin, path, folder)
     except Exception as other:
         logger.warning(
             "The capsule of the failed step is not written: %s: %s", type(other).__name__, other
         )
-    return ", or from the checkpoint: ".join(commands)
+        return from_checkpoint
+    if not capsule["batches"]:
+        return from_checkpoint
+    return f"{_call(origin, path)}, or from the checkpoint: {from_checkpoint}"
+
+
+def _copy(tensor: Tensor, path: str) -> Tensor:
+    """A file would hold the whole memory of a tensor of which a sample is a part."""
+    return ordinary(tensor, path).clone()
+
+
+def _write_capsule(
+    trainer: Any, capsule: dict[str, Any], origin: Mapping[str, Any], path: str, folder: str
+) -> None:
+    """Write the capsule, and without its step into the folder of the checkpoints, if that is another one."""
+    state: dict[str, Any] = {}
+    for key, value in trainer.checkpointer.checkpointables.items():
+        state[key] = value.state_dict()
+    step = state["trainer"]["_trainer"]
+    step["optimizer"] = {**step["optimizer"], "state": {}}
+    state["trainer"] |= {"world_size": 1, "origin": origin}
+    model = unwrap_model(trainer.model).state_dict() if capsule["batches"] else {}
+    write_file({"model": model, **state, "capsule": capsule}, path)
+    if folder != os.path.dirname(path):  # a replay of the checkpoints compares the failure too
+        without_step = {**capsule, "batches": [], "samples": []}
+        beside = os.path.join(folder, os.path.basename(path))
+        write_file({"model": {}, **state, "capsule": without_step}, beside)
 
 
 def _call(origin: Mapping[str, Any], path: str, iteration: int | None = None, num: int = 1) -> str:
     """What repeats a step from a capsule, or from the checkpoints of a run of ``num`` processes."""
     if origin["has_file"]:
-        start = REPLAY.replace("python", f"torchrun --nproc-per-node {num}") if num > 1 else REPLAY
+        start = REPLAY
+        if num > 1:
+            start = REPLAY.replace("python", f"torchrun --nproc-per-node {num}")
         step = "" if iteration is None else f" --iter {iteration}"
         return f"{start} {shlex.quote(path)}{step} -- {facts.command_of(origin)}"
     if num > 1:

@@ -48,14 +48,17 @@ def replay_range(
     """
     values, text = _repeat(run, first, end, make_hook, start)
     if comm.is_main_process():
-        finite = {
-            i: {k: v if math.isfinite(v) else None for k, v in row.items()}
-            for i, row in sorted(values.items())
-        }
-        lines = [json.dumps({"iteration": iter, **row}) + "\n" for iter, row in finite.items()]
+        lines = []
+        for iter, row in sorted(values.items()):
+            finite = {name: _null_if_not_finite(value) for name, value in row.items()}
+            lines.append(json.dumps({"iteration": iter, **finite}) + "\n")
         os.makedirs(output_dir, exist_ok=True)
         write_text("".join(lines), os.path.join(output_dir, "metrics.json"))
     return text
+
+
+def _null_if_not_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def is_equal(answer: str) -> bool:
@@ -68,9 +71,9 @@ def worst(run: Folder, first: int, end: int, num: int, start: Start = None) -> s
     losses = Quantity("loss")
     _, way = _repeat(run, first, end, lambda: losses, start)
     rows = heapq.nlargest(num, losses.found, lambda row: _nan_is_largest(row[1]))
-    lines = [
-        f"iteration {iter}: loss {value:.4g}; {', '.join(names)}" for iter, value, names in rows
-    ]
+    lines = []
+    for iter, value, names in rows:
+        lines.append(f"iteration {iter}: loss {value:.4g}; {', '.join(names)}")
     return "\n".join([*lines, way])
 
 
@@ -91,14 +94,17 @@ def _repeat(
         session.go_on(first - 1)
         error = session.go_on(end - 1, make_hook())
         values = logged_values(trainer.storage.state_dict(), first, end)
-        text = compare_way(values, end_place.after, end - 1)[0] if comm.is_main_process() else ""
+        text = ""
+        if comm.is_main_process():
+            text, _ = compare_way(values, end_place.after, end - 1)
         failure, comparison = session.compare_endings(start_iter, end - 1, error)
         if error is not None and comparison != "only here":
             text = f"FAILED in iteration {trainer.iter}: {_first_sentence(error)}; {text}"
         if failure.startswith("DIFFERENT"):
             text = f"{failure}; {text}"
         notes = dict.fromkeys([*session.place.notes, *end_place.notes])
-        lines = [text, *(f"not as in the run: {note}" for note in notes)]
+        lines = [text]
+        lines += [f"not as in the run: {note}" for note in notes]
         return values, comm.broadcast("\n".join(lines))
 
     found: tuple[Values, str] = session.perform(start, work)
@@ -144,11 +150,9 @@ class Quantity(HookBase):
 
     def after_backward(self) -> None:
         if self._module is None:
+            expression = _QUANTITIES.get(self._name, self._name)
             try:  # eval of the user's own command line
-                value = eval(
-                    _QUANTITIES.get(self._name, self._name),
-                    {"trainer": self.trainer, "torch": torch},
-                )
+                value = eval(expression, {"trainer": self.trainer, "torch": torch})
                 self._values = [float(value)]
             except Exception as error:
                 accepted = "loss, grad_norm, weight, the name of a module, or Python"
@@ -179,7 +183,8 @@ def first_bad(
     run = os.path.abspath(run)
     files = files_of(run)
     if last is None:
-        last = max((saved.iteration for saved in files.checkpoints + files.capsules), default=0)
+        all_files = files.checkpoints + files.capsules
+        last = max((saved.iteration for saved in all_files), default=0)
     checkpoints = [saved for saved in files.checkpoints if saved.done < last]
     if not checkpoints:
         raise CheckpointError(
@@ -201,27 +206,34 @@ def first_bad(
         """The first value outside of the band around the running median; None if there is none."""
         seen = [*usual]
         for row in found:
-            if not math.isfinite(row[1]) or (
-                seen and abs(row[1]) > times * abs(statistics.median(seen[-20:]))
-            ):
+            _, value, _ = row
+            if not math.isfinite(value):
                 return row
-            seen.append(row[1])
+            if seen:
+                median = statistics.median(seen[-20:])
+                if abs(value) > times * abs(median):
+                    return row
+            seen.append(value)
         return None
 
+    def leaves_band(saved: Saved, usual: list[float]) -> bool:
+        """Whether the first step from a checkpoint is outside of the band."""
+        found, _ = measure(saved, 1)
+        return first_outside(found, usual) is not None
+
     def work(trainer: Any) -> str:
-        usual = [value for _, value, _ in measure(checkpoints[0], 5)[0] if math.isfinite(value)]
+        found, _ = measure(checkpoints[0], 5)
+        usual = [value for _, value, _ in found if math.isfinite(value)]
         # the first checkpoint counts as good
-        later = bisect_left(
-            checkpoints[1:],
-            True,
-            key=lambda saved: bool(first_outside(measure(saved, 1)[0], usual)),
-        )
+        candidates = checkpoints[1:]
+        later = bisect_left(candidates, True, key=lambda saved: leaves_band(saved, usual))
         rows, error = measure(checkpoints[later], last + 1)
-        lines = [describe(first_outside(rows, usual), os.path.basename(checkpoints[later].path))]
+        name = os.path.basename(checkpoints[later].path)
+        lines = [describe(first_outside(rows, usual), name)]
         first = checkpoints[later].iteration
         values = logged_values(trainer.storage.state_dict(), first, last + 1)
-        way = compare_way(values, session.next, last)[0]
-        failure = session.compare_endings(first, last, error)[0]
+        way, _ = compare_way(values, session.next, last)
+        failure, _ = session.compare_endings(first, last, error)
         differences = [text for text in (failure, way) if text.startswith("DIFFERENT")]
         notes = [f"{name} is damaged: {damage}" for name, damage in files.damaged.items()]
         return "\n".join([*lines, *differences, *notes])

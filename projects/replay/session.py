@@ -75,8 +75,11 @@ class Session:
         governing: Any = place.after or place.before
         self.origin = governing.state["trainer"]["origin"]
         self.num_ranks = self.origin["facts"]["number of processes"]  # that the replay needs
-        self.run, self.at, self.start, self.next = run, at, place.before, place.after
+        self.run = run
+        self.at = at
         self.place = place
+        self.start = place.before
+        self.next = place.after
         self.notes = [*place.notes]  # differences from the run
 
     def perform(self, start: Start, work: Callable[[Any], Any]) -> Any:
@@ -87,10 +90,12 @@ class Session:
                 f"give the command of the run after `--`; '{self.run}' says that it was: {known}"
             )
         self._work = work
-        disabled, threads = logging.root.manager.disable, torch.get_num_threads()
+        disabled_level = logging.root.manager.disable
+        threads = torch.get_num_threads()
+        threads_of_run = min(self.origin["facts"][facts.THREADS], 1024)
         try:
             logging.disable(logging.ERROR)
-            torch.set_num_threads(min(self.origin["facts"][facts.THREADS], 1024))
+            torch.set_num_threads(threads_of_run)
             with (
                 _temporary_folder() as self._folder,
                 self._taking_over(),
@@ -98,10 +103,13 @@ class Session:
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore")
-                start() if callable(start) else run_command(start)
+                if callable(start):
+                    start()
+                else:
+                    run_command(start)
         finally:
             torch.set_num_threads(threads)
-            logging.disable(disabled)
+            logging.disable(disabled_level)
         if self._result is None:
             raise ConfigError(
                 "the command after `--` has ended before it trained; give the one that trains"
@@ -111,8 +119,12 @@ class Session:
     @contextlib.contextmanager
     def _taking_over(self) -> Iterator[None]:
         """Context in which this replay sets up the configs, has no log, and takes the place of the training."""
-        build, draw, seed = DefaultTrainer.__init__, ResumableLoader.__iter__, setup.seed_all_rng
-        drawn = self.origin["seed"] if self.start is None and self.origin["seed"] < 2**32 else None
+        build = DefaultTrainer.__init__
+        draw = ResumableLoader.__iter__
+        seed = setup.seed_all_rng
+        drawn_seed = None  # of a run without SEED
+        if self.start is None and self.origin["seed"] < 2**32:
+            drawn_seed = self.origin["seed"]
 
         def init(trainer: Any, cfg: CfgNode) -> None:
             self._set_up(cfg)
@@ -120,8 +132,12 @@ class Session:
 
         def apply_options(cfg: Any, args: Any) -> list[Any]:
             options = find_plugins().options
-            self._set_up(cfg, any(setup.is_given(option, args) for option in options))
+            has_options = any(setup.is_given(option, args) for option in options)
+            self._set_up(cfg, has_options)
             return []
+
+        def seed_all(number: int | None) -> Any:
+            return seed(drawn_seed if number is None else number)
 
         def iterate(loader: Any) -> Iterator[Any]:
             for batch in draw(loader):
@@ -137,7 +153,7 @@ class Session:
             (setup, "setup_logger", lambda *args, **kwargs: None),
             (RunRecord, "after_failure", lambda record, error: None),
             (StopRequests, "listening", _not_listening),
-            (setup, "seed_all_rng", lambda number: seed(drawn if number is None else number)),
+            (setup, "seed_all_rng", seed_all),
         ]
         with contextlib.ExitStack() as stack:
             for owner, name, new in replaced:
@@ -156,26 +172,32 @@ class Session:
             )
         if self._folder == cfg.OUTPUT_DIR:
             return
-        frozen, given = cfg.is_frozen(), cfg.clone()
+        is_frozen = cfg.is_frozen()
+        given = cfg.clone()
         cfg.defrost()
         facts.use_settings(cfg, self.origin["config"], self.run)
         facts.refuse_imports(cfg.IMPORTS, given.IMPORTS)
         facts.use_a_device_of_this_machine(cfg, given.MODEL.DEVICE)
         if given.MODEL.DEVICE == "auto":  # default_setup named a device in the run; no difference
             given.MODEL["DEVICE"] = cfg.MODEL.DEVICE  # by item, since it may be frozen
-        for key, now, value in () if has_options else facts.changes_since(cfg, given):
-            self.notes.append(
-                f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now"
-            )
+        if not has_options:
+            for key, now, value in facts.changes_since(cfg, given):
+                self.notes.append(
+                    f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now"
+                )
         self._output_dir = os.path.join(self.origin["folder"], cfg.OUTPUT_DIR)
-        cfg.OUTPUT_DIR, cfg.CHECKPOINT.DIR, cfg.IMPORTS = self._folder, "", given.IMPORTS
+        cfg.OUTPUT_DIR = self._folder
+        cfg.CHECKPOINT.DIR = ""
+        cfg.IMPORTS = given.IMPORTS
         for name in cfg.LOG.WRITERS:
             with contextlib.suppress(ImportError):
                 # imports the module of the writer, as the run did, so that it is no difference
                 _ = name in WRITER_REGISTRY
-        cfg.LOG.WRITERS, cfg.LOG.PROGRESS = [], False
-        cfg.MODEL.WEIGHTS = "" if self.start else cfg.MODEL.WEIGHTS
-        if frozen:
+        cfg.LOG.WRITERS = []
+        cfg.LOG.PROGRESS = False
+        if self.start:
+            cfg.MODEL.WEIGHTS = ""
+        if is_frozen:
             cfg.freeze()
 
     def _train(self, trainer: Any) -> None:
@@ -185,9 +207,10 @@ class Session:
                 f"--iter is {self.at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run"
             )
         if self.start is None and self.origin["parents"]:
-            run, last = map(self.origin["parents"][-1].get, ("run", "iteration"))
+            parent = self.origin["parents"][-1]
             raise ConfigError(
-                f"the run is a fork of {run}, which has done iterations 0 to {last}; replay them there"
+                f"the run is a fork of {parent['run']}, which has done iterations "
+                f"0 to {parent['iteration']}; replay them there"
             )
         if self.num_ranks != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
@@ -195,22 +218,28 @@ class Session:
                 f"torchrun --nproc-per-node {self.num_ranks} -m trainkit.projects.replay with the same arguments"
             )
         self.trainer = trainer
-        classes = {hook: {base.__name__ for base in type(hook).__mro__} for hook in trainer.hooks}
-        needs_results = any("ReduceOnPlateau" in names for names in classes.values())
-        others = (
-            set() if self.keeps_all_hooks else _SAVES if needs_results else _SAVES | _BY_RESULTS
-        )
         try:
             self.notes += facts.describe_other_origin(self.origin, device_of(trainer.model))
-            trainer._hooks = [
-                hook for hook in trainer.hooks if not {"PeriodicWriter", *others} & classes[hook]
-            ]
+            trainer._hooks = self._hooks_to_keep(trainer.hooks)
             self.load_start()
             self._result = self._work(trainer)
         finally:
             # workers end now, not only when Python's garbage collector finds the trainer
             trainer.reset_data_loader(tuple)
         raise _Done(0)
+
+    def _hooks_to_keep(self, given: Sequence[HookBase]) -> list[HookBase]:
+        """The hooks without those that write, save and evaluate, as far as the iterations do not depend on them."""
+        classes: dict[HookBase, set[str]] = {}
+        for hook in given:
+            classes[hook] = {base.__name__ for base in type(hook).__mro__}
+        left_out = {"PeriodicWriter"}
+        if not self.keeps_all_hooks:
+            left_out |= _SAVES
+            needs_results = any("ReduceOnPlateau" in names for names in classes.values())
+            if not needs_results:
+                left_out |= _BY_RESULTS
+        return [hook for hook in given if not left_out & classes[hook]]
 
     def go_on(self, last: int, *own: HookBase) -> Exception | None:
         """Train up to iteration ``last`` (included); return the error of the inspected step, None if there is none."""
@@ -255,13 +284,13 @@ class Session:
         If the run was resumed and has done the iteration, its failure counts only in ``step``.
         """
         are_as_many = comm.get_world_size() == self.num_ranks
-        found = [
-            failure
-            for failure in self.place.failures
-            if first <= failure.iteration <= last
-            and (not failure.is_overtaken or failure.iteration == step)
-            and (not are_as_many or failure.rank == comm.get_rank())
-        ]
+        found: list[Failure] = []
+        for failure in self.place.failures:
+            is_within = first <= failure.iteration <= last
+            counts = not failure.is_overtaken or failure.iteration == step
+            is_of_rank = not are_as_many or failure.rank == comm.get_rank()
+            if is_within and counts and is_of_rank:
+                found.append(failure)
         return min(found, key=lambda failure: failure.iteration, default=None)
 
     def compare_endings(
@@ -326,30 +355,33 @@ def copy_of(state: Any) -> Any:
 
 def run_command(words: Sequence[str]) -> None:
     """Run ``[python] FILE ...`` or ``[python] -m MODULE ...`` in this process; other words are a ConfigError."""
-    is_python = (
-        bool(words)
-        and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(words[0])) is not None
-    )
-    rest = [*words[is_python:]]
+    rest = [*words]
+    if rest and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(rest[0])):
+        rest = rest[1:]
     is_module = rest[:1] == ["-m"]
-    name, *arguments = rest[is_module:] or [""]
-    if not (name and (is_module or os.path.isfile(name))):
+    if is_module:
+        rest = rest[1:]
+    name = rest[0] if rest else ""
+    arguments = rest[1:]
+    if not name or not (is_module or os.path.isfile(name)):
         accepted = "python FILE ..., python -m MODULE ... or FILE ..., with a file that is there"
         raise ConfigError(f"the command is {shlex.join(words)!r}; accepted: {accepted}")
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    spawns = [
-        option
-        for option in _ONE_PROCESS
-        if any(word.startswith(option) for word in arguments[:end])
-    ]
-    arguments[end:end] = [word for option in spawns for word in (option, _ONE_PROCESS[option])]
-    former = sys.argv, [*sys.path]
+    in_one_process: list[str] = []
+    for option, value in _ONE_PROCESS.items():
+        if any(word.startswith(option) for word in arguments[:end]):
+            in_one_process += [option, value]
+    arguments[end:end] = in_one_process
+    former_argv = sys.argv
+    former_path = [*sys.path]
     sys.argv = [name, *arguments]
-    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)))
+    folder = os.getcwd() if is_module else os.path.dirname(os.path.abspath(name))
+    sys.path.insert(0, folder)
     try:
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(os.path.abspath(name), run_name="__main__")
     finally:
-        sys.argv, sys.path[:] = former
+        sys.argv = former_argv
+        sys.path[:] = former_path

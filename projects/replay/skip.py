@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
@@ -16,10 +15,13 @@ RANGES = "a list of [start, end], whole numbers from 0 on, which grow"
 def are_ranges(pairs: Any) -> bool:
     if not isinstance(pairs, list | tuple):
         return False
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        return False
-    numbers: list[Any] = [*chain(*pairs)]
-    return all(is_whole(number, 0) for number in numbers) and numbers == sorted({*numbers})
+    numbers: list[Any] = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            return False
+        numbers += pair
+    are_whole = all(is_whole(number, 0) for number in numbers)
+    return are_whole and numbers == sorted({*numbers})
 
 
 @HOOK_REGISTRY.register()
@@ -43,16 +45,29 @@ class SkipBatches(HookBase):
         # not those of an earlier run
         self._left_out = [pair for pair in self._left_out if pair[0] < start_iter]
         for start, end in self._ranges:
-            if end <= start_iter and not any(
-                first < end and start < last for first, last in self._left_out
-            ):
-                text = "DATALOADER.SKIP: nothing of [%d, %d] is left out, since the run continues with iteration %d"
-                logger.warning(text, start, end, start_iter)
+            if end <= start_iter and not self._has_left_out(start, end):
+                logger.warning(
+                    "DATALOADER.SKIP: nothing of [%d, %d] is left out, "
+                    "since the run continues with iteration %d",
+                    start,
+                    end,
+                    start_iter,
+                )
+
+    def _has_left_out(self, start: int, end: int) -> bool:
+        """Whether a part of the range was left out."""
+        return any(first < end and start < last for first, last in self._left_out)
 
     def before_step(self) -> None:
         iter = self.trainer.iter
-        end = next((end for start, end in self._ranges if start <= iter < end), iter)
-        first = max([iter, *(last for start, last in self._left_out if start <= iter)])
+        first = iter
+        for left_out_start, left_out_end in self._left_out:
+            if left_out_start <= iter:
+                first = max(first, left_out_end)
+        end = iter
+        for range_start, range_end in self._ranges:
+            if range_start <= iter < range_end:
+                end = range_end
         if first < end:
             text = (
                 "DATALOADER.SKIP: the batches of iterations %d to %d are left out, "

@@ -63,13 +63,13 @@ def replay(
     ``start`` is missing or does not call ``train()``, or there is no such iteration.
     """
     run = os.path.abspath(run)
-    is_file = os.path.isfile(run)
-    if not os.path.exists(run) or is_file != (iter is None) or (is_file and prove):
-        accepted = (
-            "accepted: the folder of a run and --iter, or a capsule without --iter and --prove"
-        )
+    is_there = os.path.exists(run)
+    is_capsule = os.path.isfile(run)
+    names_a_step = iter is not None
+    if not is_there or is_capsule == names_a_step or (is_capsule and prove):
         raise ConfigError(
-            f"got {run!r} (there: {os.path.exists(run)}), iter={iter}, prove={prove}; {accepted}"
+            f"got {run!r} (there: {is_there}), iter={iter}, prove={prove}; accepted: "
+            "the folder of a run and --iter, or a capsule without --iter and --prove"
         )
     session = _Capsule(run) if iter is None else _Step(run, iter, around(run, iter))
     if prove and (session.next is None or "capsule" in session.next.state):
@@ -87,28 +87,24 @@ class _Step(Session):
     samples: Sequence[list[str]] = ()  # their names, if the loader does not know them
 
     def work(self, trainer: Any, command: Start, verdict: bool, bisect: bool) -> Replay:
-        first, reached = trainer.start_iter, list[dict[str, Any]]()
+        first = trainer.start_iter
+        reached: list[dict[str, Any]] = []  # the state at the place of the next checkpoint
         if self.keeps_all_hooks:
             self._collect_at_next(reached)
-        beginning = self.collect() if self.start is None and first < self.at else None
+        beginning = None
+        if self.start is None and first < self.at:
+            beginning = self.collect()
         self.go_on(self.at - 1)
-        before, seen = self.collect(), self.look()
+        before = self.collect()
+        seen = self.look()
+
         origin = os.path.basename(self.start.path) if self.start else "the beginning"
         result = Replay(self.run, self.at, origin, self.at - first, self.notes, seen)
-        text, failure = self.compare_failure(first, seen)
-        result.failure = _of_ranks(text)
-        failure = _worst(comm.all_gather(failure))
-        equals_run = self.compare(
-            result, logged_values(trainer.storage.state_dict(), first, self.at + 1)
-        )
-        if failure == "has come back" and equals_run is not False:
-            equals_run = not result.failure.startswith("DIFFERENT")
+        failure, equals_run = self._compare_with_run(result, first)
         is_equal = equals_run is not False and failure in ("not known", "has come back")
         if self.keeps_all_hooks and self.next is not None:
             self.go_on(self.next.done)
-            result.proof = comm.broadcast(
-                prove_equal(reached, self.next) if comm.is_main_process() else ""
-            )
+            result.proof = self._prove(reached, self.next)
             is_equal = is_equal and not result.proof.startswith("DIFFERENT")
         if verdict:
             self.load(before)
@@ -127,6 +123,24 @@ class _Step(Session):
         result.findings = comm.all_gather(result.find())
         return result
 
+    def _compare_with_run(self, result: Replay, first: int) -> tuple[Comparison, bool | None]:
+        """Whether the failure is that of the run, and whether the values equal those of the run; notes both texts."""
+        text, failure = self.compare_failure(first, result.inspection)
+        result.failure = _of_ranks(text)
+        failure = _worst(comm.all_gather(failure))
+        storage = self.trainer.storage.state_dict()
+        equals_run = self.compare(result, logged_values(storage, first, self.at + 1))
+        if failure == "has come back" and equals_run is not False:
+            equals_run = not result.failure.startswith("DIFFERENT")
+        return failure, equals_run
+
+    def _prove(self, reached: list[dict[str, Any]], saved: Saved) -> str:
+        text = ""
+        if comm.is_main_process():
+            text = prove_equal(reached, saved)
+        proof: str = comm.broadcast(text)
+        return proof
+
     def compare_failure(self, first: int, seen: Inspection) -> tuple[str, Comparison]:
         """Compare how the way and the step have ended here and in the run."""
         run = self.failure_of_run(first, self.at, step=self.at)
@@ -134,15 +148,19 @@ class _Step(Session):
 
     def compare(self, result: Replay, values: Values) -> bool | None:
         """Compare with what the run has stored; returns whether the values are equal, None if that is not known."""
-        recorded, newest = (
-            self.origin["samples"],
-            self.origin["saved_ns"] if self.next else math.inf,
-        )
+        recorded = self.origin["samples"]
+        newest = self.origin["saved_ns"] if self.next else math.inf
         for name, (size, time) in sizes_and_times(result.samples).items():
-            if recorded[name] != [size, time] if name in recorded else time > newest:
+            if name in recorded:
+                has_changed = recorded[name] != [size, time]
+            else:
+                has_changed = time > newest
+            if has_changed:
                 result.changed_files.append(name)
         # only rank 0 has all values
-        way = compare_way(values, self.next, self.at) if comm.is_main_process() else ("", None)
+        way: tuple[str, bool | None] = "", None
+        if comm.is_main_process():
+            way = compare_way(values, self.next, self.at)
         result.on_the_way, is_equal = comm.broadcast(way)
         return is_equal
 
@@ -155,14 +173,14 @@ class _Step(Session):
                 trainer.request_save("(replay)", lambda: reached.append(self.collect()))
 
         hook = hooks.CallbackHook(after_step=ask)
-        hook.priority = (
-            "LOW" if saved.boundary_is_over else "NORMAL"
-        )  # below or above the save point
+        # below or above the save point
+        hook.priority = "LOW" if saved.boundary_is_over else "NORMAL"
         self.trainer.register_hooks([hook])
 
     def look(self) -> Inspection:
         """Perform and inspect the step now."""
-        self.inspection = seen = Inspection(self.samples)
+        seen = Inspection(self.samples)
+        self.inspection = seen
         error = self.go_on(self.at, seen)
         seen.close()
         losses = {name: loss.item() for name, loss in seen.losses.items()}
@@ -185,15 +203,18 @@ class _Step(Session):
     def _name_samples(self, seen: Inspection) -> str:
         """Name the samples with which the step fails, over all micro-batches and ranks."""
         found, reason = self._find_samples(seen)
-        everywhere = [text for of_rank in comm.all_gather(found) for text in of_rank]
-        failed = [text for has_failed, text in everywhere if has_failed]
+        failed: list[str] = []
+        good: list[str] = []
+        for of_rank in comm.all_gather(found):
+            for has_failed, text in of_rank:
+                (failed if has_failed else good).append(text)
         if failed:
             return "; ".join(failed)  # a good micro-batch has no sample at fault
-        if everywhere and seen.error:
+        if good and seen.error:
             return "the forward pass does not fail again, so this names none of them"
-        return "; ".join(dict.fromkeys(text for _, text in everywhere)) or (
-            f"they cannot be looked at one by one: {reason}"
-        )
+        if not good:
+            return f"they cannot be looked at one by one: {reason}"
+        return "; ".join(dict.fromkeys(good))
 
     def _find_samples(self, seen: Inspection) -> tuple[list[tuple[bool, str]], str]:
         """Try each sample of the step alone, from the state before the step, which was just loaded.
@@ -201,41 +222,37 @@ class _Step(Session):
         Returns for each micro-batch whether it fails, and a text; or why there is none.
         """
         self.trainer._restore_rng()
-        found = list[tuple[bool, str]]()
+        found: list[tuple[bool, str]] = []
         if seen.is_own_step or not seen.batches:
             reason = "the step has not called the model, or the trainer makes its steps itself"
             return found, reason
         try:
             for number, batch in enumerate(seen.batches):
-                names: list[str] = next(iter(seen.samples[number:]), [])
-                found.append(find_samples(self.trainer._trainer, batch, names))
+                found.append(find_samples(self.trainer._trainer, batch, seen.names_of(number)))
         except TypeError as error:
             return found, str(error)
         return found, ""
 
     def _perform_elsewhere(self, command: Start) -> list[Part] | str | Exception:
         """The parts of the step in a new process, why there is none, or how it has failed."""
-        if "RANK" in os.environ or callable(command):
-            return "it is under torchrun" if "RANK" in os.environ else "no command is given"
+        if "RANK" in os.environ:
+            return "it is under torchrun"
+        if callable(command):
+            return "no command is given"
+        iter = self.at if os.path.isdir(self.run) else None
         with tempfile.TemporaryDirectory(prefix="replay-", ignore_cleanup_errors=True) as folder:
-            arguments = (
-                self.run,
-                self.at if os.path.isdir(self.run) else None,
-                command,
-                f"{folder}/parts",
-            )
-            code = f"import sys; sys.path = {sys.path}; from {__name__} import write_parts; write_parts(*{arguments!r})"
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                capture_output=True,
-                text=True,
-                # its temporary files end with this folder, also if it is killed
-                env={**os.environ, "TMPDIR": folder},
-            )
-            if os.path.exists(arguments[-1]):
-                return list(torch.load(arguments[-1]))
-            last_line = (done.stderr.strip().splitlines() or ["without a word"])[-1]
-            return RuntimeError(f"a new process has failed: {last_line}")
+            file = f"{folder}/parts"
+            arguments = (self.run, iter, command, file)
+            code = f"import sys; sys.path = {sys.path}; "
+            code += f"from {__name__} import write_parts; write_parts(*{arguments!r})"
+            # its temporary files end with this folder, also if it is killed
+            environment = {**os.environ, "TMPDIR": folder}
+            words = [sys.executable, "-c", code]
+            done = subprocess.run(words, capture_output=True, text=True, env=environment)
+            if os.path.exists(file):
+                return list(torch.load(file))
+            lines = done.stderr.strip().splitlines() or ["without a word"]
+            return RuntimeError(f"a new process has failed: {lines[-1]}")
 
 
 def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
@@ -246,8 +263,11 @@ def write_parts(run: str, iter: int | None, command: Start, file: str) -> None:
 def _of_ranks(text: str) -> str:
     """The text of rank 0, and those of other ranks that differ."""
     texts = comm.all_gather(text)
-    others = [f"{text} (on rank {i})" for i, text in enumerate(texts) if text and text != texts[0]]
-    return "; ".join(filter(None, [texts[0], *others]))
+    parts = [texts[0]] if texts[0] else []
+    for rank, other in enumerate(texts):
+        if other and other != texts[0]:
+            parts.append(f"{other} (on rank {rank})")
+    return "; ".join(parts)
 
 
 def _worst(found: Sequence[Comparison]) -> Comparison:
@@ -258,8 +278,9 @@ def _worst(found: Sequence[Comparison]) -> Comparison:
 
 class _Capsule(_Step):
     def __init__(self, path: str) -> None:
-        self._state = state = read_file(path)
+        state = read_file(path)
         self._capsule: dict[str, Any] = state.pop("capsule", {})
+        self._state = state
         if not self._capsule:
             raise CheckpointError(
                 f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder"
@@ -270,8 +291,11 @@ class _Capsule(_Step):
                 f"'{path}' holds no step: {reason}. Give {self._capsule['command']}"
             )
         at = self._capsule["iteration"]
-        super().__init__(path, at, Place(Saved(at - 1, 1, path, state), None, at - 1))
-        self.num_ranks, self.samples, self.notes = 1, self._capsule["samples"], [*_NOT_IN_CAPSULES]
+        before = Saved(at - 1, True, path, state)
+        super().__init__(path, at, Place(before, None, at - 1))
+        self.num_ranks = 1
+        self.samples = self._capsule["samples"]
+        self.notes = [*_NOT_IN_CAPSULES]
 
     def compare_failure(self, first: int, seen: Inspection) -> tuple[str, Comparison]:
         """Whether the step fails as in the capsule, and how many of its losses are equal."""
@@ -290,10 +314,8 @@ class _Capsule(_Step):
     def load(self, state: Mapping[str, Any], strict: bool = False) -> None:
         super().load(state, strict)
         step = self.trainer._trainer
-        step.accumulation_steps, step._data_loader_iter_obj = (
-            1,
-            iter(copy_of(self._capsule["batches"])),
-        )
+        step.accumulation_steps = 1
+        step._data_loader_iter_obj = iter(copy_of(self._capsule["batches"]))
 
     def look(self) -> Inspection:
         seen = super().look()
@@ -323,42 +345,60 @@ def find_samples(step: Any, batch: Any, names: Sequence[str]) -> tuple[bool, str
         set_rng_state(rng)
         try:
             loss = float(step.compute_losses(batch).total)
-            return ("", loss) if math.isfinite(loss) else ("the loss is not finite", math.inf)
         except Exception as error:
             return f"the forward pass ends in {type(error).__name__}", math.inf
         finally:
             for name, buffer in model.named_buffers():
                 buffer.data.copy_(buffers.get(name, buffer))
+        if not math.isfinite(loss):
+            return "the loss is not finite", math.inf
+        return "", loss
 
-    names = names if len(names) == size else [f"sample {i} of the batch" for i in range(size)]
+    if len(names) != size:
+        names = [f"sample {i} of the batch" for i in range(size)]
+    alone: dict[str, tuple[str, float]] = {}
     step.call_model = model  # a data-parallel wrapper would wait for the other ranks
     try:
-        failure, alone = (
-            try_batch(batch)[0],
-            {names[i]: try_batch(_twice(batch, i, size, is_list)) for i in range(size)},
-        )
+        failure, _ = try_batch(batch)
+        for row, name in enumerate(names):
+            alone[name] = try_batch(_twice(batch, row, size, is_list))
     finally:
         del step.call_model
     if failure:
-        bad = [name for name, (found, _) in alone.items() if found == failure]
-        if len(bad) == size:
-            text = f"{failure} with each of the {size} samples alone, so this names none of them"
-            return True, text
-        named = ", ".join(bad[:8]) or "none"
-        return True, f"{failure} with {named} ({len(bad)} of {size} samples, each alone)"
+        return True, _describe_bad(failure, alone, size)
+    return False, _describe_largest(alone, size, model)
+
+
+def _describe_bad(failure: str, alone: Mapping[str, tuple[str, float]], size: int) -> str:
+    bad = [name for name, (found, _) in alone.items() if found == failure]
+    if len(bad) == size:
+        return f"{failure} with each of the {size} samples alone, so this names none of them"
+    named = ", ".join(bad[:8]) or "none"
+    return f"{failure} with {named} ({len(bad)} of {size} samples, each alone)"
+
+
+def _describe_largest(
+    alone: Mapping[str, tuple[str, float]], size: int, model: torch.nn.Module
+) -> str:
     losses = sorted((loss, name) for name, (_, loss) in alone.items())
-    (largest, name), (median, _) = losses[-1], losses[size // 2]
-    text = (
-        f"the loss is finite; {name} has the largest one alone: {largest:.4g} (median {median:.4g})"
-    )
+    largest, name = losses[-1]
+    median, _ = losses[size // 2]
+    text = f"the loss is finite; {name} has the largest one alone: {largest:.4g}"
+    text += f" (median {median:.4g})"
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
-        text += "; batch norm used the statistics of each sample alone, so in the batch another one may be larger"
-    return False, text
+        text += (
+            "; batch norm used the statistics of each sample alone, "
+            "so in the batch another one may be larger"
+        )
+    return text
 
 
 def _twice(batch: Any, row: int, size: int, is_list: bool) -> Any:
     if is_list:
         return [batch[row]] * 2
-    return tree_map_only(
-        Tensor, lambda value: value[[row, row]] if value.shape[:1] == (size,) else value, batch
-    )
+
+    def rows(value: Tensor) -> Tensor:
+        has_samples = value.shape[:1] == (size,)
+        return value[[row, row]] if has_samples else value
+
+    return tree_map_only(Tensor, rows, batch)

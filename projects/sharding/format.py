@@ -43,7 +43,8 @@ class Shards:
 
     def __init__(self, token: str = "", group: dist.ProcessGroup | None = None) -> None:
         """``token``: the end of the folder's name; nothing else may use ``group`` during `write`."""
-        self.token, self.group = token, group
+        self.token = token
+        self.group = group
         self._num_taken = 0
         self._local: dict[str, Tensor] = {}  # path in the state -> this rank's part
         self._layouts: dict[str, Any] = {}  # mesh, placements, global shape and stride
@@ -53,13 +54,15 @@ class Shards:
 
         Of the ranks with the same part, one keeps it: they take turns, so that each copies and writes its share.
         """
-        mesh, replicas, own = tensor.device_mesh, 1, 0
-        for placement, size, place in zip(
-            tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True
-        ):
+        mesh = tensor.device_mesh
+        num_replicas = 1  # ranks with the same part
+        own = 0  # the number of this rank among them
+        dimensions = zip(tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True)
+        for placement, size, place in dimensions:
             if placement.is_replicate():
-                replicas, own = replicas * size, own * size + place
-        if self._num_taken % replicas == own:
+                num_replicas *= size
+                own = own * size + place
+        if self._num_taken % num_replicas == own:
             self._local[path] = copy(local_part(tensor).detach(), path)
             self._layouts[path] = (mesh.mesh, tensor.placements, tensor.shape, tensor.stride())
         self._num_taken += 1
@@ -70,7 +73,8 @@ class Shards:
 
         Raises CheckpointError, on every rank, if one of them cannot write.
         """
-        dcp, sharding = _distributed("checkpoint"), _distributed("tensor")
+        dcp = _distributed("checkpoint")
+        sharding = _distributed("tensor")
         tensors = {}
         for path, part in self._local.items():
             ranks, placements, shape, stride = self._layouts[path]
@@ -79,7 +83,8 @@ class Shards:
             tensors[path] = sharding.DTensor.from_local(
                 part.cpu(), mesh, placements, run_check=False, shape=shape, stride=stride
             )
-        files, error = {}, ""
+        files: dict[str, tuple[int, str]] = {}
+        error = ""
         try:
             # ranks exchange what differs from the last save
             planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
@@ -88,29 +93,33 @@ class Shards:
             sync_folder(folder)
             sync_folder(os.path.dirname(folder))
             files = files_of(folder, f"__{comm.get_rank()}_*")
-            files |= files_of(folder, ".metadata") if comm.is_main_process() else {}
+            if comm.is_main_process():
+                files |= files_of(folder, ".metadata")
         except dcp.CheckpointException as failure:
             rank, (reason, _) = next(iter(failure.failures.items()))
             error = f"rank {rank}: {reason}"
         except OSError as failure:
             error = f"rank {comm.get_rank()}: {failure}"
-        by_rank = comm.all_gather((files, error), group=self.group)
-        if errors := [text for _, text in by_rank if text]:
+        files_of_all: dict[str, tuple[int, str]] = {}
+        errors = []
+        for files_of_rank, error_of_rank in comm.all_gather((files, error), group=self.group):
+            files_of_all |= files_of_rank
+            if error_of_rank:
+                errors.append(error_of_rank)
+        if errors:
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write '{folder}': {errors[0]}. Checkpoints written before are unchanged"
             )
-        return {
-            "folder": Path(folder).name,
-            "files": {k: v for files, _ in by_rank for k, v in files.items()},
-        }
+        return {"folder": Path(folder).name, "files": files_of_all}
 
 
 def files_of(folder: str | os.PathLike[str], pattern: str = "*") -> dict[str, tuple[int, str]]:
     """name -> (size, SHA-256) of the files in the folder that fit the pattern."""
-    return {
-        path.name: (path.stat().st_size, _digest_of(path)) for path in Path(folder).glob(pattern)
-    }
+    found = {}
+    for path in Path(folder).glob(pattern):
+        found[path.name] = path.stat().st_size, _digest_of(path)
+    return found
 
 
 def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]:
@@ -120,24 +129,22 @@ def _checked(manifest: Any, path: str) -> tuple[str, dict[str, tuple[int, str]]]
     """
     try:
         name = str(manifest["folder"])
-        files = {
-            str(file): (int(size), str(digest))
-            for file, (size, digest) in manifest["files"].items()
-        }
+        files = {}
+        for file, (size, digest) in manifest["files"].items():
+            files[str(file)] = int(size), str(digest)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise CheckpointError(
             f"'{path}' is damaged: its entry '{KEY}' has to name a folder and its files"
         ) from None
     parent = os.path.dirname(path)
-    is_beside = (
-        owner_of_part(name)
-        and name[: -len("-01234567")].endswith(f".{KEY}")
-        and is_file_of(parent, name)
-    )
-    if not is_beside or not all(is_file_of(os.path.join(parent, name), file) for file in files):
+    folder = os.path.join(parent, name)
+    without_token = name[: -len("-01234567")]
+    is_of_shards = owner_of_part(name) and without_token.endswith(f".{KEY}")
+    is_beside = is_of_shards and is_file_of(parent, name)
+    if not is_beside or not all(is_file_of(folder, file) for file in files):
         accepted = "a folder beside it, and files in that folder, no links out of it"
         raise CheckpointError(f"'{path}' is refused: its shards {name!r:.80} have to be {accepted}")
-    return os.path.join(parent, name), files
+    return folder, files
 
 
 def _layout_for_reading(model: nn.Module) -> Any:
@@ -146,10 +153,8 @@ def _layout_for_reading(model: nn.Module) -> Any:
     first: Any = next(filter(is_sharded, model.parameters()), None)
     if first is None or comm.get_data_group_size() == 1:
         return first
-    sharding, mesh = (
-        _distributed("tensor"),
-        dist.init_device_mesh(first.device.type, (comm.get_world_size(),)),
-    )
+    sharding = _distributed("tensor")
+    mesh = dist.init_device_mesh(first.device.type, (comm.get_world_size(),))
     return sharding.empty(1, device_mesh=mesh, placements=[sharding.Shard(0)])
 
 
@@ -169,8 +174,10 @@ def _digest_of(path: Path) -> str:
     sha256 = hashlib.sha256()
     refuse_pipe(path)
     with open(path, "rb") as file:
-        while data := file.read(1 << 20):
+        data = file.read(1 << 20)
+        while data:
             sha256.update(data)
+            data = file.read(1 << 20)
     return sha256.hexdigest()
 
 
@@ -220,10 +227,10 @@ class ShardedFormat(CheckpointFormat):
 
     def files(self, path: str) -> list[str]:
         parts = part_folders(path)
-        return [
-            *(os.path.join(part, name) for part in parts for name in sorted(os.listdir(part))),
-            path,
-        ]
+        files = []
+        for part in parts:
+            files += [os.path.join(part, name) for name in sorted(os.listdir(part))]
+        return [*files, path]
 
     def fill(
         self,
@@ -238,17 +245,13 @@ class ShardedFormat(CheckpointFormat):
             return state
         folder, files = _checked(manifest, path)
         like = None if model is None else _layout_for_reading(model)
-        dcp, prefixes = _distributed("checkpoint"), tuple(wanted)
+        dcp = _distributed("checkpoint")
+        reading = importlib.import_module("trainkit.projects.sharding.shard_reader")
+        prefixes = tuple(wanted)
         found: dict[str, Tensor] = {}
         try:
-            rank, num = (0, 1) if model is None else (comm.get_rank(), comm.get_world_size())
-            for i, (name, (size, digest)) in enumerate(sorted(files.items())):
-                file = Path(folder, name)
-                if file.stat().st_size != size or (i % num == rank and digest != _digest_of(file)):
-                    raise OSError(f"'{file}' is damaged: its content does not match its digest")
-            reader = importlib.import_module("trainkit.projects.sharding.shard_reader").ShardReader(
-                folder, files
-            )
+            _verify(folder, files, is_shared=model is not None)
+            reader = reading.ShardReader(folder, files)
             known = reader.read_metadata().state_dict_metadata
 
             def make(tensor: Tensor, place: str) -> Tensor:
@@ -263,15 +266,25 @@ class ShardedFormat(CheckpointFormat):
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp.load(found, storage_reader=reader, no_dist=True)
         except (OSError, RuntimeError, TypeError, ValueError, dcp.CheckpointException) as error:
-            reason = (
-                next(iter(error.failures.values()))[0]
-                if isinstance(error, dcp.CheckpointException)
-                else error
-            )
+            reason: Any = error
+            if isinstance(error, dcp.CheckpointException):
+                reason, _ = next(iter(error.failures.values()))
             raise CheckpointError(
                 f"cannot read the shards of '{path}' in '{folder}': {reason}"
             ) from error
         return filled
+
+
+def _verify(folder: str, files: Mapping[str, tuple[int, str]], *, is_shared: bool) -> None:
+    """Raises OSError: a file is not as it was written. ``is_shared``: each rank reads a part of the files."""
+    for number, (name, (size, digest)) in enumerate(sorted(files.items())):
+        file = Path(folder, name)
+        is_own = not is_shared or number % comm.get_world_size() == comm.get_rank()
+        is_intact = file.stat().st_size == size
+        if is_intact and is_own:
+            is_intact = digest == _digest_of(file)
+        if not is_intact:
+            raise OSError(f"'{file}' is damaged: its content does not match its digest")
 
 
 @FORMAT_REGISTRY.register()

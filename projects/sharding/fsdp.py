@@ -49,33 +49,55 @@ def fsdp(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
     if comm.get_world_size() == 1:
         return build(cfg)
     options = cfg.MODEL.FSDP
-    model, weights = _build_on_meta(cfg, build) if options.META_INIT else (build(cfg), None)
-    mesh = _build_mesh(device_type := resolve_device(cfg.MODEL.DEVICE).type, options.MESH)
-    if (size := comm.get_data_group_size()) > 1:
-        weights, shared = weights or _named_tensors(model), _shared(model)
-        parallelize = getattr(build.trainer, "parallelize_model", lambda cfg, model, mesh: model)
-        model = parallelize(cfg, model, mesh)
-        if not any(map(is_sharded, model.parameters())):
-            raise ConfigError(
-                f"MODEL.TENSOR_PARALLEL is {size}, but parallelize_model() has distributed no parameter; give your "
-                "DefaultTrainer this class method, and call torch's parallelize_module there"
-            )
-        if separated := [" = ".join(same) for same in shared if same not in _shared(model)]:
-            raise ConfigError(
-                f"{'; '.join(separated)}: one parameter became several, by parallelize_model()"
-            )
+    weights = None  # those of the model, if it has lost them
+    if options.META_INIT:
+        model, weights = _build_on_meta(cfg, build)
+    else:
+        model = build(cfg)
+    device_type = resolve_device(cfg.MODEL.DEVICE).type
+    mesh = _build_mesh(device_type, options.MESH)
+    is_tensor_parallel = comm.get_data_group_size() > 1
+    if is_tensor_parallel:
+        weights = weights or _named_tensors(model)
+        model = _parallelize(cfg, build, model, mesh)
+    if options.BLOCKS:
+        blocks = _blocks_of_classes(model, options.BLOCKS)
+    else:
+        blocks = blocks_of_lists(model)
+    data_dims = tuple(name for name in mesh.mesh_dim_names if name != "tp")
     shard_model(
         model,
-        _blocks_of_classes(model, options.BLOCKS) if options.BLOCKS else blocks_of_lists(model),
+        blocks,
         device_type=device_type,
-        mesh=mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")],
+        mesh=mesh[data_dims],
         param_dtype=getattr(torch, options.PARAM_DTYPE, None),
         reduce_dtype=getattr(torch, options.REDUCE_DTYPE, None),
         reshard_after_forward=options.RESHARD_AFTER_FORWARD,
         weights=weights,
     )
-    if size > 1:
-        set_rng_state(comm.all_gather(get_rng_state(), group=mesh["tp"].get_group())[0])
+    if is_tensor_parallel:
+        group = mesh["tp"].get_group()
+        of_first_rank = comm.all_gather(get_rng_state(), group=group)[0]
+        set_rng_state(of_first_rank)
+    return model
+
+
+def _parallelize(cfg: CfgNode, build: ModelBuilder, model: nn.Module, mesh: Any) -> nn.Module:
+    """Call ``parallelize_model`` of the trainer, and check what it has done; see `fsdp`."""
+    shared = _shared(model)
+    if hasattr(build.trainer, "parallelize_model"):
+        model = build.trainer.parallelize_model(cfg, model, mesh)
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"MODEL.TENSOR_PARALLEL is {cfg.MODEL.TENSOR_PARALLEL}, but parallelize_model() has distributed no "
+            "parameter; give your DefaultTrainer this class method, and call torch's parallelize_module there"
+        )
+    still_shared = _shared(model)
+    separated = [" = ".join(names) for names in shared if names not in still_shared]
+    if separated:
+        raise ConfigError(
+            f"{'; '.join(separated)}: one parameter became several, by parallelize_model()"
+        )
     return model
 
 
@@ -88,13 +110,13 @@ def _blocks_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module
 
 def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
     """The entries of ModuleLists: they are the blocks if MODEL.FSDP.BLOCKS names no classes."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [
-        block
-        for blocks in lists
-        for block in blocks
-        if not isinstance(block, nn.ModuleList | nn.ModuleDict)
-    ]
+    blocks = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for entry in module:
+                if not isinstance(entry, nn.ModuleList | nn.ModuleDict):
+                    blocks.append(entry)
+    return blocks
 
 
 def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
@@ -107,9 +129,10 @@ def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
         raise not_accepted(
             "MODEL.FSDP.MESH", [*shape], f"[replicate, shard] whose product is {num}, or []"
         )
-    dims = (
-        dict(zip(("dp_replicate", "dp_shard"), shape, strict=True)) if shape else {"dp_shard": num}
-    )
+    if shape:
+        dims = {"dp_replicate": shape[0], "dp_shard": shape[1]}
+    else:
+        dims = {"dp_shard": num}
     if comm.get_data_group_size() > 1:
         dims["tp"] = comm.get_data_group_size()
     return dist.init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
@@ -140,11 +163,13 @@ def shard_model(
         weights: name -> tensor, on rank 0 of a model on the meta device.
     """
     fsdp = importlib.import_module("torch.distributed.fsdp")
-    mesh = _build_mesh(device_type, ()) if mesh is None else mesh
+    if mesh is None:
+        mesh = _build_mesh(device_type, ())
     policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     own = _named_tensors(model)
-    order = {module: i for i, module in enumerate(model.modules())}
-    blocks = sorted({*blocks} - {model}, key=order.__getitem__, reverse=True)  # inner ones first
+    # a module comes before the modules in it
+    outer_first = [module for module in model.modules() if module in {*blocks} - {model}]
+    blocks = outer_first[::-1]
     _refuse_parameters_of_two_blocks(model, blocks)
     for block in blocks:
         fsdp.fully_shard(
@@ -154,7 +179,8 @@ def shard_model(
     model.batches_of_all_ranks = MethodType(batches_of_all_ranks, model)  # type: ignore[assignment]
     model.optimizer_state_to_load = shard_optimizer_state
     if any(tensor.is_meta for tensor in own.values()):
-        model.to_empty(device=torch.cuda.current_device() if device_type == "cuda" else device_type)
+        device = torch.cuda.current_device() if device_type == "cuda" else device_type
+        model.to_empty(device=device)
     _take_from_rank_0(model, own if weights is None else weights)
     model.register_load_state_dict_pre_hook(_shard_weights)
     model.checkpoint_format = "shards"  # type: ignore[assignment]  # of a Checkpointer
@@ -163,9 +189,8 @@ def shard_model(
 def _shard_weights(model: nn.Module, state_dict: dict[str, Any], *args: Any) -> None:
     """Shard whole tensors like the model's own, before it loads them."""
     own = model.state_dict()
-    state_dict.update(
-        (name, shard_like(value, own.get(name))) for name, value in state_dict.items()
-    )
+    for name, value in state_dict.items():
+        state_dict[name] = shard_like(value, own.get(name))
 
 
 @torch.no_grad()
@@ -192,7 +217,8 @@ def _build_on_meta(cfg: CfgNode, build: ModelBuilder) -> tuple[nn.Module, dict[s
     with nullcontext() if comm.is_main_process() else torch.device("meta"):
         model = build(cfg)
     weights = _named_tensors(model) if comm.is_main_process() else {}
-    if shared := _shared(model):
+    shared = _shared(model)
+    if shared:
         raise ConfigError(
             f"MODEL.FSDP.META_INIT would separate {shared[0]}, which are one; set it to False"
         )
@@ -200,19 +226,24 @@ def _build_on_meta(cfg: CfgNode, build: ModelBuilder) -> tuple[nn.Module, dict[s
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach()
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named}
 
 
-def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
-    # the innermost one
-    owners = {module: block for block in reversed([*blocks]) for module in block.modules()}
-    for same in _shared(model):
-        if len({owners.get(model.get_submodule(name.rpartition(".")[0])) for name in same}) > 1:
+def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """``blocks``: inner ones first."""
+    innermost_block: dict[nn.Module, nn.Module] = {}
+    for block in blocks:
+        for module in block.modules():
+            innermost_block.setdefault(module, block)
+    for names in _shared(model):
+        owners = set()
+        for name in names:
+            path, _, _ = name.rpartition(".")
+            owners.add(innermost_block.get(model.get_submodule(path)))
+        if len(owners) > 1:
             raise ConfigError(
-                f"{' = '.join(same)} is one parameter in different blocks; change MODEL.FSDP.BLOCKS"
+                f"{' = '.join(names)} is one parameter in different blocks; change MODEL.FSDP.BLOCKS"
             )
 
 
@@ -235,32 +266,39 @@ def batches_of_all_ranks(
     method of the model. An evaluator that runs the model too has a method ``keep_up(inputs)``, which runs it as often
     as ``process`` does. Raises EvaluationAbandoned, on every rank, if some rank is stopping.
     """
-    device, own, last = device_of(model), iter(data_loader), _END
+    device = device_of(model)
+    own = iter(data_loader)
+    last = _END  # the batch to repeat
     is_first_of_group = comm.get_rank() % comm.get_data_group_size() == 0
     while True:
         new = next(own, _END)
         by_rank = comm.all_gather((new is not _END, last is not _END, is_stopping()))
-        having = [rank for rank, (has_new, _, _) in enumerate(by_rank) if has_new]
-        if not having or any(stopping for _, _, stopping in by_rank):
+        ranks_with_new = [rank for rank, (has_new, _, _) in enumerate(by_rank) if has_new]
+        is_any_stopping = any(stops for _, _, stops in by_rank)
+        if is_any_stopping or not ranks_with_new:
             release_gathered(model)
-        if any(stopping for _, _, stopping in by_rank):
+        if is_any_stopping:
             raise EvaluationAbandoned("the evaluation was abandoned: the run is to stop")
-        if not having:
+        if not ranks_with_new:
             return
-        if not all(has_new or has_last for has_new, has_last, _ in by_rank):
-            borrowed = comm.broadcast(new, src=having[0])  # a rank's part may be empty
-            last = borrowed if last is _END else last
-        last = last if new is _END else new
-        if new is not _END and is_first_of_group:
-            yield new
-            continue
+        have_all_a_batch = all(has_new or has_last for has_new, has_last, _ in by_rank)
+        if not have_all_a_batch:  # a rank's part may be empty
+            borrowed = comm.broadcast(new, src=ranks_with_new[0])
+            if last is _END:
+                last = borrowed
+        if new is not _END:
+            last = new
+            if is_first_of_group:
+                yield new
+                continue
         inputs = last if device is None else move_to_device(last, device)
         model(inputs)
         _keep_up(evaluators, inputs)
 
 
 def _keep_up(evaluator: Any, inputs: Any) -> None:
-    for part in evaluator.evaluators if isinstance(evaluator, DatasetEvaluators) else ():
-        _keep_up(part, inputs)
+    if isinstance(evaluator, DatasetEvaluators):
+        for part in evaluator.evaluators:
+            _keep_up(part, inputs)
     if hasattr(evaluator, "keep_up"):
         evaluator.keep_up(inputs)

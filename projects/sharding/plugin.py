@@ -39,12 +39,15 @@ def check(cfg: CfgNode) -> None:
         dtypes = "MODEL.FSDP.PARAM_DTYPE MODEL.FSDP.REDUCE_DTYPE"
         check_accepted(cfg, {_DTYPES: dtypes, "[1, inf)": "MODEL.FSDP.MESH"})
     check_accepted(cfg, {"[1, inf)": "MODEL.TENSOR_PARALLEL"})
-    size, world_size = cfg.MODEL.TENSOR_PARALLEL, comm.get_world_size()
-    is_wrong = size > 1 and (cfg.MODEL.PARALLEL != "fsdp" or (world_size > 1 and world_size % size))
-    if size < 1 or is_wrong:
+    size = cfg.MODEL.TENSOR_PARALLEL
+    world_size = comm.get_world_size()
+    is_divisor = world_size == 1 or world_size % size == 0
+    can_be_parallel = cfg.MODEL.PARALLEL == "fsdp" and is_divisor
+    if size > 1 and not can_be_parallel:
         raise ConfigError(
-            f"MODEL.TENSOR_PARALLEL is {size}, MODEL.PARALLEL is {cfg.MODEL.PARALLEL}, and the number of processes is "
-            f"{world_size}; accepted: with MODEL.PARALLEL fsdp, a divisor of the number of processes; else 1"
+            f"MODEL.TENSOR_PARALLEL is {size}, MODEL.PARALLEL is {cfg.MODEL.PARALLEL}, and the "
+            f"number of processes is {world_size}; accepted: with MODEL.PARALLEL fsdp, a divisor "
+            "of the number of processes; else 1"
         )
 
 

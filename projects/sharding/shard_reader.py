@@ -55,17 +55,18 @@ class _Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # a member of an enum, from Python 3.11.0 to 3.11.3
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):
+        if f"{module}.{name}" == "builtins.getattr":
+            # a member of an enum, from Python 3.11.0 to 3.11.3
             return _Record
         if not f"{module}.".startswith(("torch.", "pathlib.")):
             raise pickle.UnpicklingError(f"it needs {module}.{name}, and only tensors are accepted")
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        return Size if (module, name) == ("torch", "Size") else _Record
+        if module == "torch":
+            if name == "Size":
+                return Size
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        return _Record
 
 
 def _read_metadata(path: str, files: Collection[str]) -> Metadata:
@@ -74,13 +75,12 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
     with open(path, "rb") as file:
         try:
             found = _Unpickler(file).load().state
-            tensors = {
-                str(name): _tensor(entry.state)
-                for name, entry in found["state_dict_metadata"].items()
-            }
-            places = dict(
-                _place(index.state, place.state) for index, place in found["storage_data"].items()
-            )
+            tensors = {}
+            for name, entry in found["state_dict_metadata"].items():
+                tensors[str(name)] = _tensor(entry.state)
+            places = {}
+            for index, place in found["storage_data"].items():
+                places[_index(index.state)] = _place(place.state)
         except pickle.UnpicklingError as error:
             raise ValueError(f"'{path}' is refused: {error}") from None
         except Exception as error:  # a file with other content raises errors of many types
@@ -88,7 +88,8 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
             raise ValueError(
                 f"'{path}' describes no tensors ({reason}); use another checkpoint"
             ) from error
-    if unknown := {place.relative_path for place in places.values()}.difference(files):
+    unknown = {place.relative_path for place in places.values()}.difference(files)
+    if unknown:
         raise ValueError(
             f"'{path}' is refused: it names {min(unknown)!r}; accepted are {sorted(files)}"
         )
@@ -96,15 +97,18 @@ def _read_metadata(path: str, files: Collection[str]) -> Metadata:
 
 
 def _tensor(state: dict[str, Any]) -> Any:
-    chunks = [
-        ChunkStorageMetadata(Size(x.state["offsets"]), Size(x.state["sizes"]))
-        for x in state["chunks"]
-    ]
-    return TensorStorageMetadata(
-        TensorProperties(state["properties"].state[0]), Size(state["size"]), chunks
-    )
+    chunks = []
+    for chunk in state["chunks"]:
+        offsets = Size(chunk.state["offsets"])
+        sizes = Size(chunk.state["sizes"])
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    properties = TensorProperties(state["properties"].state[0])
+    return TensorStorageMetadata(properties, Size(state["size"]), chunks)
 
 
-def _place(index: dict[str, Any], place: dict[str, Any]) -> tuple[MetadataIndex, _Place]:
-    where = _Place(str(place["relative_path"]), int(place["offset"]), int(place["length"]))
-    return MetadataIndex(str(index["fqn"]), Size(index["offset"])), where
+def _index(state: dict[str, Any]) -> MetadataIndex:
+    return MetadataIndex(str(state["fqn"]), Size(state["offset"]))
+
+
+def _place(state: dict[str, Any]) -> _Place:
+    return _Place(str(state["relative_path"]), int(state["offset"]), int(state["length"]))

@@ -4,7 +4,6 @@ They are recognized by their methods, since the import of torch's classes takes 
 """
 
 import importlib
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -18,7 +17,9 @@ def is_sharded(value: object) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part, in the same memory; a tensor that is not sharded is returned as it is."""
-    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    return cast(Any, tensor).to_local()
 
 
 def release_gathered(model: nn.Module) -> None:
@@ -33,31 +34,35 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
 
     If ``like`` is not sharded, ``tensor`` is returned as it is.
     """
-    layout = attrgetter("device_mesh", "placements")
-    if not is_sharded(like) or (is_sharded(tensor) and layout(tensor) == layout(like)):
+    if not is_sharded(like):
         return tensor
-    whole = cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+    whole: Any = tensor
+    if is_sharded(tensor):
+        if _layout_of(tensor) == _layout_of(like):
+            return tensor
+        whole = whole.full_tensor()
     distribute = importlib.import_module("torch.distributed.tensor").distribute_tensor
     whole = whole.detach().to(like.device)
     return cast(Tensor, distribute(whole, like.device_mesh, like.placements, src_data_rank=None))
+
+
+def _layout_of(tensor: Any) -> tuple[Any, Any]:
+    return tensor.device_mesh, tensor.placements
 
 
 def shard_optimizer_state(
     state: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """The state of an optimizer, sharded like its parameters; it may come from unsharded parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def shard(value: Any, like: Tensor) -> Any:
-        return (
-            shard_like(value, like)
-            if isinstance(value, Tensor) and value.shape == like.shape
-            else value
-        )
-
-    by_parameter = state["state"].items()
-    sharded = {
-        i: {name: shard(value, parameters[i]) for name, value in entries.items()}
-        for i, entries in by_parameter
-    }
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    sharded: dict[int, dict[str, Any]] = {}
+    for number, entries in state["state"].items():
+        like = parameters[number]
+        sharded[number] = {}
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == like.shape:
+                value = shard_like(value, like)
+            sharded[number][name] = value
     return {**state, "state": sharded}

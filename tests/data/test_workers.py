@@ -64,6 +64,42 @@ def test_workers_go_on_when_the_whole_process_group_is_signalled_and_end_with_th
         assert (job.process.returncode, errors) == (0, "")
 
 
+GARBAGE = """
+import gc, sys
+import torch, torch.distributed as dist
+from trainkit.data import ResumableLoader, TrainingSampler
+
+class Collecting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        gc.collect()
+        return index, gc.isenabled()
+
+gc.disable()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+group = dist.group.WORLD
+cycle = [group]
+cycle.append(cycle)
+dist.destroy_process_group()
+del cycle, group  # garbage from now on
+
+sampler = TrainingSampler(4, shuffle=False)
+loader = ResumableLoader(Collecting(), sampler=sampler, batch_size=4, num_workers=1)
+[indices, enabled] = next(iter(loader))
+print(indices.tolist(), enabled.tolist(), gc.isenabled())
+"""
+
+
+def test_a_forked_worker_does_not_destroy_what_its_parent_has_thrown_away(tmp_path):
+    command = [sys.executable, "-c", GARBAGE, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    # the worker collects its own garbage, and its parent still does not
+    assert done.stdout == "[0, 1, 2, 3] [True, True, True, True] False\n"
+
+
 def test_starting_workers_leaves_the_signals_of_their_parent_as_they_are():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)

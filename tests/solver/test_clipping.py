@@ -114,7 +114,7 @@ def test_an_optimizer_clips_all_its_groups_before_each_step(clip_type, as_class)
             optimizer.gradient_clipper
             is maybe_add_gradient_clipping(cfg, optimizer).gradient_clipper
         )
-        assert isinstance(optimizer, torch.optim.SGD)
+        assert type(optimizer) is torch.optim.SGD
         assert optimizer.gradient_clipper == build_gradient_clipper(cfg)
     else:
         optimizer = maybe_add_gradient_clipping(cfg, plain := sgd(groups))

@@ -27,7 +27,8 @@ def gather_rank_states(
     ``state`` the entries that ``keys`` names. Tensors equal to those of rank 0 are not sent; they
     become the same objects, so that the file holds them once.
     """
-    tensors: dict[str, Tensor] = {}  # path -> tensor of this rank
+    # first, note each tensor of this rank by its path
+    tensors: dict[str, Tensor] = {}
 
     def note(tensor: Tensor, path: str) -> Tensor:
         if path in tensors:
@@ -42,20 +43,24 @@ def gather_rank_states(
 
     own_part = plain_state(_own_part(state, model, keys), take=note)
     on_host = _copy_to_host(tensors)
+
+    # then send rank 0 the tensors that differ from its own; in place of others an empty one
     digests = {path: digest_of(tensor) for path, tensor in on_host.items()}
     digests_of_rank_0 = comm.broadcast(digests)
-    equal_to_rank_0 = torch.empty(0, device="meta")  # stands for such a tensor
+    equal_to_rank_0 = torch.empty(0, device="meta")
 
     def leave_out_equal(tensor: Tensor, path: str) -> Tensor:
         if digests_of_rank_0.get(path) == digests[path]:
             return equal_to_rank_0
         return on_host[path]
 
+    by_rank = comm.gather(plain_state(own_part, take=leave_out_equal))
+    by_data_rank = by_rank[:: comm.get_data_group_size()]
+
+    # on rank 0, put its own tensors in place of the empty ones
     def put_back_equal(tensor: Tensor, path: str) -> Tensor:
         return tensors[path] if tensor.is_meta else tensor
 
-    by_rank = comm.gather(plain_state(own_part, take=leave_out_equal))
-    by_data_rank = by_rank[:: comm.get_data_group_size()]
     return [plain_state(part, take=put_back_equal) for part in by_data_rank]
 
 

@@ -17,7 +17,9 @@ _OF_PROJECTS = "__of_projects__"  # name -> default of the keys of projects
 _UNSET = "__unset__"  # the names whose values are defaults that nobody has set
 # the names that `CfgNode.dump` leaves out while they are not set
 _DUMPED_IF_SET = "__dumped_if_set__"
+# keys that take values of several types
 _ANY_TYPE = ("CHECKPOINT.BEST_METRIC", "SOLVER.AMP.LOSS_SCALE")
+# the type of the old value, which the new one must have too -> this type in words
 _ACCEPTED = {
     bool: "True or False",
     float | int: "a number",
@@ -42,14 +44,14 @@ class CfgNode(_FvcoreCfgNode):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self.__dict__.get(_UNSET, set()).discard(name)
+        _unset_names(self).discard(name)
 
     def is_set(self, name: str) -> bool:
         """Whether the value of ``name``, a key of this node, was set.
 
         False: it is the default of `get_cfg`. All values of a node that was made by hand are set.
         """
-        return name in self and name not in self.__dict__.get(_UNSET, set())
+        return name in self and name not in _unset_names(self)
 
     @classmethod
     def load_yaml_with_base(
@@ -133,6 +135,12 @@ class CfgNode(_FvcoreCfgNode):
         return text
 
 
+def _unset_names(node: _FvcoreCfgNode) -> set[str]:
+    """The names in a node whose values nobody has set; none in a node that was made by hand."""
+    names: set[str] = node.__dict__.get(_UNSET, set())
+    return names
+
+
 def mark_as_defaults(root: CfgNode, dumped_if_set: Iterable[str]) -> None:
     """Note that nobody has set the values in ``root`` and in its nodes.
 
@@ -163,7 +171,7 @@ def mark_keys_of_projects(root: CfgNode, keys: CfgNode) -> None:
 def _without_unset(node: _FvcoreCfgNode, prefix: str, left_out: list[str]) -> dict[str, Any]:
     """A plain copy for a dump; a line for each key that was not set is appended to ``left_out``."""
     plain: dict[str, Any] = {}
-    unset = node.__dict__.get(_UNSET, set())
+    unset = _unset_names(node)
     dumped_if_set = node.__dict__.get(_DUMPED_IF_SET, set())
     defaults_of_projects = node.__dict__.get(_OF_PROJECTS, {})
     for name, value in node.items():
@@ -237,7 +245,7 @@ def _unknown_key(key: str, value: Any, root: _FvcoreCfgNode) -> UnknownKeyError:
 
 def _note_merge(node: _FvcoreCfgNode, name: str, other: Mapping[str, Any]) -> None:
     """The value of ``name`` is now that of ``other``, and it is set if it is set there."""
-    unset = node.__dict__.get(_UNSET, set())
+    unset = _unset_names(node)
     if isinstance(other, CfgNode) and not other.is_set(name):
         unset.add(name)
     else:

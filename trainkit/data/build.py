@@ -74,9 +74,9 @@ def build_batch_data_loader(
             "AspectRatioGroupedDataset"
         )
     batch_size = _batch_size_of_rank(total_batch_size, single_gpu_batch_size)
-    # a dataset of a project may say which map-style dataset and sampler are inside
-    if getattr(dataset, "indexed", None) is not None:
-        dataset, sampler = dataset.indexed
+    inside = indexed_inside(dataset)
+    if inside is not None:
+        dataset, sampler = inside
     if seed is None:
         seed = torch.initial_seed()
     if "generator" not in kwargs:
@@ -95,6 +95,16 @@ def build_batch_data_loader(
         pin_memory=pin_memory and accelerator_runs_ahead(),
         **kwargs,
     )
+
+
+def indexed_inside(dataset: Any) -> tuple[Any, Any] | None:
+    """The map-style dataset and the sampler inside an iterable dataset that only joins them.
+
+    Such a dataset says them in its attribute ``indexed``: with indices its position can be saved.
+    None: it is another one.
+    """
+    inside: tuple[Any, Any] | None = getattr(dataset, "indexed", None)
+    return inside
 
 
 def _batch_size_of_rank(total: int | None, single: int | None) -> int:

@@ -1,13 +1,32 @@
-"""Tells the epoch to datasets and samplers that have ``set_epoch(epoch)``, also inside wrappers."""
+"""Tells the epoch to datasets and samplers that have ``set_epoch(epoch)``, also inside wrappers.
+
+Such an object is called a listener. A loader may instead name its own ones.
+"""
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch.utils.data import DataLoader
 
 _MOST_PARTS = 1000  # a list with more entries holds samples, not datasets
-_NUMBERS = itertools.count()
+_NUMBERS = itertools.count()  # of the tellers; an id may come again
+
+
+class WithListeners(Protocol):
+    """A loader that says whom a trainer tells the epoch, and tells its dataset itself."""
+
+    epoch_listeners: list[Any]
+
+
+def has_listeners(loader: Any) -> TypeGuard[WithListeners]:
+    """Whether it names its listeners, as `ResumableLoader` does."""
+    return hasattr(loader, "epoch_listeners")
+
+
+def is_listener(part: Any) -> bool:
+    """Whether it has a method ``set_epoch``."""
+    return callable(getattr(part, "set_epoch", None))
 
 
 def listeners_in(part: Any, *, except_for: Iterable[Any] = ()) -> list[Any]:
@@ -28,9 +47,9 @@ def _search(part: Any, found: list[Any], seen: set[int]) -> None:
     if id(part) in seen or isinstance(part, type):
         return
     seen.add(id(part))
-    if hasattr(part, "epoch_listeners"):
+    if has_listeners(part):
         found.extend(part.epoch_listeners)
-    elif callable(getattr(part, "set_epoch", None)):
+    elif is_listener(part):
         found.append(part)
     else:
         for inner in _parts_of(part):
@@ -38,6 +57,7 @@ def _search(part: Any, found: list[Any], seen: set[int]) -> None:
 
 
 def _parts_of(part: Any) -> list[Any]:
+    """What a loader, a dataset or a sampler holds that may be a listener."""
     if isinstance(part, DataLoader):
         return [part.dataset, part.sampler, part.batch_sampler]
     # also what only wraps others: a sample or a transform has neither of these methods
@@ -63,15 +83,11 @@ def _parts_of(part: Any) -> list[Any]:
 
 
 def epoch_listeners(loader: Any) -> list[Any]:
-    """The objects whose ``set_epoch(epoch)`` a trainer calls before each pass over ``loader``.
-
-    A loader may have an attribute ``epoch_listeners`` instead, as `ResumableLoader` has: it tells
-    its dataset itself.
-    """
-    if hasattr(loader, "epoch_listeners"):
+    """The objects whose ``set_epoch(epoch)`` a trainer calls before each pass over ``loader``."""
+    if has_listeners(loader):
         return list(loader.epoch_listeners)
     found: list[Any] = []
-    if callable(getattr(loader, "set_epoch", None)):
+    if is_listener(loader):
         found.append(loader)
     for part in _parts_of(loader):
         found.extend(listeners_in(part))
@@ -81,7 +97,7 @@ def epoch_listeners(loader: Any) -> list[Any]:
 
 def not_reached(loader: Any) -> str:
     """Why workers are never told a new epoch; empty if they are, or if there is nobody to tell."""
-    if not isinstance(loader, DataLoader) or hasattr(loader, "epoch_listeners"):
+    if not isinstance(loader, DataLoader) or has_listeners(loader):
         return ""
     if not loader.num_workers or not loader.persistent_workers:
         return ""

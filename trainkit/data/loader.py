@@ -22,7 +22,7 @@ from trainkit.data.fetch import Batches, Stream, may_draw, sample_name, trivial_
 from trainkit.data.order import NOT_TOLD, Order, Progress
 from trainkit.data.protocol import has_position
 from trainkit.data.samplers import InfiniteSampler, new_generator
-from trainkit.data.workers import stop_signals_blocked, worker_init_reset_seed
+from trainkit.data.workers import starting, worker_init_reset_seed
 from trainkit.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class ResumableLoader(DataLoader[Any]):
         if self.num_workers == 0:
             return self._iterate()
         context: Any = self.multiprocessing_context or multiprocessing
-        with stop_signals_blocked(context.get_start_method()):
+        with starting(context.get_start_method()):
             return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:

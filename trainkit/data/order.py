@@ -158,11 +158,11 @@ class Order(data.Sampler[Draw]):
     def _draw(self, position: int, num_batches: int, epoch: int) -> Iterator[Draw]:
         """The batches of the pass after the first ``num_batches``, which start at ``position``."""
         key = splitmix64(self.seed, 0)
-        # Of a copy: a sampler may remember where it has looked last, and what is saved is the
-        # position after the delivered batches, which is an earlier one.
-        endless = None
+        # A copy is asked for epochs: a sampler may remember where it has looked last, and what is
+        # saved is the position after the delivered batches, which is an earlier one.
+        knows_epochs = None
         if self.tells_epochs:
-            endless = copy.copy(self.endless)
+            knows_epochs = copy.copy(self.endless)
         rank, world_size = self._ranks()
         for drawn in islice(self._batches, num_batches, None):
             indices = list(drawn)
@@ -174,7 +174,7 @@ class Order(data.Sampler[Draw]):
                 bits = [splitmix64(key, place) for place in places]
             epochs: list[int] = []
             if self.tells_epochs:
-                epochs = _epochs_of(places, endless, epoch)
+                epochs = _epochs_of(places, knows_epochs, epoch)
             position = end
             num_batches += 1
             yield Draw(bits, epochs, Delivered(position, num_batches, indices))

@@ -1,5 +1,6 @@
-"""Loader workers: their random state, and which signals end them."""
+"""Loader workers: how they start, their random state, and which signals end them."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -25,18 +26,29 @@ def worker_init_reset_seed(worker_id: int) -> None:
     last step. Any ``DataLoader`` with forked workers can have this as ``worker_init_fn``; others
     have threads of imports, which a signal may end.
     """
+    is_in_worker = get_worker_info() is not None
+    if is_in_worker:
+        gc.freeze()  # what its parent has left is not for the worker to destroy, see `starting`
+        gc.enable()
     seed_all_rng((torch.initial_seed() + worker_id) % 2**32)
     signals = _signals_with_sender()
-    if get_worker_info() is not None and signals:
+    if is_in_worker and signals:
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 @contextmanager
-def stop_signals_blocked(start_method: str) -> Iterator[None]:
-    """Context in which workers are started, so that their threads block `stop_signals`."""
+def starting(start_method: str) -> Iterator[None]:
+    """Context in which workers are started.
+
+    Their threads block `stop_signals`. Garbage is not collected until `worker_init_reset_seed`: a
+    forked worker has the garbage of its parent, such as a process group, but not the threads that
+    the group would end, and crashes.
+    """
     signals = _signals_with_sender()
     former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    collects_garbage = gc.isenabled()
+    gc.disable()
     try:
         if start_method != "fork":
             # now, since before Python 3.13 its start unblocks signals
@@ -44,6 +56,8 @@ def stop_signals_blocked(start_method: str) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:
+        if collects_garbage:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 

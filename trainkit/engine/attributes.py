@@ -1,4 +1,7 @@
-"""The attributes of a trainer that are part of its state: optimizers, schedules, gradient scalers and modules."""
+"""The attributes of a trainer that are part of its state.
+
+They are optimizers, schedules, gradient scalers and modules.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -25,7 +28,9 @@ _SAVED = (Optimizer, LRScheduler, torch.amp.GradScaler, nn.Module)
 
 
 def stateful_attributes(trainer: Any, *, private: bool = False) -> dict[str, Any]:
-    """name -> object, of the public attributes, and of one level of lists, tuples and dicts ("optimizers.judge").
+    """name -> object, of the public attributes.
+
+    And of one level of lists, tuples and dicts, with names such as "optimizers.judge".
 
     Args:
         private: of the attributes whose names start with an underscore instead.
@@ -35,9 +40,11 @@ def stateful_attributes(trainer: Any, *, private: bool = False) -> dict[str, Any
         if attribute.startswith("_") != private:
             continue
         if isinstance(value, Mapping):
-            candidates |= {f"{attribute}.{key}": item for key, item in value.items()}
+            for key, item in value.items():
+                candidates[f"{attribute}.{key}"] = item
         elif isinstance(value, list | tuple):
-            candidates |= {f"{attribute}.{number}": item for number, item in enumerate(value)}
+            for number, item in enumerate(value):
+                candidates[f"{attribute}.{number}"] = item
         else:
             candidates[attribute] = value
     found: dict[str, Any] = {}
@@ -59,7 +66,9 @@ def checkpointers_of(trainer: Any) -> list[Checkpointer]:
 
 
 class Attributes:
-    """The states of a trainer's attributes; one that is made after loading gets its state when the run starts.
+    """The states of a trainer's attributes.
+
+    An attribute that is made after loading gets its state when the run starts.
 
     Args:
         trainer: a weak reference.
@@ -69,7 +78,8 @@ class Attributes:
         self._trainer = trainer
         self._waiting: dict[str, Any] = {}  # name -> state, of attributes that do not exist yet
         self._groups: dict[str, Any] = {}  # of the optimizers among them, see `describe_groups`
-        self._loaded: set[str] | None = None  # names; None: nothing was loaded since the last start
+        # names; None: nothing was loaded since the last start
+        self._loaded: set[str] | None = None
         self._logged: set[str] = set()
 
     def objects(self) -> dict[str, Any]:
@@ -88,19 +98,22 @@ class Attributes:
         return [*self._not_saved_elsewhere(stateful_attributes(self._trainer, private=True))]
 
     def _not_saved_elsewhere(self, candidates: Mapping[str, Any]) -> dict[str, Any]:
+        """The candidates but for those that are left out, saved elsewhere, or a part of these."""
         saved = _saved_elsewhere(self._trainer)
         saved_ids = {id(each) for each in saved}
-        left = {}
-        for name, value in candidates.items():
-            if not self._is_left_out(name) and id(_unwrap(value)) not in saved_ids:
-                left[name] = value
-        if not any(isinstance(value, nn.Module) for value in left.values()):
-            return left
-        part_ids = _ids_of_parts(saved)
         found = {}
-        for name, value in left.items():
-            if not isinstance(value, nn.Module) or not _is_within(value, part_ids):
-                found[name] = value
+        modules = {}
+        for name, value in candidates.items():
+            if self._is_left_out(name) or id(_unwrap(value)) in saved_ids:
+                continue
+            found[name] = value
+            if isinstance(value, nn.Module):
+                modules[name] = value
+        if modules:
+            part_ids = _ids_of_parts(saved)
+            for name, module in modules.items():
+                if _is_within(module, part_ids):
+                    del found[name]
         return found
 
     def _is_left_out(self, name: str) -> bool:
@@ -114,7 +127,10 @@ class Attributes:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries ``attributes`` and ``attribute_groups`` of a trainer's state; {} if there is no attribute."""
+        """The entries ``attributes`` and ``attribute_groups`` of a trainer's state.
+
+        {} if there is no attribute.
+        """
         states = dict(self._waiting)
         groups = dict(self._groups)
         sizes = {}
@@ -123,13 +139,15 @@ class Attributes:
             if not state:
                 continue
             states[name] = state
-            sizes[name] = f"{name} ({type(value).__name__}, {_size_of(state) / 2**20:.1f} MiB)"
+            size_mib = _size_of(state) / 2**20
+            sizes[name] = f"{name} ({type(value).__name__}, {size_mib:.1f} MiB)"
             if isinstance(value, Optimizer):
                 groups[name] = describe_groups(value, self.names())
         if not sizes.keys() <= self._logged:
             self._logged.update(sizes)
             logger.info(
-                "Attributes of the trainer that checkpoints hold: %s. `unsaved` of the class leaves them out",
+                "Attributes of the trainer that checkpoints hold: %s. `unsaved` of the class "
+                "leaves them out",
                 ", ".join(sizes.values()),
             )
         if not states:
@@ -186,7 +204,8 @@ class Attributes:
                 new.append(name)
         if new:
             logger.warning(
-                "The checkpoint has no state of these attributes of the trainer, which start anew: %s",
+                "The checkpoint has no state of these attributes of the trainer, which start anew: "
+                "%s",
                 new,
             )
         self._waiting = {}
@@ -194,7 +213,12 @@ class Attributes:
         self._loaded = None
 
     def check_start(self) -> None:
-        """Raises TypeError if ``unsaved`` is no tuple or list, and as `objects`; warns of unknown names."""
+        """Warn of names in ``unsaved`` that the trainer does not have.
+
+        Raises:
+            TypeError: ``unsaved`` is no tuple or list.
+            ConfigError: as `objects`.
+        """
         self.objects()
         unsaved = self._trainer.unsaved
         if not isinstance(unsaved, tuple | list):
@@ -222,7 +246,9 @@ def _unwrap(value: Any) -> Any:
         return value
     inner = unwrap_model(value)
     compiled = getattr(inner, "_orig_mod", None)
-    return _unwrap(compiled) if isinstance(compiled, nn.Module) else inner
+    if isinstance(compiled, nn.Module):
+        return _unwrap(compiled)
+    return inner
 
 
 def _ids_of_parts(objects: Iterable[Any]) -> set[int]:
@@ -240,21 +266,24 @@ def _is_within(module: nn.Module, ids: set[int]) -> bool:
     """Whether the module is one of these parts, or all that its state holds is."""
     if id(_unwrap(module)) in ids:
         return True
-    return all(id(value) in ids for value in module.state_dict(keep_vars=True).values())
+    state = module.state_dict(keep_vars=True)
+    return all(id(value) in ids for value in state.values())
 
 
 def _refuse_divided(name: str, value: Any) -> None:
-    parameters: Iterable[Tensor] = ()
+    """Raises ConfigError if ranks hold parts of the parameters."""
+    parameters: list[Tensor] = []
     if isinstance(value, nn.Module):
-        parameters = value.parameters()
+        parameters = list(value.parameters())
     elif isinstance(value, Optimizer):
-        parameters = [each for group in value.param_groups for each in group["params"]]
+        for group in value.param_groups:
+            parameters += group["params"]
     if any(hasattr(parameter, "full_tensor") for parameter in parameters):
         key = name.replace(".", "_")
         raise ConfigError(
-            f"ranks hold parts of trainer.{name} ({type(value).__name__}), which a trainer does not save by itself. "
-            f'Save it by checkpointer.add_checkpointable("{key}", trainer.{name}), or leave it out by '
-            f'unsaved = ("{name}",) in the class'
+            f"ranks hold parts of trainer.{name} ({type(value).__name__}), which a trainer does "
+            f'not save by itself. Save it by checkpointer.add_checkpointable("{key}", '
+            f'trainer.{name}), or leave it out by unsaved = ("{name}",) in the class'
         )
 
 

@@ -24,7 +24,9 @@ class DataSize:
     epoch: Fraction | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        epoch = None if self.epoch is None else [self.epoch.numerator, self.epoch.denominator]
+        epoch = None
+        if self.epoch is not None:
+            epoch = [self.epoch.numerator, self.epoch.denominator]
         return {"samples": self.samples, "batch": self.batch, "epoch": epoch}
 
     @classmethod
@@ -48,12 +50,18 @@ def data_size_of(
     batch = None
     if batch_of_rank is not None:
         batch = batch_of_rank * comm.get_data_world_size() * accumulation_steps
-    epoch = None if epoch_length is None else Fraction(epoch_length)
+    epoch = None
+    if epoch_length is not None:
+        epoch = Fraction(epoch_length)
     return DataSize(samples, batch, epoch)
 
 
 def describe_changes(new: DataSize, old: DataSize) -> list[tuple[str, str, str, str]]:
-    """(what, of this run, in the checkpoint, what happens) for each size that is known and differs."""
+    """A row of a table for each size that is known and differs.
+
+    Returns:
+        (what, its value in this run, its value in the checkpoint, what happens) for each.
+    """
     happens = {
         "samples": (
             "samples per epoch",
@@ -73,4 +81,6 @@ def describe_changes(new: DataSize, old: DataSize) -> list[tuple[str, str, str, 
 
 
 def _number(value: int | Fraction) -> str:
-    return f"{float(value):g}" if isinstance(value, Fraction) else str(value)
+    if isinstance(value, Fraction):
+        return f"{float(value):g}"
+    return str(value)

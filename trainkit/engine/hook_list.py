@@ -1,10 +1,8 @@
 """The hooks of a trainer: their order, names and states."""
 
-import itertools
 import logging
 import textwrap
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, TypeAlias
 
 from trainkit.checkpoint.atomic import loading
@@ -19,119 +17,33 @@ Anchor: TypeAlias = type[HookBase] | HookBase | str
 
 
 class HookList:
-    """Hooks in their order. Each hook has one sort key, computed from its priority or anchor.
+    """Hooks in their order, with their names and states.
+
+    Each hook has one sort key: the number of its priority, or that of the hook next to which it was
+    placed. The keys decide the order, and all lists of hooks are computed from it.
 
     Args:
         trainer: a weak reference, given to each hook.
 
     Attributes:
         hooks: the list itself; call ``update`` after changing it.
-        at: point -> the hooks that override it, in the order in which they are called. At ``after_step`` these are the
-            hooks above the save point. At ``after_train`` hooks that save or evaluate the run (``ends``) come first,
-            since others may need the results; writers come last.
-        boundary, epoch_end: the ``after_step`` of the hooks below the save point, and the ``after_epoch`` of all, each
-            with the name by which a state says that it has returned.
+        at: point -> the hooks that override it, in the order in which they are called. At
+            ``after_step`` these are the hooks above the save point. At ``after_train`` hooks that
+            save or evaluate the run (``ends``) come first, since others may need the results;
+            writers come last.
+        boundary, epoch_end: the ``after_step`` of the hooks below the save point, and the
+            ``after_epoch`` of all, each with the name by which a state says that it has returned.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.hooks: list[HookBase] = []
-        self._keys: dict[int, int] = {}  # id of a hook -> its sort key
+        self._keys: dict[int, int] = {}  # id of a registered hook -> its sort key
         self._names: dict[str, HookBase] = {}
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
         self.update()
 
-    def update(self) -> None:
-        """Compute the hooks of each point and the names again, after a change of ``hooks``."""
-        self.at = {
-            point: [hook for hook in self.hooks if overrides(hook, point)] for point in HOOK_POINTS
-        }
-        stepping = self.at["after_step"]
-        self._below = [hook for hook in stepping if self.is_below(hook)]
-        self.at["after_step"] = [hook for hook in stepping if not self.is_below(hook)]
-        self.at["after_train"].sort(key=self._place_at_end)
-        self._find_names()
-        self.boundary = [(self.name_of_call(hook), hook.after_step) for hook in self._below]
-        self.epoch_end = [
-            (self.name_of_call(hook, "after_epoch"), hook.after_epoch)
-            for hook in self.at["after_epoch"]
-        ]
-
-    def _place_at_end(self, hook: HookBase) -> int:
-        if self._key(hook) > Priority.LOWEST:
-            return 2
-        return 0 if hook.ends else 1
-
-    def _find_names(self) -> None:
-        self._names = {
-            name: hook
-            for name, hook in self._names.items()
-            if any(hook is other for other in self.hooks)
-        }
-        for hook in self.hooks:
-            if all(hook is not named for named in self._names.values()):
-                base = type(hook).__qualname__.rpartition("<locals>.")[2]
-                # further hooks of a class get Name#2, Name#3 in the order of registration
-                names = itertools.chain([base], (f"{base}#{count}" for count in itertools.count(2)))
-                self._names[next(name for name in names if name not in self._names)] = hook
-
-    def name_of_call(self, hook: HookBase, point: str = "after_step") -> str:
-        """The name of a call of a registered hook in a state, such as ``EvalHook.after_step``."""
-        return next(
-            f"{name}.{point}" for name, registered in self._names.items() if registered is hook
-        )
-
-    def is_below(self, hook: HookBase) -> bool:
-        return self._key(hook) > SAVE_POINT
-
-    def check(self, *, has_epochs: bool) -> bool:
-        """Check the hooks before a run starts, and log their order; every rank calls it.
-
-        Returns:
-            Whether all ranks have the same hooks. If not, an exchange by one hook could wait for ever.
-
-        Raises:
-            ConfigError: a hook uses epoch points, but there are no epochs.
-        """
-        self.update()  # the user may have changed the list
-        asking = [type(hook).__name__ for point in EPOCH_POINTS for hook in self.at[point]]
-        if asking and not has_epochs:
-            raise ConfigError(
-                f"{asking[0]} uses epochs, but the training data has no length; use iterations"
-            )
-        description, indent = self.describe(), " " * (max(map(len, HOOK_POINTS)) + 4)
-        fill = partial(textwrap.fill, width=80, subsequent_indent=indent)
-        logger.info("Hooks in order:\n%s", "\n".join(map(fill, description.splitlines())))
-        first, *others = comm.all_gather(description)
-        for rank, hooks in enumerate(others, 1):
-            if hooks != first:
-                text = "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s"
-                logger.warning(text, rank, hooks, first)
-        if self._unclaimed_states:
-            logger.warning(
-                "The checkpoint has states of hooks that are not registered: %s",
-                [*self._unclaimed_states],
-            )
-        return all(hooks == first for hooks in others)
-
-    def describe(self) -> str:
-        """One line per point that a hook overrides, with the names under which the hooks are saved."""
-        names = {id(hook): name for name, hook in self._names.items()}
-        width = max(map(len, HOOK_POINTS))
-        lines = []
-        for point, hooks in self.at.items():
-            stages = [hooks, self._below] if point == "after_step" else [hooks]
-            named = [", ".join(names[id(hook)] for hook in stage) for stage in stages if stage]
-            found = [f"  {point:<{width}}  {text}" for text in named]
-            if point == "after_step":
-                found.insert(
-                    bool(hooks),
-                    "  -- save point --  checkpoints are written; batch and losses are released",
-                )
-            lines += found
-        return "\n".join(lines)
-
-    # ------------------------------------------------------------------ registration
+    # ------------------------------------------------------------------ order
 
     def add(
         self,
@@ -141,56 +53,83 @@ class HookList:
         after: Anchor | None,
     ) -> None:
         """Insert hooks and load the states that wait for them; see `TrainerBase.register_hooks`."""
-        if not isinstance(hooks, Iterable):
-            raise TypeError(
-                f"register_hooks takes a list of hooks, got {hooks!r}; write [hook] for a single one"
-            )
-        new: list[Any] = [hook for hook in hooks if hook is not None]
-        for i, hook in enumerate(new):
-            if not isinstance(hook, HookBase):
-                text = f"got {hook!r}; write Hook() for a class, CallbackHook(after_step=function) for a function"
-                raise TypeError(f"register_hooks takes objects of subclasses of HookBase, {text}")
-            if any(hook is other for other in self.hooks + new[:i]):
-                raise ValueError(f"this {type(hook).__name__} is registered already")
-        if sum(argument is not None for argument in (priority, before, after)) > 1:
+        new = self._checked(hooks)
+        num_places = sum(argument is not None for argument in (priority, before, after))
+        if num_places > 1:
             raise ValueError(
                 "register_hooks() takes one of priority, before and after: an anchor has a priority"
             )
-        # only hooks themselves may choose -1 (timer) and 101 (writers)
-        keys = [
-            sort_key(hook.priority, -1, 101) if priority is None else sort_key(priority)
-            for hook in new
-        ]
-        if before is not None or after is not None:
-            anchor = self._find(before if before is not None else after)
-            # a hook may have an __eq__
-            position = [*map(id, self.hooks)].index(id(anchor)) + (after is not None)
-            self.hooks[position:position] = new
-            # a hook placed after the checkpointer is below the save point
-            keys = [
-                self._key(anchor) + (after is not None and self._key(anchor) == SAVE_POINT)
-            ] * len(new)
-        for hook, key in zip(new, keys, strict=True):
-            if before is None and after is None:
-                followers = (i for i, other in enumerate(self.hooks) if self._key(other) > key)
-                self.hooks.insert(next(followers, len(self.hooks)), hook)
-            self._keys[id(hook)] = key
-            hook.trainer = self._trainer
+        if before is not None:
+            anchor = self._find(before)
+            self._insert(new, self._position_of(anchor), self._key(anchor))
+        elif after is not None:
+            anchor = self._find(after)
+            key = self._key(anchor)
+            if key == SAVE_POINT:
+                key += 1  # what comes after the checkpointer is below the save point
+            self._insert(new, self._position_of(anchor) + 1, key)
+        else:
+            keys = [own_sort_key(hook) if priority is None else sort_key(priority) for hook in new]
+            for hook, key in zip(new, keys, strict=True):
+                self._insert([hook], self._position_for(key), key)
         self.update()
         self._hand_out_states()
 
+    def _checked(self, hooks: Iterable[HookBase | None]) -> list[HookBase]:
+        """The hooks without None. Raises an error if one is no hook, or is registered already."""
+        if not isinstance(hooks, Iterable):
+            raise TypeError(
+                f"register_hooks takes a list of hooks, got {hooks!r}; write [hook] for a single "
+                "one"
+            )
+        new: list[HookBase] = []
+        for hook in hooks:
+            if hook is None:
+                continue
+            if not isinstance(hook, HookBase):
+                raise TypeError(
+                    "register_hooks takes objects of subclasses of HookBase, got "
+                    f"{hook!r}; write Hook() for a class, CallbackHook(after_step=function) for a "
+                    "function"
+                )
+            if _has(self.hooks, hook) or _has(new, hook):
+                raise ValueError(f"this {type(hook).__name__} is registered already")
+            new.append(hook)
+        return new
+
+    def _insert(self, hooks: list[HookBase], position: int, key: int) -> None:
+        self.hooks[position:position] = hooks
+        for hook in hooks:
+            self._keys[id(hook)] = key
+            hook.trainer = self._trainer
+
+    def _position_for(self, key: int) -> int:
+        """Before the first hook with a larger key."""
+        for position, hook in enumerate(self.hooks):
+            if self._key(hook) > key:
+                return position
+        return len(self.hooks)
+
+    def _position_of(self, hook: HookBase) -> int:
+        ids = [id(other) for other in self.hooks]  # a hook may have an __eq__
+        return ids.index(id(hook))
+
     def _key(self, hook: HookBase) -> int:
         key = self._keys.get(id(hook))
-        # None: a user put it into the list
-        return sort_key(hook.priority, -1, 101) if key is None else key
+        if key is None:  # a user has put the hook into the list
+            return own_sort_key(hook)
+        return key
 
-    def _find(self, anchor: Anchor | None) -> HookBase:
-        # objects of subclasses match only if there is none of the class itself
+    def _find(self, anchor: Anchor) -> HookBase:
+        """The hook that an anchor names."""
         if isinstance(anchor, type):
             found = [hook for hook in self.hooks if type(hook) is anchor]
-            found = found or [hook for hook in self.hooks if isinstance(hook, anchor)]
+            if not found:
+                found = [hook for hook in self.hooks if isinstance(hook, anchor)]
+        elif isinstance(anchor, str):
+            found = [hook for hook in self.hooks if type(hook).__name__ == anchor]
         else:
-            found = [hook for hook in self.hooks if hook is anchor or type(hook).__name__ == anchor]
+            found = [hook for hook in self.hooks if hook is anchor]
         if len(found) != 1:
             names = ", ".join(type(hook).__name__ for hook in self.hooks) or "none"
             raise ValueError(
@@ -198,17 +137,147 @@ class HookList:
             )
         return found[0]
 
+    def is_below(self, hook: HookBase) -> bool:
+        """Whether the hook is below the save point."""
+        return self._key(hook) > SAVE_POINT
+
+    # ------------------------------------------------------------------ lists and names
+
+    def update(self) -> None:
+        """Compute the names and the hooks of each point again, after a change of ``hooks``."""
+        self._update_names()
+        self.at: dict[str, list[HookBase]] = {}
+        for point in HOOK_POINTS:
+            self.at[point] = [hook for hook in self.hooks if overrides(hook, point)]
+        after_step = self.at["after_step"]
+        self.at["after_step"] = [hook for hook in after_step if not self.is_below(hook)]
+        self._below = [hook for hook in after_step if self.is_below(hook)]
+        self.at["after_train"].sort(key=self._place_at_end)
+
+        self.boundary = []
+        for hook in self._below:
+            self.boundary.append((self.name_of_call(hook), hook.after_step))
+        self.epoch_end = []
+        for hook in self.at["after_epoch"]:
+            self.epoch_end.append((self.name_of_call(hook, "after_epoch"), hook.after_epoch))
+
+    def _place_at_end(self, hook: HookBase) -> int:
+        if self._key(hook) > Priority.LOWEST:
+            return 2  # a writer
+        return 0 if hook.ends else 1
+
+    def _update_names(self) -> None:
+        """Forget the names of hooks that are gone, and name those that are new."""
+        former = self._names
+        self._names = {}
+        for name, hook in former.items():
+            if _has(self.hooks, hook):
+                self._names[name] = hook
+        for hook in self.hooks:
+            if not _has(self._names.values(), hook):
+                self._names[self._new_name(hook)] = hook
+
+    def _new_name(self, hook: HookBase) -> str:
+        """The name of the class; for further hooks of a class Name#2, Name#3, ..."""
+        base = type(hook).__qualname__.rpartition("<locals>.")[2]
+        name = base
+        number = 1
+        while name in self._names:
+            number += 1
+            name = f"{base}#{number}"
+        return name
+
+    def _name_of(self, hook: HookBase) -> str:
+        for name, registered in self._names.items():
+            if registered is hook:
+                return name
+        raise ValueError(f"this {type(hook).__name__} is not registered")
+
+    def name_of_call(self, hook: HookBase, point: str = "after_step") -> str:
+        """The name of a call of a registered hook in a state, such as ``EvalHook.after_step``."""
+        return f"{self._name_of(hook)}.{point}"
+
+    # ------------------------------------------------------------------ check
+
+    def check(self, *, has_epochs: bool) -> bool:
+        """Check the hooks before a run starts, and log their order; every rank calls it.
+
+        Returns:
+            Whether all ranks have the same hooks. If not, an exchange by one hook could wait for
+            ever.
+
+        Raises:
+            ConfigError: a hook uses epoch points, but there are no epochs.
+        """
+        self.update()  # the user may have changed the list
+        if not has_epochs:
+            self._refuse_epoch_points()
+        description = self.describe()
+        logger.info("Hooks in order:\n%s", _folded(description))
+        by_rank = comm.all_gather(description)
+        are_same = True
+        for rank, of_rank in enumerate(by_rank):
+            if of_rank != by_rank[0]:
+                are_same = False
+                logger.warning(
+                    "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s",
+                    rank,
+                    of_rank,
+                    by_rank[0],
+                )
+        if self._unclaimed_states:
+            logger.warning(
+                "The checkpoint has states of hooks that are not registered: %s",
+                list(self._unclaimed_states),
+            )
+        return are_same
+
+    def _refuse_epoch_points(self) -> None:
+        for point in EPOCH_POINTS:
+            for hook in self.at[point]:
+                raise ConfigError(
+                    f"{type(hook).__name__} uses epochs, but the training data has no length; use "
+                    "iterations"
+                )
+
+    def describe(self) -> str:
+        """One line per point that a hook overrides, with the names of the hooks in a checkpoint."""
+        lines: list[str] = []
+        for point in HOOK_POINTS:
+            lines += self._described(point, self.at[point])
+            if point == "after_step":
+                lines.append(
+                    "  -- save point --  checkpoints are written; batch and losses are released"
+                )
+                lines += self._described(point, self._below)
+        return "\n".join(lines)
+
+    def _described(self, point: str, hooks: list[HookBase]) -> list[str]:
+        """The line of a point; none if there are no hooks."""
+        if not hooks:
+            return []
+        names = [self._name_of(hook) for hook in hooks]
+        return [f"  {point:<{_point_width()}}  {', '.join(names)}"]
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """name -> state, of the hooks that have a state."""
-        states = {name: hook.state_dict() for name, hook in self._names.items()}
-        return {name: state for name, state in states.items() if state}
+        states = {}
+        for name, hook in self._names.items():
+            state = hook.state_dict()
+            if state:
+                states[name] = state
+        return states
 
     def settings_of_early_end(self) -> dict[str, Any]:
         """name -> settings, of the hooks that may finish a run early."""
-        settings = {name: hook.settings_of_early_end() for name, hook in self._names.items()}
-        return {name: own for name, own in settings.items() if own}
+        all_settings = {}
+        for name, hook in self._names.items():
+            settings = hook.settings_of_early_end()
+            if settings:
+                all_settings[name] = settings
+        return all_settings
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Give each hook its state; other states wait for hooks that are registered later."""
@@ -218,23 +287,53 @@ class HookList:
         self._hand_out_states()
 
     def _hand_out_states(self) -> None:
-        for name in [name for name in self._unclaimed_states if name in self._names]:
-            with loading(f"the state of the hook {name!r}"):
-                self._names[name].load_state_dict(self._unclaimed_states.pop(name))
+        for name in list(self._unclaimed_states):
+            if name in self._names:
+                state = self._unclaimed_states.pop(name)
+                with loading(f"the state of the hook {name!r}"):
+                    self._names[name].load_state_dict(state)
+
+
+def _has(hooks: Iterable[HookBase], hook: HookBase) -> bool:
+    """Whether this object is among the hooks; a hook may have an ``__eq__``."""
+    return any(hook is other for other in hooks)
+
+
+def _point_width() -> int:
+    return max(len(point) for point in HOOK_POINTS)
+
+
+def _folded(description: str) -> str:
+    """The description in lines of 80 columns."""
+    indent = " " * (_point_width() + 4)
+    lines = description.splitlines()
+    return "\n".join(textwrap.fill(line, width=80, subsequent_indent=indent) for line in lines)
 
 
 def overrides(hook: HookBase | type[HookBase], point: str) -> bool:
+    """Whether a hook, or a class of hooks, has its own method for a point."""
     method = getattr(hook, point)
-    return getattr(method, "__func__", method) is not getattr(HookBase, point)
+    function = getattr(method, "__func__", method)
+    return function is not getattr(HookBase, point)
+
+
+def own_sort_key(hook: HookBase) -> int:
+    """The number of a hook's own priority; only a class may choose -1 (timer) and 101 (writers)."""
+    return sort_key(hook.priority, -1, 101)
 
 
 def sort_key(priority: int | str, first: int = 0, last: int = 100) -> int:
-    """The number of a priority. Raises ValueError if it is not a name of `Priority`, or out of range."""
+    """The number of a priority.
+
+    Raises:
+        ValueError: it is not a name of `Priority`, or out of range.
+    """
     if isinstance(priority, str) and priority in Priority.__members__:
         return Priority[priority]
     if not is_whole(priority, first) or priority > last:
         names = ", ".join(Priority.__members__)
         raise ValueError(
-            f"priority must be from 0 (runs first) to 100 (runs last) or one of {names}; got {priority!r}"
+            f"priority must be from 0 (runs first) to 100 (runs last) or one of {names}; got "
+            f"{priority!r}"
         )
     return priority

@@ -26,6 +26,7 @@ from trainkit.utils.errors import ConfigError
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others before it fails."""
 
+# the variables that torchrun sets
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # "True": the process that starts the ranks has the store
 _SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -34,7 +35,10 @@ _STOPPED = (143, 129, 130, 138)  # exit codes after SIGTERM, SIGHUP, SIGINT and 
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has restarted this run, which then resumes; the same on all ranks under `launch`."""
+    """Whether torchrun has restarted this run, which then resumes.
+
+    The same on all ranks under `launch`.
+    """
     return int(os.environ.get(_NUM_RESTARTS, "0")) > 0
 
 
@@ -47,19 +51,22 @@ def launch(
     args: tuple[Any, ...] = (),
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Any:
-    """Call ``main_func(*args)`` in every process of the run; returns its result if no process is started.
+    """Call ``main_func(*args)`` in every process of the run.
 
-    Under torchrun the process exists already, and the other arguments are not needed. Otherwise this machine gets
-    ``num_gpus_per_machine`` new processes, each with a GPU if there are enough; a run of one process is this process.
-    With 0 it is on the CPU. A signal that stops a run is passed on to new processes.
+    Returns its result if no process is started. Under torchrun the process exists already, and the
+    other arguments are not needed. Otherwise this machine gets ``num_gpus_per_machine`` new
+    processes, each with a GPU if there are enough; a run of one process is this process. With 0 it
+    is on the CPU. A signal that stops a run is passed on to new processes.
 
     Args:
         main_func: a function of a module, so that a new process can import it.
-        dist_url: where rank 0 listens, ``tcp://host:port``; "auto" or None is a free port of this machine.
+        dist_url: where rank 0 listens, ``tcp://host:port``; "auto" or None is a free port of this
+            machine.
 
     Raises:
         ConfigError: as `check_launch`, without torchrun.
-        SystemExit: a process exited with this code; 128 plus its number if a signal has stopped the run.
+        SystemExit: a process exited with this code; 128 plus its number if a signal has stopped the
+            run.
     """
     if is_torchrun():
         return run_rank(main_func, args, timeout)
@@ -69,20 +76,16 @@ def launch(
         return main_func(*args)
     variables = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_gpus_per_machine)}
     if address is None:
-        # 0: a free port
+        # port 0: a free one
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        variables |= {
-            "MASTER_ADDR": store.host,
-            "MASTER_PORT": str(store.port),
-            _SHARES_STORE: "True",
-        }
+        variables[_SHARES_STORE] = "True"
+        host, port = store.host, store.port
     else:
         host, port = address
-        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    _start(
-        (machine_rank * num_gpus_per_machine, variables, main_func, args, timeout),
-        num_gpus_per_machine,
-    )
+    variables["MASTER_ADDR"] = host
+    variables["MASTER_PORT"] = str(port)
+    first_rank = machine_rank * num_gpus_per_machine
+    _start((first_rank, variables, main_func, args, timeout), num_gpus_per_machine)
     return None
 
 
@@ -128,14 +131,17 @@ def _start(arguments: tuple[Any, ...], num: int) -> None:
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        for process in filter(lambda process: process.is_alive(), context.processes):
-            # not SIGINT and SIGHUP: a terminal sends them to all processes, and a second SIGINT is no request
-            os.kill(process.pid, signum if signum == signal.SIGUSR1 else signal.SIGTERM)
+        # not SIGINT and SIGHUP: a terminal sends them to all processes, and a second SIGINT is no
+        # request
+        passed_on = signum if signum == signal.SIGUSR1 else signal.SIGTERM
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, passed_on)
 
-    heard = [
-        each for each in stop_signals() if signal.getsignal(each) not in (None, signal.SIG_IGN)
-    ]
-    former = {each: signal.signal(each, pass_on) for each in heard}
+    former = {}
+    for each in stop_signals():
+        if signal.getsignal(each) not in (None, signal.SIG_IGN):
+            former[each] = signal.signal(each, pass_on)
     try:
         while not context.join(grace_period=3.0):
             pass
@@ -157,55 +163,84 @@ def _start_rank(
 
 
 def run_rank(main_func: Callable[..., Any], args: tuple[Any, ...], timeout: timedelta) -> Any:
-    """Call ``main_func(*args)`` in the process group that torchrun's variables describe; return its result."""
-    rank, world_size, result, exit_code = (
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-        None,
-        0,
-    )
-    num_restarts, device = int(os.environ.get(_NUM_RESTARTS, "0")), _own_device()
-    backend = (
-        "gloo"
-        if device is None
-        else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    )
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    # torchrun keeps one store for all starts, and it has the addresses of earlier ones
-    store = dist.PrefixStore(f"start {num_restarts}", store)
-    options: Any = {"store": store, "timeout": timeout, "device_id": device}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, **options)
-    os.environ[_NUM_RESTARTS] = str(max(comm.all_gather(num_restarts)))  # nodes count their own
+    """Call ``main_func(*args)`` in the process group that torchrun's variables describe.
+
+    Returns its result.
+    """
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    store = _join_process_group(rank, world_size, timeout)
+    result = None
+    exit_code: Any = 0
     try:
         result = record(main_func)(*args)  # writes torchrun's error file
     except (KeyboardInterrupt, SystemExit) as error:
-        exit_code = getattr(error, "code", 128 + signal.SIGINT) or 0
+        if isinstance(error, SystemExit):
+            exit_code = error.code or 0
+        else:
+            exit_code = 128 + signal.SIGINT
         if exit_code not in (0, *_STOPPED):
             raise
         # another rank may still write, and the first that exits ends all
         store.set(f"stopped/{rank}", "")
+        of_all = [f"stopped/{other}" for other in range(world_size)]
         with contextlib.suppress(dist.DistError):
-            store.wait([f"stopped/{other}" for other in range(world_size)], timedelta(seconds=60))
+            store.wait(of_all, timedelta(seconds=60))
     except Exception:
         # so that the others fail later: torchrun, which compares seconds, then names this rank
         time.sleep(1.1)
         raise
-    # Not after a failure: other ranks would fail without the group, before this rank can report its error.
-    gc.collect()  # DDP is a cycle that keeps the group alive; the group's thread must end before the interpreter
-    dist.destroy_process_group()
-    time.sleep(0.05)  # a Gloo thread may still release tensors, for which it needs the interpreter
+    # not after a failure: other ranks would fail without the group, before this rank can report its
+    # error
+    _leave_process_group()
     if exit_code:
         sys.exit(exit_code)
     return result
 
 
+def _join_process_group(rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Make the default process group; returns its store."""
+    num_restarts = int(os.environ.get(_NUM_RESTARTS, "0"))
+    device = _own_device()
+    backend = "gloo"
+    if device is not None:
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    # torchrun keeps one store for all starts, and it has the addresses of earlier ones
+    store = dist.PrefixStore(f"start {num_restarts}", store)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout=timeout,
+        device_id=device,
+    )
+    largest = max(comm.all_gather(num_restarts))  # nodes count their own
+    os.environ[_NUM_RESTARTS] = str(largest)
+    return store
+
+
+def _leave_process_group() -> None:
+    # DDP is a cycle that keeps the group alive; its thread must end before the interpreter
+    gc.collect()
+    dist.destroy_process_group()
+    time.sleep(0.05)  # a Gloo thread may still release tensors, for which it needs the interpreter
+
+
 def _num_devices() -> int:
-    return torch.accelerator.device_count() if accelerator_runs_ahead() else 0
+    if not accelerator_runs_ahead():
+        return 0
+    return torch.accelerator.device_count()
 
 
 def _own_device() -> torch.device | None:
-    """The GPU of this process, made the current one; None, for the CPU, if there are fewer GPUs than processes."""
-    index, found = int(os.environ["LOCAL_RANK"]), _num_devices()
+    """The GPU of this process, made the current one.
+
+    None, for the CPU, if there are fewer GPUs than processes.
+    """
+    index = int(os.environ["LOCAL_RANK"])
+    found = _num_devices()
     if found == 1 and "SLURM_PROCID" in os.environ:  # SLURM may show each task only its own GPU
         index = 0
     elif found < int(os.environ["LOCAL_WORLD_SIZE"]):

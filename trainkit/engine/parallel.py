@@ -26,21 +26,27 @@ _UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for 
 
 
 def check_own_device(model: nn.Module) -> None:
-    """Every rank calls it. Raises ConfigError, on all, if the models of two ranks are on one accelerator.
+    """Check that no two ranks have their models on one accelerator; every rank calls it.
 
-    Devices are compared by their UUID, not by their number: SLURM may show each task one device, as number 0. Ranks on
-    the CPU may be as many as you like.
+    Devices are compared by their UUID, not by their number: SLURM may show each task one device, as
+    number 0. Ranks on the CPU may be as many as you like.
+
+    Raises:
+        ConfigError: two ranks have; on all ranks.
     """
     device = device_of(model)
-    by_rank = comm.all_gather(None if device is None else uuid_of(device))
-    for uuid in by_rank:
-        if uuid is None or by_rank.count(uuid) == 1:
-            continue
-        same = [other for other, theirs in enumerate(by_rank) if theirs == uuid]
-        raise ConfigError(
-            f"the ranks {same} are on one accelerator, with the UUID {uuid}; accepted: one rank on each. Start as many "
-            "processes as the machine has devices (torchrun --nproc-per-node, --num-gpus), or set MODEL.DEVICE cpu"
-        )
+    own_uuid = None if device is None else uuid_of(device)
+    ranks_by_uuid: dict[str, list[int]] = {}
+    for rank, uuid in enumerate(comm.all_gather(own_uuid)):
+        if uuid is not None:
+            ranks_by_uuid.setdefault(uuid, []).append(rank)
+    for uuid, ranks in ranks_by_uuid.items():
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"the ranks {ranks} are on one accelerator, with the UUID {uuid}; accepted: one "
+                "rank on each. Start as many processes as the machine has devices (torchrun "
+                "--nproc-per-node, --num-gpus), or set MODEL.DEVICE cpu"
+            )
 
 
 def create_ddp_model(
@@ -53,35 +59,39 @@ def create_ddp_model(
     """Wrap a model in DistributedDataParallel; with one process return it unchanged.
 
     Args:
-        fp16_compression: exchange the gradients in float16; ``bf16_compression``: in bfloat16, by NCCL or XCCL.
+        fp16_compression: exchange the gradients in float16.
+        bf16_compression: exchange the gradients in bfloat16, by NCCL or XCCL.
         kwargs: further arguments of ``DistributedDataParallel``.
 
-    Raises ConfigError: two ranks are on one accelerator.
+    Raises:
+        ConfigError: two ranks are on one accelerator.
     """
     if comm.get_world_size() == 1:
         return model
     check_own_device(model)
     device = device_of(model)
-    kwargs.setdefault("device_ids", None if device is None or device.type == "cpu" else [device])
-    if "broadcast_buffers" in kwargs:  # its new name in torch
-        kwargs["forward_sync_buffers"] = kwargs.pop("broadcast_buffers")
+    if device is not None and device.type != "cpu":
+        kwargs.setdefault("device_ids", [device])
+    if "broadcast_buffers" in kwargs:
+        kwargs["forward_sync_buffers"] = kwargs.pop("broadcast_buffers")  # its new name in torch
     ddp = DistributedDataParallel(model, **kwargs)
-    if fp16_compression or bf16_compression:
-        hook = (
-            default_hooks.fp16_compress_hook
-            if fp16_compression
-            else default_hooks.bf16_compress_hook
-        )
-        ddp.register_comm_hook(state=None, hook=hook)
+    if fp16_compression:
+        ddp.register_comm_hook(state=None, hook=default_hooks.fp16_compress_hook)
+    elif bf16_compression:
+        ddp.register_comm_hook(state=None, hook=default_hooks.bf16_compress_hook)
     return ddp
 
 
 def without_gradient_sync(model: nn.Module) -> AbstractContextManager[Any]:
-    """Context: backward passes add up gradients on each rank; the next pass after it averages them over ranks."""
+    """Context in which backward passes add up gradients on each rank.
+
+    The next backward pass after it averages them over ranks.
+    """
     if hasattr(model, "set_requires_gradient_sync"):  # torch's fully_shard
         return _without_reduction(model)
-    no_sync = getattr(model, "no_sync", None)
-    return nullcontext() if no_sync is None else no_sync()
+    if hasattr(model, "no_sync"):  # DDP
+        return model.no_sync()  # type: ignore[operator]
+    return nullcontext()
 
 
 @contextmanager
@@ -96,11 +106,13 @@ def _without_reduction(model: Any) -> Iterator[None]:
 def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
     """Do two backward passes of DDP without effect before the first step.
 
-    - After its first backward pass DDP reorders its buckets, so three or more ranks add gradients in a different order.
-      A resumed run would use the first order in a step for which the original run used the second. A static graph is
-      recorded in the first pass, which fails under ``no_sync``; its order is fixed after the second.
-    - If ranks use different parameters, DDP raises in the second forward pass, on a rank that has not exchanged all
-      gradients of the first. The other ranks still wait for them, so nothing else may be exchanged in between.
+    - After its first backward pass DDP reorders its buckets, so three or more ranks add gradients
+      in a different order. A resumed run would use the first order in a step for which the original
+      run used the second. A static graph is recorded in the first pass, which fails under
+      ``no_sync``; its order is fixed after the second.
+    - If ranks use different parameters, DDP raises in the second forward pass, on a rank that has
+      not exchanged all gradients of the first. The other ranks still wait for them, so nothing else
+      may be exchanged in between.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -118,24 +130,29 @@ def _unchanged(model: DistributedDataParallel) -> Iterator[None]:
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     # not those of DDP itself, which has recorded the first pass
-    own_modules = model.module.modules()
-    attributes = [(module, _plain_attributes(module)) for module in own_modules]
+    own_modules = list(model.module.modules())
+    attributes = [_plain_attributes(module) for module in own_modules]
     yield
     for name, buffer in model.named_buffers():
-        if name in buffers:  # False: it is new
+        if name in buffers:  # else it is new
             buffer.copy_(buffers[name])
-    for module, former in attributes:
+    for module, former in zip(own_modules, attributes, strict=True):
         for name, (value, content) in former.items():
-            if isinstance(value, Tensor):
-                with torch.no_grad():
-                    value.copy_(content)
-            elif isinstance(value, list | deque):
-                value.clear()
-                value.extend(content)
-            elif isinstance(value, dict):
-                value.clear()
-                value.update(content)
+            _restore(value, content)
             setattr(module, name, value)
+
+
+def _restore(value: Any, content: Any) -> None:
+    """Give a tensor or a container its former content back, in place."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(content)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(content)
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(content)
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -155,7 +172,10 @@ def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:
-    """Add to DDP's error on parameters without a gradient their names and the setting; leave other errors alone."""
+    """Add the names of the parameters and the setting to DDP's error on missing gradients.
+
+    Other errors stay as they are.
+    """
     found = _UNUSED_INDICES.search(str(error))
     if found is None or not isinstance(model, DistributedDataParallel):
         return
@@ -165,8 +185,10 @@ def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:
             exchanged.append((name, value))
     indices = [int(index) for index in found[1].split()]
     unused = [exchanged[index] for index in indices if index < len(exchanged)]
-    names = ", ".join(name for name, _ in unused)
-    if len(unused) < len(indices) or any(value.grad is not None for _, value in unused):
+    has_all = len(unused) == len(indices)
+    if has_all and all(value.grad is None for _, value in unused):
+        names = ", ".join(name for name, _ in unused)
+    else:
         names = "parameters that were frozen after DDP had wrapped the model; freeze them before"
     error.args = (
         f"{error}\nThe last backward pass of rank {comm.get_rank()} gave no gradient to: {names}. "

@@ -32,7 +32,9 @@ class Stop(NamedTuple):
 
 
 class StopRequests:
-    """The stop requests of this rank, and the agreement of all ranks: every few steps they share one number.
+    """The stop requests of this rank, and the agreement of all ranks.
+
+    Every few steps the ranks share one number.
 
     Attributes:
         stop: the agreed stop, the same on every rank; None: the run continues.
@@ -54,7 +56,10 @@ class StopRequests:
         self._group = comm.side_group("requests")
 
     def request(self, reason: str, signum: int | None = None) -> None:
-        """Request a stop, from any thread or a signal handler. Of several requests a signal wins, else the first."""
+        """Request a stop, from any thread or a signal handler.
+
+        Of several requests a signal wins, else the first.
+        """
         # one operation, so a signal cannot interrupt it
         self._requests.append(Stop(reason, signum))
 
@@ -77,16 +82,25 @@ class StopRequests:
         """Like `agreed`, at any time; every rank calls it, and waits for the others."""
         if self.stop is not None or not self._is_any_asked():
             return self.stop
-        mine = min(self._requests, key=lambda stop: stop.signum is None, default=None)
-        by_rank = [mine] if self._group is None else comm.all_gather(mine, group=self._group)
-        asked = []
-        for rank, stop in enumerate(by_rank):
-            if stop is not None:
-                asked.append((stop.signum is None, rank, stop))
-        _, rank, self.stop = min(asked)
+        by_rank = [self._own_request()]
+        if self._group is not None:
+            by_rank = comm.all_gather(by_rank[0], group=self._group)
+        chosen_rank = 0
+        for rank, request in enumerate(by_rank):
+            if _wins(request, by_rank[chosen_rank]):
+                chosen_rank = rank
+        self.stop = by_rank[chosen_rank]
+        assert self.stop is not None
         self._is_agreed.set()
-        logger.info("Rank %d was asked to stop: %s", rank, self.stop.reason)
+        logger.info("Rank %d was asked to stop: %s", chosen_rank, self.stop.reason)
         return self.stop
+
+    def _own_request(self) -> Stop | None:
+        chosen: Stop | None = None
+        for request in self._requests:
+            if _wins(request, chosen):
+                chosen = request
+        return chosen
 
     def _is_any_asked(self) -> bool:
         if self._group is None:
@@ -96,42 +110,42 @@ class StopRequests:
         return bool(flag)
 
     def pass_on(self) -> None:
-        """If a signal has stopped the run, raise KeyboardInterrupt or SystemExit, as the signal itself would."""
-        if self.stop is not None and self.stop.signum == signal.SIGINT:
+        """If a signal has stopped the run, raise what the signal itself would raise.
+
+        That is KeyboardInterrupt or SystemExit.
+        """
+        if self.stop is None or self.stop.signum is None:
+            return
+        if self.stop.signum == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.stop is not None and self.stop.signum is not None:
-            raise SystemExit(128 + self.stop.signum)
+        raise SystemExit(128 + self.stop.signum)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Context in which the signals of `stop_signals` request a stop, if this is the main thread.
+        """Context in which the signals of `stop_signals` request a stop, in the main thread.
 
-        A second SIGINT has the effect that it had before this context. A second signal of another kind ends the
-        process, and so does the first one if no step ends in 30 s: its data, an evaluator or a writer hangs. An ignored
-        signal, as under nohup, stays ignored, and a program's own handler of SIGUSR1 stays.
+        A second SIGINT has the effect that it had before this context. A second signal of another
+        kind ends the process, and so does the first one if no step ends in 30 s: its data, an
+        evaluator or a writer hangs. An ignored signal, as under nohup, stays ignored, and a
+        program's own handler of SIGUSR1 stays.
         """
         former: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for each in stop_signals():
-                # None: the handler was not set by Python, which cannot restore it
-                handler = signal.getsignal(each)
-                if handler not in (None, signal.SIG_IGN) and (
-                    each.name != "SIGUSR1" or handler == signal.SIG_DFL
-                ):
-                    former[each] = handler
-        first: list[float] = []
+            former = _handlers_to_replace()
+        first_at: float | None = None
 
         def ask(signum: int, frame: FrameType | None) -> None:
+            nonlocal first_at
             now = time.monotonic()
             self.request(signal.Signals(signum).name, signum)
-            if not first:
-                first.append(now)
+            if first_at is None:
+                first_at = now
                 threading.Thread(target=self._end_if_it_hangs, args=(signum,), daemon=True).start()
-            elif signum != signal.SIGINT and now - first[0] > _ONE_SIGNAL_SEC:
+            elif signum != signal.SIGINT and now - first_at > _ONE_SIGNAL_SEC:
                 _end(signum, "a second signal came")
             if signum == signal.SIGINT:
                 signal.signal(signum, former[signum])
-                if multiprocessing.parent_process() is None:  # otherwise the parent prints the line
+                if multiprocessing.parent_process() is None:  # else the parent prints the line
                     _say("Stopping after this step; once more ends at once")
 
         try:
@@ -151,8 +165,32 @@ class StopRequests:
                 return
         _end(
             signum,
-            f"no step has ended for {_PATIENCE_SEC:.0f} s: its data, an evaluator or a writer may hang",
+            f"no step has ended for {_PATIENCE_SEC:.0f} s: its data, an evaluator or a writer may "
+            "hang",
         )
+
+
+def _wins(request: Stop | None, other: Stop | None) -> bool:
+    """Whether a request is chosen before another one, which came earlier: only a signal is."""
+    if request is None:
+        return False
+    if other is None:
+        return True
+    return request.signum is not None and other.signum is None
+
+
+def _handlers_to_replace() -> dict[int, Any]:
+    """signal -> its handler, of those signals of `stop_signals` that request a stop."""
+    handlers: dict[int, Any] = {}
+    for each in stop_signals():
+        handler = signal.getsignal(each)
+        if handler is None or handler == signal.SIG_IGN:
+            # None: it was not set by Python, which cannot restore it
+            continue
+        is_programs_own = each.name == "SIGUSR1" and handler != signal.SIG_DFL
+        if not is_programs_own:
+            handlers[each] = handler
+    return handlers
 
 
 def _say(text: str) -> None:

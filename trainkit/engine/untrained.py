@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 class UntrainedParameters:
     """Warns once about each parameter of a model that gets a gradient, and that no optimizer has.
 
-    A parameter that is frozen when the optimizer is built is usually in no optimizer. If a hook unfreezes it later, it
-    gets gradients, but nothing trains it. Each parameter in no optimizer gets a function that autograd calls with its
-    first gradient, so a step costs nothing.
+    A parameter that is frozen when the optimizer is built is usually in no optimizer. If a hook
+    unfreezes it later, it gets gradients, but nothing trains it. Each parameter in no optimizer
+    gets a function that autograd calls with its first gradient, so a step costs nothing.
     """
 
     def __init__(self) -> None:
@@ -30,57 +30,63 @@ class UntrainedParameters:
         """Watch the parameters that no optimizer has now; this can be called again.
 
         Args:
-            owners: optimizers are found among their attributes, and in lists and dicts that are attributes.
+            owners: optimizers are found among their attributes, and in lists and dicts that are
+                attributes.
         """
         self._model = unwrap_model(model)
         self._owners = [self._model, *owners]
         known = self._trained() | self._handles.keys() | self._named
+        warn = weakref.WeakMethod(self._warn)
         for param in self._model.parameters():
             if param not in known and _can_have_gradient(param):
-                self._handles[param] = _call_at_first_gradient(
-                    param, weakref.WeakMethod(self._warn)
-                )
+                self._handles[param] = _call_after_each_gradient(param, warn)
 
     def _warn(self, param: Tensor) -> None:
         """Name all parameters like this one, unless an optimizer has got it meanwhile."""
         trained = self._trained()
         assert self._model is not None
-        self._handles.pop(param).remove()
+        self._stop_watching(param)
         if param in trained:
             return
         names: list[str] = []
         for name, other in self._model.named_parameters():
             is_alike = other in self._handles and other.requires_grad and other not in trained
-            if other is param or is_alike:
+            if is_alike:
+                self._stop_watching(other)
+            if is_alike or other is param:
                 names.append(name)
                 self._named.add(other)
-                if is_alike:
-                    self._handles.pop(other).remove()
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        shown = names[:5]
+        if len(names) > 5:
+            shown.append("...")
         logger.warning(
-            "%d parameters have gradients, but are in no optimizer, so they are not trained: %s. Give them to the "
-            "optimizer when it is built, and freeze them after that, for example by the hook Freeze; or add them by "
-            "optimizer.add_param_group(); or freeze them by requires_grad_(False)",
+            "%d parameters have gradients, but are in no optimizer, so they are not trained: %s. "
+            "Give them to the optimizer when it is built, and freeze them after that, for example "
+            "by the hook Freeze; or add them by optimizer.add_param_group(); or freeze them by "
+            "requires_grad_(False)",
             len(names),
-            shown,
+            ", ".join(shown),
         )
+
+    def _stop_watching(self, param: Tensor) -> None:
+        self._handles.pop(param).remove()
 
     def _trained(self) -> set[Tensor]:
         """The parameters of all optimizers that are found."""
-        return {
-            param
-            for owner in self._owners
-            for group in _param_groups_in(owner)
-            for param in group["params"]
-        }
+        found: set[Tensor] = set()
+        for owner in self._owners:
+            for group in _param_groups_in(owner):
+                found.update(group["params"])
+        return found
 
 
 def _param_groups_in(owner: Any) -> Iterator[dict[str, Any]]:
-    for value in [*vars(owner).values()]:
+    """The groups of the optimizers among the attributes of ``owner``."""
+    for value in list(vars(owner).values()):
         if isinstance(value, Mapping):
-            candidates = [*value.values()]
+            candidates = list(value.values())
         elif isinstance(value, list | tuple | set):
-            candidates = [*value]
+            candidates = list(value)
         else:
             candidates = [value]
         for candidate in candidates:
@@ -90,18 +96,24 @@ def _param_groups_in(owner: Any) -> Iterator[dict[str, Any]]:
 
 
 def _can_have_gradient(param: Tensor) -> bool:
-    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+    is_continuous = param.is_floating_point() or param.is_complex()
+    return is_continuous and not param.is_inference()
 
 
-def _call_at_first_gradient(param: Tensor, call: weakref.WeakMethod[Any]) -> Any:
-    """Call ``call`` with the parameter after each gradient of it; returns the handle that ends this."""
+def _call_after_each_gradient(param: Tensor, call: weakref.WeakMethod[Any]) -> Any:
+    """Call ``call`` with the parameter after each gradient of it.
+
+    Returns:
+        The handle that ends this.
+    """
 
     def notify(param: Tensor) -> None:
         function = call()
         if function is not None:
             function(param)
 
-    # torch registers only on parameters that are not frozen; the function stays when they are frozen again
+    # torch registers only on parameters that are not frozen; the function stays when they are
+    # frozen again
     is_trainable = param.requires_grad
     param.requires_grad_(True)
     handle = param.register_post_accumulate_grad_hook(notify)

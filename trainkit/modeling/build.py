@@ -13,15 +13,17 @@ MODEL_REGISTRY = Registry("MODEL")
 
 
 def build_model(cfg: CfgNode) -> nn.Module:
-    """Build the model ``cfg.MODEL.NAME`` on the device ``cfg.MODEL.DEVICE``, with its initial weights.
+    """Build the model ``cfg.MODEL.NAME``, with its initial weights, on ``cfg.MODEL.DEVICE``.
 
     Raises:
-        ConfigError: nothing is registered under the name, or it returns no ``nn.Module``; the device is not there.
+        ConfigError: nothing is registered under the name, or it returns no ``nn.Module``; the
+            device is not there.
     """
     name = cfg.MODEL.NAME
-    entry = look_up(MODEL_REGISTRY, name, "MODEL.NAME" if name else "MODEL.NAME is empty; set it")
+    key = "MODEL.NAME" if name else "MODEL.NAME is empty; set it"
+    make_model = look_up(MODEL_REGISTRY, name, key)
     device = device_of_config(cfg)
-    model = entry(cfg)
+    model = make_model(cfg)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"MODEL.NAME: {name} must return an nn.Module, got {type(model).__name__}"
@@ -41,6 +43,11 @@ def device_of_config(cfg: CfgNode) -> torch.device:
 
 
 def on_device(cfg: CfgNode, model: nn.Module) -> nn.Module:
-    """Move a model from the CPU to ``cfg.MODEL.DEVICE``; a model that is on an accelerator stays where it is."""
+    """Move a model from the CPU to ``cfg.MODEL.DEVICE``.
+
+    A model that is on an accelerator stays where it is.
+    """
     device = device_of(model)
-    return model.to(device_of_config(cfg)) if device is not None and device.type == "cpu" else model
+    if device is not None and device.type == "cpu":
+        return model.to(device_of_config(cfg))
+    return model

@@ -1,14 +1,14 @@
 """The projects: capabilities and example jobs, which plug into trainkit and can be deleted.
 
-In an installed trainkit they are subpackages. In a checkout they are in the folder ``projects`` at its top, which is
-added to the path of this package.
+In an installed trainkit they are subpackages. In a checkout they are in the folder ``projects`` at
+its top, which is added to the path of this package.
 """
 
 from pathlib import Path
 
 _TOP = Path(__file__).resolve().parents[2]
+_SETUP = _TOP / "setup.py"
 # beside an installed package is site-packages, which may hold another folder of this name
-_IS_CHECKOUT = (_TOP / "setup.py").is_file() and 'name="trainkit"' in (
-    _TOP / "setup.py"
-).read_text()
-__path__ = [*__path__, *([str(_TOP / "projects")] if _IS_CHECKOUT else [])]
+_IS_CHECKOUT = _SETUP.is_file() and 'name="trainkit"' in _SETUP.read_text()
+if _IS_CHECKOUT:
+    __path__ = [*__path__, str(_TOP / "projects")]

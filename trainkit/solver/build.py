@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 from fvcore.common import param_scheduler
@@ -30,7 +30,6 @@ from trainkit.utils.registry import Registry
 
 _logger = logging.getLogger(__name__)
 
-_Optimizer = TypeVar("_Optimizer", Optimizer, type[Optimizer])
 
 OPTIMIZER_REGISTRY = Registry("OPTIMIZER")
 """Classes and functions that take ``(params, **kwargs)`` and return an optimizer.
@@ -358,7 +357,19 @@ def build_gradient_clipper(cfg: CfgNode) -> GradientClipper | None:
     return GradientClipper(clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE)
 
 
-def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimizer:
+@overload
+def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: Optimizer) -> Optimizer: ...
+
+
+@overload
+def maybe_add_gradient_clipping(
+    cfg: CfgNode, optimizer: type[Optimizer]
+) -> Callable[..., Optimizer]: ...
+
+
+def maybe_add_gradient_clipping(
+    cfg: CfgNode, optimizer: Optimizer | type[Optimizer]
+) -> Optimizer | Callable[..., Optimizer]:
     """Let an optimizer, or a class of optimizers, clip by ``SOLVER.CLIP_GRADIENTS`` in ``step()``.
 
     It gets a clipper as its attribute ``gradient_clipper``. If a trainer has called this clipper
@@ -366,8 +377,8 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
     ``scaler.unscale_(optimizer)`` before ``scaler.step(optimizer)``.
 
     Returns:
-        The same instance, or a subclass of the class. Unchanged if it clips already or clipping is
-        off.
+        The same instance; for a class, a function that takes the arguments of the class and returns
+        an instance that clips. Unchanged if it clips already or clipping is off.
     """
     clipper = build_gradient_clipper(cfg)
     if clipper is None or hasattr(optimizer, "gradient_clipper"):
@@ -375,12 +386,9 @@ def maybe_add_gradient_clipping(cfg: CfgNode, optimizer: _Optimizer) -> _Optimiz
     if isinstance(optimizer, Optimizer):
         clip_before_step(optimizer, clipper)
         return optimizer
+    optimizer_class = optimizer
 
-    class Clipping(optimizer):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            maybe_add_gradient_clipping(cfg, self)
+    def make_clipping(*args: Any, **kwargs: Any) -> Optimizer:
+        return maybe_add_gradient_clipping(cfg, optimizer_class(*args, **kwargs))
 
-    Clipping.__name__ = f"{optimizer.__name__}WithGradientClip"
-    Clipping.__qualname__ = Clipping.__name__
-    return Clipping
+    return make_clipping

@@ -68,9 +68,9 @@ def is_part_of(model: nn.Module, whole: nn.Module) -> bool:
 
 @contextmanager
 def preserve_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context that at its end restores the buffers of these modules, even if a module has replaced them.
+    """Context that at its end restores the buffers of these modules.
 
-    Not those of modules inside them.
+    Also if a module has replaced them, but not those of modules inside them.
     """
     saved = []
     for module in modules:

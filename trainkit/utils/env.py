@@ -53,7 +53,10 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the state from ``get_rng_state``, as far as this machine has its devices."""
+    """Restore the state of `get_rng_state`, as far as this machine has its devices.
+
+    Or a state ``{"seed": seed}`` of `rng_state_for_rank`.
+    """
     if "seed" in state:
         seed_all_rng(state["seed"])
         return
@@ -121,7 +124,7 @@ def rng_state_for_rank(
 ) -> dict[str, Any] | None:
     """The state to restore on this rank: ``state`` itself if there are as many ranks as before.
 
-    Else it is made from ``state``, the rank and the iteration.
+    Else it is ``{"seed": seed}``, with a seed made from ``state``, the rank and the iteration.
 
     Args:
         saved: the number of ranks when ``state`` was saved.

@@ -25,7 +25,7 @@ _PATIENCE_SEC = 2.0  # a killed process releases its locks only at its very end
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 _owned: dict[str, int] = {}  # real path -> descriptor of the locked file
-_in_use: list[str] = []  # real paths of owned folders in which a run of this process trains
+_in_use: set[str] = set()  # real paths of owned folders in which a run of this process trains
 _guard = threading.RLock()  # held while these two are read and changed together
 
 
@@ -102,7 +102,7 @@ def _try_to_own(folder: str | os.PathLike[str], for_use: bool) -> bool:
             )
         is_own = is_owned(folder) or _lock(folder)
         if is_own and for_use:
-            _in_use.append(os.path.realpath(folder))
+            _in_use.add(os.path.realpath(folder))
         return is_own
 
 

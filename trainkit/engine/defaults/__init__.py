@@ -1,4 +1,4 @@
-"""A job from a config: the default trainer, its set-up, its folders, and evaluation without training."""
+"""A job from a config: the default trainer, its set-up and its folders; evaluation alone."""
 
 from trainkit.engine.defaults.setup import (
     default_argument_parser,

@@ -18,24 +18,28 @@ from trainkit.utils.errors import look_up
 from trainkit.utils.registry import Registry
 
 TRAINER_REGISTRY = Registry("TRAINER")
-"""SOLVER.TRAINER -> a function ``(cfg, model, data_loader, optimizer)`` that returns a `SimpleTrainer`."""
+"""SOLVER.TRAINER -> a function ``(cfg, model, data_loader, optimizer)`` that returns a
+`SimpleTrainer`."""
 
 POLICY_REGISTRY = Registry("POLICY")
-"""SOLVER.NON_FINITE.POLICY, except "raise" and "ignore" -> a function ``(max_in_row)`` that returns a policy."""
+"""SOLVER.NON_FINITE.POLICY, except "raise" and "ignore" -> a function ``(max_in_row)`` that returns
+a policy."""
 
 WRAPPER_REGISTRY = Registry("WRAPPER")
-"""MODEL.PARALLEL -> a function ``(cfg, build)`` that returns the model of several processes; "ddp" is not in it.
+"""MODEL.PARALLEL -> a function ``(cfg, build)`` that returns the model of several processes.
 
-``build(cfg)``, a `ModelBuilder`, returns the model of one process. The optimizer is built for the wrapped model.
+"ddp" is not in it. ``build(cfg)``, a `ModelBuilder`, returns the model of one process. The
+optimizer is built for the wrapped model.
 """
 
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds the model of one process by ``build``, for a `DefaultTrainer`, or its class under ``--eval-only``."""
+    """Builds the model of one process by ``build``."""
 
     build: Callable[[CfgNode], nn.Module]
-    trainer: Any  # a wrapper may call its methods
+    # a `DefaultTrainer`, or its class under ``--eval-only``; a wrapper may call its methods
+    trainer: Any
 
     def __call__(self, cfg: CfgNode) -> nn.Module:
         return self.build(cfg)
@@ -44,7 +48,8 @@ class ModelBuilder:
 def build_parallel(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
     """The model by MODEL.PARALLEL; with "ddp" that of one process.
 
-    Raises ConfigError: MODEL.PARALLEL is not registered; two ranks are on one accelerator.
+    Raises:
+        ConfigError: MODEL.PARALLEL is not registered; two ranks are on one accelerator.
     """
     if cfg.MODEL.PARALLEL == "ddp":
         model = build(cfg)
@@ -57,9 +62,11 @@ def build_parallel(cfg: CfgNode, build: ModelBuilder) -> nn.Module:
 
 def ddp_options(cfg: CfgNode) -> dict[str, Any]:
     """MODEL.DDP as arguments of `create_ddp_model`."""
-    options = {key.lower(): value for key, value in cfg.MODEL.DDP.items()}
-    kind = options.pop("compression")
-    return {**options, "fp16_compression": kind == "fp16", "bf16_compression": kind == "bf16"}
+    options: dict[str, Any] = {key.lower(): value for key, value in cfg.MODEL.DDP.items()}
+    compression = options.pop("compression")
+    options["fp16_compression"] = compression == "fp16"
+    options["bf16_compression"] = compression == "bf16"
+    return options
 
 
 def make_step_trainer(
@@ -74,31 +81,35 @@ def make_step_trainer(
     """A trainer with the arguments that ``cfg`` gives, and ``kwargs``.
 
     Args:
-        plain: the class without SOLVER.AMP; ``mixed``: the class with it.
+        plain: the class without SOLVER.AMP.
+        mixed: the class with SOLVER.AMP.
     """
-    device = device_of(model)
+    device = device_of(model) or torch.device("cpu")
+    async_write_metrics = cfg.LOG.ASYNC
+    if async_write_metrics is None:
+        async_write_metrics = runs_ahead(device)
+    clipper = getattr(optimizer, "gradient_clipper", None)  # of maybe_add_gradient_clipping
+    if clipper is None:
+        clipper = build_gradient_clipper(cfg)
     arguments: dict[str, Any] = {
         "gather_metric_period": cfg.LOG.GATHER_PERIOD,
         "zero_grad_before_forward": cfg.SOLVER.ZERO_GRAD_BEFORE_FORWARD,
-        "async_write_metrics": device is not None and runs_ahead(device)
-        if cfg.LOG.ASYNC is None
-        else cfg.LOG.ASYNC,
+        "async_write_metrics": async_write_metrics,
         "accumulation_steps": cfg.SOLVER.ACCUMULATION_STEPS,
-        "clip_gradients": getattr(optimizer, "gradient_clipper", None)
-        or build_gradient_clipper(cfg),
+        "clip_gradients": clipper,
         "non_finite": _build_policy(cfg),
         **kwargs,
     }
-    if not cfg.SOLVER.AMP.ENABLED:
-        return plain(model, data_loader, optimizer, **arguments)
     amp = cfg.SOLVER.AMP
+    if not amp.ENABLED:
+        return plain(model, data_loader, optimizer, **arguments)
     precision = {"float16": torch.float16, "bfloat16": torch.bfloat16}[amp.PRECISION]
-    device_type = "cpu" if device is None else device.type
+    arguments["precision"] = precision
+    arguments["log_grad_scaler"] = True
     if amp.LOSS_SCALE != "dynamic":
-        arguments["grad_scaler"] = fixed_scaler(device_type, amp.LOSS_SCALE)
+        arguments["grad_scaler"] = fixed_scaler(device.type, amp.LOSS_SCALE)
     elif precision == torch.float16:
-        arguments["grad_scaler"] = torch.amp.GradScaler(device_type, init_scale=amp.INIT_SCALE)
-    arguments |= {"precision": precision, "log_grad_scaler": True}
+        arguments["grad_scaler"] = torch.amp.GradScaler(device.type, init_scale=amp.INIT_SCALE)
     return mixed(model, data_loader, optimizer, **arguments)
 
 

@@ -1,4 +1,8 @@
-"""The folders of a run: absolute paths, locked for this run, and without the files of an earlier run."""
+"""The folders of a run.
+
+Their paths are absolute, they are locked for this run, and the files of an earlier run are moved
+away.
+"""
 
 import contextlib
 import os
@@ -26,18 +30,20 @@ from trainkit.utils.run_folder import (
 
 # the files of a run in its output folder
 _RUN_FILES = re.compile(
-    r"log\.txt|.+\.rank\d+(\.pt)?|config\.yaml|batch\.json|confusion_.+\.json|metrics\.(json|csv)(\.cut_\d+)?"
-    r"|last_checkpoint|run_id|finished|slurm_job|.+\.pth|.+_published-\w{8}\.safetensors"
-    r"|events\.out\.tfevents\..+|events\.cut_\d+"
+    r"log\.txt|.+\.rank\d+(\.pt)?|config\.yaml|batch\.json|confusion_.+\.json"
+    r"|metrics\.(json|csv)(\.cut_\d+)?|last_checkpoint|run_id|finished|slurm_job|.+\.pth"
+    r"|.+_published-\w{8}\.safetensors|events\.out\.tfevents\..+|events\.cut_\d+"
 )
 
-# those of them that `prepare_folders` and the log write, maybe for a run of this process that has not started
+# those of them that `prepare_folders` and the log write, maybe for a run of this process that has
+# not started
 _FILES_OF_SETUP = re.compile(r"log\.txt(\.rank\d+)?|config\.yaml|slurm_job")
 
 # the name of ``previous_<n>`` until all files are in it
 _MOVING = "previous_unfinished"
 
-# real path of a folder -> the trainer of this process that has trained there last, since `prepare_folders`
+# real path of a folder -> the trainer of this process that has trained there last, since
+# `prepare_folders`
 _last_trainers: "dict[str, weakref.ref[Any]]" = {}
 
 
@@ -47,17 +53,26 @@ def checkpoint_dir(cfg: CfgNode) -> str:
 
 
 def use_local_folders(cfg: CfgNode) -> None:
-    """Make OUTPUT_DIR and CHECKPOINT.DIR absolute; an address becomes a local folder, whose files are uploaded."""
-    for node, key in (cfg, "OUTPUT_DIR"), (cfg.CHECKPOINT, "DIR"):
-        if node[key]:  # by item, since the config may be frozen
-            node[key] = os.path.abspath(os.path.expanduser(local_folder(node[key])))
+    """Make OUTPUT_DIR and CHECKPOINT.DIR absolute.
+
+    An address becomes a local folder, whose files are uploaded.
+    """
+    # by item, since the config may be frozen
+    cfg["OUTPUT_DIR"] = _absolute(cfg.OUTPUT_DIR)
+    cfg.CHECKPOINT["DIR"] = _absolute(cfg.CHECKPOINT.DIR)
+
+
+def _absolute(folder: str) -> str:
+    if not folder:
+        return folder
+    return os.path.abspath(os.path.expanduser(local_folder(folder)))
 
 
 def _folders_of(cfg: CfgNode) -> dict[str, str]:
     """Key -> folder; one key if it is the same folder.
 
-    The checkpoints are first: if a new run is killed before all files of an earlier one are moved away, no run goes on
-    from a checkpoint whose metrics are elsewhere.
+    The checkpoints are first: if a new run is killed before all files of an earlier one are moved
+    away, no run goes on from a checkpoint whose metrics are elsewhere.
     """
     folders = {}
     if os.path.realpath(checkpoint_dir(cfg)) != os.path.realpath(cfg.OUTPUT_DIR):
@@ -69,10 +84,12 @@ def _folders_of(cfg: CfgNode) -> dict[str, str]:
 def own_folders(
     cfg: CfgNode, resume: bool | None = None, own: Callable[[str], None] = own_folder
 ) -> list[str]:
-    """Make and lock both folders for this run, on rank 0, by ``own(folder)``; returns lines for the log.
+    """Make and lock both folders for this run, on rank 0, by ``own(folder)``.
 
-    ``resume`` is for an address; None: as it was said before. Raises ConfigError if another run uses a folder or it
-    cannot be written, and CheckpointError if an address cannot be used.
+    Returns lines for the log.
+
+    ``resume`` is for an address; None: as it was said before. Raises ConfigError if another run
+    uses a folder or it cannot be written, and CheckpointError if an address cannot be used.
     """
     notes = []
     folders = _folders_of(cfg) if comm.is_main_process() else {}
@@ -95,11 +112,13 @@ def own_folders(
 def use_folders(cfg: CfgNode, trainer: Any, *, starts_over: bool, has_loaded: bool) -> list[str]:
     """Lock both folders for the training of ``trainer``, on rank 0; returns lines for the log.
 
-    What another trainer of this process has written there since `prepare_folders` is moved away, unless this one goes
-    on from it. `release_folders` ends the use; if this function raises, nothing is in use. Raises as `own_folders`.
+    What another trainer of this process has written there since `prepare_folders` is moved away,
+    unless this one goes on from it. `release_folders` ends the use; if this function raises,
+    nothing is in use. Raises as `own_folders`.
 
     Args:
-        starts_over: the trainer begins again with its first iteration, so its own files are moved away too.
+        starts_over: the trainer begins again with its first iteration, so its own files are moved
+            away too.
         has_loaded: it goes on from a state that it has loaded.
     """
     used: list[str] = []
@@ -115,9 +134,8 @@ def use_folders(cfg: CfgNode, trainer: Any, *, starts_over: bool, has_loaded: bo
             former = _last_trainers.get(key)
             is_of_another = former is not None and former() is not trainer
             if former is not None and (starts_over or (is_of_another and not has_loaded)):
-                notes += _note_of(
-                    folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, True, keep=_FILES_OF_SETUP)
-                )
+                aside = _move_aside(Path(folder), cfg.MODEL.WEIGHTS, True, keep=_FILES_OF_SETUP)
+                notes += _note_of(folder, aside)
             _last_trainers[key] = weakref.ref(trainer)
     except BaseException:
         for folder in used:
@@ -127,13 +145,19 @@ def use_folders(cfg: CfgNode, trainer: Any, *, starts_over: bool, has_loaded: bo
 
 
 def _note_of(folder: str, aside: Path | None) -> list[str]:
-    return [f"The files of an earlier run in {folder} are now in {aside}"] if aside else []
+    if aside is None:
+        return []
+    return [f"The files of an earlier run in {folder} are now in {aside}"]
 
 
 def release_folders(cfg: CfgNode, *, after_use: bool = False) -> None:
-    """Unlock both folders, but those that another run of this process uses; ``after_use``: this run has used them.
+    """Unlock both folders, but those that another run of this process uses.
 
-    Raises CheckpointError if the run has no error, but not all its files are at its address.
+    Args:
+        after_use: this run has used them.
+
+    Raises:
+        CheckpointError: the run has no error, but not all its files are at its address.
     """
     folders = list(_folders_of(cfg).values())
     if not after_use:
@@ -155,10 +179,12 @@ def release_folders(cfg: CfgNode, *, after_use: bool = False) -> None:
 
 
 def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool) -> list[str]:
-    """Make and lock both folders, move the files of an earlier run away unless it goes on, write ``config.yaml``.
+    """Make and lock both folders, and write ``config.yaml``.
 
-    Rank 0 does it, and gets lines for the log. An evaluation only makes the folder, if it can. A run that goes on moves
-    only links out of its folder, since it would write through them.
+    The files of an earlier run are moved away, unless it goes on.
+
+    Rank 0 does it, and gets lines for the log. An evaluation only makes the folder, if it can. A
+    run that goes on moves only links out of its folder, since it would write through them.
     """
     checkpoints = checkpoint_dir(cfg)
     folders = list(_folders_of(cfg).values()) if comm.is_main_process() else []
@@ -173,21 +199,23 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
         return []
     notes = own_folders(cfg, resume)
     was_killed = any(_is_half_empty(Path(folder)) for folder in folders)
-    is_new = was_killed or not (resume and next(candidates(checkpoints), ""))
+    # only a run that resumes reads ``last_checkpoint``, which may be damaged
+    goes_on = resume and not was_killed and any(candidates(checkpoints))
+    is_new = not goes_on
     for folder in folders:
         os.makedirs(folder, exist_ok=True)
         remove_leftovers(folder)
-        notes += _note_of(folder, _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new))
+        aside = _move_aside(Path(folder), cfg.MODEL.WEIGHTS, is_new)
+        notes += _note_of(folder, aside)
         _last_trainers.pop(os.path.realpath(folder), None)
     write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
-    if (
-        resume
-        and is_new
-        and (older := sorted(Path(checkpoints).glob("previous_*/last_checkpoint")))
-    ):
-        notes.append(
-            f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is it OUTPUT_DIR?"
-        )
+    if resume and is_new:
+        older = sorted(Path(checkpoints).glob("previous_*/last_checkpoint"))
+        if older:
+            notes.append(
+                f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is "
+                "it OUTPUT_DIR?"
+            )
     return notes
 
 
@@ -205,20 +233,23 @@ def _is_half_empty(folder: Path) -> bool:
 def _move_aside(
     folder: Path, weights: str, is_new: bool, *, keep: "re.Pattern[str] | None" = None
 ) -> Path | None:
-    """Move the files of a run into a new folder ``previous_<n>``, which is returned; None if there are none.
+    """Move the files of a run into a new folder ``previous_<n>``.
 
-    A new run moves them into another folder, which gets this name at the end. So `_is_half_empty` sees whether the
-    process was killed meanwhile, and the next call moves the rest.
+    Returns the new folder; None if there are no files. A new run moves them into another folder,
+    which gets this name at the end. So `_is_half_empty` sees whether the process was killed
+    meanwhile, and the next call moves the rest.
     """
-    # a checkpoint after its further files
+    old = []
+    # a checkpoint after its further files, which are in a folder
     found = sorted(folder.iterdir(), key=lambda path: not path.is_dir())
-    old = [path for path in found if owner_of_part(path.name) or _RUN_FILES.fullmatch(path.name)]
-    if keep is not None:
-        old = [path for path in old if not keep.fullmatch(path.name)]
-    if not is_new:
-        old = [
-            path for path in old if path.suffix != ".pth" and not is_file_of(str(folder), path.name)
-        ]
+    for path in found:
+        is_of_run = _RUN_FILES.fullmatch(path.name) or owner_of_part(path.name)
+        if not is_of_run or (keep is not None and keep.fullmatch(path.name)):
+            continue
+        if is_new:
+            old.append(path)
+        elif path.suffix != ".pth" and not is_file_of(str(folder), path.name):
+            old.append(path)  # a link out of the folder: the run would write through it
     if weights and Path(weights).resolve() in [path.resolve() for path in old]:
         raise ConfigError(
             f"MODEL.WEIGHTS {weights!r} lies in OUTPUT_DIR, which a new run empties; move it"
@@ -233,8 +264,7 @@ def _move_aside(
         return None
     aside = next_previous(folder)
     if not is_new:
-        # some links, without which the run goes on
-        moving = aside
+        moving = aside  # only links, and the run goes on also if it is killed now
     moving.mkdir(exist_ok=is_half_empty)
     for path in old:
         path.rename(moving / path.name)

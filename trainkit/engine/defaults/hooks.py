@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
-from trainkit.engine.hook_list import sort_key
+from trainkit.engine.hook_list import own_sort_key
 from trainkit.utils.errors import look_up
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class ConfiguredHooks:
                 hook.priority = priority
             if "PRIORITY" in entry:
                 hook.priority = entry["PRIORITY"]
-            sort_key(hook.priority, -1, 101)  # raises its error now
+            own_sort_key(hook)  # raises its error now
         except (TypeError, ValueError) as error:
             raise ConfigError(f"HOOKS: {entry['NAME']}: {error}") from error
         return hook

@@ -16,8 +16,9 @@ _OWN = ("trainkit.", "projects.")
 def check_monitored_metrics(trainer: Any) -> None:
     """Raises ConfigError if a hook of a `DefaultTrainer` follows a metric that cannot come.
 
-    What can store a metric of any name is not judged: a hook or an evaluation of the user's own. Nor is a name
-    without ``/``, which may be a loss of the training. If only an evaluation can tell, `MetricHook` finds it there.
+    What can store a metric of any name is not judged: a hook or an evaluation of the user's own.
+    Nor is a name without ``/``, which may be a loss of the training. If only an evaluation can
+    tell, `MetricHook` finds it there.
     """
     if _has_other_sources(trainer):
         return
@@ -26,8 +27,9 @@ def check_monitored_metrics(trainer: Any) -> None:
             reason = _why_never(trainer, hook.monitored_metric)
             if reason:
                 raise ConfigError(
-                    f"{reason}; {type(hook).__name__} follows the metric {hook.monitored_metric!r}, by "
-                    "CHECKPOINT.BEST_METRIC, EARLY_STOPPING.METRIC, or VAL_METRIC in HOOKS"
+                    f"{reason}; {type(hook).__name__} follows the metric "
+                    f"{hook.monitored_metric!r}, by CHECKPOINT.BEST_METRIC, EARLY_STOPPING.METRIC, "
+                    "or VAL_METRIC in HOOKS"
                 )
 
 

@@ -59,7 +59,11 @@ class DefaultParts:
     def build_evaluator(
         cls, cfg: CfgNode, dataset_name: str
     ) -> DatasetEvaluator | list[DatasetEvaluator]:
-        """The evaluators of TEST.EVALUATORS. Raises NotImplementedError if TEST.EVALUATORS is empty."""
+        """The evaluators of TEST.EVALUATORS.
+
+        Raises:
+            NotImplementedError: TEST.EVALUATORS is empty.
+        """
         if not cfg.TEST.EVALUATORS:
             raise NotImplementedError(
                 "name evaluators in TEST.EVALUATORS, or override build_evaluator()"
@@ -81,17 +85,23 @@ class DefaultParts:
         Returns:
             dataset -> results; for a single dataset, its results directly.
         """
-        names, results = cfg.DATASETS.TEST, dict[str, Any]()
-        given = [evaluators] if isinstance(evaluators, DatasetEvaluator) else evaluators
-        if given is not None and len(given) != len(names):
-            raise ValueError(f"need one evaluator per dataset in {names}, got {len(given)}")
+        names = cfg.DATASETS.TEST
+        if isinstance(evaluators, DatasetEvaluator):
+            evaluators = [evaluators]
+        if evaluators is not None and len(evaluators) != len(names):
+            raise ValueError(f"need one evaluator per dataset in {names}, got {len(evaluators)}")
+        results: dict[str, Any] = {}
         for i, name in enumerate(names):
-            try:
-                evaluator: Any = cls.build_evaluator(cfg, name) if given is None else given[i]
-            except NotImplementedError as error:
-                logger.warning("%s is not evaluated: %s", name, error)
-                results[name] = {}
-                continue
+            evaluator: Any
+            if evaluators is not None:
+                evaluator = evaluators[i]
+            else:
+                try:
+                    evaluator = cls.build_evaluator(cfg, name)
+                except NotImplementedError as error:
+                    logger.warning("%s is not evaluated: %s", name, error)
+                    results[name] = {}
+                    continue
             loader: Any = wrap_loader(cfg, cls.build_test_loader(cfg, name))
             if cfg.TEST.MAX_BATCHES:
                 loader = first_batches(loader, cfg.TEST.MAX_BATCHES)
@@ -99,21 +109,30 @@ class DefaultParts:
             if comm.is_main_process():
                 logger.log(for_details(), "%s", say_results_of(name))
                 print_csv_format(results[name])
-        return next(iter(results.values())) if len(results) == 1 else results
+        if len(results) == 1:
+            (of_one_dataset,) = results.values()
+            return of_one_dataset
+        return results
 
     @classmethod
     def test_with_hooks(
         cls, cfg: CfgNode, model: nn.Module, hooks: Iterable[HookBase]
     ) -> dict[str, Any]:
-        """The results of ``test(cfg, model)``, or of the ``evaluated_models`` of a hook; every rank calls it."""
-        offering = next((hook for hook in hooks if overrides(hook, "evaluated_models")), None)
-        if offering is None:
+        """The results of ``test(cfg, model)``, or of the ``evaluated_models`` of a hook.
+
+        Every rank calls it.
+        """
+        offering = [hook for hook in hooks if overrides(hook, "evaluated_models")]
+        if not offering:
             return cls.test(cfg, model)
         results: dict[str, Any] = {}
-        for prefix, context in offering.evaluated_models(model).items():
+        for prefix, context in offering[0].evaluated_models(model).items():
             with context as evaluated:
                 found = cls.test(cfg, evaluated)
-            results |= {prefix: found} if prefix else found
+            if prefix:
+                results[prefix] = found
+            else:
+                results.update(found)
         return results
 
     @staticmethod
@@ -128,10 +147,15 @@ class DefaultParts:
 
     @classmethod
     def _check_names(cls, cfg: CfgNode) -> None:
-        """Find wrong names now, not at the first evaluation. Names used only by overridden methods are not checked."""
+        """Find wrong names now, not at the first evaluation.
+
+        Names used only by overridden methods are not checked.
+        """
+        makes_loaders = cls.is_default("build_test_loader")
+        makes_evaluators = cls.is_default("build_evaluator") and cfg.TEST.EVALUATORS
         for name in (*cfg.DATASETS.VAL, *cfg.DATASETS.TEST):
-            if cls.is_default("build_test_loader") and name not in DatasetCatalog:
+            if makes_loaders and name not in DatasetCatalog:
                 key = "VAL" if name in cfg.DATASETS.VAL else "TEST"
                 raise ConfigError(f"DATASETS.{key}: {DatasetCatalog.explain_unknown(name)}")
-            if cls.is_default("build_evaluator") and cfg.TEST.EVALUATORS:
+            if makes_evaluators:
                 cls.build_evaluator(cfg, name)

@@ -21,7 +21,7 @@ from trainkit.engine.defaults.folders import checkpoint_dir
 from trainkit.engine.defaults.hooks import ConfiguredHooks
 from trainkit.engine.defaults.setup import default_setup, user_errors_exit
 from trainkit.engine.defaults.trainer import DefaultTrainer
-from trainkit.engine.hook_base import EVALUATION_POINTS
+from trainkit.engine.hook_base import EVALUATION_POINTS, HookBase
 from trainkit.engine.hook_list import overrides
 from trainkit.engine.loop import TrainerBase
 from trainkit.evaluation import observe_inference, verify_results
@@ -33,13 +33,17 @@ from trainkit.utils.events import EventStorage
 def run(
     args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None
 ) -> dict[str, Any]:
-    """Train, resume, evaluate or try a job, by the options of `default_argument_parser`; every process calls it.
+    """Train, resume, evaluate or try a job, by the options of `default_argument_parser`.
 
-    ``--config-file`` and ``KEY VALUE`` pairs are merged into a copy of ``cfg``, unless it is frozen. Returns the
-    results of the last evaluation, on rank 0.
+    Every process calls it. ``--config-file`` and ``KEY VALUE`` pairs are merged into a copy of
+    ``cfg``, unless it is frozen.
+
+    Returns:
+        The results of the last evaluation, on rank 0.
 
     Raises:
-        SystemExit: see `user_errors_exit`; with code 1 if the results differ from TEST.EXPECTED_RESULTS.
+        SystemExit: see `user_errors_exit`; with code 1 if the results differ from
+            TEST.EXPECTED_RESULTS.
     """
     with user_errors_exit():
         cfg = get_cfg() if cfg is None else cfg.clone()
@@ -59,30 +63,30 @@ def run(
 class EvaluationRun(TrainerBase):
     """Load MODEL.WEIGHTS, or else the last checkpoint of the run, and evaluate it on DATASETS.TEST.
 
-    It needs no training data and builds no optimizer. Hooks of HOOKS that use evaluation points or loading run too;
-    hooks that a trainer class builds or registers do not. ``build_model`` and ``test`` of ``trainer_class`` are used.
+    It needs no training data and builds no optimizer. Hooks of HOOKS that use evaluation points or
+    loading run too; hooks that a trainer class builds or registers do not. ``build_model`` and
+    ``test`` of ``trainer_class`` are used.
     """
 
     def __init__(self, cfg: CfgNode, trainer_class: type[DefaultTrainer]) -> None:
         super().__init__()
         import_modules(cfg.IMPORTS)
         check_values(cfg)
-        # the length of an epoch does not matter here
-        self.cfg = resolve_lengths(prepare_projects(cfg), 1)
+        cfg = prepare_projects(cfg)
+        self.cfg = resolve_lengths(cfg, 1)  # the length of an epoch does not matter here
         self._trainer_class = trainer_class
 
         def build(cfg: CfgNode) -> nn.Module:
             return on_device(cfg, trainer_class.build_model(cfg))
 
         self.model = build_parallel(self.cfg, ModelBuilder(build, trainer_class))
-        me, points = weakref.proxy(self), ("evaluated_models", *EVALUATION_POINTS)
+        me = weakref.proxy(self)
         self.checkpointer = Checkpointer(
             self.model, checkpoint_dir(self.cfg), save_to_disk=False, trainer=me
         )
-        made = ConfiguredHooks(self.cfg.HOOKS, me).rest(without_training=True)
-        self.register_hooks(
-            [hook for hook in made if any(overrides(hook, point) for point in points)]
-        )
+        configured = ConfiguredHooks(self.cfg.HOOKS, me)
+        made = configured.rest(without_training=True)
+        self.register_hooks([hook for hook in made if _is_for_evaluation(hook)])
 
     @property
     def only_evaluates(self) -> bool:
@@ -90,14 +94,21 @@ class EvaluationRun(TrainerBase):
         return not any(overrides(hook, "evaluated_models") for hook in self.hooks)
 
     def run(self) -> dict[str, Any]:
-        """Evaluate; return the results on rank 0. Raises ConfigError if there is nothing to evaluate."""
+        """Evaluate; return the results on rank 0.
+
+        Raises:
+            ConfigError: there is nothing to evaluate.
+        """
         if self.cfg.MODEL.WEIGHTS:
-            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, ["trainer"] if self.hooks else [])
+            # the hooks may need their states
+            checkpointables = ["trainer"] if self.hooks else []
+            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables)
         elif self.checkpointer.has_checkpoint():
             self.checkpointer.resume_or_load(None, resume=True)
         else:
             raise ConfigError(
-                f"set MODEL.WEIGHTS, since {self.checkpointer.save_dir} has no checkpoint to evaluate"
+                f"set MODEL.WEIGHTS, since {self.checkpointer.save_dir} has no checkpoint to "
+                "evaluate"
             )
         self.iter = self.done  # as after the last iteration of the training
         with EventStorage(self.iter) as self.storage, observe_inference(self, "test"):
@@ -105,3 +116,8 @@ class EvaluationRun(TrainerBase):
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:
             verify_results(self.cfg, results)
         return results
+
+
+def _is_for_evaluation(hook: HookBase) -> bool:
+    points = ("evaluated_models", *EVALUATION_POINTS)
+    return any(overrides(hook, point) for point in points)

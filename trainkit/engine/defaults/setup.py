@@ -38,18 +38,20 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 def default_argument_parser(epilog: str | None = None) -> argparse.ArgumentParser:
     """The options of a training script; ``epilog`` replaces the examples at the end of the help."""
+    script = sys.argv[0]
+    on_two = f"{script} --num-gpus 8 --num-machines 2 --dist-url tcp://HOST:PORT"
     examples = f"""
 Examples:
-  one process    {sys.argv[0]} --config-file cfg.yaml SOLVER.BASE_LR 0.001 SOLVER.MAX_ITER 3ep
-  8 GPUs         {sys.argv[0]} --num-gpus 8 --config-file cfg.yaml
-  2 machines     {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT
-                 {sys.argv[0]} --num-gpus 8 --num-machines 2 --machine-rank 1 --dist-url tcp://HOST:PORT
-  torchrun       torchrun --nproc-per-node 8 {sys.argv[0]} --config-file cfg.yaml
+  one process    {script} --config-file cfg.yaml SOLVER.BASE_LR 0.001 SOLVER.MAX_ITER 3ep
+  8 GPUs         {script} --num-gpus 8 --config-file cfg.yaml
+  2 machines     {on_two} --machine-rank 0
+                 {on_two} --machine-rank 1
+  torchrun       torchrun --nproc-per-node 8 {script} --config-file cfg.yaml
 """
-    formatter = argparse.RawDescriptionHelpFormatter
-    # no abbreviations: --res is a misspelled option, not --resume
     parser = argparse.ArgumentParser(
-        epilog=epilog or examples, formatter_class=formatter, allow_abbrev=False
+        epilog=epilog or examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # --res is a misspelled option, not --resume
     )
 
     def parse_args(*given: Any, **named: Any) -> Any:
@@ -60,7 +62,8 @@ Examples:
         return args
 
     parser.parse_args = parse_args  # type: ignore[method-assign]
-    add, add_flag = parser.add_argument, partial(parser.add_argument, action="store_true")
+    add = parser.add_argument
+    add_flag = partial(parser.add_argument, action="store_true")
     add(
         "--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults"
     )
@@ -68,8 +71,12 @@ Examples:
     add_flag("--eval-only", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
     add_flag("--print-config", help="print the settings of the job as YAML, and stop")
     add_flag("--quiet", help="show only warnings and errors; log.txt has all lines")
-    text = "processes of this machine, each with a GPU if there are any; 0: one on the CPU"
-    add("--num-gpus", type=int, default=1, help=text)
+    add(
+        "--num-gpus",
+        type=int,
+        default=1,
+        help="processes of this machine, each with a GPU if there are any; 0: one on the CPU",
+    )
     add("--num-machines", type=int, default=1)
     add("--machine-rank", type=int, default=0, help="number of this machine, from 0")
     add(
@@ -90,7 +97,10 @@ Examples:
 
 @contextmanager
 def user_errors_exit() -> Iterator[None]:
-    """Context that ends the process with one message: code 2 for an error in the config or a file, 130 for Ctrl-C."""
+    """Context that ends the process with one message.
+
+    The exit code is 2 for an error in the config or a file, 130 for Ctrl-C.
+    """
     try:
         yield
     except (ConfigError, CheckpointError) as error:
@@ -106,28 +116,31 @@ def user_errors_exit() -> Iterator[None]:
 
 
 def default_setup(cfg: Any, args: Any) -> None:
-    """Make the output folder, set up the log, write ``config.yaml``, seed everything; every rank calls it.
+    """Make the output folder, set up the log, write ``config.yaml``, seed everything.
 
-    A process has one log: a second call takes it over, and says so.
-
-    A new run moves the files of an earlier one into ``previous_<n>`` in the folder; a run that torchrun has restarted
-    counts as resumed. Raises ConfigError if a folder cannot be written, or a setting is not accepted.
+    Every rank calls it. A process has one log: a second call takes it over, and says so. A new run
+    moves the files of an earlier one into ``previous_<n>`` in the folder; a run that torchrun has
+    restarted counts as resumed.
 
     Args:
-        cfg: a config of `get_cfg`, or of another type that a project reads. Folders become absolute in it, and a device
-            "auto" becomes the one that is used, so that ``model.to(cfg.MODEL.DEVICE)`` works.
+        cfg: a config of `get_cfg`, or of another type that a project reads. Folders become absolute
+            in it, and a device "auto" becomes the one that is used, so that
+            ``model.to(cfg.MODEL.DEVICE)`` works.
         args: has ``resume`` and ``eval_only`` if they are set, see `default_argument_parser`.
+
+    Raises:
+        ConfigError: a folder cannot be written, or a setting is not accepted.
     """
-    given, text = cfg, ""
+    given = cfg
+    text = ""
     if not isinstance(cfg, CfgNode):
         readers = find_plugins().config_types
         if type_name(cfg) not in readers:
             check_values(cfg)  # refuses it
-        cfg, text = load(readers[type_name(cfg)])(cfg, args)
-    resume, eval_only = (
-        getattr(args, "resume", False) or is_restarted(),
-        getattr(args, "eval_only", False),
-    )
+        read_config = load(readers[type_name(cfg)])
+        cfg, text = read_config(cfg, args)
+    resume = getattr(args, "resume", False) or is_restarted()
+    eval_only = getattr(args, "eval_only", False)
     when_ready = apply_options(given, args)
     if getattr(args, "num_gpus", None) == 0:
         cfg.MODEL["DEVICE"] = "cpu"  # by item, since the config may be frozen
@@ -135,46 +148,60 @@ def default_setup(cfg: Any, args: Any) -> None:
     import_modules(cfg.IMPORTS)
     check_values(cfg)
     if getattr(args, "print_config", False):
-        print(text if comm.is_main_process() else "", end="")
+        if comm.is_main_process():
+            print(text, end="")
         sys.exit()
     use_local_folders(cfg)
     notes = prepare_folders(cfg, text, resume=resume, eval_only=eval_only)
     comm.synchronize()
     for call in when_ready:
         call()
+    _set_up_log(cfg, eval_only=eval_only, is_quiet=getattr(args, "quiet", False))
+    _log_start(cfg, eval_only)
+    for note in notes:
+        logger.info(note)
+    seed = None
+    if cfg.SEED >= 0:
+        seed = (cfg.SEED + comm.get_rank()) % 2**32  # NumPy takes 32 bits
+    seed_all_rng(seed)
+    _set_switches(cfg, eval_only)
 
-    level = "WARNING" if getattr(args, "quiet", False) else cfg.LOG.LEVEL
-    has_log = not eval_only or can_log(cfg.OUTPUT_DIR)
+
+def _set_up_log(cfg: CfgNode, *, eval_only: bool, is_quiet: bool) -> None:
     former_log = log_file()
     former_folder = os.path.dirname(former_log)
     if former_log and former_folder != cfg.OUTPUT_DIR and is_in_use(former_folder):
         logger.warning(
-            "A job in %s takes over the log of this process, also the lines of the run that still trains here",
+            "A job in %s takes over the log of this process, also the lines of the run that still "
+            "trains here",
             cfg.OUTPUT_DIR,
         )
+    has_file = not eval_only or can_log(cfg.OUTPUT_DIR)
     setup_logger(
-        cfg.OUTPUT_DIR if has_log else None, distributed_rank=comm.get_rank(), stdout_level=level
+        cfg.OUTPUT_DIR if has_file else None,
+        distributed_rank=comm.get_rank(),
+        stdout_level="WARNING" if is_quiet else cfg.LOG.LEVEL,
     )
     if former_log and former_log != log_file():
         logger.info(
             "This job takes over the log of this process, which was %s until now", former_log
         )
+
+
+def _log_start(cfg: CfgNode, eval_only: bool) -> None:
+    """Log what this process is, and what it shall do."""
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
-    for text in find_plugins().switched_off:
-        logger.warning(text)
+    for reason in find_plugins().switched_off:
+        logger.warning(reason)
     logger.debug("Environment:\n%s", collect_env_info())
     logger.info("Command: %s", " ".join(sys.argv))
     if is_restarted() and not eval_only:
         logger.info("The run was restarted; it resumes from its last checkpoint, if there is one")
-    changes = "\n".join(f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg()))
+    changes = [f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg())]
     logger.info(
-        "Configuration, as far as it differs from the defaults:\n%s", changes or "  nowhere"
+        "Configuration, as far as it differs from the defaults:\n%s",
+        "\n".join(changes) or "  nowhere",
     )
-    for note in notes:
-        logger.info(note)
-    # NumPy takes 32 bits
-    seed_all_rng(None if cfg.SEED < 0 else (cfg.SEED + comm.get_rank()) % 2**32)
-    _set_switches(cfg, eval_only)
 
 
 # sets back what the last default_setup of this process has switched on
@@ -182,9 +209,10 @@ _switch_back: list[Callable[[], object]] = []
 
 
 def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
-    """Set torch's switches, which the process has once, after those of an earlier job are set back."""
+    """Set torch's switches, which the process has once; first set those of an earlier job back."""
     while _switch_back:
-        _switch_back.pop()()
+        set_back = _switch_back.pop()
+        set_back()
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
     if cfg.DETERMINISTIC:
         was_on = torch.are_deterministic_algorithms_enabled()
@@ -206,7 +234,10 @@ def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
 
 
 def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
-    """Apply the options of projects that are in ``args``. Call the results when OUTPUT_DIR is ready."""
+    """Apply the options of projects that are in ``args``.
+
+    Call the results when OUTPUT_DIR is ready.
+    """
     when_ready = []
     for plugin in find_plugins().each:
         if any(is_given(option, args) for option in plugin.options):
@@ -218,7 +249,8 @@ def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:
 
 def is_given(option: str, args: Any) -> bool:
     """Whether ``args``, of a parser that may not know it, has an option such as ``"--fork"``."""
-    return bool(getattr(args, option.lstrip("-").replace("-", "_"), None))
+    name = option.lstrip("-").replace("-", "_")
+    return bool(getattr(args, name, None))
 
 
 def default_writers(
@@ -230,30 +262,39 @@ def default_writers(
     *,
     cfg: CfgNode | None = None,
 ) -> list[events.EventWriter]:
-    """Writers by name; raises ConfigError for another name, or if the package that a writer needs is missing.
+    """Writers by name.
 
-    Names: "console" (at most one line per second), "json" (``metrics.json``), "tensorboard" (left out if the package is
-    missing), and those of ``WRITER_REGISTRY``, such as "csv" and "progress_bar"; ``cfg`` is for those that take it.
+    Names: "console" (at most one line per second), "json" (``metrics.json``), "tensorboard" (left
+    out if the package is missing), and those of ``WRITER_REGISTRY``, such as "csv" and
+    "progress_bar"; ``cfg`` is for those that take it.
+
+    Raises:
+        ConfigError: it is another name, or the package that a writer needs is missing.
     """
     has_tensorboard = importlib.util.find_spec("tensorboard") is not None
     if "tensorboard" in names and not (has_tensorboard and "tensorboard" in events.WRITER_REGISTRY):
         logger.info(
-            "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'"
+            "Nothing is written for TensorBoard; to change that: pip install "
+            "'trainkit[tensorboard]'"
         )
         names = [name for name in names if name != "tensorboard"]
 
     def make(name: str) -> events.EventWriter:
         if name == "console":
-            options: Any = {"iters_per_epoch": iters_per_epoch, "min_interval_sec": 1.0}
-            return events.CommonMetricPrinter(max_iter, window_size, **options)
+            return events.CommonMetricPrinter(
+                max_iter, window_size, iters_per_epoch=iters_per_epoch, min_interval_sec=1.0
+            )
         if name == "json":
             return events.JSONWriter(Path(output_dir, "metrics.json"), window_size)
         if name not in events.WRITER_REGISTRY:
             known = ["console", "json", *(registered for registered, _ in events.WRITER_REGISTRY)]
             raise unknown_name("LOG.WRITERS", name, "accepted", known)
         maker = events.WRITER_REGISTRY.get(name)
-        also = {"cfg": cfg} if "cfg" in inspect.signature(maker).parameters else {}
-        writer: events.EventWriter = maker(output_dir, window_size, **also)
+        writer: events.EventWriter
+        if "cfg" in inspect.signature(maker).parameters:
+            writer = maker(output_dir, window_size, cfg=cfg)
+        else:
+            writer = maker(output_dir, window_size)
         return writer
 
     try:

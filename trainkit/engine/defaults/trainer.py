@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,12 @@ from trainkit.engine.defaults.monitored import check_monitored_metrics
 from trainkit.engine.defaults.parts import DefaultParts
 from trainkit.engine.defaults.setup import default_writers
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.hook_list import sort_key
+from trainkit.engine.hook_list import own_sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
 from trainkit.engine.launch import is_restarted
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.parallel import create_ddp_model
-from trainkit.engine.step import SimpleTrainer, forwarded
+from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import verify_results
 from trainkit.evaluation.testing import result_as_float
 from trainkit.modeling.build import device_of_config, on_device
@@ -66,21 +65,27 @@ from trainkit.utils.run_folder import LOCK_FILE
 logger = logging.getLogger(__name__)
 
 
-class _Passed:
-    """Reads an attribute of the trainer that makes the steps, unless the object has one of its own."""
+class _OfStepTrainer:
+    """An attribute that is read from the trainer of the steps.
 
-    def __init__(self, name: str) -> None:
-        self._get = attrgetter(f"_step_trainer.{name}")
+    A property would forbid a subclass an attribute of its own with such a name; this does not.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else self._get(trainer)
+        if trainer is None:  # it is read from the class
+            return self
+        return getattr(trainer._step_trainer, self._name)
 
 
 class DefaultTrainer(DefaultParts, TrainerBase):
-    """A standard job from a config: model, optimizer, schedule, data, checkpoints, evaluation, logs.
+    """A standard job from a config: model, optimizer, data, checkpoints, evaluation, logs.
 
-    To change a part, override its method in a subclass (``build_model``, ``build_hooks``, ...). If your job is too
-    different, use `SimpleTrainer`, or write a loop as in ``tools/plain_train_net.py``.
+    To change a part, override its method in a subclass (``build_model``, ``build_hooks``, ...). If
+    your job is too different, use `SimpleTrainer`, or write a loop as in
+    ``tools/plain_train_net.py``.
 
     ::
 
@@ -97,28 +102,19 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     own_keys = (*TrainerBase.own_keys, "data", "results")
     _has_loaded = False  # a state since the last ``train()``
 
-    # what the trainer of a step has and a run replaces
-    model = forwarded("_trainer.model")
-    optimizer = forwarded("_trainer.optimizer")
-    data_loader = forwarded("_trainer.data_loader")
-    accumulation_steps = forwarded("_trainer.accumulation_steps")
-    iters_per_epoch = forwarded("_trainer.iters_per_epoch")
-    epoch_length = forwarded("_trainer.epoch_length")
-    clip_gradients = forwarded("_trainer.clip_gradients")
-
-    # what can only be read; a subclass may have an attribute of its own with such a name
-    batch = _Passed("batch")
-    losses = _Passed("losses")
-    trained_losses = _Passed("trained_losses")
-    outputs = _Passed("outputs")
-    feed = _Passed("feed")
-    fetch = _Passed("fetch")
-    reset_data_loader = _Passed("reset_data_loader")
-    metrics = _Passed("metrics")
-    policy = _Passed("policy")
-    grad_scaler = _Passed("grad_scaler")
-    precision = _Passed("precision")
-    skipped_updates = _Passed("skipped_updates")
+    # read from the trainer of the steps; the last section has those that can be set too
+    batch = _OfStepTrainer()
+    losses = _OfStepTrainer()
+    trained_losses = _OfStepTrainer()
+    outputs = _OfStepTrainer()
+    feed = _OfStepTrainer()
+    fetch = _OfStepTrainer()
+    reset_data_loader = _OfStepTrainer()
+    metrics = _OfStepTrainer()
+    policy = _OfStepTrainer()
+    grad_scaler = _OfStepTrainer()
+    precision = _OfStepTrainer()
+    skipped_updates = _OfStepTrainer()
 
     def __init__(self, cfg: CfgNode) -> None:
         super().__init__()
@@ -132,47 +128,55 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         cfg = self.auto_scale_workers(cfg, comm.get_data_world_size())
 
         def build(cfg: CfgNode) -> nn.Module:
-            return wrap_model(cfg, on_device(cfg, self.build_model(cfg)))
+            model = on_device(cfg, self.build_model(cfg))
+            return wrap_model(cfg, model)
 
         device_of_config(cfg)  # so that "cuda" in a build method means this device
-        # in this order: users' build_optimizer may need the model, and their build_train_loader both
+        # in this order: users' build_optimizer may need the model, and their build_train_loader
+        # both
         model = build_parallel(cfg, ModelBuilder(build, self))
         optimizer = self.build_optimizer(cfg, model)
         data_loader = wrap_loader(cfg, self.build_train_loader(cfg))
         if cfg.MODEL.PARALLEL == "ddp":
             model = create_ddp_model(model, **ddp_options(cfg))
-        key = "SOLVER.TRAINER"
-        make = (
-            look_up(TRAINER_REGISTRY, cfg.SOLVER.TRAINER, key)
-            if cfg.SOLVER.TRAINER
-            else make_step_trainer
-        )
-        self._trainer = make(cfg, model, data_loader, optimizer)
+        make_trainer = make_step_trainer
+        if cfg.SOLVER.TRAINER:
+            make_trainer = look_up(TRAINER_REGISTRY, cfg.SOLVER.TRAINER, "SOLVER.TRAINER")
+        self._trainer = make_trainer(cfg, model, data_loader, optimizer)
 
+        # from here on every length is in iterations
         self._cfg_with_epochs = cfg
-        self.cfg = cfg = resolve_lengths(cfg, self.epoch_length if self.has_epochs else None)
+        cfg = resolve_lengths(cfg, self._epoch_length_or_none())
+        self.cfg = cfg
         if cfg.LOG.GATHER_PERIOD == 1:
             self._trainer.metrics.exchange_period = cfg.LOG.PERIOD
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        if name := cfg.CHECKPOINT.FORMAT or "":
-            look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")
-        self.checkpointer = Checkpointer(
-            model, checkpoint_dir(cfg), format=name, trainer=weakref.proxy(self)
-        )
+        self.checkpointer = self._build_checkpointer(model)
         self.stop_check_period = cfg.STOP_CHECK_PERIOD
         self.history_length = cfg.LOG.HISTORY_LENGTH
         self.storage = EventStorage(history_length=self.history_length)
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
+        self._register_hooks_of_projects()
+        self._configured.check_taken()
+
+    def _epoch_length_or_none(self) -> Any:
+        return self.epoch_length if self.has_epochs else None
+
+    def _build_checkpointer(self, model: nn.Module) -> Checkpointer:
+        name = self.cfg.CHECKPOINT.FORMAT or ""
+        if name:
+            look_up(FORMAT_REGISTRY, name, "CHECKPOINT.FORMAT")
+        me = weakref.proxy(self)
+        return Checkpointer(model, checkpoint_dir(self.cfg), format=name, trainer=me)
+
+    def _register_hooks_of_projects(self) -> None:
+        """The classes of RUN_HOOKS in plug-ins, unless ``build_hooks`` has made one."""
         for name in find_plugins().run_hooks:
             hook_class = load(name)
             is_there = any(isinstance(hook, hook_class) for hook in self.hooks)
-            self.register_hooks(
-                self._configured.take(
-                    hook_class, default=not is_there and hook_class.is_needed(self)
-                )
-            )
-        self._configured.check_taken()
+            is_wanted = not is_there and hook_class.is_needed(self)
+            self.register_hooks(self._configured.take(hook_class, default=is_wanted))
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.cfg.OUTPUT_DIR})"
@@ -180,10 +184,13 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     # ------------------------------------------------------------------ running
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Load the last checkpoint in OUTPUT_DIR if ``resume`` and there is one; else load MODEL.WEIGHTS.
+        """Load the last checkpoint in OUTPUT_DIR if ``resume`` and there is one.
 
-        A run that torchrun has restarted always resumes. Raises ConfigError if the checkpoint is beyond
-        SOLVER.MAX_ITER, and as `Checkpointer.resume_or_load`.
+        Else load MODEL.WEIGHTS. A run that torchrun has restarted always resumes.
+
+        Raises:
+            ConfigError: the checkpoint is beyond SOLVER.MAX_ITER, or the epochs of the run have
+                another length now; and as `Checkpointer.resume_or_load`.
         """
         resume = resume or is_restarted()
         self.checkpointer.resume_or_load(self.cfg.MODEL.WEIGHTS, resume=resume)
@@ -196,12 +203,15 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             check_lengths_go_on(self._cfg_with_epochs, self.start_iter, old_epoch, new_epoch)
         if self.start_iter > self.max_iter:
             raise ConfigError(
-                f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done {self.start_iter} "
-                "iterations; raise it, or leave out --resume"
+                f"SOLVER.MAX_ITER is {self.max_iter}, but the checkpoint to resume from has done "
+                f"{self.start_iter} iterations; raise it, or leave out --resume"
             )
-        if self.cfg.CHECKPOINT.SAVE_LAST and not self.checkpointer.resumed_from.endswith(
-            "_final.pth"
-        ):
+        self._resume_finished_run()
+
+    def _resume_finished_run(self) -> None:
+        """If the run has finished with the loaded checkpoint, have its status and results."""
+        is_final_file = self.checkpointer.resumed_from.endswith("_final.pth")
+        if self.cfg.CHECKPOINT.SAVE_LAST and not is_final_file:
             return  # the final file is damaged, or an earlier one was chosen
         finished: Any = None
         if comm.is_main_process():
@@ -213,39 +223,43 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             self._last_eval_results = finished["results"]
 
     def _is_end_of_this_run(self, finished: Any) -> bool:
-        """Whether the content of the file ``finished`` says that nothing of this run is left to do."""
+        """Whether the content of the file ``finished`` says that nothing is left to do."""
         if not isinstance(finished, dict) or finished.get("iterations") != self.start_iter:
             return False
         end = finished.get("max_iter")
         has_results = isinstance(finished.get("results"), dict)
         return isinstance(end, int) and has_results and self.max_iter <= end
 
-    def train(  # type: ignore[override]  # the arguments have defaults here, and results are returned
+    # another signature: the arguments have defaults here, and results are returned
+    def train(  # type: ignore[override]
         self, start_iter: int | None = None, max_iter: int | None = None
     ) -> dict[str, Any]:
-        """Train from the current position (see ``resume_or_load``), or from ``start_iter``, to SOLVER.MAX_ITER.
+        """Train to SOLVER.MAX_ITER from the current position, or from ``start_iter``.
 
-        If a run was stopped or failed in this process, training continues with the next iteration. A finished run is
-        not started again. What another trainer of this process has written to the folders is moved to ``previous_<n>``
-        there, unless this one has loaded a state to go on from.
+        `resume_or_load` sets the position. If a run was stopped or failed in this process, training
+        continues with the next iteration. A finished run is not started again. What another trainer
+        of this process has written to the folders is moved to ``previous_<n>`` there, unless this
+        one has loaded a state to go on from.
 
         Returns:
             The results of the last evaluation, on rank 0.
 
         Raises:
-            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR, also one of this process; a hook follows a
-                metric that cannot come.
+            ConfigError: another run writes to OUTPUT_DIR or CHECKPOINT.DIR, also one of this
+                process; a hook follows a metric that cannot come.
             SystemExit: with code 1 if the results differ from TEST.EXPECTED_RESULTS.
             OSError: the run is at its end, but not all of its results are on the disk.
         """
-        if not is_part_of(self.model, getattr(self.checkpointer, "model", self.model)):
+        saved_model = getattr(self.checkpointer, "model", self.model)
+        if not is_part_of(self.model, saved_model):
             raise ValueError(
                 "trainer.model is not the one that the checkpointer saves; return it in build_model"
             )
         is_given = start_iter is not None or max_iter is not None
         if self.status == "finished" and not is_given and self._has_nothing_to_do():
             logger.warning(
-                "This run has finished after %d iterations, so nothing is done; to train on, raise max_iter",
+                "This run has finished after %d iterations, so nothing is done; to train on, raise "
+                "max_iter",
                 self.iter,
             )
             release_folders(self.cfg)  # default_setup has locked them
@@ -260,8 +274,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             super().train(start_iter, max_iter)
             if self.status == "finished":
                 self._mark_finished(max_iter)
-        is_finished = self.status == "finished"
-        if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS and is_finished:
+        if self.status == "finished" and self.cfg.TEST.EXPECTED_RESULTS and comm.is_main_process():
             verify_results(self.cfg, self._results)
         return self._results
 
@@ -300,27 +313,35 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         return self.next_iter >= self.max_iter or self._stays_finished(self.max_iter)
 
     def _summary(self) -> str:
-        """The end of the run: progress, the ``summary()`` of each hook, the files but periodic checkpoints."""
+        """The end of the run: progress, the ``summary()`` of each hook, files.
+
+        Periodic checkpoints are left out.
+        """
         verb = "was" if self.status == "stopped" else "has"
         max_iter = self.max_iter
         reason = ""
         if self._early is not None:
             max_iter = self._early.max_iter
             reason = f", early: {self._early.reason}"
-        end = f"The run {verb} {self.status} {say_done(self.iter, max_iter)}{reason}"
-        lines = [end, *filter(None, [hook.summary() for hook in self.hooks])]
-        names = sorted(
-            {path.name for path in Path(self.cfg.OUTPUT_DIR).glob("[!.]*")} - {LOCK_FILE}
-        )
-        shown = [name for name in names if not re.match(r"model_\d+\.", name)]
-        lines.append(f"files in {self.cfg.OUTPUT_DIR}: {', '.join(shown)}")
+        lines = [f"The run {verb} {self.status} {say_done(self.iter, max_iter)}{reason}"]
+        for hook in self.hooks:
+            line = hook.summary()
+            if line:
+                lines.append(line)
+        names = []
+        for path in sorted(Path(self.cfg.OUTPUT_DIR).glob("[!.]*")):
+            is_periodic_checkpoint = re.match(r"model_\d+\.", path.name) is not None
+            if path.name != LOCK_FILE and not is_periodic_checkpoint:
+                names.append(path.name)
+        lines.append(f"files in {self.cfg.OUTPUT_DIR}: {', '.join(names)}")
         if self.status != "finished":
             lines.append("to go on: the same command with --resume, or trainer.train()")
         return "\n  ".join(lines)
 
     def run_step(self) -> None:
         trainer = self._step_trainer
-        trainer.iter, trainer.max_iter = self.iter, self.max_iter
+        trainer.iter = self.iter
+        trainer.max_iter = self.max_iter
         trainer.storage = self.storage
         trainer.run_step()
 
@@ -356,7 +377,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         self._has_loaded = self.status != "running"
         # the results of an earlier run of this trainer
         self.__dict__.pop("_last_eval_results", None)
-        if results := state_dict.get("results"):
+        results = state_dict.get("results")
+        if results:
             self._last_eval_results = results
         with loading("the position in the data"):
             self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
@@ -369,51 +391,56 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def build_hooks(self) -> list[HookBase | None]:
         """The default hooks and those of HOOKS, in the order of their priorities."""
+        cfg = self.cfg
+        take = self._configured.take
         me = weakref.proxy(self)  # a strong reference would keep the trainer alive
-        take, cfg = self._configured.take, self.cfg
-        early_hooks = [
-            # first: the time of a step must not include other hooks
-            *take(hooks.IterationTimer),
-            # early: checkpoint and evaluation must already have the next learning rate, as they do after a resume
-            *take(hooks.LRScheduler, priority=45),
-        ]
-        late_hooks = [
-            # before the evaluation: if it fails, there is a checkpoint to debug it
-            *take(hooks.PeriodicCheckpointer, checkpointer=self.checkpointer),
-            *take(
-                hooks.EvalHook,
-                eval_function=lambda: me._evaluate(me.cfg.DATASETS.VAL or me.cfg.DATASETS.TEST),
-            ),
-            # after the evaluation: they need its results
-            *take(hooks.BestCheckpointer, default=False),
-            *(
-                hook
-                for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items()
-                for hook in take(hooks.BestCheckpointer, val_metric=metric, file_prefix=prefix)
-            ),
-            *take(hooks.EarlyStopping, default=bool(cfg.EARLY_STOPPING.METRIC)),
-            # after all hooks that choose a checkpoint: the test data must not influence them
-            *take(
-                hooks.FinalEvalHook,
-                default=bool(cfg.DATASETS.VAL),
-                # results of the validation data have no prefix
-                eval_function=lambda: {"test": me._evaluate(me.cfg.DATASETS.TEST)},
-            ),
-            # last: it writes the values of all other hooks
-            *take(
-                hooks.PeriodicWriter, writers=self.build_writers() if comm.is_main_process() else []
-            ),
-        ]
-        # most other hooks run before the checkpointer, so that it saves their state of this iteration
-        built: list[HookBase] = [*early_hooks, *self._configured.rest(), *late_hooks]
-        return [*sorted(built, key=lambda hook: sort_key(hook.priority, -1, 101))]
+
+        def evaluate() -> dict[str, Any]:
+            results: dict[str, Any] = me._evaluate(me.cfg.DATASETS.VAL or me.cfg.DATASETS.TEST)
+            return results
+
+        def evaluate_at_end() -> dict[str, Any]:
+            return {"test": me._evaluate(me.cfg.DATASETS.TEST)}  # those of VAL have no prefix
+
+        built: list[HookBase] = []
+        # first: the time of a step must not include other hooks
+        built += take(hooks.IterationTimer)
+        # early: checkpoint and evaluation must already have the next learning rate, as they do
+        # after a resume
+        built += take(hooks.LRScheduler, priority=45)
+
+        # These stand after most other hooks, so that the checkpointer saves the state that the
+        # others have after this iteration.
+        late: list[HookBase] = []
+        # before the evaluation: if it fails, there is a checkpoint to debug it
+        late += take(hooks.PeriodicCheckpointer, checkpointer=self.checkpointer)
+        late += take(hooks.EvalHook, eval_function=evaluate)
+        # after the evaluation: they need its results
+        late += take(hooks.BestCheckpointer, default=False)
+        for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items():
+            late += take(hooks.BestCheckpointer, val_metric=metric, file_prefix=prefix)
+        late += take(hooks.EarlyStopping, default=bool(cfg.EARLY_STOPPING.METRIC))
+        # after all hooks that choose a checkpoint: the test data must not influence them
+        late += take(
+            hooks.FinalEvalHook, default=bool(cfg.DATASETS.VAL), eval_function=evaluate_at_end
+        )
+        # last: it writes the values of all other hooks
+        writers = self.build_writers() if comm.is_main_process() else []
+        late += take(hooks.PeriodicWriter, writers=writers)
+
+        built += self._configured.rest()  # those that have no place above
+        built += late
+        return [*sorted(built, key=own_sort_key)]
 
     def build_writers(self) -> list[EventWriter]:
         """The writers of LOG.WRITERS; called on rank 0."""
-        epoch = self.epoch_length if self.has_epochs else None
-        names, window = self.cfg.LOG.WRITERS, self.cfg.LOG.WINDOW
         return default_writers(
-            self.cfg.OUTPUT_DIR, self.max_iter, names, window, epoch, cfg=self.cfg
+            self.cfg.OUTPUT_DIR,
+            self.max_iter,
+            self.cfg.LOG.WRITERS,
+            self.cfg.LOG.WINDOW,
+            self._epoch_length_or_none(),
+            cfg=self.cfg,
         )
 
     @cached_property
@@ -422,7 +449,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     @property
     def _results(self) -> dict[str, Any]:
-        """The results of the last evaluation. detectron2 users check whether ``_last_eval_results`` exists."""
+        """The results of the last evaluation.
+
+        detectron2 users check whether ``_last_eval_results`` exists.
+        """
         return getattr(self, "_last_eval_results", {})
 
     def _evaluate(self, datasets: Sequence[str]) -> dict[str, Any]:
@@ -434,18 +464,67 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     # ------------------------------------------------------------------ the trainer of the steps
 
-    def _set_trainer(self, trainer: SimpleTrainer) -> None:
-        """Set the trainer of the steps; it gets the hooks and the storage of this one."""
-        self._step_trainer = trainer
-        trainer.share_run(self)
+    @property
+    def _trainer(self) -> Any:
+        """The trainer of the steps, as in detectron2; can be replaced."""
+        return self._step_trainer
 
-    _trainer: Any = property(
-        attrgetter("_step_trainer"), _set_trainer, doc="The trainer of one step; can be replaced."
-    )
+    @_trainer.setter
+    def _trainer(self, trainer: Any) -> None:
+        self._step_trainer: SimpleTrainer = trainer
+        trainer.share_run(self)  # it gets the hooks and the storage of this one
 
     @property
     def _step(self) -> SimpleTrainer:
         return self._step_trainer
+
+    @property
+    def model(self) -> Any:
+        return self._step_trainer.model
+
+    @model.setter
+    def model(self, value: Any) -> None:
+        self._step_trainer.model = value
+
+    @property
+    def optimizer(self) -> Any:
+        return self._step_trainer.optimizer
+
+    @optimizer.setter
+    def optimizer(self, value: Any) -> None:
+        self._step_trainer.optimizer = value
+
+    @property
+    def data_loader(self) -> Any:
+        return self._step_trainer.data_loader
+
+    @data_loader.setter
+    def data_loader(self, value: Any) -> None:
+        self._step_trainer.data_loader = value
+
+    @property
+    def accumulation_steps(self) -> Any:
+        return self._step_trainer.accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: Any) -> None:
+        self._step_trainer.accumulation_steps = value
+
+    @property
+    def iters_per_epoch(self) -> Any:
+        return self._step_trainer.iters_per_epoch
+
+    @property
+    def epoch_length(self) -> Any:
+        return self._step_trainer.epoch_length
+
+    @property
+    def clip_gradients(self) -> Any:
+        return self._step_trainer.clip_gradients
+
+    @clip_gradients.setter
+    def clip_gradients(self, value: Any) -> None:
+        self._step_trainer.clip_gradients = value
 
 
 def _plain_results(results: Mapping[str, Any]) -> dict[str, Any]:
