@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.projects.plots.panels import choose_panels
-from trainkit.projects.plots.runs import RunError, read_runs
+from trainkit.projects.plots.runs import RunError, read_runs, readable
 
 _PAGES = (".html", ".htm")
 _EXTRAS = ("matplotlib", "plotly")
@@ -91,9 +91,9 @@ def invoke_main() -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         for path in main(parse_args()):
-            print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+            print(f"{readable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)")
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {readable(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

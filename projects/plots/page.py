@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from plotly.offline import get_plotlyjs
 from trainkit.projects.plots.files import Confusion, read_confusions, read_images
-from trainkit.projects.plots.panels import Line, Panel, run_color
+from trainkit.projects.plots.panels import LARGEST, SMALLEST, Line, Panel, run_color
 from trainkit.projects.plots.results import Row, evaluation_results
-from trainkit.projects.plots.runs import Run, RunError, Series, config_difference
+from trainkit.projects.plots.runs import Run, RunError, Series, config_difference, readable
 
 Figure: TypeAlias = dict[str, Any]  # of plotly: data and layout
 
@@ -100,7 +100,7 @@ def _digest(script: str) -> str:
 
 def _boxes(runs: Sequence[Run]) -> str:
     labels = [
-        f'<label class="run{number}" title="{escape(str(run.folder))}">'
+        f'<label class="run{number}" title="{escape(readable(str(run.folder)))}">'
         f'<input type="checkbox" checked data-run="{number}"><i></i>'
         f"<span>{escape(run.name)}</span></label>\n"
         for number, run in enumerate(runs)
@@ -122,7 +122,7 @@ def _curves(runs: Sequence[Run], panels: Sequence[Panel], figures: list[Figure])
         legend += [f"<span>{escape(note)}</span>" for note in panel.notes]
         figures.append(_figure(panel, names, last))
         checked = "checked" if panel.is_log else ""
-        disabled = "" if (panel.values > 0).any() else "disabled"
+        disabled = "" if (panel.values >= SMALLEST).any() else "disabled"
         drawn.append(
             f'<section class="panel">\n<h3>{escape(panel.title)}</h3>\n'
             f'<label class="log" title="values up to 0 have no place on a logarithmic axis">'
@@ -144,7 +144,7 @@ def _figure(panel: Panel, names: Sequence[str], last: int) -> Figure:
     """
     traces = [trace for line in panel.lines for trace in _traces(panel, line, names)]
     for best in panel.bests:
-        if best is not None:
+        if best is not None and abs(best.value) <= LARGEST:
             ring = {"symbol": "circle-open", "size": 14, "color": run_color(best.run)}
             traces.append(
                 _trace(best.run, [best.done], [best.value], marker=ring, cliponaxis=False)
@@ -478,7 +478,8 @@ def _pictures(runs: Sequence[Run]) -> str:
         ]
         left_out = ""
         if num_more:
-            left_out = f"<p>{num_more} more in {escape(str(run.folder / 'visualization'))}</p>\n"
+            folder = readable(str(run.folder / "visualization"))
+            left_out = f"<p>{num_more} more in {escape(folder)}</p>\n"
         parts.append(
             f'<div data-of-run="{number}"><h3>{escape(run.name)}</h3>\n'
             f'<div class="pictures">\n{"".join(figures)}</div>\n{left_out}</div>\n'

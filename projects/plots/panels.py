@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 MOST_METRICS = 4  # in a panel: a reader can distinguish this number of line styles
 MOST_PANELS = 24
 LARGEST = 1e100  # an axis for larger values would overflow
+SMALLEST = 1e-100  # the same of smaller values on a logarithmic axis
 LOG_RANGE = 10.0  # if values span this factor, a logarithmic axis shows more
 NUM_BINS = 1000  # of a long line: more than there are pixels
 NUM_MEANS = 200
@@ -133,7 +134,9 @@ class Panel:
         values = self.values
         if self.kind == "lr" or self.more_is_better:
             return False
-        return bool(len(values) and values.min() > 0 and values.max() / values.min() >= LOG_RANGE)
+        if len(values) == 0 or values.min() < SMALLEST:
+            return False
+        return bool(values.max() >= LOG_RANGE * values.min())
 
     def limits(self, log: bool) -> tuple[float, float]:
         """The ends of the axis: without the start of the curves if that needs most of it."""
@@ -148,13 +151,18 @@ class Panel:
                 least = (high - low) / _MOST_ZOOM
                 high = min(high, max(last, first + least))
                 low = max(low, min(first, high - least))
-        room = _MARGIN * (high - low) or 0.1 * abs(high) or 1.0
-        low, high = low - room, high + room
+        room = _MARGIN * (high - low)
+        if room < SMALLEST:  # one value
+            room = 0.1 * abs(high)
+        if room < SMALLEST:  # it is 0
+            room = 1.0
+        low -= room
+        high += room
         return (10.0**low, 10.0**high) if log else (float(low), float(high))
 
     @staticmethod
     def _scaled(values: np.ndarray, log: bool) -> np.ndarray:
-        return np.log10(values[values > 0]) if log else values
+        return np.log10(values[values >= SMALLEST]) if log else values
 
     @property
     def _settled(self) -> np.ndarray:
@@ -374,4 +382,4 @@ def _fits(line: Panel, panel: Panel) -> bool:
     if line.more_is_better != panel.more_is_better:
         return False
     low, high = sorted(np.abs(drawn.values).max(initial=0.0) for drawn in (line, panel))
-    return bool(low == 0 or high / low <= _UNLIKE)
+    return bool(low == 0 or high <= _UNLIKE * low)

@@ -60,3 +60,17 @@ def test_an_error_of_the_command_is_one_line_and_exit_code_2(monkeypatch, capsys
         "",
         "error: there is no run at 'nowhere'; give an output folder with a metrics.json, or such a file\n",
     )
+
+
+def test_a_folder_whose_name_is_no_valid_text_is_shown(write_run, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("plotly")
+    folder = tmp_path / "run\udcff"  # a byte that is no UTF-8
+    place = write_run(folder, ROWS)
+    page = tmp_path / "x.html"
+    monkeypatch.setattr(sys, "argv", ["plots", place, "-o", str(folder / "x.png"), "-o", str(page)])
+
+    invoke_main()
+
+    assert "run\\udcff/x.png (" in capsys.readouterr().out
+    assert "<h1>run\\udcff</h1>" in page.read_text()

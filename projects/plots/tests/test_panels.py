@@ -114,6 +114,15 @@ def test_a_line_has_gaps_where_values_are_not_finite_or_beyond_what_an_axis_can_
     assert line.series.values[4] == -1e308
 
 
+@pytest.mark.parametrize("values", [[0.0], [1e-310, 3e-310], [5e-324], [-1e308, 1e308], [None]])
+def test_an_axis_has_two_ends_whatever_the_values_are(choose, values):
+    (panel,) = choose(values_of("x", values))
+    for log in (False, True):
+        low, high = panel.limits(log)
+        assert 1e-100 < high - low < 1e101
+    assert not panel.is_log
+
+
 @pytest.mark.parametrize(
     ("key", "values", "is_log"),
     [

@@ -101,7 +101,12 @@ def test_runs_with_the_same_values_are_all_seen(read):
 def test_names_of_any_kind_and_values_of_any_size_are_drawn(write_run, tmp_path):
     names = ["$\\frac{$", "_hidden", "a\ud800\x00b", "%{x}", "<b>", "x" * 200]
     rows = [
-        {"iteration": i, "total_loss": [1e308, -1e308, 1.0][i % 3], **dict.fromkeys(names, i)}
+        {
+            "iteration": i,
+            "total_loss": [1e308, -1e308, 1.0][i % 3],
+            "t/acc": 1e308,
+            **dict.fromkeys(names, i),
+        }
         for i in range(9)
     ]
     folders = [write_run(tmp_path / name, rows) for name in ("_a", "$x_", "n" * 200)]
