@@ -78,7 +78,8 @@ class CountingEvaluator(DatasetEvaluator):
         """Add to ``confusion[label, prediction]``."""
         confusion = self._counts["confusion"]
         entries = torch.where(valid, labels * len(confusion) + predicted, 0)
-        confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().long())
+        ones = valid.flatten().long()  # 0 where a label does not count
+        confusion.view(-1).index_add_(0, entries.flatten(), ones)
 
     def known_results(self) -> KnownResults | None:
         if type(self).evaluate is not CountingEvaluator.evaluate:

@@ -169,8 +169,9 @@ class BestCheckpoints(BestCheckpointer):
         if math.isfinite(value):
             name = f"{self.file_prefix}_{self.trainer.done - 1:07d}"
             others = [other for other in self._kept if other[0] != name]
-            ranked = sorted([*others, [name, value]], key=lambda kept: -self._sign * kept[1])
-            self._kept = ranked[: self._num_to_keep]
+            candidates = [*others, [name, value]]
+            best_first = sorted(candidates, key=lambda kept: -self._sign * kept[1])
+            self._kept = best_first[: self._num_to_keep]
             if [name, value] in self._kept:
                 names = [name, *names]
         return names

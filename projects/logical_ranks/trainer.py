@@ -123,7 +123,8 @@ class LogicalTrainer(SimpleTrainer):
         sums = reduce(add, by_rank.unbind(1))
         means = sums / by_rank.shape[1]
         in_order = [means[place] for place in _ascending(self._own)]
-        total, *values = (tree_sum(torch.stack(in_order)) / len(self._own)).unbind()
+        of_process = tree_sum(torch.stack(in_order)) / len(self._own)
+        total, *values = of_process.unbind()
         loss_names, trained = self._names
         by_name = dict(zip(loss_names, values, strict=True))
         return Losses(by_name, trained, [losses.outputs for losses in found], total=total)

@@ -50,7 +50,8 @@ def apply(cfg: Any, args: argparse.Namespace) -> None:
         return
     if not isinstance(cfg, CfgNode) or args.eval_only:
         raise ConfigError("--preflight is for a job with a config of get_cfg that trains")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(args.preflight_json))):
+    json_folder = os.path.dirname(os.path.abspath(args.preflight_json))
+    if not os.path.isdir(json_folder):
         raise ConfigError(f"--preflight-json: there is no folder for {args.preflight_json!r}")
     record_reads(cfg)
     hook = {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": vars(args)}

@@ -282,7 +282,8 @@ def digest(value: Any) -> str:
     for path, leaf in _leaves(value):
         if isinstance(leaf, Tensor):
             tensor = leaf.detach().to_dense().resolve_conj().contiguous().cpu()
-            found.update(tensor.reshape(-1, 1).view(torch.uint8).numpy().tobytes())
+            bits = tensor.reshape(-1, 1).view(torch.uint8)
+            found.update(bits.numpy().tobytes())
             leaf = f"{tensor.dtype}{list(tensor.shape)}"
         found.update(f"{path}{leaf!r}".encode())
     return found.hexdigest()

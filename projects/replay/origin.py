@@ -179,7 +179,10 @@ def sizes_and_times(names: Iterable[str]) -> dict[str, list[int]]:
 
 @cache  # cached: a process may train many times, but it imports the code only once
 def _digest_of(*files: Path) -> str:
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 @cache

@@ -125,7 +125,8 @@ def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
     Raises ConfigError if the product of ``shape`` is not the number of data ranks.
     """
     num = comm.get_data_world_size()
-    if shape and (len(shape) != 2 or min(shape) < 1 or math.prod(shape) != num):
+    is_pair = len(shape) == 2 and min(shape) >= 1
+    if shape and not (is_pair and math.prod(shape) == num):
         raise not_accepted(
             "MODEL.FSDP.MESH", [*shape], f"[replicate, shard] whose product is {num}, or []"
         )

@@ -21,6 +21,8 @@ _C.OUTPUT_DIR = "./output"
 _C.SEED = -1
 # Modules (dotted names) that register models, datasets or hooks; imported before the job is built.
 _C.IMPORTS = []
+# Threads that torch uses on the CPU. 0: torch's choice. 1 is best for small models on a busy CPU.
+_C.NUM_THREADS = 0
 # True: cuDNN tries its kernels and uses the fastest ones.
 _C.CUDNN_BENCHMARK = False
 # True: use kernels that always give the same bits, as exact resume on a GPU needs; slower.
@@ -266,6 +268,7 @@ ACCEPTED: dict[Any, str] = {
     """,
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
+    "[0, 1024]": "NUM_THREADS",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
     "(-inf, inf)": "EARLY_STOPPING.DIVERGENCE EARLY_STOPPING.THRESHOLD",
     ("abs", "rel"): "EARLY_STOPPING.MIN_DELTA_MODE",

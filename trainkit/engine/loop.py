@@ -141,7 +141,7 @@ class TrainerBase:
                 self._is_in_train = False
                 self.after_train()
         if self.status == "stopped":
-            self._stops.pass_on()
+            self._stops.pass_on(say_done(self.done, self.max_iter))
 
     def _run_iterations(self) -> None:
         while True:
@@ -285,6 +285,12 @@ class TrainerBase:
     # ------------------------------------------------------------------ start and end
 
     def _start(self, start_iter: int, max_iter: int) -> None:
+        for name, value in {"start_iter": start_iter, "max_iter": max_iter}.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(
+                    f"train() takes numbers of iterations, got {name}={value!r}; 3 epochs are "
+                    "round(3 * trainer.epoch_length), and a config takes SOLVER.MAX_ITER 3ep"
+                )
         if not 0 <= start_iter <= max_iter:
             raise ValueError(
                 f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
@@ -372,7 +378,10 @@ class TrainerBase:
     def _fail(self, error: BaseException) -> None:
         self.status = "failed"
         self.failure = error
-        self._log_failure(f"Training failed in iteration {self.iter}", error)
+        what = f"Training failed in iteration {self.iter}"
+        # the error is raised again, so its traceback is for the log file only
+        logger.error("%s: %s: %s", what, type(error).__name__, error)
+        logger.debug("%s", what, exc_info=error)
         try:
             self.storage.flush()
         except Exception as later:

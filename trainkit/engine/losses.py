@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 
+from trainkit.utils.errors import add_line
+
 _SMALL = (
     1024  # tensors of at most so many values are checked together, since each call has its price
 )
@@ -94,6 +96,33 @@ def as_losses(loss_dict: Mapping[str, Tensor | float]) -> Losses:
         values[name] = tensor.reshape(())
     trained = [name for name, value in values.items() if value.requires_grad]
     return Losses(values, trained or list(values))
+
+
+def explain_first_call(batch: Any, error: Exception) -> None:
+    """Add to the error of the first forward pass what a model gets and returns."""
+    add_line(
+        error,
+        f"The model was called as model(batch); batch is {describe_batch(batch)}. A model takes a whole batch, and "
+        "returns its loss, or a dict of losses. losses_from(model, loss_fn) adapts a network that takes inputs, and "
+        "losses_from(model) one that takes the entries of a dict by name and returns an object with a loss",
+    )
+
+
+def describe_batch(batch: Any) -> str:
+    """The kinds of the parts of a batch, for messages."""
+    if isinstance(batch, Tensor):
+        return f"a tensor {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        parts = [f"{key!r}: {_kind_of(value)}" for key, value in batch.items()]
+        return f"a dict {{{', '.join(parts[:8])}}}"
+    if isinstance(batch, list | tuple):
+        parts = [_kind_of(value) for value in batch]
+        return f"a {type(batch).__name__} of {len(batch)}: {', '.join(parts[:8])}"
+    return f"a {type(batch).__name__}"
+
+
+def _kind_of(value: Any) -> str:
+    return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def parse_losses(returned: object) -> Losses:

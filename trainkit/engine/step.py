@@ -28,6 +28,7 @@ from trainkit.engine.loop import TrainerBase
 from trainkit.engine.losses import (
     Losses,
     as_losses,
+    explain_first_call,
     mean_losses,
     non_finite_names,
     parse_losses,
@@ -157,6 +158,11 @@ class SimpleTrainer(TrainerBase):
             ValueError: a period below 1; ``non_finite`` is not known.
         """
         super().__init__()
+        if clip_gradients is not None and not callable(clip_gradients):
+            raise TypeError(
+                f"clip_gradients must be a function of the parameters, got {clip_gradients!r}; to limit the norm of "
+                'all gradients, give GradientClipper("full_model", 1.0)'
+            )
         self.policy = make_policy(non_finite, max_non_finite_in_row)
         self.policy.bind(optimizer)
         model.train()
@@ -273,8 +279,10 @@ class SimpleTrainer(TrainerBase):
     def call_model(self, batch: Any) -> Any:
         try:
             return self.model(batch)
-        except RuntimeError as error:
+        except Exception as error:
             explain_unused_parameters(self.model, error)
+            if self._is_first_step:
+                explain_first_call(batch, error)
             raise
 
     def backward(self, loss: Tensor) -> None:

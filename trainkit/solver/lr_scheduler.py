@@ -81,6 +81,14 @@ def _last_where(scheduler: ParamScheduler) -> float:
     return 1.0
 
 
+def _check_is_function(name: str, given: Any) -> None:
+    if not callable(given) or isinstance(given, type):
+        raise TypeError(
+            f"{name} must be a function that gives a rate, got {given!r:.80}; a scheduler of torch "
+            "goes to the hook: LRScheduler(optimizer, scheduler)"
+        )
+
+
 class ScheduledLR(LRScheduler):
     """Sets the learning rate of each parameter group to ``schedule(iter, base rate)``.
 
@@ -98,6 +106,7 @@ class ScheduledLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_iter: int = -1) -> None:
+        _check_is_function("schedule", schedule)
         # not torch's constructor, which replaces optimizer.step()
         self.optimizer = optimizer
         self.schedule = schedule
@@ -216,6 +225,7 @@ class LRMultiplier(ScheduledLR):
         self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1
     ) -> None:
         check_period("max_iter", max_iter, minimum=1)
+        _check_is_function("multiplier", multiplier)
         last_where = _last_where(multiplier)
 
         def schedule(iter: int, base: float) -> float:

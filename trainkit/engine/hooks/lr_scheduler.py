@@ -41,6 +41,11 @@ class LRScheduler(HookBase):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: TorchLRScheduler | ParamScheduler | None = None,
     ) -> None:
+        if isinstance(scheduler, type):
+            raise TypeError(
+                f"scheduler must be an object, got the class {scheduler.__name__}; write "
+                f"{scheduler.__name__}(optimizer, ...)"
+            )
         self._given_optimizer = optimizer
         self._given_scheduler = scheduler
         self._scheduler: TorchLRScheduler | None = None  # of the current or last run
