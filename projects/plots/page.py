@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from plotly.offline import get_plotlyjs
 from trainkit.projects.plots.files import Confusion, read_confusions, read_images
-from trainkit.projects.plots.panels import LARGEST, SMALLEST, Line, Panel, run_color
+from trainkit.projects.plots.panels import SMALLEST, Line, Panel, run_color
 from trainkit.projects.plots.results import Row, evaluation_results
 from trainkit.projects.plots.runs import Run, RunError, Series, config_difference, readable
 
@@ -144,7 +144,7 @@ def _figure(panel: Panel, names: Sequence[str], last: int) -> Figure:
     """
     traces = [trace for line in panel.lines for trace in _traces(panel, line, names)]
     for best in panel.bests:
-        if best is not None and abs(best.value) <= LARGEST:
+        if best is not None:
             ring = {"symbol": "circle-open", "size": 14, "color": run_color(best.run)}
             traces.append(
                 _trace(best.run, [best.done], [best.value], marker=ring, cliponaxis=False)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
-from trainkit.projects.plots.panels import LARGEST, Line, Panel, run_color
+from trainkit.projects.plots.panels import Line, Panel, run_color
 from trainkit.projects.plots.runs import Run, RunError, Series
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _draw_lines(axes: Any, panel: Panel) -> None:
             transform=axes.get_xaxis_transform(),
         )
     for best in panel.bests:
-        if best is not None and abs(best.value) <= LARGEST:
+        if best is not None:
             axes.plot(
                 best.done,
                 best.value,
