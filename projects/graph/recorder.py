@@ -125,7 +125,8 @@ def check_recordable(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError if there are several processes, or the update needs the host."""
     if comm.get_world_size() > 1:
         raise ConfigError(
-            f"a recorded step takes one process, got {comm.get_world_size()}; use MODEL.COMPILE, {ADVICE}"
+            f"a recorded step takes one process, got {comm.get_world_size()}; use "
+            f"MODEL.COMPILE, {ADVICE}"
         )
     if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
         raise ConfigError(

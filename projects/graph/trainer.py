@@ -155,7 +155,8 @@ class GraphTrainer(SimpleTrainer):
             for parameter, gradient in self._recording.gradients:
                 if parameter.grad is not gradient:
                     raise RuntimeError(
-                        f"a hook has exchanged a gradient in after_backward; change it in place, {ADVICE}"
+                        "a hook has exchanged a gradient in after_backward; change it in "
+                        f"place, {ADVICE}"
                     )
         self._replay(self._recording, "judgement")
         return {}  # its values are among the losses'
@@ -206,8 +207,10 @@ class GraphTrainer(SimpleTrainer):
         has_seen_enough = len(self._seen) == _MAX_SIGNATURES
         if signature is None or has_recorded_enough or has_seen_enough:
             self._warn_once(
-                f"{len(self._recordings)} kinds of batches are recorded, and there are more, which run as ordinary "
-                "steps. Give batches of few shapes, in lists, tuples and dicts, without file names and the like"
+                f"{len(self._recordings)} kinds of batches are recorded, and there are more, "
+                "which run as ordinary "
+                "steps. Give batches of few shapes, in lists, tuples and dicts, without file "
+                "names and the like"
             )
             self._seen.clear()
             return None
@@ -226,8 +229,10 @@ class GraphTrainer(SimpleTrainer):
         """Keep such steps ordinary: a recording would fail in the middle, and CUDA would stay in capture mode."""
         self._recordings[self._newest] = None
         self._warn_once(
-            f"Steps that wait for the device, as at {place}, cannot be recorded and stay ordinary steps. Neither the "
-            f"model nor the optimizer may read values on the host (item(), an if on a tensor, a mask); change that, "
+            f"Steps that wait for the device, as at {place}, cannot be recorded and stay "
+            "ordinary steps. Neither the "
+            "model nor the optimizer may read values on the host (item(), an if on a tensor, "
+            "a mask); change that, "
             f"{ADVICE}"
         )
 
@@ -301,8 +306,10 @@ class GraphTrainer(SimpleTrainer):
                 replaced.append(name)
         if put or replaced:
             raise RuntimeError(
-                f"the model puts the scalars {put} and replaces the buffers {replaced} in its forward pass, which a "
-                f"replay does not repeat; return scalars with the losses, change buffers by copy_, {ADVICE}"
+                f"the model puts the scalars {put} and replaces the buffers {replaced} in its "
+                "forward pass, which a "
+                "replay does not repeat; return scalars with the losses, change buffers by "
+                f"copy_, {ADVICE}"
             )
         return replay
 
@@ -316,8 +323,10 @@ class GraphTrainer(SimpleTrainer):
             return
         if changed and (self._recordings or self._seen):
             self._warn_once(
-                "A setting of the optimizer, requires_grad, the mode of a module or a hook has changed, so steps are "
-                f"recorded again, each time; they are ordinary until nothing has changed for {WARM_UP_ITERS} iterations"
+                "A setting of the optimizer, requires_grad, the mode of a module or a hook "
+                "has changed, so steps are "
+                "recorded again, each time; they are ordinary until nothing has changed for "
+                f"{WARM_UP_ITERS} iterations"
             )
         self.forget_recordings()
 

@@ -115,7 +115,8 @@ def publish_weights(
     absent = [key for key in left_out if key not in frozen]
     if absent:
         raise CheckpointError(
-            f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass `frozen`"
+            f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass "
+            "`frozen`"
         )
     try:
         for key in left_out:

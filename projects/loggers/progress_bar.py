@@ -17,7 +17,7 @@ class _Bar(tqdm):
 
 
 class ProgressBar(CommonMetricPrinter):
-    """tqdm's bar, with total loss and learning rate; it moves with every ``write()``.
+    """tqdm's bar; it moves with the steps, and shows total loss and learning rate of the last ``write()``.
 
     Other output goes above the bar. The line of `CommonMetricPrinter` has the level DEBUG, so `log.txt` has it.
     """
@@ -50,10 +50,13 @@ class ProgressBar(CommonMetricPrinter):
                 if key in latest:
                     shown[name], _ = latest[key]
             self._bar.set_postfix(shown, refresh=False)
-            done = max(iter for _, iter in latest.values()) + 1
-            done = min(done, self._bar.total)
-            self._bar.update(done - self._bar.n)
+            self.show_progress(max(iter for _, iter in latest.values()) + 1)
             self._bar.refresh()
+
+    def show_progress(self, done: int) -> None:
+        if self._bar is not None:
+            done = min(done, self._bar.total)
+            self._bar.update(max(done - self._bar.n, 0))  # tqdm draws it ten times a second at most
 
     def close(self) -> None:
         super().close()

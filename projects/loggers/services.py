@@ -51,7 +51,8 @@ class ServiceWriter(ScalarWriter):
         super().__init__(window_size)
         if importlib.util.find_spec(package) is None:
             raise ImportError(
-                f"{type(self).__name__} needs the package {package}: pip install 'trainkit[{package}]'"
+                f"{type(self).__name__} needs the package {package}: pip install "
+                f"'trainkit[{package}]'"
             )
 
     @property

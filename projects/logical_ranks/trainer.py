@@ -169,7 +169,8 @@ class _Tree:
                 wrong.append(name)
         if wrong:
             raise ConfigError(
-                f"SOLVER.LOGICAL_RANKS excludes SyncBatchNorm and sparse gradients, as in {', '.join(wrong)}"
+                "SOLVER.LOGICAL_RANKS excludes SyncBatchNorm and sparse gradients, as in "
+                f"{', '.join(wrong)}"
             )
         self._logical_ranks = logical_ranks
         self._parameters = [*model.parameters()]
@@ -230,7 +231,8 @@ class _Tree:
         """
         if self._versions() != self._others:
             raise ValueError(
-                "SOLVER.LOGICAL_RANKS: of all buffers only the statistics of normalization layers may change"
+                "SOLVER.LOGICAL_RANKS: of all buffers only the statistics of normalization "
+                "layers may change"
             )
         packed = self._packed()
         grads = [parameter.grad for parameter in self._parameters]

@@ -36,9 +36,11 @@ def apply_options(cfg: CfgNode, model: nn.Module) -> nn.Module:
             fullgraph=options.FULLGRAPH,
             dynamic=options.DYNAMIC,
         )
+        logger.info("MODEL.COMPILE: the first steps compile the model, which may take minutes")
         if options.DYNAMIC is None:
             logger.warning(
-                "MODEL.COMPILE.DYNAMIC None: kernels depend on earlier shapes, a resumed run may differ"
+                "MODEL.COMPILE.DYNAMIC None: kernels depend on earlier shapes, a resumed run "
+                "may differ"
             )
         if "autotune" in options.MODE:
             logger.warning(

@@ -351,12 +351,10 @@ class Job:
 
     def start(self, name: str, *options: str, code: int = 0, **environ: str) -> Path:
         """The folder of six steps of the user's command, in a new process; it saves after the third and the last."""
-        own = [
-            *("OUTPUT_DIR", f"{self.folder}/{name}"),
-            *("SEED", f"{max(self.cfg.SEED, 0)}"),
-            *("LOG.WRITERS", "['json']"),
-            *("CHECKPOINT.MAX_TO_KEEP", "2"),
-        ]
+        own = ["OUTPUT_DIR", f"{self.folder}/{name}"]
+        own += ["SEED", f"{max(self.cfg.SEED, 0)}"]
+        own += ["LOG.WRITERS", "['json']"]
+        own += ["CHECKPOINT.MAX_TO_KEEP", "2"]
         done = self.run(*self.command, "--fast-dev-run", *options, *own, **environ)
         if done.returncode != code:
             text = " ".join(["with --fast-dev-run", *options, "the command ends with"])

@@ -3,7 +3,9 @@
 import argparse
 import atexit
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from typing import Any
 
@@ -54,7 +56,11 @@ def apply(cfg: Any, args: argparse.Namespace) -> None:
     if not os.path.isdir(json_folder):
         raise ConfigError(f"--preflight-json: there is no folder for {args.preflight_json!r}")
     record_reads(cfg)
-    hook = {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": vars(args)}
+    command = args.preflight or args.preflight_quick
+    if command is True:  # arguments that were made by hand
+        command = shlex.join(sys.orig_argv)
+    arguments = {**vars(args), "preflight_command": command}
+    hook = {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": arguments}
     cfg["HOOKS"] = [*cfg.HOOKS, hook]
     folder = tempfile.mkdtemp(prefix="preflight-") if comm.is_main_process() else ""
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

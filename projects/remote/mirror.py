@@ -210,7 +210,8 @@ class Mirror:
         owner = self._read_manifest()["upload"]
         if not owner:
             raise CheckpointError(
-                f"{_MANIFEST} is not there; the store cannot be reached, or the run was removed from it"
+                f"{_MANIFEST} is not there; the store cannot be reached, or the run was "
+                "removed from it"
             )
         if owner != self._owner:
             raise CheckpointError(f"another run writes there ({owner}); stop one of them")

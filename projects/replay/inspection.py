@@ -19,8 +19,8 @@ from trainkit.projects.replay.failure import (
     without_process,
 )
 
+from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.losses import non_finite_names
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.logger import format_table
 
@@ -370,9 +370,9 @@ class Replay:
         if not self.differences:
             lines.append("settings, code, versions and machine are as in the run")
         losses = [(name, loss.item()) for name, loss in self.losses.items()]
-        norms = [
-            (name, gradient.float().norm().item()) for name, gradient in self.gradients.items()
-        ]
+        norms = []
+        for name, gradient in self.gradients.items():
+            norms.append((name, gradient.float().norm().item()))
         lines += [
             _table(("batch", "shape", "dtype", "min", "max"), self._fields()),
             _table(("loss", "value"), losses),

@@ -58,7 +58,10 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
     """A file chooses no code: raises ConfigError if its IMPORTS has modules that the user's command does not name."""
     names = [*names]
     if not {*names} <= {*given}:
-        text = f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a file chooses no code"
+        text = (
+            f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a "
+            "file chooses no code"
+        )
         raise ConfigError(f'{text}; if you trust it, add to your command: IMPORTS "{names!s:.200}"')
 
 

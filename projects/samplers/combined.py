@@ -179,5 +179,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
         saved = state["world_size"]
         own = self.sampler.world_size
         if saved != own:
-            text = "The batches of %d ranks cannot be divided among %d; some samples may be repeated or left out"
+            text = (
+                "The batches of %d ranks cannot be divided among %d; some samples may be "
+                "repeated or left out"
+            )
             logger.warning(text, saved, own)

@@ -35,7 +35,8 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         subset_size = round(size * subset_ratio)
         if not 1 <= subset_size <= size:
             raise ValueError(
-                f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 to {size}"
+                f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 "
+                f"to {size}"
             )
         super().__init__(subset_size, shuffle, seed_shuffle)
         self._dataset_size = size

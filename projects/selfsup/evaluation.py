@@ -74,7 +74,8 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
         evaluated = part_of(parts == EVALUATED)
         if len(labelled.labels) == 0 or len(evaluated.labels) == 0:
             raise ValueError(
-                f"frozen features need labelled scans and scans to evaluate, got {len(labelled.labels)} and "
+                "frozen features need labelled scans and scans to evaluate, got "
+                f"{len(labelled.labels)} and "
                 f"{len(evaluated.labels)}; raise TEST.MAX_BATCHES, or set it to 0 for all"
             )
         queries = evaluated.features

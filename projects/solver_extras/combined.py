@@ -63,7 +63,8 @@ class CombinedOptimizer(Optimizer):
         """Only for the constructor. Later it raises TypeError, since the optimizer of the group would not be known."""
         if hasattr(self, "optimizers"):
             raise TypeError(
-                "a CombinedOptimizer takes no further group; build it from optimizers that have the group"
+                "a CombinedOptimizer takes no further group; build it from optimizers that "
+                "have the group"
             )
         super().add_param_group(param_group)
 

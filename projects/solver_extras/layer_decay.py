@@ -184,9 +184,12 @@ def _refuse_rest_before_blocks(scheme: str, depths: Mapping[str, int | None]) ->
         return  # no block; the caller raises an error
     if before:
         raise ValueError(
-            f"scheme {scheme!r} would give the rate of the last layer to {', '.join(before[:5])}, which the model "
-            "defines before its first block. If it is a part of a head, define it after the blocks; else say its "
-            "depth by a method get_layer_depth of the model and the scheme 'model', or in LAYER_DEPTH_REGISTRY"
+            f"scheme {scheme!r} would give the rate of the last layer to "
+            f"{', '.join(before[:5])}, which the model "
+            "defines before its first block. If it is a part of a head, define it after the "
+            "blocks; else say its "
+            "depth by a method get_layer_depth of the model and the scheme 'model', or in "
+            "LAYER_DEPTH_REGISTRY"
         )
 
 
@@ -222,7 +225,8 @@ def _in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | 
         return sum(depths[:num_stages_before])
     if stage >= len(depths) or block >= depths[stage]:
         raise ValueError(
-            f"depths={list(depths)} has no place for {name}; give the number of blocks of each stage"
+            f"depths={list(depths)} has no place for {name}; give the number of blocks of each "
+            "stage"
         )
     return sum(depths[:stage]) + block + 1
 

@@ -344,7 +344,10 @@ def listed_schedules(cfg: CfgNode, optimizer: Optimizer) -> ScheduledLR:
         end = entry.get("END", max_iter)
         looked_at |= {begin - 1, begin, end - 1, end}
     iterations = sorted(iter for iter in looked_at if 0 <= iter < max_iter)
-    advice = "give the later entry of SOLVER.SCHEDULES a BEGIN, since entries that overlap are multiplied"
+    advice = (
+        "give the later entry of SOLVER.SCHEDULES a BEGIN, since entries that overlap are "
+        "multiplied"
+    )
     warn_if_base_is_not_reached(scheduler, iterations, advice)
     return scheduler
 

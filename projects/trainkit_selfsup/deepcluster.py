@@ -129,7 +129,8 @@ class DeepClusterHook(ClusterHook):
         keeps_workers = getattr(loader, "persistent_workers", False)
         if self._has_own_labels and keeps_workers and resume_obstacle(loader):
             raise ConfigError(
-                "DeepClusterHook: workers with persistent_workers do not see new labels; set it to False"
+                "DeepClusterHook: workers with persistent_workers do not see new labels; set "
+                "it to False"
             )
         if self._period is None and not self.trainer.has_epochs:
             raise ConfigError(

@@ -155,7 +155,8 @@ class SwAVHook(HookBase):
             parameters = [parameter for path, parameter in model.named_parameters() if name in path]
             if not parameters:
                 raise ConfigError(
-                    f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} in its name"
+                    f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} "
+                    "in its name"
                 )
             self._layers.append((iters, parameters))
             if self.trainer.start_iter < iters:

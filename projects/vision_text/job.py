@@ -8,12 +8,10 @@ from typing import Any
 from trainkit.config import get_cfg
 from trainkit.engine import DefaultTrainer, default_argument_parser, launch, run
 
-IMAGES: list[Any] = [
-    *("INPUT.TRAIN_TRANSFORM", "ToImage"),
-    *("INPUT.TEST_TRANSFORM", "ToImage"),
-    *("DATASETS.TRAIN", ["shapes_train"]),
-    *("DATASETS.TEST", ["shapes_test"]),
-]
+IMAGES: list[Any] = ["INPUT.TRAIN_TRANSFORM", "ToImage"]
+IMAGES += ["INPUT.TEST_TRANSFORM", "ToImage"]
+IMAGES += ["DATASETS.TRAIN", ["shapes_train"]]
+IMAGES += ["DATASETS.TEST", ["shapes_test"]]
 
 
 def start(

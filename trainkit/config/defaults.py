@@ -1,6 +1,7 @@
 """Every config key with its default; keys that detectron2 has keep its names.
 
 Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epochs (``"3ep"``).
+CONTRIBUTING.md says how to add a key.
 """
 
 import copy
@@ -238,6 +239,8 @@ _C.LOG.ASYNC = None
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]
 # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
 _C.LOG.LEVEL = "INFO"
+# True: handlers of the root logger, such as pytest's caplog, get the lines too.
+_C.LOG.PROPAGATE = False
 
 MEANT_IF_SET = (
     "DATALOADER.SAMPLER_TRAIN",

@@ -181,6 +181,7 @@ def _set_up_log(cfg: CfgNode, *, eval_only: bool, is_quiet: bool) -> None:
         cfg.OUTPUT_DIR if has_file else None,
         distributed_rank=comm.get_rank(),
         stdout_level="WARNING" if is_quiet else cfg.LOG.LEVEL,
+        enable_propagation=cfg.LOG.PROPAGATE,
     )
     if former_log and former_log != log_file():
         logger.info(
