@@ -24,11 +24,11 @@ from zipfile import is_zipfile
 
 from tabulate import tabulate
 from torch import Tensor
-from trainkit.projects.replay.checkpoints import differing, is_of_the_clock
 from trainkit.projects.replay.fork import describe_parent
 from trainkit.projects.replay.origin import settings_of
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.differences import differing, is_of_the_clock
 from trainkit.checkpoint.file import read_file
 from trainkit.checkpoint.folder import (
     candidates,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from trainkit.projects.hooks.publish_weights import publish_weights
-from trainkit.projects.replay.checkpoints import differing
 
 from tests.checkpoint.conftest import run_folder
 from tests.engine.job import tiny_cfg
 from tests.tools.command import call
 from tools import inspect_checkpoint
+from trainkit.checkpoint.differences import differing
 from trainkit.checkpoint.file import read_file, write_file
 from trainkit.engine import DefaultTrainer
 
