@@ -62,6 +62,8 @@ setup(
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Operating System :: MacOS",
         "Programming Language :: Python :: 3",
         # those on which .ci/run has run
         "Programming Language :: Python :: 3.10",

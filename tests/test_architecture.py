@@ -18,6 +18,7 @@ LAYERS = [
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
     [
+        "trainkit.engine.finite",
         "trainkit.engine.launch",
         "trainkit.engine.losses",
         "trainkit.engine.parallel",
@@ -103,7 +104,7 @@ PURE = {
     "type",
 }
 PURE |= {
-    "_of_step",
+    "_until_save_point",
     "attrgetter",
     "count",
     "field",
@@ -268,6 +269,8 @@ def _defines(statement, own):
             return True
         case ast.Expr(value=ast.Constant()):  # a docstring, or the ellipsis of a Protocol
             return True
+        case ast.Try(body=body):  # a module that the platform may not have
+            return all(isinstance(inner, ast.Import | ast.ImportFrom) for inner in body)
         case ast.If(test=test):
             return ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
         # the same for several objects of the module
