@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
 from trainkit.checkpoint.format import format_of
+from trainkit.utils.file_io import refuse_pipe
 
 METRICS_FILE = "metrics.json"
 CLOCK_READINGS = {
@@ -156,7 +158,8 @@ def differing_checkpoints(
     """Each place where the checkpoints of two runs differ, as ``file: path: description``.
 
     Args:
-        left, right: the folders of the runs.
+        left: the folder of a run.
+        right: that of the other one.
         readings: the names of clock readings, which are left out.
 
     Raises:
@@ -206,11 +209,20 @@ def differing_metrics(
 def metrics_in(
     path: str | os.PathLike[str], readings: Collection[str] = CLOCK_READINGS
 ) -> list[dict[str, Any]]:
-    """The lines of a metrics.json without clock readings, as far as something is left of them."""
+    """The lines of a metrics.json without clock readings, as far as something is left of them.
+
+    Raises:
+        CheckpointError: the file cannot be read, or a line is no JSON object.
+    """
     rows = []
-    for line in Path(path).read_text().splitlines():
-        row = json.loads(line)
-        kept = {name: value for name, value in row.items() if name not in readings}
-        if kept.keys() - {"iteration", "epoch"}:
-            rows.append(kept)
+    try:
+        refuse_pipe(path)
+        lines = Path(path).read_text().splitlines()
+        for line in lines:
+            row = dict(json.loads(line))
+            kept = {name: value for name, value in row.items() if name not in readings}
+            if kept.keys() - {"iteration", "epoch"}:
+                rows.append(kept)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"cannot read '{path}' as lines of metrics: {error}") from error
     return rows
