@@ -92,6 +92,6 @@ def test_each_command_prints_what_the_page_shows(folder, monkeypatch, capsys):
 
 
 def test_every_tool_has_its_line_in_the_table():
-    parts = {"chaos_job.py", "model_memory.py", "user_job.py"}  # of others, no commands
+    parts = {"model_memory.py", "user_job.py"}  # of others, no commands
     scripts = {path.name for path in (ROOT / "tools").glob("*.py")} - parts
     assert set(re.findall(r"^\| `tools/(\w+\.py)` \| \w", PAGE, re.MULTILINE)) == scripts
