@@ -41,7 +41,7 @@ from benchmarks import (
 )
 from benchmarks.measure import Row
 from tabulate import tabulate
-from user_job import positive
+from trainkit.projects.finders.command import positive
 
 HEADERS = ["row", "value", "goal", "", "of"]
 

@@ -37,7 +37,7 @@ from typing import Any, TypeAlias
 from plots.runs import Run, RunError, read_runs
 from tabulate import tabulate
 from train_net import DEFAULT_CONFIG
-from user_job import positive
+from trainkit.projects.finders.command import positive
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError, get_cfg

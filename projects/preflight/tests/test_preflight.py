@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.tools.test_finders import NeedsMemory  # noqa: F401 - registers it
 from torch import nn
 from trainkit.projects.preflight import checks, job
 from trainkit.projects.preflight.divided import Draw, missing
@@ -21,7 +22,6 @@ from tests.cuda import needs_cuda
 from tests.docs.pages import blocks, page
 from tests.engine.job import tiny_cfg
 from tests.forked import run_forked, script
-from tests.tools.test_finders import NeedsMemory  # noqa: F401 - registers it
 from trainkit.engine import DefaultTrainer, SimpleTrainer
 
 PAGE = "docs/preflight.md"
