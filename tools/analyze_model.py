@@ -318,7 +318,7 @@ def _put_on_cpu(model: nn.Module) -> None:
                 same[tensor] = nn.Parameter(empty) if tensor.requires_grad else empty
             delattr(module, name)
             if tensor.requires_grad:
-                module.register_parameter(name, same[tensor])
+                setattr(module, name, same[tensor])
             else:
                 module.register_buffer(name, same[tensor])
 

@@ -77,7 +77,7 @@ def _is_trainer(value: object) -> bool:
 
 def _most_derived(trainers: dict[str, type[DefaultTrainer]]) -> dict[str, type[DefaultTrainer]]:
     """Those of which no other one is a subclass."""
-    bases = set()
+    bases: set[type] = set()
     for trainer in trainers.values():
         bases.update(trainer.__mro__[1:])
     return {name: trainer for name, trainer in trainers.items() if trainer not in bases}

@@ -65,7 +65,7 @@ def _config_of_trial(cfg: CfgNode, folder: str, steps: int) -> CfgNode:
 
 def _is_of_user(entry: str | Mapping[str, Any]) -> bool:
     """Whether an entry of HOOKS names a hook that is registered, but not by trainkit."""
-    name = entry if isinstance(entry, str) else entry.get("NAME")
+    name: Any = entry if isinstance(entry, str) else entry.get("NAME")
     if name not in HOOK_REGISTRY:
         return False
     module: str = HOOK_REGISTRY.get(name).__module__

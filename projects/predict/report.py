@@ -114,7 +114,7 @@ def told_of_sample(sample: Any) -> dict[str, Any]:
         return {}
     told = {}
     for name in TOLD:
-        value = sample.get(name)
+        value: Any = sample.get(name)
         if getattr(value, "ndim", None) == 0:
             value = value.item()
         if type(value) in (int, str):

@@ -66,9 +66,9 @@ def _read_image(path: str) -> np.ndarray:
     """One sample, ``[1, H, W]`` or ``[1, H, W, 3]``."""
     try:
         pillow = importlib.import_module("PIL.Image")
-    except ImportError:
+    except ImportError as error:
         raise ConfigError(
-            "is a picture, which needs the package pillow: pip install pillow"
+            f"is a picture ({error}), which needs the package pillow: pip install pillow"
         ) from None
     with pillow.open(path) as image:
         if image.mode not in ("L", "RGB"):

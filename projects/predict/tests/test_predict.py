@@ -15,6 +15,7 @@ from trainkit.projects.predict.samples import samples_of_file
 from tests.engine.job import tiny_cfg
 from tests.tools import command
 from trainkit.checkpoint import Checkpointer
+from trainkit.config import ConfigError
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultPredictor
 from trainkit.modeling import MODEL_REGISTRY, build_model
@@ -269,6 +270,13 @@ def test_a_picture_is_a_sample_of_its_pixels(tmp_path):
     Image.fromarray(color).convert("RGBA").save(tmp_path / "a.png")
     (transparent,) = samples_of_file(str(tmp_path / "a.png"), "")
     assert np.array_equal(transparent, color)
+
+
+def test_a_picture_without_the_package_that_reads_it_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match=r"a\.png' is a picture .* pip install pillow"):
+        list(samples_of_file(str(tmp_path / "a.png"), ""))
 
 
 SCRIPT = """
