@@ -1,14 +1,12 @@
 """The search for the largest batch size."""
 
 import pytest
-import torch
 from trainkit.projects.finders import batch_size
 from trainkit.projects.finders.memory import search
 
-from tests.engine.job import TinyClassifier, tiny_cfg
+from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
 from trainkit.engine import DefaultTrainer
-from trainkit.modeling import MODEL_REGISTRY
 
 
 @pytest.mark.parametrize(
@@ -31,16 +29,6 @@ def test_a_size_is_doubled_until_memory_runs_out_and_then_found_within_an_eighth
 
     assert search(fits, start, lambda: limit) == found
     assert seen == tried
-
-
-@MODEL_REGISTRY.register()
-class NeedsMemory(TinyClassifier):
-    """For 23 samples there is enough memory."""
-
-    def forward(self, batch):
-        if len(batch["label"]) > 23:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().forward(batch)
 
 
 class Mistaken(DefaultTrainer):

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.tools.test_finders import NeedsMemory  # noqa: F401 - registers it
 from torch import nn
 from trainkit.projects.preflight import checks, job
 from trainkit.projects.preflight.divided import Draw, missing
