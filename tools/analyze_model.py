@@ -122,7 +122,11 @@ def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
     if not_counted:
         operators = [f"{number} {name}" for name, number in not_counted.most_common()]
         lines.append(f"No FLOPs are counted for: {', '.join(operators)}.")
-    not_called = sorted(flops.uncalled_modules())
+    not_called = []
+    for name in sorted(flops.uncalled_modules()):
+        # it has no operator by which fvcore could see it
+        if not isinstance(model.get_submodule(name), nn.Identity):
+            not_called.append(name)
     if not_called:
         lines.append(f"Not called, or not as modules: {', '.join(not_called)}.")
     return "\n".join(lines)

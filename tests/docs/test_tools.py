@@ -93,3 +93,8 @@ def test_every_tool_has_its_line_in_the_table():
     parts = {"chaos_job.py"}  # of others, no commands
     scripts = {path.name for path in (ROOT / "tools").glob("*.py")} - parts
     assert set(re.findall(r"^\| `tools/(\w+\.py)` \| \w", PAGE, re.MULTILINE)) == scripts
+    modules = re.findall(r"^\| `(trainkit\.projects\.[\w.]+)` \| \w", PAGE, re.MULTILINE)
+    assert len(modules) == 4
+    for name in modules:
+        tool, _ = tool_of(["python", "-m", name])
+        assert tool.parse_args.__doc__

@@ -23,11 +23,12 @@ class Net(nn.Module):
         self.frozen = nn.Linear(4, 8).requires_grad_(False)
         self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
         self.unused = nn.Linear(5, 5)
+        self.nothing = nn.Identity()
         self.modes = []
 
     def forward(self, batch):
         self.modes.append(self.training)
-        logits = self.head(self.frozen(batch["x"]))
+        logits = self.nothing(self.head(self.frozen(batch["x"])))
         loss = nn.functional.cross_entropy(logits, batch["label"])
         return {"logits": logits, "loss": loss, "names": batch["name"], "nested": [(logits.exp(),)]}
 
