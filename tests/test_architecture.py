@@ -18,6 +18,7 @@ LAYERS = [
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
     [
+        "trainkit.engine.finite",
         "trainkit.engine.launch",
         "trainkit.engine.losses",
         "trainkit.engine.parallel",
@@ -53,7 +54,7 @@ LAYERS = [
 # who may call importlib.import_module, and what for
 LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
-    "tools.plots.picture": "matplotlib, an optional package",
+    "trainkit.projects.plots.__main__": "matplotlib or plotly, optional packages",
     "trainkit.projects.weights.safetensors": "safetensors, an optional package",
     "trainkit.projects.sharding.format": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.projects": "IMPORTS, the one place where a config names code",
@@ -100,7 +101,7 @@ PURE = {
     "type",
 }
 PURE |= {
-    "_of_step",
+    "_until_save_point",
     "attrgetter",
     "count",
     "field",
@@ -265,6 +266,8 @@ def _defines(statement, own):
             return True
         case ast.Expr(value=ast.Constant()):  # a docstring, or the ellipsis of a Protocol
             return True
+        case ast.Try(body=body):  # a module that the platform may not have
+            return all(isinstance(inner, ast.Import | ast.ImportFrom) for inner in body)
         case ast.If(test=test):
             return ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
         # the same for several objects of the module

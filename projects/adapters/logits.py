@@ -48,7 +48,8 @@ def losses_from(
         output = output_of(self, inputs)
         if target is None and split is None:
             raise ValueError(
-                f"no 'label' or 'labels' in the batch with {[*batch]}; give losses_from a function split"
+                f"no 'label' or 'labels' in the batch with {[*batch]}; give losses_from a "
+                "function split"
             )
         return self.trainkit_loss(output, target)
 

@@ -1,6 +1,7 @@
 """The copy of a state in host memory, which a thread writes during training."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -45,25 +46,27 @@ class HostCopy:
     ) -> None:
         # keeps each original alive: its address stays valid only while its memory is in use
         originals: dict[torch.device, dict[_Address, UntypedStorage]] = {}
-        tensors: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
+        pairs: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
         # id -> original and copy: a file holds an object once
         taken: dict[int, tuple[Tensor, Tensor]] = {}
 
         def take(tensor: Tensor, path: str) -> Tensor:
             if id(tensor) not in taken:
                 taken[id(tensor)] = tensor, copy_of(ordinary(tensor, path))
-            return taken[id(tensor)][1]
+            _, copy = taken[id(tensor)]
+            return copy
 
         def copy_of(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
                 return tensor
-            if not _is_plain(tensor) or not (tensor.is_cpu or runs_ahead(tensor.device)):
+            is_on_device = tensor.is_cpu or runs_ahead(tensor.device)
+            if not _is_plain(tensor) or not is_on_device:
                 return tensor.to("cpu", copy=True)
-            originals.setdefault(tensor.device, {}).setdefault(
-                _address(tensor), tensor.untyped_storage()
-            )
-            tensors.append((torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor))
-            return tensors[-1][0]
+            of_device = originals.setdefault(tensor.device, {})
+            of_device.setdefault(_address(tensor), tensor.untyped_storage())
+            copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            pairs.append((copy, tensor))
+            return copy
 
         self._state = (format or CheckpointFormat()).prepare(state, take=take)
         self.memory: dict[torch.device, list[Tensor]] = {}
@@ -71,13 +74,11 @@ class HostCopy:
         self._arrivals: list[tuple[Any, object]] = []
         copies: dict[_Address, UntypedStorage] = {}
         for device, of_device in originals.items():
-            copies |= self._copy_storages(
-                device, of_device, [*(memory or {}).get(device, ())], snapshot
-            )
-        for copy, tensor in tensors:
-            copy.set_(
-                copies[_address(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride()
-            )
+            former = [*(memory or {}).get(device, ())]
+            copies |= self._copy_storages(device, of_device, former, snapshot)
+        for copy, tensor in pairs:
+            storage = copies[_address(tensor)]
+            copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def state(self) -> dict[str, Any]:
         """The copy; waits until it is complete."""
@@ -93,20 +94,18 @@ class HostCopy:
         former: list[Tensor],
         snapshot: bool,
     ) -> dict[_Address, UntypedStorage]:
-        # pinned: their total size stays the same
-        pinned, blocks = (
-            device.type != "cpu",
-            _blocks(originals),
-        )
-        room, left = _room(device) if pinned and snapshot else 0, sum(size for _, size in blocks)
-        copies, to_host, self.memory[device] = {}, [], []
+        is_pinned = device.type != "cpu"
+        blocks = _blocks(originals)
+        room = _room(device) if is_pinned and snapshot else 0
+        left = sum(size for _, size in blocks)
+        copies: dict[_Address, UntypedStorage] = {}
+        to_host: list[tuple[Tensor, Tensor]] = []  # (part of a block, its copy on the device)
+        self.memory[device] = []
         for places, size in blocks:
-            block = former.pop(0) if former and len(former[0]) >= size else None
-            if block is None:
-                room_on_host = size if pinned else size + size // 4  # the next state may be larger
-                block = torch.empty(
-                    room_on_host, dtype=torch.uint8, device="cpu", pin_memory=pinned
-                )
+            if former and len(former[0]) >= size:
+                block = former.pop(0)
+            else:
+                block = _new_block(size, is_pinned)
             self.memory[device].append(block)
             target = block
             # the last blocks: the others are copied while the computation waits, so they come first
@@ -118,12 +117,13 @@ class HostCopy:
             left -= size
             for address, place in places.items():
                 original = torch.empty(0, dtype=torch.uint8, device=device).set_(originals[address])
-                target[place : place + len(original)].copy_(original, non_blocking=pinned)
+                size_of_one = len(original)
+                target[place : place + size_of_one].copy_(original, non_blocking=is_pinned)
                 copy = torch.frombuffer(
-                    block.numpy(), dtype=torch.uint8, count=len(original), offset=place
+                    block.numpy(), dtype=torch.uint8, count=size_of_one, offset=place
                 )
                 copies[address] = copy.untyped_storage()
-        if pinned:
+        if is_pinned:
             stream = torch.Stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
             with stream:
@@ -133,22 +133,36 @@ class HostCopy:
         return copies
 
 
+def _new_block(size: int, is_pinned: bool) -> Tensor:
+    if not is_pinned:  # pinned ones have the same total size each time
+        size += size // 4  # the next state may be larger
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+
+
 def _room(device: torch.device) -> int:
     """The bytes that a process has never needed at once on its device, without a tenth of the device as a reserve."""
     memory = torch.accelerator.memory
     free, total = memory.get_memory_info(device)
-    return free + memory.memory_reserved(device) - memory.max_memory_allocated(device) - total // 10
+    reserve = total // 10
+    not_needed = memory.memory_reserved(device) - memory.max_memory_allocated(device)
+    return free + not_needed - reserve
 
 
 def _blocks(addresses: Iterable[_Address]) -> list[tuple[dict[_Address, int], int]]:
     """Where each storage goes in blocks of `BLOCK_SIZE`, and the size of each block; a larger storage has its own."""
     blocks: list[tuple[dict[_Address, int], int]] = []
+    places: dict[_Address, int] = {}
+    end = 0
     for address in addresses:
-        if not blocks or blocks[-1][1] + address[2] > BLOCK_SIZE:
-            blocks.append(({}, 0))
-        places, end = blocks[-1]
+        _, _, size = address
+        if places and end + size > BLOCK_SIZE:
+            blocks.append((places, end))
+            places = {}
+            end = 0
         places[address] = end
-        blocks[-1] = places, end + -(-address[2] // _ALIGNMENT) * _ALIGNMENT
+        end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+    if places:
+        blocks.append((places, end))
     return blocks
 
 

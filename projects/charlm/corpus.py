@@ -25,7 +25,8 @@ VOCABULARY = "\N{REPLACEMENT CHARACTER}\n" + "".join(map(chr, range(32, 127)))
 
 # characters beyond ASCII count as 127, which is not in the vocabulary
 _TOKEN_OF_CODE = np.full(128, UNKNOWN, np.uint8)
-_TOKEN_OF_CODE[[ord(character) for character in VOCABULARY[1:]]] = np.arange(1, len(VOCABULARY))
+for _token, _character in enumerate(VOCABULARY[1:], 1):
+    _TOKEN_OF_CODE[ord(_character)] = _token
 
 # these hold tests, installed packages, programs, or tables instead of code
 _LEFT_OUT = {
@@ -36,18 +37,19 @@ _LEFT_OUT = {
     "idlelib",
     "lib2to3",
     "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
 }
-_LEFT_OUT |= {"site-packages", "test", "tests", "turtledemo"}
 # of 256 numbers, so each has a tenth of the files
-_HELD_OUT = {
-    "val": range(26),
-    "test": range(26, 52),
-}
+_HELD_OUT = {"val": range(26), "test": range(26, 52)}
 
 
 def encode(text: str) -> np.ndarray:
     """The tokens of a text, uint8 ``[len(text)]``."""
-    return _TOKEN_OF_CODE[np.minimum(np.frombuffer(text.encode("utf-32-le"), np.uint32), 127)]
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return _TOKEN_OF_CODE[np.minimum(codes, 127)]
 
 
 def decode(tokens: Iterable[int]) -> str:
@@ -57,7 +59,10 @@ def decode(tokens: Iterable[int]) -> str:
 def split_of(path: str) -> str:
     """ "train", "val" or "test", from a hash of a file's path in the library, with "/" between its parts."""
     draw = hashlib.sha256(path.encode()).digest()[0]
-    return next((split for split, draws in _HELD_OUT.items() if draw in draws), "train")
+    for split, draws in _HELD_OUT.items():
+        if draw in draws:
+            return split
+    return "train"
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,17 @@ class Corpus:
 def read_corpus(root: str | os.PathLike[str]) -> Corpus:
     """Read the ``*.py`` files of a library in the order of their paths."""
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
-    digest, paths = hashlib.sha256(), sorted(_paths(Path(root)))
+    digest = hashlib.sha256()
+    paths = sorted(_paths(Path(root)))
     for path in paths:
-        content = (Path(root) / path).read_bytes()
-        digest.update(f"{path}\0{len(content)}\0".encode() + content)
-        parts[split_of(path)].append(encode(content.decode("utf-8", "replace")).tobytes())
-    splits = {split: np.frombuffer(b"".join(files), np.uint8) for split, files in parts.items()}
+        content = Path(root, path).read_bytes()
+        digest.update(f"{path}\0{len(content)}\0".encode())
+        digest.update(content)
+        tokens = encode(content.decode("utf-8", "replace"))
+        parts[split_of(path)].append(tokens.tobytes())
+    splits = {}
+    for split, files in parts.items():
+        splits[split] = np.frombuffer(b"".join(files), np.uint8)
     return Corpus(splits, digest.hexdigest(), len(paths))
 
 
@@ -90,18 +100,21 @@ def _paths(root: Path) -> Iterator[str]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         here = Path(folder).relative_to(root)
-        yield from ((here / name).as_posix() for name in files if name.endswith(".py"))
+        for name in files:
+            if name.endswith(".py"):
+                yield (here / name).as_posix()
 
 
 @cache
 def python_corpus() -> Corpus:
     """The library of the running Python; it is read once, and the log names it."""
     corpus = read_corpus(sysconfig.get_path("stdlib"))
+    sizes = [f"{len(tokens):,} {split}" for split, tokens in corpus.splits.items()]
     logger.info(
         "Corpus: the standard library of Python %s, %d files, %s characters, SHA-256 %s",
         platform.python_version(),
         corpus.num_files,
-        ", ".join(f"{len(tokens):,} {split}" for split, tokens in corpus.splits.items()),
+        ", ".join(sizes),
         corpus.digest,
     )
     return corpus
@@ -122,6 +135,7 @@ class SameCorpus(HookBase):
         here = self.state_dict()
         if state_dict["digest"] != here["digest"]:
             raise ConfigError(
-                f"the run started with the library of Python {state_dict['python']} (SHA-256 {state_dict['digest']}), "
-                f"but this is Python {here['python']} (SHA-256 {here['digest']}); use that Python, or start a new run"
+                f"the run started with the library of Python {state_dict['python']} "
+                f"(SHA-256 {state_dict['digest']}), but this is Python {here['python']} "
+                f"(SHA-256 {here['digest']}); use that Python, or start a new run"
             )

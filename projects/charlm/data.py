@@ -1,5 +1,6 @@
 """Windows of text."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,14 @@ class TextWindows(Dataset[dict[str, Any]]):
 
     def __init__(self, tokens: np.ndarray, num_windows: int | None = None) -> None:
         most = max(len(tokens) - 1, 0) // WINDOW
-        self._tokens, self._num_windows = tokens, most if num_windows is None else num_windows
-        if self._num_windows > most:
+        if num_windows is None:
+            num_windows = most
+        if num_windows > most:
             raise ValueError(
-                f"num_windows is {num_windows}, but {len(tokens)} characters give {most} windows at most"
+                f"num_windows is {num_windows}, but {len(tokens)} characters give {most} at most"
             )
+        self._tokens = tokens
+        self._num_windows = num_windows
 
     def __len__(self) -> int:
         return self._num_windows
@@ -41,14 +45,16 @@ class TextWindows(Dataset[dict[str, Any]]):
         if not 0 <= index < len(self):
             raise IndexError(f"there are {len(self)} windows, got index {index}")
         start = index * len(self._tokens) // len(self)
-        window = torch.from_numpy(self._tokens[start : start + WINDOW + 1].astype(np.int64))
+        end = start + WINDOW + 1
+        window = torch.from_numpy(self._tokens[start:end].astype(np.int64))
         return {"tokens": window[:-1], "targets": window[1:]}
 
 
-DatasetCatalog.register("stdlib_train", lambda: TextWindows(python_corpus().splits["train"]))
-DatasetCatalog.register(
-    "stdlib_val", lambda: TextWindows(python_corpus().splits["val"], NUM_EVALUATED)
-)
-DatasetCatalog.register(
-    "stdlib_test", lambda: TextWindows(python_corpus().splits["test"], NUM_EVALUATED)
-)
+def load_windows(split: str, num_windows: int | None = None) -> TextWindows:
+    """Windows of "train", "val" or "test" of the running Python's library."""
+    return TextWindows(python_corpus().splits[split], num_windows)
+
+
+DatasetCatalog.register("stdlib_train", partial(load_windows, "train"))
+DatasetCatalog.register("stdlib_val", partial(load_windows, "val", NUM_EVALUATED))
+DatasetCatalog.register("stdlib_test", partial(load_windows, "test", NUM_EVALUATED))

@@ -35,15 +35,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, waves: Tensor) -> Tensor:
         x = x + self._attend(self.norm1(x), waves)
-        return x + self.down(F.relu(self.up(self.norm2(x))).square())  # arXiv:2109.08668
+        hidden = F.relu(self.up(self.norm2(x))).square()  # arXiv:2109.08668
+        return x + self.down(hidden)
 
     def _attend(self, x: Tensor, waves: Tensor) -> Tensor:
-        queries, keys, values = (
-            self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        )
-        attended = F.scaled_dot_product_attention(
-            _rotate(queries, waves), _rotate(keys, waves), values, is_causal=True
-        )
+        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))  # [N, T, 3, heads, dim]
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each [N, heads, T, dim]
+        queries = _rotate(queries, waves)
+        keys = _rotate(keys, waves)
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return self.proj(attended.transpose(1, 2).flatten(2))
 
 
@@ -51,7 +51,9 @@ def _rotate(x: Tensor, waves: Tensor) -> Tensor:
     """Rotate queries or keys ``[N, heads, T, dim]`` by their positions (RoPE, arXiv:2104.09864)."""
     cos, sin = waves.to(x.dtype)
     left, right = x.chunk(2, dim=3)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=3)
+    new_left = left * cos - right * sin
+    new_right = left * sin + right * cos
+    return torch.cat([new_left, new_right], dim=3)
 
 
 @MODEL_REGISTRY.register()
@@ -75,7 +77,9 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(len(VOCABULARY), width)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(depth))
+        self.blocks = nn.ModuleList()
+        for _ in range(depth):
+            self.blocks.append(Block(width, num_heads))
         self.norm = nn.LayerNorm(width, bias=False)
         self.register_buffer("waves", _waves(width // num_heads), persistent=False)
 
@@ -85,17 +89,20 @@ class GPT(nn.Module):
         return {"width": gpt.WIDTH, "depth": gpt.DEPTH, "num_heads": gpt.NUM_HEADS}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
-        return self.losses(batch) if self.training else self.logits(batch["tokens"])
+        if self.training:
+            return self.losses(batch)
+        return self.logits(batch["tokens"])
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The loss in nats per character, and the same in bits."""
-        loss = F.cross_entropy(
-            self.logits(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
-        )
-        return {"loss_char": loss, "bits_per_char": loss.detach() / math.log(2)}
+        logits = self.logits(batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        bits = loss.detach() / math.log(2)
+        return {"loss_char": loss, "bits_per_char": bits}
 
     def logits(self, tokens: Tensor) -> Tensor:
-        x, waves = self.embedding(tokens), self.waves[:, : tokens.shape[1]]
+        x = self.embedding(tokens)
+        waves = self.waves[:, : tokens.shape[1]]
         for block in self.blocks:
             x = block(x, waves)
         return F.linear(self.norm(x), self.embedding.weight)
@@ -103,12 +110,14 @@ class GPT(nn.Module):
     def flops_per_sample(self) -> int:
         """FLOPs of forward and backward pass, see Chowdhery et al., "PaLM", appendix B."""
         num_params = sum(parameter.numel() for parameter in self.parameters())
-        return WINDOW * (
-            6 * num_params + 12 * len(self.blocks) * self.embedding.embedding_dim * WINDOW
-        )
+        of_attention = 12 * len(self.blocks) * self.embedding.embedding_dim * WINDOW
+        per_token = 6 * num_params + of_attention
+        return WINDOW * per_token
 
 
 def _waves(dim: int) -> Tensor:
     """Cosines and sines of all positions, ``[2, WINDOW, dim / 2]``."""
-    angles = torch.arange(WINDOW)[:, None] / _LONGEST_WAVE ** (torch.arange(dim // 2) / (dim // 2))
+    positions = torch.arange(WINDOW)[:, None]
+    exponents = torch.arange(dim // 2) / (dim // 2)
+    angles = positions / _LONGEST_WAVE**exponents
     return torch.stack([angles.cos(), angles.sin()])

@@ -43,9 +43,11 @@ def generate(
     for name, value in (("temperature", temperature), ("top_k", top_k)):
         if value is not None and value <= 0:
             raise ConfigError(f"{name} must be > 0, got {value}")
-    tokens, generator = torch.from_numpy(encode(prompt)).long(), torch.Generator().manual_seed(seed)
+    tokens = torch.from_numpy(encode(prompt)).long()
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
-        logits = predictor({"tokens": tokens[-WINDOW:]})[-1].float().cpu()
+        of_window = predictor({"tokens": tokens[-WINDOW:]})
+        logits = of_window[-1].float().cpu()
         token = _draw(logits / temperature, top_k, generator)
         tokens = torch.cat([tokens, token])
         yield decode(token.tolist())
@@ -54,8 +56,10 @@ def generate(
 def _draw(logits: Tensor, top_k: int | None, generator: torch.Generator) -> Tensor:
     logits[UNKNOWN] = -torch.inf
     if top_k is not None:
-        logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
-    return torch.multinomial(logits.softmax(0), 1, generator=generator)
+        likeliest = logits.topk(min(top_k, len(logits))).values
+        logits[logits < likeliest[-1]] = -torch.inf
+    probabilities = logits.softmax(0)
+    return torch.multinomial(probabilities, 1, generator=generator)
 
 
 def main(arguments: list[str] | None = None) -> None:

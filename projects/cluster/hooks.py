@@ -58,11 +58,8 @@ def requeue(job: str) -> None:
             ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
-        logger.error(
-            "The SLURM job %s is not requeued: %s",
-            job,
-            str(getattr(error, "stderr", "") or error).strip(),
-        )
+        reason = getattr(error, "stderr", "") or error
+        logger.error("The SLURM job %s is not requeued: %s", job, str(reason).strip())
     else:
         logger.info("The SLURM job %s is requeued; it will continue from the last checkpoint", job)
 
@@ -79,11 +76,15 @@ class StepTimeout(HookBase):
         check_number("seconds", seconds, "[0, inf)")
         check_number("first", first, "[0, inf)")
         usual_sec = DEFAULT_TIMEOUT.total_seconds()
-        self._seconds, self._first = seconds or usual_sec, first or usual_sec
+        self._seconds = seconds or usual_sec
+        self._first = first or usual_sec
 
     def before_train(self) -> None:
         self._is_first = True
-        text = "Ranks wait %g s for each other in the first step, then %g s; GPUs then write their exchanges to %s*"
+        text = (
+            "Ranks wait %g s for each other in the first step, then %g s; "
+            "GPUs then write their exchanges to %s*"
+        )
         logger.info(text, self._first, self._seconds, trace_files())
         _set_timeout(self._first)
 
@@ -127,7 +128,7 @@ def _set_timeout(seconds: float) -> None:
 
 def trace_files() -> str:
     """Where torch's flight recorder, which is on for NCCL, writes when a rank waits too long; the rank follows."""
-    default = f"{os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')}/torch/comm_lib_trace_rank_"
-    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get(
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default
-    )
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    default = f"{cache}/torch/comm_lib_trace_rank_"
+    old_name = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", default)
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or old_name

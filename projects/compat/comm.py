@@ -25,14 +25,16 @@ def get_local_process_group() -> dist.ProcessGroup:
 
 def get_local_rank() -> int:
     """Number of this process on its machine, from 0; without a local group by torchrun's LOCAL_RANK."""
-    rank = int(os.environ.get("LOCAL_RANK", comm.get_rank()))
-    return dist.get_rank(get_local_process_group()) if dist.group.WORLD in _groups else rank
+    if dist.group.WORLD in _groups:
+        return dist.get_rank(get_local_process_group())
+    return int(os.environ.get("LOCAL_RANK", comm.get_rank()))
 
 
 def get_local_size() -> int:
     """Number of processes on this machine; without a local group by torchrun's LOCAL_WORLD_SIZE."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", comm.get_world_size()))
-    return dist.get_world_size(get_local_process_group()) if dist.group.WORLD in _groups else size
+    if dist.group.WORLD in _groups:
+        return dist.get_world_size(get_local_process_group())
+    return int(os.environ.get("LOCAL_WORLD_SIZE", comm.get_world_size()))
 
 
 def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str, Tensor]:
@@ -40,10 +42,13 @@ def reduce_dict(input_dict: dict[str, Tensor], average: bool = True) -> dict[str
 
     The bits are the same on every rank. It waits for the device, so do not use it in each step.
     """
-    by_rank = comm.all_gather({name: value.detach().cpu() for name, value in input_dict.items()})
-    totals = {
-        name: torch.stack([values[name] for values in by_rank]).sum(dim=0)
-        for name in sorted(input_dict)
-    }
-    means = {name: total / len(by_rank) for name, total in totals.items()} if average else totals
-    return {name: value.to(input_dict[name].device) for name, value in means.items()}
+    mine = {name: value.detach().cpu() for name, value in input_dict.items()}
+    by_rank = comm.all_gather(mine)
+    reduced = {}
+    for name in sorted(input_dict):
+        of_ranks = torch.stack([values[name] for values in by_rank])
+        total = of_ranks.sum(dim=0)
+        if average:
+            total = total / len(by_rank)
+        reduced[name] = total.to(input_dict[name].device)
+    return reduced

@@ -39,22 +39,30 @@ class ToIterableDataset(IterableDataset[Any]):
         shard_sampler: bool = True,
         shard_chunk_size: int = 1,
     ) -> None:
-        self.dataset, self.sampler, self._chunk_size = dataset, sampler, shard_chunk_size
+        self.dataset = dataset
+        self.sampler = sampler
+        self._chunk_size = shard_chunk_size
         self.indexed = (dataset, sampler) if shard_sampler else None
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info() if self.indexed else None
-        num, own = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        num_workers = 1
+        own = 0
+        worker = get_worker_info()
+        if worker is not None and self.indexed:
+            num_workers = worker.num_workers
+            own = worker.id
         listeners = listeners_in(self.dataset)
         knows_epoch = isinstance(self.sampler, InfiniteSampler) and bool(listeners)
         teller = EpochTeller(listeners)
         for position, index in enumerate(self.sampler):
-            if position // self._chunk_size % num != own:
+            chunk = position // self._chunk_size
+            if chunk % num_workers != own:
                 continue
             if knows_epoch:
                 sampler = cast(InfiniteSampler, self.sampler)
                 place = sampler.start + position * sampler.world_size + sampler.rank
-                teller.tell(sampler.locate(place)[0])
+                epoch, _ = sampler.locate(place)
+                teller.tell(epoch)
             yield self.dataset[index]
 
 
@@ -65,12 +73,15 @@ class AspectRatioGroupedDataset(IterableDataset[list[Any]]):
     """
 
     def __init__(self, dataset: Iterable[Any], batch_size: int) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
-        self._buckets: tuple[list[Any], list[Any]] = [], []
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._wide: list[Any] = []
+        self._others: list[Any] = []
 
     def __iter__(self) -> Iterator[list[Any]]:
         for sample in self.dataset:
-            bucket = self._buckets[sample["width"] > sample["height"]]
+            is_wide = sample["width"] > sample["height"]
+            bucket = self._wide if is_wide else self._others
             bucket.append(sample)
             if len(bucket) == self.batch_size:
                 batch = bucket[:]

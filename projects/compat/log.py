@@ -31,18 +31,21 @@ def log_first_n(
     the same calling line ("caller"), the same "message", or both.
     """
     module, line = _caller()
-    parts = {"caller": line, "message": msg}
-    if (
-        _count("first", *(parts[part] for part in sorted([key] if isinstance(key, str) else key)))
-        <= n
-    ):
+    keys = [key] if isinstance(key, str) else key
+    counted: list[Hashable] = []
+    if "caller" in keys:
+        counted.append(line)
+    if "message" in keys:
+        counted.append(msg)
+    if _count("first", *counted) <= n:
         logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
 
 
 def log_every_n(lvl: int, msg: str, n: int = 1, *, name: str | None = None) -> None:
     """Log the first of every ``n`` calls from the same line."""
     module, line = _caller()
-    if (_count("every", line) - 1) % n == 0:
+    num_before = _count("every", line) - 1
+    if num_before % n == 0:
         logging.getLogger(name or module).log(lvl, msg, stacklevel=2)
 
 
@@ -57,9 +60,13 @@ def log_every_n_seconds(lvl: int, msg: str, n: float = 1, *, name: str | None = 
 
 def create_small_table(small_dict: Mapping[str, Any]) -> str:
     """A table of one row with the keys as header, for a few values."""
-    row, center = [list(small_dict.values())], "center"
     return tabulate(
-        row, [*small_dict], tablefmt="pipe", floatfmt=".3f", stralign=center, numalign=center
+        [list(small_dict.values())],
+        headers=list(small_dict),
+        tablefmt="pipe",
+        floatfmt=".3f",
+        stralign="center",
+        numalign="center",
     )
 
 
@@ -75,7 +82,8 @@ def _count(*key: Hashable) -> int:
 def _caller() -> tuple[str, tuple[str, int]]:
     """(module name, (file, line)) of the code that has called this module."""
     frame = sys._getframe(2)
-    return frame.f_globals.get("__name__", "__main__"), (frame.f_code.co_filename, frame.f_lineno)
+    module = frame.f_globals.get("__name__", "__main__")
+    return module, (frame.f_code.co_filename, frame.f_lineno)
 
 
 global_cfg = CfgNode()

@@ -30,17 +30,18 @@ def retry_if_cuda_oom(func: Callable[..., Any]) -> Callable[..., Any]:
         _logger.warning(
             "The GPU has not enough memory for %s, so it runs on the CPU, which is slow", func
         )
-        return func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
+        args_on_cpu = [_to_cpu(value) for value in args]
+        kwargs_on_cpu = {name: _to_cpu(value) for name, value in kwargs.items()}
+        return func(*args_on_cpu, **kwargs_on_cpu)
 
     return wrapped
 
 
 def _to_cpu(value: Any) -> Any:
-    return (
-        value.to(device="cpu")
-        if getattr(getattr(value, "device", None), "type", None) == "cuda"
-        else value
-    )
+    device = getattr(value, "device", None)
+    if getattr(device, "type", None) == "cuda":
+        return value.to(device="cpu")
+    return value
 
 
 class PicklableWrapper:

@@ -24,11 +24,13 @@ def load_split(split: str) -> list[dict[str, Any]]:
         Dicts with ``image``, uint8 ``[8, 8]`` from 0 (paper) to 16 (ink), and ``label``, 0 to 9.
     """
     with np.load(_FILE) as arrays:
-        chosen = arrays["split"] == _SPLITS.index(split)
-        images, labels = arrays["images"][chosen], arrays["labels"][chosen]
-    return [
-        {"image": image, "label": int(label)} for image, label in zip(images, labels, strict=True)
-    ]
+        is_chosen = arrays["split"] == _SPLITS.index(split)
+        images = arrays["images"][is_chosen]
+        labels = arrays["labels"][is_chosen]
+    samples = []
+    for image, label in zip(images, labels, strict=True):
+        samples.append({"image": image, "label": int(label)})
+    return samples
 
 
 @TRANSFORM_REGISTRY.register()
@@ -39,7 +41,8 @@ class DigitsTransform:
         pass
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        return sample | {"image": torch.from_numpy(sample["image"]).to(torch.float32)[None] / 16}
+        scan = torch.from_numpy(sample["image"]).to(torch.float32)
+        return {**sample, "image": scan[None] / 16}
 
 
 @TRANSFORM_REGISTRY.register()
@@ -48,14 +51,14 @@ class DigitsTrainTransform(DigitsTransform):
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         sample = super().__call__(sample)
+        images = sample["image"][None]  # a batch of one
+        draws = (2 * torch.rand(6) - 1).tolist()
         # up to 10 degrees, a tenth of the size, and half a pixel
-        matrix = affine_matrix((2 * torch.rand(6) - 1).tolist(), math.radians(10), 0.1, 0.1, 0.125)
-        grid = F.affine_grid(
-            torch.tensor([matrix]), [1, *sample["image"].shape], align_corners=False
-        )
-        return sample | {
-            "image": F.grid_sample(sample["image"][None], grid, align_corners=False)[0]
-        }
+        matrix = affine_matrix(draws, math.radians(10), 0.1, 0.1, 0.125)
+        size = [*images.shape]
+        grid = F.affine_grid(torch.tensor([matrix]), size, align_corners=False)
+        moved = F.grid_sample(images, grid, align_corners=False)
+        return {**sample, "image": moved[0]}
 
 
 def affine_matrix(
@@ -69,14 +72,16 @@ def affine_matrix(
         shift: the largest one, as a fraction of half the width.
     """
     turn, scale_x, scale_y, slant, shift_x, shift_y = draws
-    cos, sin = math.cos(rotation * turn), math.sin(rotation * turn)
-    scale_x, scale_y = 1 + scaling * scale_x, 1 + scaling * scale_y
-    return [
-        [cos * scale_x, (shear * slant - sin) * scale_x, shift * shift_x],
-        [sin * scale_y, cos * scale_y, shift * shift_y],
-    ]
+    cos = math.cos(rotation * turn)
+    sin = math.sin(rotation * turn)
+    size_x = 1 + scaling * scale_x
+    size_y = 1 + scaling * scale_y
+    row_x = [cos * size_x, (shear * slant - sin) * size_x, shift * shift_x]
+    row_y = [sin * size_y, cos * size_y, shift * shift_y]
+    return [row_x, row_y]
 
 
 for _split in _SPLITS:
-    DatasetCatalog.register(f"digits_{_split}", partial(load_split, _split))
-    MetadataCatalog.get(f"digits_{_split}").set(class_names=[str(digit) for digit in range(10)])
+    _name = f"digits_{_split}"
+    DatasetCatalog.register(_name, partial(load_split, _split))
+    MetadataCatalog.get(_name).set(class_names=[str(digit) for digit in range(10)])

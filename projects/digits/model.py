@@ -50,12 +50,12 @@ class DigitsCNN(nn.Module):
         return {"width": cfg.MODEL.WIDTH}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
-        return self.losses(batch) if self.training else self.layers(batch["image"])
+        if self.training:
+            return self.losses(batch)
+        return self.layers(batch["image"])
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits = self.layers(batch["image"])
-        return {
-            "loss_cls": F.cross_entropy(
-                logits, batch["label"], label_smoothing=self.label_smoothing
-            )
-        }
+        smoothing = self.label_smoothing
+        loss = F.cross_entropy(logits, batch["label"], label_smoothing=smoothing)
+        return {"loss_cls": loss}

@@ -87,11 +87,13 @@ class ClassificationEvaluator(CountingEvaluator):
 
     def count_shapes(self, num_classes: int) -> dict[str, tuple[int, ...]]:
         """``hits_at[j]``: how often the label has the j-th highest score."""
-        return {"samples": (num_classes,), "right": (num_classes,), "hits_at": (self._topk[-1],)}
+        most = self._topk[-1]
+        return {"samples": (num_classes,), "right": (num_classes,), "hits_at": (most,)}
 
     def process(self, inputs: Any, outputs: Any) -> None:
         scores, labels, valid = self.compare(inputs, outputs)
-        self.count(labels, scores.topk(self._topk[-1], dim=1).indices, valid)
+        highest = scores.topk(self._topk[-1], dim=1)
+        self.count(labels, highest.indices, valid)
 
     def count(self, labels: Tensor, ranked: Tensor, valid: Tensor) -> None:
         """``ranked``: the classes with the highest scores, the best first."""

@@ -52,7 +52,8 @@ class CountingEvaluator(DatasetEvaluator):
         shape = [len(scores), *scores.shape[2:]]
         if list(labels.shape) != shape or labels.is_floating_point():
             raise ValueError(
-                f"labels must be integers of shape {shape}, got {labels.dtype} of {list(labels.shape)}"
+                f"labels must be integers of shape {shape}, got {labels.dtype} of "
+                f"{list(labels.shape)}"
             )
         self._make_counts(num_classes, scores.device)
         is_class = (labels >= 0) & (labels < num_classes)
@@ -71,14 +72,16 @@ class CountingEvaluator(DatasetEvaluator):
                 self._counts[name] = torch.zeros(shape, dtype=torch.int64, device=device)
             elif self._counts[name].shape != shape:
                 raise ValueError(
-                    f"scores have {num_classes} classes, those of the batches before had another number"
+                    f"scores have {num_classes} classes, those of the batches before had "
+                    "another number"
                 )
 
     def count_predictions(self, labels: Tensor, predicted: Tensor, valid: Tensor) -> None:
         """Add to ``confusion[label, prediction]``."""
         confusion = self._counts["confusion"]
         entries = torch.where(valid, labels * len(confusion) + predicted, 0)
-        confusion.view(-1).index_add_(0, entries.flatten(), valid.flatten().long())
+        ones = valid.flatten().long()  # 0 where a label does not count
+        confusion.view(-1).index_add_(0, entries.flatten(), ones)
 
     def known_results(self) -> KnownResults | None:
         if type(self).evaluate is not CountingEvaluator.evaluate:

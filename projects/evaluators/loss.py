@@ -168,7 +168,8 @@ class LossEvaluator(DatasetEvaluator):
             total = float(weights[name])
             if total == 0:
                 raise ValueError(
-                    f"the weights {self._weight or 'of the batches'} of the loss {name!r} add up to 0 over all batches"
+                    f"the weights {self._weight or 'of the batches'} of the loss {name!r} add "
+                    "up to 0 over all batches"
                 )
             means[name] = float(sums[name]) / total
         return {self._task: means} if comm.is_main_process() else {}
@@ -178,7 +179,8 @@ class LossEvaluator(DatasetEvaluator):
         weight = losses.pop(str(self._weight), None)
         if weight is None:
             raise ValueError(
-                f"weight of LossEvaluator is {self._weight!r}, but the model returns {sorted(losses)}; "
+                f"weight of LossEvaluator is {self._weight!r}, but the model returns "
+                f"{sorted(losses)}; "
                 "return the weight of the batch as an entry, a scalar tensor"
             )
         return weight
@@ -196,8 +198,10 @@ class LossEvaluator(DatasetEvaluator):
             second = again[name].item() if name in again else math.nan
             if abs(first - second) > _TOLERANCE * max(abs(first), abs(second)):
                 text = (
-                    "LossEvaluator: %s of one batch is %.6g, and %.6g with other random numbers: no validation loss. "
-                    "Freezing modules does not stop F.dropout, stochastic depth or dropout_p of attention; give the "
+                    "LossEvaluator: %s of one batch is %.6g, and %.6g with other random "
+                    "numbers: no validation loss. "
+                    "Freezing modules does not stop F.dropout, stochastic depth or dropout_p "
+                    "of attention; give the "
                     "model a method losses(batch), called in eval mode, without random numbers"
                 )
                 logger.warning(text, name, first, second)

@@ -58,7 +58,8 @@ class SampleCounter:
             return len(batch)
         if not sizes:
             raise TypeError(
-                f"a batch of type {type(batch).__name__} is no list of samples and holds no tensor to count"
+                f"a batch of type {type(batch).__name__} is no list of samples and holds no "
+                "tensor to count"
             )
         if len({*sizes}) > 1:
             self._warn(sizes[0], f"the first dimensions of its tensors are {sizes[:8]}")
@@ -89,7 +90,8 @@ class SampleCounter:
             return
         _warned.add(key)
         text = (
-            "How many samples a batch has is a guess, %d: %s. Validation losses and samples_per_sec depend on it; "
+            "How many samples a batch has is a guess, %d: %s. Validation losses and "
+            "samples_per_sec depend on it; "
             "give the model or the loader a method num_samples(batch)"
         )
         logger.warning(text, number, doubt)

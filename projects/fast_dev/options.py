@@ -50,17 +50,14 @@ def fast_dev_config(cfg: CfgNode) -> CfgNode:
     precise_bn = get_key(cfg, "TEST.PRECISE_BN")
     if precise_bn is not None and precise_bn.ENABLED:
         precise_bn["NUM_ITER"] = 2
-    entries = [
-        entry
-        for entry in cfg.HOOKS
-        if not isinstance(entry, Mapping) or entry.get("NAME") != "ParamScheduler"
-    ]
-    cfg["HOOKS"] = [
-        {key: _EARLY.get(key, value) for key, value in entry.items()}
-        if isinstance(entry, Mapping)
-        else entry
-        for entry in [*entries, {"NAME": "LoadsAgain"}]  # a schedule is too long for six steps
-    ]
+    hooks = []
+    for entry in cfg.HOOKS:
+        if not isinstance(entry, Mapping):
+            hooks.append(entry)
+        elif entry.get("NAME") != "ParamScheduler":  # a schedule is too long for six steps
+            hooks.append({key: _EARLY.get(key, value) for key, value in entry.items()})
+    hooks.append({"NAME": "LoadsAgain"})
+    cfg["HOOKS"] = hooks
     cfg.freeze()
     return cfg
 

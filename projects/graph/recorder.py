@@ -50,23 +50,13 @@ class CudaRecorder:
     @contextmanager
     def watching(found: list[str]) -> Iterator[None]:
         """Context that adds to ``found`` the lines in which the host waits for the device, as a recording cannot."""
-        # else a profiler is at work
-        mode, is_free = (
-            torch.cuda.get_sync_debug_mode(),
-            sys.getprofile() is None,
-        )
+        mode = torch.cuda.get_sync_debug_mode()
+        is_free = sys.getprofile() is None  # else a profiler is at work
 
         def note(frame: FrameType, event: str, call: Any) -> None:
             # of a device or an event: torch does not warn
             if event == "c_call" and "synchronize" in call.__name__:
-                places = (
-                    (outer.f_code.co_filename, line) for outer, line in traceback.walk_stack(frame)
-                )
-                found.append(
-                    "{}:{}".format(
-                        *next(place for place in places if not place[0].startswith(_TORCH))
-                    )
-                )
+                found.append(_line_outside_of_torch(frame))
 
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -96,30 +86,47 @@ class CudaRecorder:
         return graph.replay
 
 
+def _line_outside_of_torch(frame: FrameType) -> str:
+    for outer, line in traceback.walk_stack(frame):
+        file = outer.f_code.co_filename
+        if not file.startswith(_TORCH):
+            return f"{file}:{line}"
+    return "torch"
+
+
 def describe(data: Any, tensors: list[Tensor]) -> Hashable | None:
     """The signature of batches; fills ``tensors`` with their tensors. None: some part cannot be compared."""
     if isinstance(data, Tensor):
         if data.layout is not torch.strided or data.is_nested:
             return None
         # a tensor may come twice in a batch: a recording needs one copy of each different tensor
-        earlier = next((i for i, tensor in enumerate(tensors) if tensor is data), None)
+        earlier = None
+        for number, tensor in enumerate(tensors):
+            if tensor is data:
+                earlier = number
+                break
         tensors.append(data)
         return data.shape, data.stride(), data.dtype, data.device, earlier
     if isinstance(data, (list, tuple)):
         parts: Iterable[Any] = data
     elif isinstance(data, (dict, Mapping)):
-        parts = *data, *data.values()
+        parts = [*data, *data.values()]
+    elif isinstance(data, _CONSTANTS):
+        return type(data), data
     else:  # other objects may be equal in each iteration, but hold other tensors
-        return (type(data), data) if isinstance(data, _CONSTANTS) else None
+        return None
     found = [describe(part, tensors) for part in parts]
-    return None if None in found else (type(data), *found)
+    if None in found:
+        return None
+    return type(data), *found
 
 
 def check_recordable(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError if there are several processes, or the update needs the host."""
     if comm.get_world_size() > 1:
         raise ConfigError(
-            f"a recorded step takes one process, got {comm.get_world_size()}; use MODEL.COMPILE, {ADVICE}"
+            f"a recorded step takes one process, got {comm.get_world_size()}; use "
+            f"MODEL.COMPILE, {ADVICE}"
         )
     if not all(group.get("fused") or "capturable" in group for group in optimizer.param_groups):
         raise ConfigError(

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 # ordinary steps per signature: optimizers create their state, libraries choose their kernels
 WARM_UP_ITERS = 3
 MAX_RECORDINGS = 8  # each holds the memory of a backward pass, with gradients
-_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_TRAINING = itemgetter("training")
 _MAX_SIGNATURES = 100  # limit of signatures that are counted
 
 
@@ -109,20 +110,28 @@ class GraphTrainer(SimpleTrainer):
         # all of them, as a recording has memory for all
         batches = [batch for batch, _ in super().micro_batches()]
         inputs: list[Tensor] = []
-        self._recording = recording = self._find_recording(batches, inputs)
+        recording = self._find_recording(batches, inputs)
+        self._recording = recording
         if recording is None:
             self._shown = None
             with self._beside(inputs):
                 return self._of_given(batches)
         self._replay(recording, "gradients")
-        # checking one is enough, unless hooks act on gradients; a group may have no parameters yet
-        shows = all(parameter.grad is gradient for parameter, gradient in recording.gradients[:1])
-        if self._shown is not recording or "judgement" in recording.replays or not shows:
-            for parameter, gradient in recording.gradients:
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
-            self._shown = recording
+        self._show_gradients(recording)
         return recording.losses
+
+    def _show_gradients(self, recording: _Recording) -> None:
+        """Let the parameters have the gradients that the recording writes."""
+        hooks_act = "judgement" in recording.replays
+        if self._shown is recording and not hooks_act:
+            # checking one is enough; a group may have no parameters yet
+            first = recording.gradients[:1]
+            if all(parameter.grad is gradient for parameter, gradient in first):
+                return
+        for parameter, gradient in recording.gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        self._shown = recording
 
     def _of_given(self, batches: Sequence[Any]) -> Losses:
         self._given = batches
@@ -141,13 +150,14 @@ class GraphTrainer(SimpleTrainer):
         if self._recording is None:
             with self._beside():
                 return super().judge_gradients(losses)
-        cut = "judgement" in self._recording.replays  # hooks have acted in after_backward
-        if cut and any(
-            parameter.grad is not gradient for parameter, gradient in self._recording.gradients
-        ):
-            raise RuntimeError(
-                f"a hook has exchanged a gradient in after_backward; change it in place, {ADVICE}"
-            )
+        hooks_have_acted = "judgement" in self._recording.replays
+        if hooks_have_acted:
+            for parameter, gradient in self._recording.gradients:
+                if parameter.grad is not gradient:
+                    raise RuntimeError(
+                        "a hook has exchanged a gradient in after_backward; change it in "
+                        f"place, {ADVICE}"
+                    )
         self._replay(self._recording, "judgement")
         return {}  # its values are among the losses'
 
@@ -193,51 +203,56 @@ class GraphTrainer(SimpleTrainer):
             return recording
         if any(tensor.device != self._device for tensor in tensors):
             signature = None  # the model may read the tensor on the host
-        if (
-            signature is None
-            or len(self._recordings) == MAX_RECORDINGS
-            or len(self._seen) == _MAX_SIGNATURES
-        ):
+        has_recorded_enough = len(self._recordings) == MAX_RECORDINGS
+        has_seen_enough = len(self._seen) == _MAX_SIGNATURES
+        if signature is None or has_recorded_enough or has_seen_enough:
             self._warn_once(
-                f"{len(self._recordings)} kinds of batches are recorded, and there are more, which run as ordinary "
-                "steps. Give batches of few shapes, in lists, tuples and dicts, without file names and the like"
+                f"{len(self._recordings)} kinds of batches are recorded, and there are more, "
+                "which run as ordinary "
+                "steps. Give batches of few shapes, in lists, tuples and dicts, without file "
+                "names and the like"
             )
             self._seen.clear()
             return None
-        self._seen[signature] = self._seen.get(signature, 0) + 1
-        self._newest, self._waits = (
-            signature,
-            [] if self._seen[signature] == WARM_UP_ITERS else None,
-        )
-        if self._seen[signature] <= WARM_UP_ITERS:
+        num_seen = self._seen.get(signature, 0) + 1
+        self._seen[signature] = num_seen
+        self._newest = signature
+        self._waits = [] if num_seen == WARM_UP_ITERS else None
+        if num_seen <= WARM_UP_ITERS:
             return None
         del self._seen[signature]
-        self._recordings[signature] = recording = self._record(batches, tensors)
+        recording = self._record(batches, tensors)
+        self._recordings[signature] = recording
         return recording
 
     def _refuse(self, place: str) -> None:
         """Keep such steps ordinary: a recording would fail in the middle, and CUDA would stay in capture mode."""
         self._recordings[self._newest] = None
         self._warn_once(
-            f"Steps that wait for the device, as at {place}, cannot be recorded and stay ordinary steps. Neither the "
-            f"model nor the optimizer may read values on the host (item(), an if on a tensor, a mask); change that, "
+            f"Steps that wait for the device, as at {place}, cannot be recorded and stay "
+            "ordinary steps. Neither the "
+            "model nor the optimizer may read values on the host (item(), an if on a tensor, "
+            "a mask); change that, "
             f"{ADVICE}"
         )
 
     def _warn_once(self, message: str) -> None:
-        if message[:20] not in self._warned_of:
-            self._warned_of.add(message[:20])
+        start = message[:20]  # a message may have numbers after it
+        if start not in self._warned_of:
+            self._warned_of.add(start)
             logger.warning("%s (iteration %d)", message, self.iter)
 
     def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
         """Record all parts without executing them; from now on gradients are the tensors that the recording writes."""
         recording = _Recording([tensor.clone() for tensor in tensors])
-        inputs = zip(tensors, recording.inputs, strict=True)
-        batches = copy.deepcopy([*batches], {id(tensor): static for tensor, static in inputs})
+        copies: dict[int, Any] = {}
+        for tensor, static in zip(tensors, recording.inputs, strict=True):
+            copies[id(tensor)] = static
+        batches = copy.deepcopy([*batches], copies)
 
         def gradients() -> None:
             losses = self._of_given(batches).detach()
-            getattr(super(GraphTrainer, self), "unscale", lambda: None)()
+            self._unscale_of_amp()
             values = {name: value.clone() for name, value in losses.items()}
             recording.losses = _RecordedLosses(values, losses.trained, total=losses.total.clone())
 
@@ -250,18 +265,22 @@ class GraphTrainer(SimpleTrainer):
             stages.append({})
         stages[-1] |= {"judgement": judgement, "update": self._update_on_device}
         for stage in stages:
-            recording.replays[next(iter(stage))] = self._record_stage([*stage.values()])
-        gradients_of = [
-            (parameter, parameter.grad) for parameter in parameters_of(self.optimizer, self.model)
-        ]
-        # see compute_gradients
-        recording.gradients = sorted(gradients_of, key=lambda pair: pair[1] is None)
-        logger.info(
-            "From iteration %d on, this step is replayed: recorded in %d pieces",
-            self.iter,
-            len(stages),
-        )
+            first_part = next(iter(stage))
+            recording.replays[first_part] = self._record_stage([*stage.values()])
+        parameters = parameters_of(self.optimizer, self.model)
+        with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+        without = [parameter for parameter in parameters if parameter.grad is None]
+        # see _show_gradients, which looks at the first
+        recording.gradients = [(each, each.grad) for each in [*with_gradient, *without]]
+        text = "From iteration %d on, this step is replayed: recorded in %d pieces"
+        logger.info(text, self.iter, len(stages))
         return recording
+
+    def _unscale_of_amp(self) -> None:
+        """Of an `AMPTrainer`; another step has no scale."""
+        parent: Any = super()
+        if hasattr(parent, "unscale"):
+            parent.unscale()
 
     def _record_stage(self, works: list[Callable[[], None]]) -> Callable[[], None]:
         assert self._recorder is not None
@@ -275,18 +294,22 @@ class GraphTrainer(SimpleTrainer):
             try:
                 replay = self._recorder.record(work)
             except RuntimeError as error:
+                cause = error.__context__ or error
                 raise RuntimeError(
-                    f"the step of iteration {self.iter} cannot be recorded as a graph: {error.__context__ or error}. "
+                    f"the step of iteration {self.iter} cannot be recorded as a graph: {cause}. "
                     f"Change that in the model, {ADVICE}"
                 ) from error
             put = [*storage.latest()]
-        replaced = [
-            name for name, buffer in self.model.named_buffers() if buffers.get(name) is not buffer
-        ]
+        replaced = []
+        for name, buffer in self.model.named_buffers():
+            if buffers.get(name) is not buffer:
+                replaced.append(name)
         if put or replaced:
             raise RuntimeError(
-                f"the model puts the scalars {put} and replaces the buffers {replaced} in its forward pass, which a "
-                f"replay does not repeat; return scalars with the losses, change buffers by copy_, {ADVICE}"
+                f"the model puts the scalars {put} and replaces the buffers {replaced} in its "
+                "forward pass, which a "
+                "replay does not repeat; return scalars with the losses, change buffers by "
+                f"copy_, {ADVICE}"
             )
         return replay
 
@@ -295,36 +318,37 @@ class GraphTrainer(SimpleTrainer):
     def _compare_constants(self) -> None:
         objects, values = _constants_of(self)
         changed = values != self._values
-        if not self._in_step and not changed and all(map(is_, objects, self._objects)):
+        are_the_same = all(map(is_, objects, self._objects))
+        if not self._in_step and not changed and are_the_same:
             return
         if changed and (self._recordings or self._seen):
             self._warn_once(
-                "A setting of the optimizer, requires_grad, the mode of a module or a hook has changed, so steps are "
-                f"recorded again, each time; they are ordinary until nothing has changed for {WARM_UP_ITERS} iterations"
+                "A setting of the optimizer, requires_grad, the mode of a module or a hook "
+                "has changed, so steps are "
+                "recorded again, each time; they are ordinary until nothing has changed for "
+                f"{WARM_UP_ITERS} iterations"
             )
         self.forget_recordings()
 
     def forget_recordings(self) -> None:
         """Drop all recordings, and note the current constants; the next step is an ordinary one."""
-        self._recordings, self._seen, self._in_step = {}, {}, False
-        self._modules = [
-            vars(module) for module in self.model.modules() if "training" in vars(module)
-        ]
+        self._recordings = {}
+        self._seen = {}
+        self._in_step = False
+        self._modules = []
+        for module in self.model.modules():
+            if "training" in vars(module):
+                self._modules.append(vars(module))
         groups = self.optimizer.param_groups
         # they read the settings of a group that a recording contains
         self._settings: list[itemgetter[Any]] = []
         for group in groups:
-            names = [name for name, value in group.items() if not isinstance(value, Tensor)]
-            kept = (
-                name
-                for name in names
-                if name not in ("params", "lr") and not name.startswith("initial_")
-            )
-            self._settings.append(itemgetter(*kept))
+            self._settings.append(itemgetter(*_settings_of(group)))
         self._objects, self._values = _constants_of(self)
         self._rates = torch.zeros(len(groups), dtype=torch.float32, device=self._device)
         self._filled: list[float] = []
-        for parameter, state in getattr(self.optimizer, "state", {}).items():
+        states = getattr(self.optimizer, "state", {})
+        for parameter, state in states.items():
             for name, value in state.items():
                 # such as the count of steps, which may be on the host
                 if isinstance(value, Tensor):
@@ -335,26 +359,33 @@ class GraphTrainer(SimpleTrainer):
     def _update_on_device(self) -> None:
         """The update with the learning rate as a tensor; a recording would keep numbers as constants."""
         groups = self.optimizer.param_groups
-        own: list[dict[str, Any]] = [
-            {k: group[k] for k in ("lr", "capturable") if k in group} for group in groups
-        ]
+        own: list[dict[str, Any]] = []
+        for group in groups:
+            own.append({name: group[name] for name in ("lr", "capturable") if name in group})
         try:
-            for group, names, rate in zip(groups, own, self._rates.unbind(), strict=True):
-                group.update({**dict.fromkeys(names, True), "lr": rate})
+            for group, rate in zip(groups, self._rates.unbind(), strict=True):
+                if "capturable" in group:
+                    group["capturable"] = True
+                group["lr"] = rate
             super().update()
         finally:
-            for group, names in zip(groups, own, strict=True):
-                group.update(names)
+            for group, values in zip(groups, own, strict=True):
+                group.update(values)
 
     def _fill_rates(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        if Tensor in map(type, rates):
+        if any(isinstance(rate, Tensor) for rate in rates):
             self._filled = []
             for rate, here in zip(rates, self._rates.unbind(), strict=True):
-                here.copy_(rate.reshape(())) if isinstance(rate, Tensor) else here.fill_(rate)
+                if isinstance(rate, Tensor):
+                    here.copy_(rate.reshape(()))
+                else:
+                    here.fill_(rate)
         elif rates != self._filled:
             host = torch.from_numpy(np.array(rates, np.float32))
-            self._rates.copy_(host if self._rates.is_cpu else host.pin_memory(), non_blocking=True)
+            if not self._rates.is_cpu:
+                host = host.pin_memory()
+            self._rates.copy_(host, non_blocking=True)
             self._filled = rates
 
 
@@ -377,11 +408,11 @@ class _RecordedLosses(Losses):
     def pack(self, extra: Mapping[str, Tensor]) -> None:
         """Put the values into one tensor; part of the recording."""
         scalars = {**super().scalars, **extra}
-        values = [
-            value.to(self.total.device, torch.float64, non_blocking=True)
-            for value in scalars.values()
-        ]
-        self._names, self._packed = [*scalars], torch.stack(values)
+        values = []
+        for value in scalars.values():
+            values.append(value.to(self.total.device, torch.float64, non_blocking=True))
+        self._names = [*scalars]
+        self._packed = torch.stack(values)
 
     @property
     def scalars(self) -> dict[str, Tensor]:
@@ -391,13 +422,23 @@ class _RecordedLosses(Losses):
         return dict(zip(self._names, self._packed.tolist(), strict=True))
 
 
+def _settings_of(group: Mapping[str, Any]) -> list[str]:
+    """The names of the settings of a parameter group that a recording contains as constants."""
+    names = []
+    for name, value in group.items():
+        # a replay reads tensors anew, and the rate is filled in before it
+        is_constant = not isinstance(value, Tensor) and name not in ("params", "lr")
+        if is_constant and not name.startswith("initial_"):
+            names.append(name)
+    return names
+
+
 def _constants_of(trainer: GraphTrainer) -> tuple[list[object], list[object]]:
     """(objects that must stay the same, values that must stay equal)."""
     state = getattr(trainer.optimizer, "state", None)  # replaced when a state is loaded
-    groups, parameters = (
-        trainer.optimizer.param_groups,
-        parameters_of(trainer.optimizer, trainer.model),
-    )
+    groups = trainer.optimizer.param_groups
+    parameters = parameters_of(trainer.optimizer, trainer.model)
+    # in each step, so by functions of C
     values = [
         trainer.acts_after_backward(),
         *map(_REQUIRES_GRAD, parameters),

@@ -320,7 +320,8 @@ class EMAHook(HookBase):
         weight = weight_of_start(self._rule, num_updates)
         if weight > 0.5:
             text = (
-                "EMAHook: after its %d updates the weights with which the average starts are still %.0f %% of it; "
+                "EMAHook: after its %d updates the weights with which the average starts are "
+                "still %.0f %% of it; "
                 "take a smaller decay, such as %.2g, or another kind"
             )
             # one whose start has a weight of 0.1 %
@@ -338,7 +339,8 @@ class EMAHook(HookBase):
                 num_layers += 1
         if num_layers > 0:
             text = (
-                "EMAHook: %d batch norm layers have the statistics of the model's own weights, also where the average "
+                "EMAHook: %d batch norm layers have the statistics of the model's own "
+                "weights, also where the average "
                 "is evaluated; TEST.PRECISE_BN.ENABLED computes those of the average"
             )
             logger.info(text, num_layers)

@@ -71,7 +71,8 @@ class PreciseBN(HookBase):
 
     def _too_few(self, found: str) -> str:
         return (
-            f"PreciseBN needs {self._num_iter} batches (num_iter, in a config TEST.PRECISE_BN.NUM_ITER), but its data "
+            f"PreciseBN needs {self._num_iter} batches (num_iter, in a config "
+            "TEST.PRECISE_BN.NUM_ITER), but its data "
             f"loader {found}; lower num_iter, or give a loader with more batches"
         )
 

@@ -176,7 +176,8 @@ class AccumulationSchedule(HookBase):
     def __init__(self, factors: Sequence[Sequence[int]]) -> None:
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in factors):
             raise ValueError(
-                f"factors must be a list of [iteration, factor], such as [[1000, 4]], got {factors!r}"
+                "factors must be a list of [iteration, factor], such as [[1000, 4]], got "
+                f"{factors!r}"
             )
         self._factors: list[tuple[int, int]] = []
         for at, to in factors:

@@ -83,7 +83,8 @@ class ParamScheduler(HookBase):
                 targets.append((group, key, index))
         if not targets:
             raise ConfigError(
-                f"ParamScheduler: no parameter group has {self.param!r}; accepted: {sorted(accepted)}"
+                f"ParamScheduler: no parameter group has {self.param!r}; accepted: "
+                f"{sorted(accepted)}"
             )
         return targets
 
@@ -195,7 +196,8 @@ class ReduceOnPlateau(MetricHook):
             scheduler.min_lrs = [self._min_lr] * num_groups
         if len(scheduler.min_lrs) != num_groups:
             raise ConfigError(
-                f"ReduceOnPlateau: min_lr has {len(scheduler.min_lrs)} numbers, but the optimizer has {num_groups} "
+                f"ReduceOnPlateau: min_lr has {len(scheduler.min_lrs)} numbers, but the "
+                f"optimizer has {num_groups} "
                 "parameter groups; give a number for each, or one number for all"
             )
         if self.trainer.start_iter == 0:

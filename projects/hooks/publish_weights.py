@@ -115,7 +115,8 @@ def publish_weights(
     absent = [key for key in left_out if key not in frozen]
     if absent:
         raise CheckpointError(
-            f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass `frozen`"
+            f"'{path}' leaves out {len(absent)} frozen weights, such as {absent[0]!r}; pass "
+            "`frozen`"
         )
     try:
         for key in left_out:
@@ -169,8 +170,9 @@ class BestCheckpoints(BestCheckpointer):
         if math.isfinite(value):
             name = f"{self.file_prefix}_{self.trainer.done - 1:07d}"
             others = [other for other in self._kept if other[0] != name]
-            ranked = sorted([*others, [name, value]], key=lambda kept: -self._sign * kept[1])
-            self._kept = ranked[: self._num_to_keep]
+            candidates = [*others, [name, value]]
+            best_first = sorted(candidates, key=lambda kept: -self._sign * kept[1])
+            self._kept = best_first[: self._num_to_keep]
             if [name, value] in self._kept:
                 names = [name, *names]
         return names

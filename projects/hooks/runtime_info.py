@@ -169,7 +169,8 @@ class Throughput(HookBase):
         peak = self._peak_tflops
         if peak is not None and flops is None:
             raise ConfigError(
-                f"peak_tflops of Throughput is given, but {type(model).__name__} has no flops_per_sample"
+                f"peak_tflops of Throughput is given, but {type(model).__name__} has no "
+                "flops_per_sample"
             )
         if peak is None and any(parameter.is_cuda for parameter in model.parameters()):
             peak = peak_tflops_of(torch.cuda.get_device_name())

@@ -3,7 +3,6 @@
 import builtins
 import importlib
 import logging
-import operator
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -77,18 +76,13 @@ class LazyConfig:
         is_python = path.endswith(".py")
         content = vars(run_file(path)) if is_python else read_yaml(path)
         if keys is None:
-            nodes = {
-                name: value
-                for name, value in content.items()
-                if not name.startswith("_") and is_node(value)
-            }
-            return to_node(nodes if is_python else content)
-        names = [keys] if isinstance(keys, str) else list(keys)
-        if missing := [name for name in names if name not in content]:
-            raise ConfigError(f"{path} has no {missing[0]!r}; {_nearest(missing[0], content)}")
-        found = [
-            to_node(content[name]) if is_node(content[name]) else content[name] for name in names
-        ]
+            return to_node(_public_nodes(content) if is_python else content)
+        found = []
+        for name in [keys] if isinstance(keys, str) else keys:
+            if name not in content:
+                raise ConfigError(f"{path} has no {name!r}; {_nearest(name, content)}")
+            value = content[name]
+            found.append(to_node(value) if is_node(value) else value)
         return found[0] if isinstance(keys, str) else tuple(found)
 
     @staticmethod
@@ -139,6 +133,14 @@ class LazyConfig:
         return "".join(f"{line}\n" for line in lines)
 
 
+def _public_nodes(content: Mapping[str, Any]) -> dict[str, Any]:
+    nodes = {}
+    for name, value in content.items():
+        if not name.startswith("_") and is_node(value):
+            nodes[name] = value
+    return nodes
+
+
 def instantiate(cfg: Any) -> Any:
     """Make every call that ``cfg`` describes, inner calls first.
 
@@ -148,21 +150,19 @@ def instantiate(cfg: Any) -> Any:
     """
     cfg = to_container(cfg, resolve=True)
     if type(cfg) in (list, tuple):
-        return type(cfg)(map(instantiate, cfg))
+        return type(cfg)(instantiate(item) for item in cfg)
     if type(cfg) is not dict:
         return cfg
     values = {name: instantiate(item) for name, item in cfg.items()}
     if TARGET not in values:
-        return cfg if all(map(operator.is_, values.values(), cfg.values())) else values
+        has_call = any(values[name] is not item for name, item in cfg.items())
+        return values if has_call else cfg
     target = values.pop(TARGET)
     try:
-        return (locate(target) if isinstance(target, str) else target)(**values)
+        function = locate(target) if isinstance(target, str) else target
+        return function(**values)
     # raised by constructors for wrong arguments
-    except (
-        ImportError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (ImportError, TypeError, ValueError) as error:
         call = f"{name_of(target)}({', '.join(map(str, values))})"
         raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
 
@@ -175,11 +175,10 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
     """
     if getattr(args, "num_gpus", 1) == 0:
         cfg.train.device = "cpu"
-    train, settings = cfg.get("train", {}), get_cfg()
+    train = cfg.get("train", {})
     if not train.get("output_dir"):
-        raise ConfigError(
-            f"train.output_dir is missing in the config, which has {', '.join(map(str, cfg))}; set it"
-        )
+        names = ", ".join(map(str, cfg))
+        raise ConfigError(f"train.output_dir is missing in the config, which has {names}; set it")
     if "://" in train.output_dir:
         raise ConfigError(
             f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address"
@@ -188,12 +187,14 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
     train.output_dir = os.path.abspath(os.path.expanduser(train.output_dir))
     if train.get("device") == "auto":
         train.device = str(resolve_device("auto"))
-    settings.OUTPUT_DIR, settings.MODEL.WEIGHTS = (
-        train.output_dir,
-        train.get("init_checkpoint") or "",
-    )
+    settings = get_cfg()
+    settings.OUTPUT_DIR = train.output_dir
+    settings.MODEL.WEIGHTS = train.get("init_checkpoint") or ""
     settings.CUDNN_BENCHMARK = bool(train.get("cudnn_benchmark"))
-    settings.SEED = -1 if train.get("seed") is None else train.seed
+    settings.SEED = -1
+    if train.get("seed") is not None:
+        settings.SEED = train.seed
+    settings.NUM_THREADS = train.get("num_threads") or 0
     return settings, text
 
 
@@ -216,8 +217,9 @@ def _dump(cfg: Any) -> tuple[str, list[str]]:
 
     class Names(Dumper):
         def represent_undefined(self, data: Any) -> yaml.Node:
-            lost.append(name_of(data))
-            return self.represent_str(lost[-1])
+            name = name_of(data)
+            lost.append(name)
+            return self.represent_str(name)
 
     Names.add_representer(None, Names.represent_undefined)
     text: str = yaml.dump(with_paths(to_plain(cfg)), Dumper=Names, sort_keys=False)
@@ -241,12 +243,8 @@ def _save_pickle(cfg: Any, path: str) -> None:
 def _check_key(node: Any, names: Sequence[str], *, may_be_new: bool) -> None:
     for i, name in enumerate(names):
         here = ".".join(names[: i + 1])
-        if (
-            isinstance(node, Sequence)
-            and not isinstance(node, str)
-            and name.isdigit()
-            and int(name) < len(node)
-        ):
+        is_list = isinstance(node, Sequence) and not isinstance(node, str)
+        if is_list and name.isdigit() and int(name) < len(node):
             node = node[int(name)]
         elif not isinstance(node, Mapping):
             raise UnknownKeyError(f"{here}: {node!r} is neither a node nor a long enough list")
@@ -293,7 +291,8 @@ def _lay_out(head: str, value: Any, tail: str) -> list[str]:
         return [line]
     indent = " " * (len(head) - len(head.lstrip())) + "    "
     is_call = opening.endswith("(")
-    inside = indent + ", ".join(name + _to_code(item) for name, item in items)
+    codes = [name + _to_code(item) for name, item in items]
+    inside = indent + ", ".join(codes)
     if len(inside) <= _COLUMNS and (is_call or len(items) == 1):
         return [head + opening, inside, indent[4:] + closing + tail]
     comma = "," if len(items) > 1 else ""
@@ -306,7 +305,8 @@ def _lay_out(head: str, value: Any, tail: str) -> list[str]:
 def _to_code(value: Any) -> str:
     """``value`` in one line."""
     opening, items, closing = _parts(value)
-    return opening + ", ".join(name + _to_code(item) for name, item in items) + closing
+    codes = [name + _to_code(item) for name, item in items]
+    return opening + ", ".join(codes) + closing
 
 
 def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
@@ -319,13 +319,17 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
         return repr(value), [], ""
     keys = sorted((key for key in value if key != TARGET), key=str)
     if TARGET in value:
-        return f"{name_of(value[TARGET])}(", [(f"{key}=", value[key]) for key in keys], ")"
-    return "{", [(f"{_to_code(key)}: ", value[key]) for key in keys], "}"
+        arguments = [(f"{key}=", value[key]) for key in keys]
+        return f"{name_of(value[TARGET])}(", arguments, ")"
+    items = [(f"{_to_code(key)}: ", value[key]) for key in keys]
+    return "{", items, "}"
 
 
 def _quoted(text: str) -> str:
     code = repr(text)
-    return f'"{code[1:-1]}"' if code.startswith("'") and '"' not in text else code
+    if code.startswith("'") and '"' not in text:
+        return f'"{code[1:-1]}"'
+    return code
 
 
 def run_file(path: str) -> ModuleType:
@@ -358,14 +362,18 @@ def _import(
     """The import statement of the config file ``path``; a relative import runs the named file."""
     if level == 0:
         return builtins.__import__(name, globals, locals, fromlist or (), level)
-    folder = os.path.join(os.path.dirname(path), *[os.pardir] * (level - 1))
-    wanted = os.path.normpath(os.path.join(folder, *name.split("."))) + ".py"
+    folder = Path(path).parent
+    for _ in range(level - 1):
+        folder = folder.parent
+    wanted = str(folder.joinpath(*name.split("."))) + ".py"
     if not os.path.isfile(wanted):
-        raise ImportError(
-            f"{path}: the relative import from {'.' * level + name!r}: {wanted} does not exist"
-        )
+        given = "." * level + name
+        raise ImportError(f"{path}: the relative import from {given!r}: {wanted} does not exist")
     module = run_file(wanted)
-    for imported in list(vars(module)) if "*" in (fromlist or ()) else fromlist or ():
+    names = fromlist or ()
+    if "*" in names:
+        names = list(vars(module))
+    for imported in names:
         value = vars(module).get(imported)
         if isinstance(value, dict) and not imported.startswith("_"):
             setattr(module, imported, to_node(value))

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib
 from collections import OrderedDict
-from functools import reduce
 from typing import Any
 
 from trainkit.utils.errors import ConfigError
@@ -27,7 +26,9 @@ def locate(name: str) -> Any:
                 if depth > 1 and f"{module}.".startswith(f"{error.name}."):
                     continue  # the last part may be an attribute
                 raise
-            return reduce(getattr, parts[depth:], found)
+            for attribute in parts[depth:]:
+                found = getattr(found, attribute)
+            return found
     except Exception as error:  # the module's code may raise anything
         raise ImportError(f"cannot locate {name!r}: {type(error).__name__}: {error}") from error
 
@@ -65,10 +66,11 @@ def to_plain(value: Any, *, resolve: bool = False) -> Any:
         return [to_plain(item, resolve=resolve) for item in value]
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return value
-    arguments = {
-        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init
-    }
-    return to_plain({TARGET: type(value), **arguments}, resolve=resolve)
+    call: dict[str, Any] = {TARGET: type(value)}
+    for field in dataclasses.fields(value):
+        if field.init:
+            call[field.name] = getattr(value, field.name)
+    return to_plain(call, resolve=resolve)
 
 
 def _stands_for_a_node(target: Any) -> bool:

@@ -20,12 +20,12 @@ class CSVWriter(LinesWriter):
         super().__init__(csv_file, window_size, header="iteration,epoch,name,value\n")
 
     def format(self, rows: list[Row]) -> str:
-        lines, cells = (
-            io.StringIO(),
-            [(iter, name, value) for iter, row in rows for name, value in row.items()],
-        )
+        lines = io.StringIO()
         writer = csv_format.writer(lines, lineterminator="\n")
-        writer.writerows((iter, "", name, repr(value)) for iter, name, value in cells)
+        epoch = ""
+        for iter, row in rows:
+            for name, value in row.items():
+                writer.writerow([iter, epoch, name, repr(value)])
         return lines.getvalue()
 
 

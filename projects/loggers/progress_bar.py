@@ -17,7 +17,7 @@ class _Bar(tqdm):
 
 
 class ProgressBar(CommonMetricPrinter):
-    """tqdm's bar, with total loss and learning rate; it moves with every ``write()``.
+    """tqdm's bar; it moves with the steps, and shows total loss and learning rate of the last ``write()``.
 
     Other output goes above the bar. The line of `CommonMetricPrinter` has the level DEBUG, so `log.txt` has it.
     """
@@ -31,8 +31,13 @@ class ProgressBar(CommonMetricPrinter):
             self._iters_per_epoch = trainer.epoch_length
         if can_show_bars():
             self._stdout = sys.stdout
-            length = {"total": trainer.max_iter, "initial": trainer.start_iter}
-            self._bar = _Bar(desc="Training", file=sys.stdout, dynamic_ncols=True, **length)
+            self._bar = _Bar(
+                desc="Training",
+                total=trainer.max_iter,
+                initial=trainer.start_iter,
+                file=sys.stdout,
+                dynamic_ncols=True,
+            )
             if sys.stdout.isatty():
                 sys.stdout = DummyTqdmFile(sys.stdout)  # writes above the bar
 
@@ -40,20 +45,23 @@ class ProgressBar(CommonMetricPrinter):
         super().write()
         latest = get_event_storage().latest_with_smoothing_hint(self._window_size)
         if self._bar is not None and latest:
-            shown = {
-                name: latest[key][0]
-                for name, key in (("loss", "total_loss"), ("lr", "lr"))
-                if key in latest
-            }
+            shown = {}
+            for name, key in (("loss", "total_loss"), ("lr", "lr")):
+                if key in latest:
+                    shown[name], _ = latest[key]
             self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(
-                min(max(iter for _, iter in latest.values()) + 1, self._bar.total) - self._bar.n
-            )
+            self.show_progress(max(iter for _, iter in latest.values()) + 1)
             self._bar.refresh()
+
+    def show_progress(self, done: int) -> None:
+        if self._bar is not None:
+            done = min(done, self._bar.total)
+            self._bar.update(max(done - self._bar.n, 0))  # tqdm draws it ten times a second at most
 
     def close(self) -> None:
         super().close()
-        bar, self._bar = self._bar, None
+        bar = self._bar
+        self._bar = None
         if bar is not None:
             sys.stdout = self._stdout
             bar.close()
@@ -61,10 +69,11 @@ class ProgressBar(CommonMetricPrinter):
 
 def can_show_bars() -> bool:
     """Whether stdout is a terminal or a notebook."""
-    is_terminal = (
-        sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    )
-    return is_terminal or type(sys.stdout).__module__.startswith("ipykernel.")
+    if sys.stdout is None:
+        return False
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    is_notebook = type(sys.stdout).__module__.startswith("ipykernel.")
+    return is_terminal or is_notebook
 
 
 @WRITER_REGISTRY.register()

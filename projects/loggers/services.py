@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_BINS = 512  # limit of wandb.Histogram
 _SETTINGS = {
-    **{"silent": True, "show_warnings": False, "console": "off"},  # do not change stdout and stderr
+    # do not change stdout and stderr
+    "silent": True,
+    "show_warnings": False,
+    "console": "off",
     "x_transaction_log_flush_interval": 0.1,  # for the offline file; with the default of 15 s a kill would lose more
 }
 
@@ -48,7 +51,8 @@ class ServiceWriter(ScalarWriter):
         super().__init__(window_size)
         if importlib.util.find_spec(package) is None:
             raise ImportError(
-                f"{type(self).__name__} needs the package {package}: pip install 'trainkit[{package}]'"
+                f"{type(self).__name__} needs the package {package}: pip install "
+                f"'trainkit[{package}]'"
             )
 
     @property
@@ -65,7 +69,8 @@ class ServiceWriter(ScalarWriter):
         raise NotImplementedError
 
     def _show(self, rows: list[Row], storage: EventStorage) -> None:
-        if rows or storage.images() or storage.histograms():
+        has_news = rows or storage.images() or storage.histograms()
+        if has_news:
             self._log_all(rows, storage)
             storage.clear_images()
             storage.clear_histograms()
@@ -140,11 +145,11 @@ class WandbWriter(ServiceWriter):
         self, output_dir: str | os.PathLike[str], window_size: int = 20, **kwargs: Any
     ) -> None:
         super().__init__(window_size, "wandb")
-        self._dir, self._kwargs = Path(output_dir).absolute(), kwargs
+        self._dir = Path(output_dir).absolute()
+        self._kwargs = kwargs
         # set here, so that every checkpoint has it; a sweep sets the variable
-        self._run_id: str = (
-            kwargs.get("id") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
-        )
+        given_id = kwargs.get("id") or os.environ.get("WANDB_RUN_ID")
+        self._run_id: str = given_id or uuid.uuid4().hex[:8]
         self._next_step = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,14 +157,13 @@ class WandbWriter(ServiceWriter):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._run_id, self._next_step = state["run_id"], state["next_step"]
+        self._run_id = state["run_id"]
+        self._next_step = state["next_step"]
 
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
-        wandb, run, pictures = (
-            importlib.import_module("wandb"),
-            self._writer,
-            dict[int, dict[str, Any]](),
-        )
+        wandb = importlib.import_module("wandb")
+        run = self._writer
+        pictures: dict[int, dict[str, Any]] = {}
         for name, tensor, iter in storage.images():
             pictures.setdefault(iter, {})[name] = wandb.Image(_to_uint8_array(tensor))
         for name, iter, raw in storage.histograms():
@@ -176,18 +180,20 @@ class WandbWriter(ServiceWriter):
         defaults = {
             "WANDB_CACHE_DIR": str(self._dir / "wandb/cache"),
             "WANDB_ERROR_REPORTING": "false",
+            "WANDB_LOGIN_TIMEOUT": "1",
         }
-        with _default_environment({**defaults, "WANDB_LOGIN_TIMEOUT": "1"}):
+        with _default_environment(defaults):
             wandb = importlib.import_module("wandb")  # imported late: it takes as long as torch
-            # without create_new it could be a run that other code has started
-            options = {
+            options: dict[str, Any] = {
                 "dir": str(self._dir),
                 "resume": "allow",
+                # else it could be a run that other code has started
                 "reinit": "create_new",
-                **self._kwargs,
             }
-            settings = _SETTINGS | options.get("settings", {})
-            run = wandb.init(**{**options, "settings": settings, "id": self._run_id})
+            options |= self._kwargs
+            options["settings"] = _SETTINGS | options.get("settings", {})
+            options["id"] = self._run_id
+            run = wandb.init(**options)
         if run.disabled:
             logger.warning(
                 "Nothing is written for Weights & Biases, because of WANDB_MODE or a missing login"
@@ -198,12 +204,16 @@ class WandbWriter(ServiceWriter):
 
 def _bins(raw: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Counts and edges; if there are too many bins, neighbours are merged."""
-    counts, edges = raw["bucket_counts"], [raw["min"], *raw["bucket_limits"]]
-    width = -(-len(counts) // _MAX_BINS)
-    return [sum(counts[i : i + width]) for i in range(0, len(counts), width)], [
-        *edges[:-1:width],
-        edges[-1],
-    ]
+    counts = raw["bucket_counts"]
+    edges = [raw["min"], *raw["bucket_limits"]]
+    width = -(-len(counts) // _MAX_BINS)  # rounded up
+    merged_counts = []
+    merged_edges = []
+    for start in range(0, len(counts), width):
+        merged_counts.append(sum(counts[start : start + width]))
+        merged_edges.append(edges[start])
+    merged_edges.append(edges[-1])
+    return merged_counts, merged_edges
 
 
 @WRITER_REGISTRY.register()
@@ -237,11 +247,9 @@ class MLflowWriter(ServiceWriter):
         config: str = "",
     ) -> None:
         super().__init__(window_size, "mlflow")
-        self._dir, self._settings, self._config = (
-            Path(output_dir).absolute(),
-            settings or {},
-            config,
-        )
+        self._dir = Path(output_dir).absolute()
+        self._settings = settings or {}
+        self._config = config
         self._run_id: str | None = os.environ.get("MLFLOW_RUN_ID")
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,9 +260,8 @@ class MLflowWriter(ServiceWriter):
         self._run_id = state["run_id"]
 
     def _open(self) -> tuple[Any, Callable[[], None]]:
-        with _default_environment(
-            {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        ):
+        defaults = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        with _default_environment(defaults):
             mlflow = importlib.import_module("mlflow")  # imported late: it takes as long as torch
             uri = os.environ.get("MLFLOW_TRACKING_URI") or (self._dir / "mlruns").as_uri()
             client = mlflow.MlflowClient(tracking_uri=uri)
@@ -275,16 +282,17 @@ class MLflowWriter(ServiceWriter):
         return client, partial(client.set_terminated, self._run_id)
 
     def _log_all(self, rows: list[Row], storage: EventStorage) -> None:
-        client, metric = self._writer, importlib.import_module("mlflow.entities").Metric
+        client = self._writer
+        entities = importlib.import_module("mlflow.entities")
         now_ms = int(time.time() * 1000)
         for iter, row in rows:
-            client.log_batch(
-                self._run_id, [metric(_text(name), row[name], now_ms, iter) for name in row]
-            )
+            metrics = []
+            for name, value in row.items():
+                metrics.append(entities.Metric(_text(name), value, now_ms, iter))
+            client.log_batch(self._run_id, metrics)
         for name, tensor, iter in storage.images():
-            client.log_image(
-                self._run_id, _to_uint8_array(tensor), f"images/{_text(name)}/{iter:07d}.png"
-            )
+            file = f"images/{_text(name)}/{iter:07d}.png"
+            client.log_image(self._run_id, _to_uint8_array(tensor), file)
 
 
 def _text(name: str) -> str:
@@ -296,7 +304,7 @@ def mlflow(
     output_dir: str | os.PathLike[str], window_size: int, cfg: CfgNode | None = None
 ) -> MLflowWriter:
     """The writer of LOG.WRITERS; the settings of the run are those of ``cfg``."""
-    settings = {} if cfg is None else dict(changed_settings(cfg, get_cfg()))
-    return MLflowWriter(
-        output_dir, window_size, settings=settings, config="" if cfg is None else cfg.dump()
-    )
+    if cfg is None:
+        return MLflowWriter(output_dir, window_size)
+    settings = dict(changed_settings(cfg, get_cfg()))
+    return MLflowWriter(output_dir, window_size, settings=settings, config=cfg.dump())

@@ -18,7 +18,8 @@ class TensorboardXWriter(ScalarWriter):
 
     def __init__(self, log_dir: str | Path, window_size: int = 20, **kwargs: Any) -> None:
         super().__init__(window_size)
-        self._log_dir, self._kwargs = str(log_dir), kwargs
+        self._log_dir = str(log_dir)
+        self._kwargs = kwargs
         self._opened: Any = None
         self._last_step = -1  # the highest step written
         self._purge_step: int | None = None  # for the next file, if it continues earlier files
@@ -28,9 +29,8 @@ class TensorboardXWriter(ScalarWriter):
         """The ``SummaryWriter``, under detectron2's name; opens it if needed."""
         if self._opened is None:  # imported late: it takes longer than all of trainkit
             summary_writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-            self._opened = summary_writer(
-                self._log_dir, **{"purge_step": self._purge_step, **self._kwargs}
-            )
+            arguments = {"purge_step": self._purge_step, **self._kwargs}
+            self._opened = summary_writer(self._log_dir, **arguments)
         return self._opened
 
     def begin(self, trainer: Any) -> None:
@@ -40,8 +40,10 @@ class TensorboardXWriter(ScalarWriter):
 
     def close(self) -> None:
         super().close()
-        self._last_step, self._purge_step = -1, None
-        opened, self._opened = self._opened, None
+        self._last_step = -1
+        self._purge_step = None
+        opened = self._opened
+        self._opened = None
         if opened is not None:
             opened.close()
 
@@ -52,28 +54,29 @@ class TensorboardXWriter(ScalarWriter):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._last_step, self._purge_step = state["last_step"], state["last_step"] + 1
+        self._last_step = state["last_step"]
+        self._purge_step = self._last_step + 1
 
     def _show(self, rows: list[Row], storage: EventStorage) -> None:
-        images, histograms = storage.images(), storage.histograms()
+        images = storage.images()
+        histograms = storage.histograms()
         if not rows and not images and not histograms:
             return
-        steps = [
-            self._last_step,
-            *(image.iter for image in images),
-            *(histogram.iter for histogram in histograms),
-        ]
+        steps = [self._last_step]
         try:
             for iter, row in rows:
                 steps.append(iter)
                 for name, value in row.items():
                     self._writer.add_scalar(name, value, iter)
             for name, tensor, iter in images:
+                steps.append(iter)
                 self._writer.add_image(name, tensor, iter)
             for name, iter, raw in histograms:
+                steps.append(iter)
                 self._writer.add_histogram_raw(name, **raw, global_step=iter)
         except OSError:
-            self._opened, self._purge_step = None, self._last_step + 1  # its thread has ended
+            self._opened = None  # its thread has ended
+            self._purge_step = self._last_step + 1
             raise
         self._last_step = max(steps)
         storage.clear_images()

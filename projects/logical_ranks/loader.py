@@ -31,7 +31,8 @@ def divide(loader: Any, num: int, steps: int = 1) -> "LogicalLoader | LogicalTes
     if isinstance(sampler, InferenceSampler):
         return LogicalTestLoader(loader, num)
     raise ConfigError(
-        f"SOLVER.LOGICAL_RANKS: got a loader with the sampler {type(sampler).__name__}; accepted: a map-style dataset "
+        f"SOLVER.LOGICAL_RANKS: got a loader with the sampler {type(sampler).__name__}; "
+        "accepted: a map-style dataset "
         "with a sampler of trainkit.data"
     )
 

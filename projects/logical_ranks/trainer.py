@@ -123,7 +123,8 @@ class LogicalTrainer(SimpleTrainer):
         sums = reduce(add, by_rank.unbind(1))
         means = sums / by_rank.shape[1]
         in_order = [means[place] for place in _ascending(self._own)]
-        total, *values = (tree_sum(torch.stack(in_order)) / len(self._own)).unbind()
+        of_process = tree_sum(torch.stack(in_order)) / len(self._own)
+        total, *values = of_process.unbind()
         loss_names, trained = self._names
         by_name = dict(zip(loss_names, values, strict=True))
         return Losses(by_name, trained, [losses.outputs for losses in found], total=total)
@@ -168,7 +169,8 @@ class _Tree:
                 wrong.append(name)
         if wrong:
             raise ConfigError(
-                f"SOLVER.LOGICAL_RANKS excludes SyncBatchNorm and sparse gradients, as in {', '.join(wrong)}"
+                "SOLVER.LOGICAL_RANKS excludes SyncBatchNorm and sparse gradients, as in "
+                f"{', '.join(wrong)}"
             )
         self._logical_ranks = logical_ranks
         self._parameters = [*model.parameters()]
@@ -229,7 +231,8 @@ class _Tree:
         """
         if self._versions() != self._others:
             raise ValueError(
-                "SOLVER.LOGICAL_RANKS: of all buffers only the statistics of normalization layers may change"
+                "SOLVER.LOGICAL_RANKS: of all buffers only the statistics of normalization "
+                "layers may change"
             )
         packed = self._packed()
         grads = [parameter.grad for parameter in self._parameters]

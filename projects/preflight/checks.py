@@ -61,12 +61,10 @@ def runs(job: Job) -> Finding:
 @check
 def learns(job: Job) -> Iterator[Finding]:
     """Does it learn at all?"""
-    constant_rate = {
-        "SOLVER.WARMUP_ITERS": 0,
-        "SOLVER.STEPS": (),
-        "SOLVER.LR_SCHEDULER_NAME": "WarmupMultiStepLR",
-    }
-    trainer = job.build(constant_rate)
+    constant_rate: list[Any] = ["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR"]
+    constant_rate += ["SOLVER.WARMUP_ITERS", 0]
+    constant_rate += ["SOLVER.STEPS", ()]
+    trainer = job.build(*constant_rate)
     trainer.data_loader = job.batches[:1] * 32
     job.evaluation = job.make(trainer, 30, Evaluation)
     job.learned = trainer
@@ -258,7 +256,10 @@ def values(job: Job) -> Iterator[Finding]:
             break
 
     digests = [digest(batch) for batch in job.batches]
-    steps = [i for i in range(1, len(digests)) if digests[i] == digests[i - 1]]
+    steps = []
+    for step in range(1, len(digests)):
+        if digests[step] == digests[step - 1]:
+            steps.append(step)
     text = f"batches that equal the one before, of {len(digests)}: {some(steps)}"
     yield judge("repeats", steps, text, "shuffle the samples", LOOK)
     again = digest(job.build().fetch())

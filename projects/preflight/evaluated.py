@@ -68,7 +68,8 @@ class Evaluation(Until):
             start = time.perf_counter()
             hook.act_now()
             self.sec[hook.phase] = time.perf_counter() - start
-        return {name: value for name, (value, _) in self.trainer.storage.latest().items()}
+        latest = self.trainer.storage.latest()
+        return {name: value for name, (value, _) in latest.items()}
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:
@@ -142,7 +143,8 @@ class Answers(NamedTuple):
         return self.share > self.chance + 5 * self.error
 
     def share_of(self, label: int) -> float:
-        return (self.given[self.truth == label] == label).double().mean().item()
+        given = self.given[self.truth == label]
+        return (given == label).double().mean().item()
 
 
 def ask_model(model: nn.Module, batches: list[Any]) -> Answers | None:

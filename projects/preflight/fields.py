@@ -67,7 +67,9 @@ def _field_of(leaf: Tensor) -> Field:
     # now [samples, channels, places]
     dtype = str(leaf.dtype).removeprefix("torch.")
     kind = f"{dtype} with {values.shape[1]} channels"
-    return Field(kind, values.mean(2), values.square().mean(2), leaf.ndim == 4)
+    means = values.mean(2)
+    squares = values.square().mean(2)
+    return Field(kind, means, squares, is_image=leaf.ndim == 4)
 
 
 def compare(train: Field, val: Field) -> Iterator[str]:
@@ -114,7 +116,9 @@ def _spread(field: Field, center: Tensor) -> Tensor:
 
 def _error(first: Tensor, second: Tensor) -> Tensor:
     """The standard error of the difference of two means over samples."""
-    return (first.var(0) / len(first) + second.var(0) / len(second)).sqrt()
+    variance_first = first.var(0) / len(first)
+    variance_second = second.var(0) / len(second)
+    return (variance_first + variance_second).sqrt()
 
 
 def _is_swapped(train: Tensor, val: Tensor) -> bool:

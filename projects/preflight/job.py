@@ -286,8 +286,8 @@ class Job:
             text = f"{type(error).__name__}: {error}"[:300]
             yield judge(name, True, text, "the job has to run")
 
-    def build(self, options: Mapping[str, Any] | None = None) -> Any:
-        """A new trainer, as in a process that has just started; ``options``: settings by their keys."""
+    def build(self, *options: Any) -> Any:
+        """A new trainer, as in a process that has just started; ``options``: KEY, VALUE, KEY, VALUE, ..."""
         self._number += 1
         cfg = self.cfg.clone()
         own = {
@@ -304,9 +304,9 @@ class Job:
             "STOP_CHECK_PERIOD": 1,
         }
         words: list[Any] = []
-        for key, value in {**own, **(options or {})}.items():
+        for key, value in own.items():
             words += [key, value]
-        cfg.merge_from_list(words)
+        cfg.merge_from_list([*words, *options])
         seed_all_rng(cfg.SEED)
         trainer_class = self.trainer.__class__  # type() would be that of a weak reference
         trainer = trainer_class(cfg)
@@ -342,7 +342,7 @@ class Job:
         of_epoch = round(now * self.trainer.epoch_length) if self.trainer.has_epochs else size
 
         def make_steps(size: int) -> None:
-            self.make(self.build({"SOLVER.IMS_PER_BATCH": size}), 2)
+            self.make(self.build("SOLVER.IMS_PER_BATCH", size), 2)
 
         def fits(size: int) -> bool:
             return has_room(lambda: make_steps(size))
@@ -351,12 +351,10 @@ class Job:
 
     def start(self, name: str, *options: str, code: int = 0, **environ: str) -> Path:
         """The folder of six steps of the user's command, in a new process; it saves after the third and the last."""
-        own = [
-            *("OUTPUT_DIR", f"{self.folder}/{name}"),
-            *("SEED", f"{max(self.cfg.SEED, 0)}"),
-            *("LOG.WRITERS", "['json']"),
-            *("CHECKPOINT.MAX_TO_KEEP", "2"),
-        ]
+        own = ["OUTPUT_DIR", f"{self.folder}/{name}"]
+        own += ["SEED", f"{max(self.cfg.SEED, 0)}"]
+        own += ["LOG.WRITERS", "['json']"]
+        own += ["CHECKPOINT.MAX_TO_KEEP", "2"]
         done = self.run(*self.command, "--fast-dev-run", *options, *own, **environ)
         if done.returncode != code:
             text = " ".join(["with --fast-dev-run", *options, "the command ends with"])
@@ -394,5 +392,5 @@ def digest(value: Any) -> str:
 def _bytes_of(tensor: Any) -> Any:
     if hasattr(tensor, "to_local"):  # it is sharded
         tensor = tensor.to_local()
-    # NumPy has no bfloat16
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    return values.view(torch.uint8).numpy()  # NumPy has no bfloat16

@@ -3,7 +3,9 @@
 import argparse
 import atexit
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from typing import Any
 
@@ -50,10 +52,15 @@ def apply(cfg: Any, args: argparse.Namespace) -> None:
         return
     if not isinstance(cfg, CfgNode) or args.eval_only:
         raise ConfigError("--preflight is for a job with a config of get_cfg that trains")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(args.preflight_json))):
+    json_folder = os.path.dirname(os.path.abspath(args.preflight_json))
+    if not os.path.isdir(json_folder):
         raise ConfigError(f"--preflight-json: there is no folder for {args.preflight_json!r}")
     record_reads(cfg)
-    hook = {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": vars(args)}
+    command = args.preflight or args.preflight_quick
+    if command is True:  # arguments that were made by hand
+        command = shlex.join(sys.orig_argv)
+    arguments = {**vars(args), "preflight_command": command}
+    hook = {"NAME": "Preflight", "GIVEN": cfg.clone(), "ARGS": arguments}
     cfg["HOOKS"] = [*cfg.HOOKS, hook]
     folder = tempfile.mkdtemp(prefix="preflight-") if comm.is_main_process() else ""
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

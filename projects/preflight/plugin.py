@@ -15,9 +15,14 @@ OPTIONS = ["--preflight", "--preflight-allow", "--preflight-json", "--preflight-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     text = "check the job instead of training it; exit code 0: sound, 3: findings"
-    parser.add_argument("--preflight", action="store_true", help=text)
+    # the command of the first process, before `launch` starts others; as one text, in which "3ep" stays a word
+    command = shlex.join(sys.orig_argv)
     parser.add_argument(
-        "--preflight-quick", action="store_true", help="the same, without new processes"
+        "--preflight", action="store_const", const=command, default=False, help=text
+    )
+    text = "the same, without new processes"
+    parser.add_argument(
+        "--preflight-quick", action="store_const", const=command, default=False, help=text
     )
     parser.add_argument(
         "--preflight-allow", action="append", default=[], metavar="NAME", help="accept this finding"
@@ -25,8 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preflight-json", default="", metavar="FILE", help="write the findings to FILE too"
     )
-    # that of the first process, before `launch` starts others; as one text, in which "3ep" stays a word
-    parser.set_defaults(preflight_command=shlex.join(sys.orig_argv))
 
 
 def apply_options(cfg: Any, args: argparse.Namespace) -> None:

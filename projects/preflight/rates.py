@@ -50,9 +50,11 @@ def first_rates(rates: dict[int, float]) -> str:
     """About thirty bars, and the numbers of the first, the highest and the last rate."""
     peak = max(rates, key=rates.__getitem__)
     values = [*rates.values()]
-    shown = values[:: max(1, len(values) // 30)]
-    heights = [min(7, int(8 * rate / (rates[peak] or 1))) for rate in shown]
-    bars = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
+    highest = rates[peak] or 1
+    bars = ""
+    for rate in values[:: max(1, len(values) // 30)]:
+        height = min(7, int(8 * rate / highest))
+        bars += "▁▂▃▄▅▆▇█"[height]
     return f"{bars} from {values[0]:.2g} to {rates[peak]:.2g} at {peak}, then {values[-1]:.2g}"
 
 

@@ -30,21 +30,19 @@ from trainkit.utils.run_folder import LOCK_FILE, is_owned_by_another
 
 _logger = logging.getLogger(__name__)
 
-TAG_FILE, _MANIFEST = "last_checkpoint", "last_upload.json"
-_RECORD = (
-    ".uploaded.json"  # in the local folder: its random name, and the files that are in the store
-)
+TAG_FILE = "last_checkpoint"
+_MANIFEST = "last_upload.json"
+# in the local folder: its random name, and the files that are in the store
+_RECORD = ".uploaded.json"
 
 
 def make_mirror(address: str) -> "Mirror":
     """The `Mirror` for an address; its local folder is in iopath's cache."""
     address = address.rstrip("/")
-    name = (
-        re.sub(r"[^\w.-]+", "_", address)[-80:]
-        + "-"
-        + hashlib.sha256(address.encode()).hexdigest()[:8]
-    )
-    return Mirror(address, os.path.join(os.path.realpath(get_cache_dir()), "runs", name))
+    readable = re.sub(r"[^\w.-]+", "_", address)[-80:]
+    digest = hashlib.sha256(address.encode()).hexdigest()[:8]
+    cache = os.path.realpath(get_cache_dir())
+    return Mirror(address, os.path.join(cache, "runs", f"{readable}-{digest}"))
 
 
 class Mirror:
@@ -55,8 +53,11 @@ class Mirror:
     """
 
     def __init__(self, address: str, folder: str) -> None:
-        self.address, self.folder, self.is_taken = address, folder, False
-        self._folder, self._owner = Path(folder), ""
+        self.address = address
+        self.folder = folder
+        self.is_taken = False
+        self._folder = Path(folder)
+        self._owner = ""
         self._downloaded: dict[str, Any] = {}  # the manifest of the files that are here
         self._sent: dict[str, list[int]] = {}  # name -> size and time of the local file
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
@@ -74,9 +75,8 @@ class Mirror:
             manifest = self._read_manifest()
             if manifest["files"] and manifest != self._downloaded:
                 record = self._read_record()
-                tagged = tagged_file(str(self._folder))
-                is_newest = manifest["folder"] == record["folder"] and os.path.exists(tagged)
-                if is_newest:
+                has_uploaded_last = manifest["folder"] == record["folder"]
+                if has_uploaded_last and os.path.exists(tagged_file(str(self._folder))):
                     self._sent = record["sent"]
                 else:
                     self._replace_local_files(manifest, record)
@@ -101,9 +101,11 @@ class Mirror:
             (self._folder / name).unlink(missing_ok=True)
         self._sent = {}
         for name in sorted(manifest["files"]):
-            (self._folder / name).parent.mkdir(exist_ok=True)
-            self._store.get(name, str(self._folder / ".download"))
-            (self._folder / ".download").rename(self._folder / name)
+            path = self._folder / name
+            path.parent.mkdir(exist_ok=True)
+            temporary = self._folder / ".download"
+            self._store.get(name, str(temporary))
+            temporary.rename(path)
             self._sent[name] = self._signature(name)
             self._write_record(record["folder"])
         if manifest["last_checkpoint"]:
@@ -124,8 +126,10 @@ class Mirror:
                 raise FileExistsError(
                     f"it has a run ({manifest['upload']}); use --resume, or another address"
                 )
-            self._sent = self._sent if manifest["files"] else {}
-            self._owner = f"last upload by process {os.getpid()} on {socket.gethostname()}, since {datetime.now()}"
+            if not manifest["files"]:
+                self._sent = {}
+            process = f"process {os.getpid()} on {socket.gethostname()}"
+            self._owner = f"last upload by {process}, since {datetime.now()}"
             self._write_manifest(manifest["last_checkpoint"], manifest["files"])
         self.is_taken = True
 
@@ -141,19 +145,24 @@ class Mirror:
 
     def release(self) -> str:
         """Upload the last files of the run; return the error, or ""."""
-        error = self._upload_soon().result() if self.is_taken else ""
+        error = ""
+        if self.is_taken:
+            error = self._upload_soon().result()
         self.is_taken = False
         if not error:
             return ""
         self._downloaded = {}  # the local files are not those in the store
-        return f"{error}. They are in {self._folder}: --resume goes on there, unless another folder has uploaded since"
+        return (
+            f"{error}. They are in {self._folder}: --resume goes on there, "
+            "unless another folder has uploaded since"
+        )
 
     @cached_property
     def _store(self) -> Any:
-        scheme = self.address.partition("://")[0]
-        return (STORE_REGISTRY.get(scheme) if scheme in STORE_REGISTRY else CheckpointStore)(
-            self.address
-        )
+        scheme, _, _ = self.address.partition("://")
+        if scheme in STORE_REGISTRY:
+            return STORE_REGISTRY.get(scheme)(self.address)
+        return CheckpointStore(self.address)
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -163,22 +172,24 @@ class Mirror:
             raise CheckpointError(f"'{self.address}' {what}: {error}") from error
 
     def _list(self) -> set[str]:
-        paths = [*self._folder.glob("*"), *self._folder.glob("*.*-*/*")]
-        return {
-            *filter(
-                self._is_of_run,
-                (str(path.relative_to(self._folder)) for path in paths if path.is_file()),
-            )
-        }
+        names = set()
+        for path in [*self._folder.glob("*"), *self._folder.glob("*.*-*/*")]:
+            name = str(path.relative_to(self._folder))
+            if path.is_file() and self._is_of_run(name):
+                names.add(name)
+        return names
 
     def _is_of_run(self, name: str) -> bool:
         """Whether a local or remote name is that of a file of the run, in its folder or beside a checkpoint."""
         parent, file = os.path.split(name)
-        if parent and not (owner_of_part(parent) and is_file_of(str(self._folder), parent)):
-            return False
+        if parent:
+            is_part = owner_of_part(parent) and is_file_of(str(self._folder), parent)
+            if not is_part:
+                return False
         # TAG_FILE and `_MANIFEST` are read and written separately
-        is_other = not parent and (file[:1] == "." or file in (LOCK_FILE, TAG_FILE, _MANIFEST))
-        return not is_other and is_file_of(str(self._folder / parent), file)
+        elif file.startswith(".") or file in (LOCK_FILE, TAG_FILE, _MANIFEST):
+            return False
+        return is_file_of(str(self._folder / parent), file)
 
     def _upload_or_log(self) -> str:
         try:
@@ -199,25 +210,15 @@ class Mirror:
         owner = self._read_manifest()["upload"]
         if not owner:
             raise CheckpointError(
-                f"{_MANIFEST} is not there; the store cannot be reached, or the run was removed from it"
+                f"{_MANIFEST} is not there; the store cannot be reached, or the run was "
+                "removed from it"
             )
         if owner != self._owner:
             raise CheckpointError(f"another run writes there ({owner}); stop one of them")
-        tag, names = self._folder / TAG_FILE, self._list()
+        names = self._list()
+        tag = self._folder / TAG_FILE
         tagged = tag.read_text().strip() if tag.exists() else ""
-        stem = tagged.removesuffix(SUFFIX)
-        # the newest checkpoint first, before a newer one replaces it here; parts before the file that names them
-        for name in sorted(
-            names, key=lambda name: (not name.startswith(stem), name.endswith(SUFFIX))
-        ):
-            try:
-                if self._sent.get(name) != (signature := self._signature(name)):
-                    self._store.put(str(self._folder / name), name)
-                    self._sent[name] = signature
-            except FileNotFoundError:
-                if (self._folder / name).exists():
-                    raise
-                names.discard(name)
+        self._put_new(names, tagged)
         # the save that has removed the file asks for the next upload
         if tagged and tagged not in names:
             return
@@ -225,9 +226,30 @@ class Mirror:
             self._store.put(str(tag), TAG_FILE)
         self._write_manifest(tagged, sorted(names))
         self._write_record(self._downloaded["folder"])
-        for name in {*filter(self._is_of_run, self._store.list())} - names:
-            self._sent.pop(name, None)
-            self._store.remove(name)
+        for name in self._store.list():
+            if self._is_of_run(name) and name not in names:
+                self._sent.pop(name, None)
+                self._store.remove(name)
+
+    def _put_new(self, names: set[str], tagged: str) -> None:
+        """Copy the files that are new to the store; those that are gone meanwhile leave ``names``."""
+        stem = tagged.removesuffix(SUFFIX)
+
+        def order(name: str) -> tuple[bool, bool]:
+            # the newest checkpoint first, before a newer one replaces it here; parts before the file that names them
+            return not name.startswith(stem), name.endswith(SUFFIX)
+
+        for name in sorted(names, key=order):
+            path = self._folder / name
+            try:
+                signature = self._signature(name)
+                if self._sent.get(name) != signature:
+                    self._store.put(str(path), name)
+                    self._sent[name] = signature
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+                names.discard(name)
 
     def _signature(self, name: str) -> list[int]:
         found = os.stat(self._folder / name)
@@ -251,7 +273,8 @@ class Mirror:
         except FileNotFoundError:
             return {"upload": "", "folder": "", "last_checkpoint": "", "files": []}
         found: dict[str, Any] = json.loads((self._folder / ".manifest").read_text())
-        return {"folder": "", **found, "files": [*filter(self._is_of_run, found["files"])]}
+        files = [name for name in found["files"] if self._is_of_run(name)]
+        return {"folder": "", **found, "files": files}
 
     def _write_manifest(self, tagged: str, files: list[str]) -> None:
         folder = self._read_record()["folder"]

@@ -27,8 +27,9 @@ class CheckpointStore:
 
     def put(self, path: str, name: str) -> None:
         """Copy a local file to the store; a file of this name is replaced as a whole."""
-        self._filesystem.makedirs(os.path.dirname(self._root + name), exist_ok=True)
-        self._filesystem.put_file(path, self._root + name)
+        remote = self._root + name
+        self._filesystem.makedirs(os.path.dirname(remote), exist_ok=True)
+        self._filesystem.put_file(path, remote)
 
     def get(self, name: str, path: str) -> None:
         """Copy a file of the store to a local path. Raises FileNotFoundError if there is none."""
@@ -37,7 +38,8 @@ class CheckpointStore:
     def list(self) -> list[str]:
         """The names of all files; a name may have one folder in it, with ``/``."""
         self._filesystem.invalidate_cache()  # another machine may write there
-        return [found.removeprefix(self._root) for found in self._filesystem.find(self._root)]
+        paths = self._filesystem.find(self._root)
+        return [path.removeprefix(self._root) for path in paths]
 
     def remove(self, name: str) -> None:
         """Remove a file."""

@@ -41,7 +41,8 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     not_with_fork = ("config_file", "eval_only", "fast_dev_run")
     if any(getattr(args, option, None) for option in not_with_fork):
         raise ConfigError(
-            "--fork trains with the settings of RUN: without --config-file, --eval-only, --fast-dev-run"
+            "--fork trains with the settings of RUN: without --config-file, --eval-only, "
+            "--fast-dev-run"
         )
     name, number = _run_and_number(args.fork)
     run = os.path.abspath(name)
@@ -50,7 +51,8 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     for folder in filter(None, own_folders):
         if os.path.realpath(folder) == os.path.realpath(run):
             raise ConfigError(
-                f"OUTPUT_DIR or CHECKPOINT.DIR is {run!r}, the folder of the run to fork; name another"
+                f"OUTPUT_DIR or CHECKPOINT.DIR is {run!r}, the folder of the run to fork; name "
+                "another"
             )
     own_config = Path(cfg.OUTPUT_DIR, "config.yaml")
     resumes = getattr(args, "resume", False) or is_restarted()
@@ -124,7 +126,8 @@ def _find(run: str, iteration: int) -> Saved:
     for name, damage in files.damaged.items():
         if is_between(name, newest, None):
             raise CheckpointError(
-                f"{name} in '{run}' may be its newest checkpoint, and is damaged ({damage}). Name another one by "
+                f"{name} in '{run}' may be its newest checkpoint, and is damaged ({damage}). "
+                "Name another one by "
                 f"--fork RUN@ITERATIONS{there}"
             )
     return newest

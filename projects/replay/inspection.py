@@ -19,8 +19,8 @@ from trainkit.projects.replay.failure import (
     without_process,
 )
 
+from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.losses import non_finite_names
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.logger import format_table
 
@@ -282,7 +282,8 @@ def digest(value: Any) -> str:
     for path, leaf in _leaves(value):
         if isinstance(leaf, Tensor):
             tensor = leaf.detach().to_dense().resolve_conj().contiguous().cpu()
-            found.update(tensor.reshape(-1, 1).view(torch.uint8).numpy().tobytes())
+            bits = tensor.reshape(-1, 1).view(torch.uint8)
+            found.update(bits.numpy().tobytes())
             leaf = f"{tensor.dtype}{list(tensor.shape)}"
         found.update(f"{path}{leaf!r}".encode())
     return found.hexdigest()
@@ -369,9 +370,9 @@ class Replay:
         if not self.differences:
             lines.append("settings, code, versions and machine are as in the run")
         losses = [(name, loss.item()) for name, loss in self.losses.items()]
-        norms = [
-            (name, gradient.float().norm().item()) for name, gradient in self.gradients.items()
-        ]
+        norms = []
+        for name, gradient in self.gradients.items():
+            norms.append((name, gradient.float().norm().item()))
         lines += [
             _table(("batch", "shape", "dtype", "min", "max"), self._fields()),
             _table(("loss", "value"), losses),

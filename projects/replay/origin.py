@@ -58,7 +58,10 @@ def refuse_imports(names: Iterable[str], given: Iterable[str]) -> None:
     """A file chooses no code: raises ConfigError if its IMPORTS has modules that the user's command does not name."""
     names = [*names]
     if not {*names} <= {*given}:
-        text = f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a file chooses no code"
+        text = (
+            f"IMPORTS of the run is {names!r:.200}, which your command does not name, and a "
+            "file chooses no code"
+        )
         raise ConfigError(f'{text}; if you trust it, add to your command: IMPORTS "{names!s:.200}"')
 
 
@@ -179,7 +182,10 @@ def sizes_and_times(names: Iterable[str]) -> dict[str, list[int]]:
 
 @cache  # cached: a process may train many times, but it imports the code only once
 def _digest_of(*files: Path) -> str:
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 @cache

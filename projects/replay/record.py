@@ -64,7 +64,8 @@ class RunRecord(HookBase):
             _ = self.origin  # read now: files may change during the run
         if self._is_in_parts:
             logger.info(
-                "A step of this run cannot be repeated: its checkpoints are in parts, one of each rank"
+                "A step of this run cannot be repeated: its checkpoints are in parts, one of "
+                "each rank"
             )
 
     def before_save(self, state: dict[str, Any]) -> None:

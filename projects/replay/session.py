@@ -168,7 +168,8 @@ class Session:
         """
         if not isinstance(cfg, CfgNode):
             raise ConfigError(
-                f"the command sets up a {type(cfg).__name__}; only jobs of a DefaultTrainer are replayed"
+                f"the command sets up a {type(cfg).__name__}; only jobs of a DefaultTrainer "
+                "are replayed"
             )
         if self._folder == cfg.OUTPUT_DIR:
             return
@@ -183,7 +184,8 @@ class Session:
         if not has_options:
             for key, now, value in facts.changes_since(cfg, given):
                 self.notes.append(
-                    f"setting {key}: {value!r} in the run, which is used; {now!r} in the command now"
+                    f"setting {key}: {value!r} in the run, which is used; {now!r} in the "
+                    "command now"
                 )
         self._output_dir = os.path.join(self.origin["folder"], cfg.OUTPUT_DIR)
         cfg.OUTPUT_DIR = self._folder
@@ -204,7 +206,8 @@ class Session:
         """Called in the place of ``DefaultTrainer.train``."""
         if not 0 <= self.at < trainer.max_iter:
             raise ConfigError(
-                f"--iter is {self.at}; accepted: 0 to {trainer.max_iter - 1}, the iterations of the run"
+                f"--iter is {self.at}; accepted: 0 to {trainer.max_iter - 1}, the iterations "
+                "of the run"
             )
         if self.start is None and self.origin["parents"]:
             parent = self.origin["parents"][-1]
@@ -214,8 +217,10 @@ class Session:
             )
         if self.num_ranks != comm.get_world_size() and not trainer.cfg.SOLVER.get("LOGICAL_RANKS"):
             raise CheckpointError(
-                f"the run had {self.num_ranks} processes, and this replay has {comm.get_world_size()}; start it by "
-                f"torchrun --nproc-per-node {self.num_ranks} -m trainkit.projects.replay with the same arguments"
+                f"the run had {self.num_ranks} processes, and this replay has "
+                f"{comm.get_world_size()}; start it by "
+                f"torchrun --nproc-per-node {self.num_ranks} -m trainkit.projects.replay with "
+                "the same arguments"
             )
         self.trainer = trainer
         try:

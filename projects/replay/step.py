@@ -286,7 +286,10 @@ class _Capsule(_Step):
                 f"'{path}' is no capsule of a step; to replay from a checkpoint, name its folder"
             )
         if not self._capsule["batches"]:
-            reason = "the weights had been updated, or there was no batch that a file can hold, or there were several"
+            reason = (
+                "the weights had been updated, or there was no batch that a file can hold, or "
+                "there were several"
+            )
             raise CheckpointError(
                 f"'{path}' holds no step: {reason}. Give {self._capsule['command']}"
             )

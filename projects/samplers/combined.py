@@ -36,14 +36,15 @@ class CombinedLoader:
         mode: Literal["round_robin", "each"] = "round_robin",
         epoch: Literal["max_cycle", "min"] = "max_cycle",
     ) -> None:
-        if not loaders or mode not in ("round_robin", "each") or epoch not in ("max_cycle", "min"):
-            accepted = (
-                'at least one loader, mode "round_robin" or "each", and epoch "max_cycle" or "min"'
-            )
+        is_known = mode in ("round_robin", "each") and epoch in ("max_cycle", "min")
+        if not loaders or not is_known:
             raise ValueError(
-                f"CombinedLoader needs {accepted}; got {[*loaders]}, {mode!r} and {epoch!r}"
+                'CombinedLoader needs at least one loader, mode "round_robin" or "each", and epoch '
+                f'"max_cycle" or "min"; got {[*loaders]}, {mode!r} and {epoch!r}'
             )
-        self.loaders, self._mode, self._epoch = dict(loaders), mode, epoch
+        self.loaders = dict(loaders)
+        self._mode = mode
+        self._epoch = epoch
         self._turn = 0  # "round_robin": the index of the next loader
         self._passes = dict.fromkeys(self.loaders, 0)  # those that have ended
 
@@ -64,7 +65,11 @@ class CombinedLoader:
     @property
     def resume_obstacle(self) -> str:
         """See `trainkit.data.resume_obstacle`."""
-        return next(filter(None, map(resume_obstacle, self.loaders.values())), "")
+        for loader in self.loaders.values():
+            obstacle = resume_obstacle(loader)
+            if obstacle:
+                return obstacle
+        return ""
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: loader.state_dict() for name, loader in self.loaders.items()}  # type: ignore[attr-defined]
@@ -77,7 +82,9 @@ class CombinedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at this position with the next ``iter()``; if names or mode differ, warn and start again."""
-        if state.get("mode") != self._mode or [*state["loaders"]] != [*self.loaders]:
+        has_same_mode = state.get("mode") == self._mode
+        has_same_loaders = [*state["loaders"]] == [*self.loaders]
+        if not has_same_mode or not has_same_loaders:
             logger.warning(
                 "The checkpoint's data are not from the loaders %s; they start again",
                 [*self.loaders],
@@ -119,7 +126,8 @@ class CombinedLoader:
             if self._mode == "each":
                 yield {name: next(iterator) for name, iterator in iterators.items()}
             else:
-                batch = next([*iterators.values()][self._turn])
+                in_turn = [*iterators.values()][self._turn]
+                batch = next(in_turn)
                 self._turn = (self._turn + 1) % len(iterators)
                 yield batch
 
@@ -145,20 +153,20 @@ class GroupedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         open_batches: dict[int, list[int]] = {}
         for index in self.sampler:
-            batch = open_batches.setdefault(group := self._group_ids[index], [])
+            group = self._group_ids[index]
+            batch = open_batches.setdefault(group, [])
             batch.append(index)
             if len(batch) == self.batch_size:
-                yield open_batches.pop(group)
+                del open_batches[group]
+                yield batch
 
     @property
     def resume_obstacle(self) -> str:
         """See `trainkit.data.resume_obstacle`."""
-        name, is_endless = type(self.sampler).__name__, isinstance(self.sampler, InfiniteSampler)
-        return (
-            ""
-            if is_endless
-            else f"GroupedBatchSampler has no position in a {name}; use an endless sampler"
-        )
+        if isinstance(self.sampler, InfiniteSampler):
+            return ""
+        name = type(self.sampler).__name__
+        return f"GroupedBatchSampler has no position in a {name}; use an endless sampler"
 
     def state_dict(self) -> dict[str, Any]:
         """The position; empty if there is a `resume_obstacle`."""
@@ -168,6 +176,11 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
-        if (saved := state["world_size"]) != (own := self.sampler.world_size):
-            text = "The batches of %d ranks cannot be divided among %d; some samples may be repeated or left out"
+        saved = state["world_size"]
+        own = self.sampler.world_size
+        if saved != own:
+            text = (
+                "The batches of %d ranks cannot be divided among %d; some samples may be "
+                "repeated or left out"
+            )
             logger.warning(text, saved, own)

@@ -35,18 +35,21 @@ class RandomSubsetTrainingSampler(TrainingSampler):
         subset_size = round(size * subset_ratio)
         if not 1 <= subset_size <= size:
             raise ValueError(
-                f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 to {size}"
+                f"subset_ratio {subset_ratio} of {size} samples is {subset_size}; it must be 1 "
+                f"to {size}"
             )
         super().__init__(subset_size, shuffle, seed_shuffle)
         self._dataset_size = size
-        self._choose(comm.shared_random_seed() if seed_subset is None else int(seed_subset))
+        if seed_subset is None:
+            seed_subset = comm.shared_random_seed()
+        self._choose(int(seed_subset))
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset: Any) -> dict[str, Any]:
-        seed, ratio = seed_of(cfg), cfg.DATALOADER.RANDOM_SUBSET_RATIO
+        seed = seed_of(cfg)
         return {
             "size": len(dataset),
-            "subset_ratio": ratio,
+            "subset_ratio": cfg.DATALOADER.RANDOM_SUBSET_RATIO,
             "seed_shuffle": seed,
             "seed_subset": seed,
         }
@@ -54,10 +57,10 @@ class RandomSubsetTrainingSampler(TrainingSampler):
     def _choose(self, seed: int) -> None:
         # epochs have the key 0, so the subset is independent of all orders
         generator = new_generator(seed, 1)
-        chosen = torch.randperm(self._dataset_size, generator=generator, device="cpu")[
-            : self.samples_per_epoch
-        ]
-        self.seed_subset, self.subset_indices = seed, chosen.sort().values
+        order = torch.randperm(self._dataset_size, generator=generator, device="cpu")
+        chosen = order[: self.samples_per_epoch]
+        self.seed_subset = seed
+        self.subset_indices = chosen.sort().values
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
         return {**super().state_dict(position), "seed_subset": self.seed_subset}
@@ -78,7 +81,8 @@ class LimitedSampler(InfiniteSampler):
 
     def __init__(self, sampler: InfiniteSampler, size: int, *, repeat_first: bool = False) -> None:
         super().__init__(sampler.seed)
-        self._sampler, self._repeat_first = sampler, repeat_first
+        self._sampler = sampler
+        self._repeat_first = repeat_first
         self._size = check_period("size", size, minimum=1)
 
     @property
@@ -86,9 +90,10 @@ class LimitedSampler(InfiniteSampler):
         return min(self._size, self._sampler.samples_per_epoch)
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:
-        return self._sampler.epoch_indices(0 if self._repeat_first else epoch)[
-            : self.samples_per_epoch
-        ]
+        if self._repeat_first:
+            epoch = 0
+        indices = self._sampler.epoch_indices(epoch)
+        return indices[: self.samples_per_epoch]
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
         return {**self._sampler.state_dict(0), **super().state_dict(position)}
@@ -102,14 +107,15 @@ class LimitedSampler(InfiniteSampler):
 @SAMPLER_REGISTRY.register()
 def limited_sampler(cfg: CfgNode, dataset: Any) -> InfiniteSampler:
     """The sampler of the config, with its limit; DATALOADER.LIMITED is the name that `prepare` has replaced."""
-    sampler: InfiniteSampler = SAMPLER_REGISTRY.get(
-        cfg.DATALOADER.get("LIMITED", "TrainingSampler")
-    )(cfg, dataset)
+    builder = SAMPLER_REGISTRY.get(cfg.DATALOADER.get("LIMITED", "TrainingSampler"))
+    sampler: InfiniteSampler = builder(cfg, dataset)
     repeats = cfg.DATALOADER.OVERFIT_BATCHES > 0
     num_batches = cfg.DATALOADER.OVERFIT_BATCHES or cfg.SOLVER.MAX_BATCHES_PER_EPOCH
     size = num_batches * cfg.SOLVER.ACCUMULATION_STEPS * cfg.SOLVER.IMS_PER_BATCH
     is_limited = repeats or 0 < size < sampler.samples_per_epoch
-    return LimitedSampler(sampler, size, repeat_first=repeats) if is_limited else sampler
+    if not is_limited:
+        return sampler
+    return LimitedSampler(sampler, size, repeat_first=repeats)
 
 
 _BEFORE_ALL = (-1, 0, 0)  # (epoch, its first position in the stream, the position after it)
@@ -135,19 +141,23 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
     ) -> None:
         super().__init__(seed)
         factors = torch.as_tensor(repeat_factors, dtype=torch.float64, device="cpu")
-        if not factors.isfinite().all() or (factors < 0).any() or not factors.any():
+        are_in_range = factors.isfinite().all() and (factors >= 0).all()
+        if not are_in_range or not factors.any():
             raise ValueError(
                 f"repeat_factors must be finite, >= 0 and not all 0, got {factors.tolist()!s:.99}"
             )
-        self._whole, self._fraction, self._shuffle = factors.floor().long(), factors.frac(), shuffle
+        self._whole = factors.floor().long()
+        self._fraction = factors.frac()
+        self._shuffle = shuffle
         self._located = _BEFORE_ALL
 
     @classmethod
     def from_config(cls, cfg: CfgNode, dataset: Any) -> dict[str, Any]:
         """Read every sample once. Raises ConfigError if a sample lacks categories."""
         categories = [_categories_of(dataset[index]) for index in range(len(dataset))]
-        options = cfg.DATALOADER.REPEAT_THRESHOLD, cfg.DATALOADER.REPEAT_SQRT
-        factors = cls.repeat_factors_from_category_frequency(categories, *options)
+        factors = cls.repeat_factors_from_category_frequency(
+            categories, cfg.DATALOADER.REPEAT_THRESHOLD, cfg.DATALOADER.REPEAT_SQRT
+        )
         return {"repeat_factors": factors, "seed": seed_of(cfg)}
 
     @staticmethod
@@ -165,24 +175,20 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         frequency below which a category is repeated; 0 repeats none.
         """
         check_number("repeat_thresh", repeat_thresh, "[0, inf)")
-        samples = [
-            {entry["category_id"] for entry in sample["annotations"]}
-            if isinstance(sample, Mapping)
-            else {*sample}
-            for sample in dataset_dicts
-        ]
-        counts = Counter(category for categories in samples for category in categories)
-        ratios = {
-            category: repeat_thresh * len(samples) / count for category, count in counts.items()
-        }
-        factors = {
-            category: max(1.0, math.sqrt(ratio) if sqrt else ratio)
-            for category, ratio in ratios.items()
-        }
-        largest = [
-            max((factors[category] for category in categories), default=1.0)
-            for categories in samples
-        ]
+        samples = [_set_of_categories(sample) for sample in dataset_dicts]
+        counts: Counter[Hashable] = Counter()
+        for categories in samples:
+            counts.update(categories)
+        factors: dict[Hashable, float] = {}
+        for category, count in counts.items():
+            ratio = repeat_thresh * len(samples) / count
+            if sqrt:
+                ratio = math.sqrt(ratio)
+            factors[category] = max(1.0, ratio)
+        largest = []
+        for categories in samples:
+            of_sample = [factors[category] for category in categories]
+            largest.append(max(of_sample, default=1.0))
         return torch.tensor(largest, dtype=torch.float32, device="cpu")
 
     @property
@@ -200,42 +206,57 @@ class RepeatFactorTrainingSampler(InfiniteSampler):
         self._located = state["epoch"] - 1, start, start
 
     def epoch_indices(self, epoch: int) -> torch.Tensor:
-        repeats = self._repeats(generator := new_generator(self.seed, 0, epoch))
+        generator = new_generator(self.seed, 0, epoch)
+        repeats = self._repeats(generator)
         # numpy: torch's repeat starts all its threads
-        indices = torch.from_numpy(np.repeat(np.arange(len(repeats)), repeats.numpy()))
-        return (
-            indices[torch.randperm(len(indices), generator=generator, device="cpu")]
-            if self._shuffle
-            else indices
-        )
+        repeated = np.repeat(np.arange(len(repeats)), repeats.numpy())
+        indices = torch.from_numpy(repeated)
+        if self._shuffle:
+            order = torch.randperm(len(indices), generator=generator, device="cpu")
+            indices = indices[order]
+        return indices
 
     def _repeats(self, generator: torch.Generator) -> torch.Tensor:
-        drawn = torch.rand(len(self._whole), dtype=torch.float64, generator=generator, device="cpu")
-        return self._whole + (drawn < self._fraction)
+        size = len(self._whole)
+        drawn = torch.rand(size, dtype=torch.float64, generator=generator, device="cpu")
+        is_rounded_up = drawn < self._fraction
+        return self._whole + is_rounded_up
 
     def locate(self, position: int) -> tuple[int, int]:
         """(epoch, offset in it) of a sample of the global stream; draws the lengths of unknown epochs."""
-        epoch, start, end = self._located if self._located[1] <= position else _BEFORE_ALL
+        epoch, start, end = self._located
+        if position < start:
+            epoch, start, end = _BEFORE_ALL
         while end <= position:
-            epoch, start = epoch + 1, end
-            end += int(self._repeats(new_generator(self.seed, 0, epoch)).sum())
+            epoch += 1
+            start = end
+            repeats = self._repeats(new_generator(self.seed, 0, epoch))
+            end += int(repeats.sum())
         self._located = epoch, start, end
         return epoch, position - start
 
 
+def _set_of_categories(sample: Collection[Hashable] | Mapping[str, Any]) -> set[Hashable]:
+    if isinstance(sample, Mapping):
+        return {entry["category_id"] for entry in sample["annotations"]}
+    return {*sample}
+
+
 def _categories_of(sample: Any) -> Collection[Hashable] | Mapping[str, Any]:
     """The entry "category", or else "label", of a sample before its transform; detectron2's dict as it is."""
-    keys = [
-        key
-        for key in ("annotations", "category", "label")
-        if isinstance(sample, Mapping) and key in sample
-    ]
-    if not keys:
+    if not isinstance(sample, Mapping):
+        sample_keys: list[str] = []
+    else:
+        sample_keys = [key for key in ("annotations", "category", "label") if key in sample]
+    if not sample_keys:
         accepted = "a dict with 'category', 'label' or 'annotations'"
         raise ConfigError(
             f"RepeatFactorTrainingSampler needs categories: {accepted}, got {sample!r:.99}"
         )
-    if keys[0] == "annotations":
+    key = sample_keys[0]
+    if key == "annotations":
         return sample
-    value = sample[keys[0]].tolist() if hasattr(sample[keys[0]], "tolist") else sample[keys[0]]
+    value = sample[key]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     return value if isinstance(value, list | tuple | set | frozenset) else [value]

@@ -66,7 +66,10 @@ def prepare(cfg: CfgNode) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    text = "train on the same N batches again and again, to see whether the model can learn them; evaluate N batches"
+    text = (
+        "train on the same N batches again and again, to see whether the model can learn "
+        "them; evaluate N batches"
+    )
     parser.add_argument("--overfit-batches", type=int, default=0, metavar="N", help=text)
 
 
@@ -74,6 +77,7 @@ def apply_options(cfg: Any, args: argparse.Namespace) -> None:
     """Set the keys in place, by item, since the config may be frozen. Raises ConfigError for a LazyConfig."""
     if not isinstance(cfg, CfgNode):
         raise ConfigError(
-            "--overfit-batches is given, but the job has a LazyConfig; limit dataloader.train instead"
+            "--overfit-batches is given, but the job has a LazyConfig; limit dataloader.train "
+            "instead"
         )
     cfg.DATALOADER["OVERFIT_BATCHES"] = cfg.TEST["MAX_BATCHES"] = args.overfit_batches

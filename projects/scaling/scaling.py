@@ -1,7 +1,6 @@
 """Adapt the learning rates and lengths of a config to another number of workers or another batch size."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from trainkit.config import CfgNode
@@ -25,8 +24,9 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
     if reference in (0, num_workers):
         return cfg
-    scale, batch_size = num_workers / reference, cfg.SOLVER.IMS_PER_BATCH * num_workers
-    if batch_size % reference:
+    scale = num_workers / reference
+    batch_size, rest = divmod(cfg.SOLVER.IMS_PER_BATCH * num_workers, reference)
+    if rest != 0:
         accepted = (
             f"for {num_workers} processes, a multiple of SOLVER.REFERENCE_WORLD_SIZE ({reference})"
         )
@@ -35,25 +35,30 @@ def scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     def shorter(length: Any) -> Any:
         if isinstance(length, list | tuple):
             return type(length)(shorter(item) for item in length)
-        # 0 switches off
-        return length if isinstance(length, str) else round(length / scale) or int(length > 0)
+        if isinstance(length, str):
+            return length
+        # 0 would switch off
+        scaled = round(length / scale)
+        return 1 if scaled == 0 and length > 0 else scaled
 
-    cfg = cfg.clone()  # items of a frozen node can be assigned
+    cfg = cfg.clone()
     solver = cfg.SOLVER
-    lengths = {
-        key: shorter(solver[key])
-        for key in ("MAX_ITER", "WARMUP_ITERS", "STEPS", "CHECKPOINT_PERIOD")
-    }
-    if not solver.is_set("WARMUP_ITERS"):
-        lengths["WARMUP_ITERS"] = solver.WARMUP_ITERS
-    if batches := solver.get("MAX_BATCHES_PER_EPOCH", 0):  # a key of the project samplers
-        solver["MAX_BATCHES_PER_EPOCH"] = shorter(batches)
-    solver.update(lengths, IMS_PER_BATCH=batch_size // reference, REFERENCE_WORLD_SIZE=num_workers)
-    cfg.TEST.update({key: shorter(cfg.TEST[key]) for key in ("EVAL_PERIOD", "EVAL_START")})
+    # by item, since the node may be frozen
+    for key in ("MAX_ITER", "STEPS", "CHECKPOINT_PERIOD"):
+        solver[key] = shorter(solver[key])
+    if solver.is_set("WARMUP_ITERS"):
+        solver["WARMUP_ITERS"] = shorter(solver.WARMUP_ITERS)
+    if "MAX_BATCHES_PER_EPOCH" in solver:  # a key of the project samplers
+        solver["MAX_BATCHES_PER_EPOCH"] = shorter(solver.MAX_BATCHES_PER_EPOCH)
+    solver["IMS_PER_BATCH"] = batch_size
+    solver["REFERENCE_WORLD_SIZE"] = num_workers
+    for key in ("EVAL_PERIOD", "EVAL_START"):
+        cfg.TEST[key] = shorter(cfg.TEST[key])
     cfg.CHECKPOINT["START"] = shorter(cfg.CHECKPOINT.START)
     _scale_lr(solver, scale)
     for entry in solver.get("SCHEDULES", []):
-        entry.update({key: shorter(entry[key]) for key in _SCHEDULE_LENGTHS & entry.keys()})
+        for key in _SCHEDULE_LENGTHS & entry.keys():
+            entry[key] = shorter(entry[key])
         if entry["NAME"] == "Exponential" and "GAMMA" in entry:  # a factor per iteration
             entry["GAMMA"] **= scale
     text = "Config scaled from %d to %d workers: batch size %d, learning rate %g, %s iterations"
@@ -67,10 +72,8 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
     Samples per iteration are IMS_PER_BATCH (over all ranks) * ACCUMULATION_STEPS. Returns ``cfg`` itself if nothing
     changes, else a changed copy.
     """
-    reference, batch_size = (
-        cfg.SOLVER.REFERENCE_BATCH_SIZE,
-        cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS,
-    )
+    reference = cfg.SOLVER.REFERENCE_BATCH_SIZE
+    batch_size = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
     if reference in (0, batch_size):
         return cfg
     cfg = cfg.clone()
@@ -82,13 +85,20 @@ def scale_lr_to_batch(cfg: CfgNode) -> CfgNode:
 
 
 def _scale_lr(solver: CfgNode, scale: float) -> None:
-    solver.update(BASE_LR=solver.BASE_LR * scale, BASE_LR_END=solver.BASE_LR_END * scale)
-    if base_lr(solver)[0] == "SOLVER.OPTIMIZER.LR":
+    solver["BASE_LR"] *= scale
+    solver["BASE_LR_END"] *= scale
+    key_of_base, *_ = base_lr(solver)
+    if key_of_base == "SOLVER.OPTIMIZER.LR":
         solver.OPTIMIZER["LR"] *= scale
-    entries = [
-        entry for entries in solver.values() if isinstance(entries, list) for entry in entries
-    ]
-    for entry in entries:  # such as those of SCHEDULES
-        for key in ("LR", "END_VALUE"):
-            if isinstance(entry, Mapping) and entry.get(key) is not None:
-                entry[key] *= scale  # type: ignore[index]
+    for entries in solver.values():
+        if isinstance(entries, list):  # such as that of SCHEDULES
+            for entry in entries:
+                _scale_entry(entry, scale)
+
+
+def _scale_entry(entry: Any, scale: float) -> None:
+    if not isinstance(entry, dict):
+        return
+    for key in ("LR", "END_VALUE"):
+        if entry.get(key) is not None:
+            entry[key] *= scale

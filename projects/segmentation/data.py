@@ -49,26 +49,29 @@ class DigitCanvases(Dataset[dict[str, Any]]):
         image, label = self._place_digits(rng)
         for _ in range(_NUM_STROKES):
             np.maximum(image, _stroke(rng), out=image)
-        image += _shading(rng) + rng.normal(0, _NOISE, image.shape)
-        return {
-            "image": torch.from_numpy(image.astype(np.float32))[None],
-            "label": torch.from_numpy(label),
-        }
+        shading = _shading(rng)
+        noise = rng.normal(0, _NOISE, image.shape)
+        image += shading + noise
+        tensor = torch.from_numpy(image.astype(np.float32))
+        return {"image": tensor[None], "label": torch.from_numpy(label)}
 
     def _place_digits(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        image, label = (
-            np.zeros((CANVAS_SIZE, CANVAS_SIZE)),
-            np.zeros((CANVAS_SIZE, CANVAS_SIZE), np.int64),
-        )
+        image = np.zeros((CANVAS_SIZE, CANVAS_SIZE))
+        label = np.zeros((CANVAS_SIZE, CANVAS_SIZE), np.int64)
+        smallest, largest = _SIZES
         for _ in range(_NUM_TRIES):
             scan = self._scans[rng.integers(len(self._scans))]
-            size = int(rng.integers(*_SIZES, endpoint=True))
+            size = int(rng.integers(smallest, largest, endpoint=True))
             top, left = rng.integers(CANVAS_SIZE - size, size=2, endpoint=True)
-            place = np.s_[top : top + size, left : left + size]
-            if not label[place].any():
-                ink = _enlarge(scan["image"] / 16, size)
-                np.maximum(image[place], ink * rng.uniform(*_INK), out=image[place])
-                label[place][ink > _IS_INK] = 1 + scan["label"]
+            # views of the place of the digit
+            image_there = image[top : top + size, left : left + size]
+            label_there = label[top : top + size, left : left + size]
+            if label_there.any():
+                continue
+            ink = _enlarge(scan["image"] / 16, size)
+            darkness = rng.uniform(*_INK)
+            np.maximum(image_there, ink * darkness, out=image_there)
+            label_there[ink > _IS_INK] = 1 + scan["label"]
         return image, label
 
 
@@ -81,8 +84,10 @@ def _enlarge(scan: np.ndarray, size: int) -> np.ndarray:
 @cache
 def _weights(old: int, new: int) -> np.ndarray:
     """``[new, old]``: each new pixel is a weighted mean of the two old pixels with the nearest centres."""
-    middles = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
-    return np.clip(1 - np.abs(middles[:, None] - np.arange(old)), 0, None)
+    middles = (np.arange(new) + 0.5) * old / new - 0.5
+    middles = np.clip(middles, 0, old - 1)
+    distances = np.abs(middles[:, None] - np.arange(old))
+    return np.clip(1 - distances, 0, None)
 
 
 _ROWS, _COLUMNS = np.mgrid[:CANVAS_SIZE, :CANVAS_SIZE]
@@ -91,22 +96,27 @@ _ROWS, _COLUMNS = np.mgrid[:CANVAS_SIZE, :CANVAS_SIZE]
 def _stroke(rng: np.random.Generator) -> np.ndarray:
     """A straight stroke, one or two pixels wide."""
     row, column = rng.uniform(0, CANVAS_SIZE, 2)
-    angle, length, half_width = (
-        rng.uniform(0, np.pi),
-        rng.uniform(*_STROKE_LENGTH),
-        rng.uniform(0.5, 1),
-    )
-    rows, columns = _ROWS - row, _COLUMNS - column
-    along = np.clip(rows * np.sin(angle) + columns * np.cos(angle), 0, length)
-    distance = np.hypot(rows - along * np.sin(angle), columns - along * np.cos(angle))
-    return np.clip(half_width + 0.5 - distance, 0, 1) * rng.uniform(*_INK)
+    angle = rng.uniform(0, np.pi)
+    length = rng.uniform(*_STROKE_LENGTH)
+    half_width = rng.uniform(0.5, 1)
+    sin = np.sin(angle)
+    cos = np.cos(angle)
+    # of each pixel from the start of the stroke
+    rows = _ROWS - row
+    columns = _COLUMNS - column
+    along = np.clip(rows * sin + columns * cos, 0, length)
+    distance = np.hypot(rows - along * sin, columns - along * cos)
+    covered = np.clip(half_width + 0.5 - distance, 0, 1)
+    return covered * rng.uniform(*_INK)
 
 
 def _shading(rng: np.random.Generator) -> np.ndarray:
-    slopes = rng.uniform(-_SHADING, _SHADING, 2) / (CANVAS_SIZE / 2)
-    return slopes[0] * (_ROWS - CANVAS_SIZE / 2) + slopes[1] * (_COLUMNS - CANVAS_SIZE / 2)
+    slope_down, slope_right = rng.uniform(-_SHADING, _SHADING, 2) / (CANVAS_SIZE / 2)
+    middle = CANVAS_SIZE / 2
+    return slope_down * (_ROWS - middle) + slope_right * (_COLUMNS - middle)
 
 
 for _split, _num in NUM_CANVASES.items():
-    DatasetCatalog.register(f"canvases_{_split}", partial(DigitCanvases, _split, _num))
-    MetadataCatalog.get(f"canvases_{_split}").set(class_names=list(CLASS_NAMES))
+    _name = f"canvases_{_split}"
+    DatasetCatalog.register(_name, partial(DigitCanvases, _split, _num))
+    MetadataCatalog.get(_name).set(class_names=list(CLASS_NAMES))

@@ -49,12 +49,16 @@ def draw_segmentation(
         RGB, uint8, on the CPU, each pixel three times as large.
     """
     image = inputs["image"][:_NUM_ROWS, 0].cpu()
-    paper = (255 * (1 - image)).clamp(0, 255).to(torch.uint8)[..., None].expand(-1, -1, -1, 3)
-    colours = PALETTE if palette is None else torch.tensor(palette, dtype=torch.uint8)
-    labels = [inputs["label"][:_NUM_ROWS].cpu(), outputs[:_NUM_ROWS].argmax(dim=1).cpu()]
-    drawn = [
-        torch.lerp(paper.float(), colours[label].float(), alpha).round().to(torch.uint8)
-        for label in labels
-    ]
-    rows = torch.cat([paper, *drawn], dim=2).flatten(0, 1)
+    gray = (255 * (1 - image)).clamp(0, 255).to(torch.uint8)
+    paper = gray[..., None].expand(-1, -1, -1, 3)
+    colours = PALETTE
+    if palette is not None:
+        colours = torch.tensor(palette, dtype=torch.uint8)
+    truth = inputs["label"][:_NUM_ROWS].cpu()
+    prediction = outputs[:_NUM_ROWS].argmax(dim=1).cpu()
+    columns = [paper]
+    for label in (truth, prediction):
+        mixed = torch.lerp(paper.float(), colours[label].float(), alpha)
+        columns.append(mixed.round().to(torch.uint8))
+    rows = torch.cat(columns, dim=2).flatten(0, 1)
     return rows.repeat_interleave(_ENLARGED, 0).repeat_interleave(_ENLARGED, 1)

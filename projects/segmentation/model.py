@@ -27,10 +27,13 @@ class Segmenter(nn.Module):
         return {"width": cfg.MODEL.WIDTH}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
-        return self.losses(batch) if self.training else self.logits(batch["image"])
+        if self.training:
+            return self.losses(batch)
+        return self.logits(batch["image"])
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss_seg": F.cross_entropy(self.logits(batch["image"]), batch["label"])}
+        logits = self.logits(batch["image"])
+        return {"loss_seg": F.cross_entropy(logits, batch["label"])}
 
     def logits(self, image: Tensor) -> Tensor:
         raise NotImplementedError
@@ -67,12 +70,17 @@ class Pyramid(nn.Module):
         if not isinstance(width, int) or width < 1:
             raise ConfigError(f"MODEL.WIDTH is {width!r}; accepted: a number of at least 1")
         self.widths = [width, 2 * width, 4 * width, 4 * width]
-        self.stages = nn.ModuleList(map(_convs, [1, *self.widths[:-1]], self.widths))
+        self.stages = nn.ModuleList()
+        channels = 1
+        for width_of_stage in self.widths:
+            self.stages.append(_convs(channels, width_of_stage))
+            channels = width_of_stage
 
     def forward(self, image: Tensor) -> list[Tensor]:
         features = [self.stages[0](image)]
         for stage in self.stages[1:]:
-            features.append(stage(F.max_pool2d(features[-1], 2)))
+            smaller = F.max_pool2d(features[-1], 2)
+            features.append(stage(smaller))
         return features
 
 
@@ -84,14 +92,18 @@ class UNet(Segmenter):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.pyramid = Pyramid(width)
-        widths = itertools.pairwise(self.pyramid.widths)
-        self.up = nn.ModuleList(_convs(large + small, large) for large, small in widths)
+        self.up = nn.ModuleList()
+        # the number of channels of a feature map, and of the next smaller one
+        for large, small in itertools.pairwise(self.pyramid.widths):
+            self.up.append(_convs(large + small, large))
         self.classifier = nn.Conv2d(width, _NUM_CLASSES, kernel_size=1)
 
     def logits(self, image: Tensor) -> Tensor:
-        *features, x = self.pyramid(image)
+        features = self.pyramid(image)
+        x = features.pop()
         for convs in reversed(self.up):
-            x = convs(torch.cat([features.pop(), _upsample(x)], dim=1))
+            joined = torch.cat([features.pop(), _upsample(x)], dim=1)
+            x = convs(joined)
         return self.classifier(x)
 
 
@@ -103,15 +115,16 @@ class FCN(Segmenter):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.pyramid = Pyramid(width)
-        self.classifiers = nn.ModuleList(
-            nn.Conv2d(channels, _NUM_CLASSES, 1) for channels in self.pyramid.widths
-        )
+        self.classifiers = nn.ModuleList()
+        for channels in self.pyramid.widths:
+            self.classifiers.append(nn.Conv2d(channels, _NUM_CLASSES, 1))
 
     def logits(self, image: Tensor) -> Tensor:
         features = self.pyramid(image)
-        *scores, total = [
-            classifier(x) for classifier, x in zip(self.classifiers, features, strict=True)
-        ]
+        scores = []
+        for classifier, x in zip(self.classifiers, features, strict=True):
+            scores.append(classifier(x))
+        total = scores.pop()
         while scores:
             total = _upsample(total) + scores.pop()
         return total
@@ -139,8 +152,9 @@ class ViT(nn.Module):
             nn.Conv2d(dim, dim, 3, padding=1),
         )
         self.pos_embed = nn.Parameter(_sines_and_cosines(dim, CANVAS_SIZE // PATCH_SIZE))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
+        self.layers = nn.ModuleList()
+        for _ in range(depth):
+            layer = nn.TransformerEncoderLayer(
                 dim,
                 num_heads,
                 4 * dim,
@@ -149,8 +163,7 @@ class ViT(nn.Module):
                 batch_first=True,
                 norm_first=True,
             )
-            for _ in range(depth)
-        )
+            self.layers.append(layer)
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -163,10 +176,13 @@ class ViT(nn.Module):
 
 def _sines_and_cosines(dim: int, size: int) -> Tensor:
     """Positions ``[1, size * size, dim]``: sines and cosines of rows and columns in ``dim / 4`` frequencies."""
-    angles = torch.arange(size)[:, None] / 100 ** (torch.arange(dim // 4) / (dim // 4))
+    exponents = torch.arange(dim // 4) / (dim // 4)
+    angles = torch.arange(size)[:, None] / 100**exponents
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)
     rows = waves[:, None].expand(size, size, dim // 2)
-    return torch.cat([rows, rows.transpose(0, 1)], dim=2).reshape(1, size * size, dim)
+    columns = rows.transpose(0, 1)
+    positions = torch.cat([rows, columns], dim=2)
+    return positions.reshape(1, size * size, dim)
 
 
 @MODEL_REGISTRY.register()
@@ -183,11 +199,8 @@ class ViTSegmenter(Segmenter):
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {
-            "dim": cfg.MODEL.VIT.DIM,
-            "depth": cfg.MODEL.VIT.DEPTH,
-            "num_heads": cfg.MODEL.VIT.NUM_HEADS,
-        }
+        vit = cfg.MODEL.VIT
+        return {"dim": vit.DIM, "depth": vit.DEPTH, "num_heads": vit.NUM_HEADS}
 
     def logits(self, image: Tensor) -> Tensor:
         return self.head(self.backbone(image))

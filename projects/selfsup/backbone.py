@@ -50,12 +50,11 @@ def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with batch norm and ReLU between them, but not after the last one."""
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths[:-1]):
-        layers += [
-            nn.Linear(width_in, width_out, bias=False),
-            nn.BatchNorm1d(width_out),
-            nn.ReLU(inplace=True),
-        ]
-    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
+        layers.append(nn.Linear(width_in, width_out, bias=False))
+        layers.append(nn.BatchNorm1d(width_out))
+        layers.append(nn.ReLU(inplace=True))
+    layers.append(nn.Linear(widths[-2], widths[-1]))
+    return nn.Sequential(*layers)
 
 
 class Head(nn.Linear):
@@ -85,7 +84,9 @@ class SelfSupModel(nn.Module):
         return {"width": cfg.MODEL.WIDTH}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | Tensor:
-        return self.losses(batch) if self.training else self.extract_feat(batch)
+        if self.training:
+            return self.losses(batch)
+        return self.extract_feat(batch)
 
     def extract_feat(self, batch: dict[str, Tensor]) -> Tensor:
         return self.features(batch["image"])

@@ -63,22 +63,26 @@ def evaluate_random(cfg: CfgNode) -> tuple[Mapping[str, float], Mapping[str, flo
 
 def _evaluate(cfg: CfgNode, model: nn.Module) -> Mapping[str, float]:
     (name,) = cfg.DATASETS.TEST
-    return inference_on_dataset(model, build_test_loader(cfg, name), build_evaluator(cfg, name))[
-        "frozen"
-    ]
+    loader = build_test_loader(cfg, name)
+    evaluator = build_evaluator(cfg, name)
+    return inference_on_dataset(model, loader, evaluator)["frozen"]
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """For each method and metric the mean over the seeds, and the value for each seed."""
-    cells = [
-        (method, *(_cell([of_seed[metric] for of_seed in by_seed]) for metric in METRICS))
-        for method, by_seed in rows.items()
-    ]
-    return tabulate(cells, ["", *(f"{metric}, %" for metric in METRICS)], tablefmt="pipe")
+    cells = []
+    for method, by_seed in rows.items():
+        row = [method]
+        for metric in METRICS:
+            row.append(_cell([of_seed[metric] for of_seed in by_seed]))
+        cells.append(row)
+    headers = ["", *(f"{metric}, %" for metric in METRICS)]
+    return tabulate(cells, headers, tablefmt="pipe")
 
 
 def _cell(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.1f} ({' '.join(f'{value:.1f}' for value in values)})"
+    each = " ".join(f"{value:.1f}" for value in values)
+    return f"{statistics.mean(values):.1f} ({each})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,17 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
 
-    by_seed = [
-        evaluate_random(config("base", seed, args.output_dir, args.opts)) for seed in args.seeds
-    ]
-    rows = {
-        "random backbone": [initial for initial, _ in by_seed],
-        "the same, precise batch norm": [precise for _, precise in by_seed],
-    }
+    def config_of(name: str, seed: int) -> CfgNode:
+        return config(name, seed, args.output_dir, args.opts)
+
+    initial = []
+    precise = []
+    for seed in args.seeds:
+        with_initial, with_precise = evaluate_random(config_of("base", seed))
+        initial.append(with_initial)
+        precise.append(with_precise)
+    rows = {"random backbone": initial, "the same, precise batch norm": precise}
     for method in args.methods:
-        rows[method] = [
-            train(config(method, seed, args.output_dir, args.opts)) for seed in args.seeds
-        ]
+        rows[method] = [train(config_of(method, seed)) for seed in args.seeds]
     print(table(rows))
 
 

@@ -34,9 +34,8 @@ class DeepCluster(SelfSupModel):
         return {**super().from_config(cfg), "num_clusters": cfg.MODEL.DEEPCLUSTER.NUM_CLUSTERS}
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        logits = self.head(self.features(torch.cat([batch["view1"], batch["view2"]])))
-        return {
-            "loss_cluster": F.cross_entropy(
-                logits, batch["label"].repeat(2), weight=self.loss_weight
-            )
-        }
+        views = torch.cat([batch["view1"], batch["view2"]])
+        labels = batch["label"].repeat(2)
+        logits = self.head(self.features(views))
+        loss = F.cross_entropy(logits, labels, weight=self.loss_weight)
+        return {"loss_cluster": loss}

@@ -24,12 +24,16 @@ class Heads(nn.Module):
         super().__init__()
         self.single = mlp(channels, channels, dim)
         self.dense = nn.Sequential(
-            nn.Conv2d(channels, channels, 1), nn.ReLU(inplace=True), nn.Conv2d(channels, dim, 1)
+            nn.Conv2d(channels, channels, 1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, dim, 1),
         )
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        single, dense = self.single(pool(features)), self.dense(features).flatten(2)
-        return F.normalize(single), F.normalize(dense), F.normalize(features.flatten(2))
+        single = self.single(pool(features))
+        dense = self.dense(features).flatten(2)
+        positions = features.flatten(2)
+        return F.normalize(single), F.normalize(dense), F.normalize(positions)
 
 
 @MODEL_REGISTRY.register()
@@ -61,9 +65,8 @@ class DenseCL(SelfSupModel):
     ) -> None:
         super().__init__(width)
         self.heads = Heads(self.backbone.out_channels, dim)
-        self.key_encoder = copy.deepcopy(nn.Sequential(self.backbone, self.heads)).requires_grad_(
-            False
-        )
+        encoder = nn.Sequential(self.backbone, self.heads)
+        self.key_encoder = copy.deepcopy(encoder).requires_grad_(False)
         self.register_buffer("queue", new_queue(queue_length, dim))
         self.register_buffer("dense_queue", new_queue(queue_length, dim))
         self.loss_lambda = loss_lambda
@@ -85,10 +88,11 @@ class DenseCL(SelfSupModel):
             key_single, key_dense, key_features = self.key_encoder(batch["view2"])
             matched = match(features, key_features)
             positives = key_dense.gather(2, matched[:, None].expand_as(key_dense))
-        loss_single = contrast(single, key_single, self.queue, self._temperature)
-        loss_dense = contrast(
-            _as_rows(dense), _as_rows(positives), self.dense_queue, self._temperature
-        )
+        temperature = self._temperature
+        loss_single = contrast(single, key_single, self.queue, temperature)
+        rows = _as_rows(dense)
+        key_rows = _as_rows(positives)
+        loss_dense = contrast(rows, key_rows, self.dense_queue, temperature)
         push(self.queue, key_single)
         push(self.dense_queue, F.normalize(key_dense.mean(dim=2)))
         weight = self.loss_lambda
@@ -115,10 +119,10 @@ def contrast(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -
     """InfoNCE: finds for each of ``queries`` ``[N, D]`` its key in ``[N, D]`` among the embeddings of the queue."""
     positive = (queries * keys).sum(dim=1, keepdim=True)
     # copy the queue, because it changes before the backward pass
-    logits = torch.cat([positive, queries @ queue.clone().T], dim=1) / temperature
-    return F.cross_entropy(
-        logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    )
+    negative = queries @ queue.clone().T
+    logits = torch.cat([positive, negative], dim=1) / temperature
+    is_first = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    return F.cross_entropy(logits, is_first)
 
 
 def _as_rows(dense: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Metrics of frozen features: nearest neighbours, a linear probe with few labels, agreement of clusters."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -56,30 +57,46 @@ class FrozenFeatureEvaluator(DatasetEvaluator):
         Raises:
             ValueError: there was no labelled scan, or no scan to evaluate; a feature is NaN or inf.
         """
-        mine = [[column.cpu() for column in batch] for batch in self._batches]
-        batches = [batch for rank in comm.gather(mine) for batch in rank]
+        batches = self._gather()
         if not comm.is_main_process():
             return {}
-        features, labels, parts = map(torch.cat, zip(*batches, strict=True))
+        features = torch.cat([features for features, _, _ in batches])
+        labels = torch.cat([labels for _, labels, _ in batches])
+        parts = torch.cat([parts for _, _, parts in batches])
         check_finite_rows("the features that the model returns", features)
         features = features.double()
-        train, labelled, evaluated = (
-            _Part(features[chosen], labels[chosen])
-            for chosen in (parts != EVALUATED, parts == LABELLED, parts == EVALUATED)
-        )
-        if not (len(labelled.labels) and len(evaluated.labels)):
+
+        def part_of(is_chosen: Tensor) -> _Part:
+            return _Part(features[is_chosen], labels[is_chosen])
+
+        train = part_of(parts != EVALUATED)
+        labelled = part_of(parts == LABELLED)
+        evaluated = part_of(parts == EVALUATED)
+        if len(labelled.labels) == 0 or len(evaluated.labels) == 0:
             raise ValueError(
-                f"frozen features need labelled scans and scans to evaluate, got {len(labelled.labels)} and "
+                "frozen features need labelled scans and scans to evaluate, got "
+                f"{len(labelled.labels)} and "
                 f"{len(evaluated.labels)}; raise TEST.MAX_BATCHES, or set it to 0 for all"
             )
+        queries = evaluated.features
+        by_probe = linear_probe(train.features, labelled.features, labelled.labels, queries)
+        by_neighbours = nearest_neighbours(train.features, train.labels, queries)
         rates = {
-            "probe": _share_right(
-                linear_probe(train.features, *labelled, evaluated.features), evaluated.labels
-            ),
-            "knn": _share_right(nearest_neighbours(*train, evaluated.features), evaluated.labels),
-            "nmi": _cluster_agreement(*evaluated),
+            "probe": _share_right(by_probe, evaluated.labels),
+            "knn": _share_right(by_neighbours, evaluated.labels),
+            "nmi": _cluster_agreement(evaluated.features, evaluated.labels),
         }
         return {"frozen": {name: 100.0 * rate for name, rate in rates.items()}}
+
+    def _gather(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The batches of all ranks, on the CPU; none on ranks other than 0."""
+        mine = []
+        for features, labels, parts in self._batches:
+            mine.append((features.cpu(), labels.cpu(), parts.cpu()))
+        batches = []
+        for of_rank in comm.gather(mine):
+            batches += of_rank
+        return batches
 
 
 def nearest_neighbours(features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
@@ -92,12 +109,15 @@ def nearest_neighbours(features: Tensor, labels: Tensor, queries: Tensor) -> Ten
     Memory: at most 0.5 GB, since the similarities are computed for a part of the queries at a time.
     """
     directions = F.normalize(features)
+    num_classes = int(labels.max()) + 1
+    num_neighbours = min(_NUM_NEIGHBOURS, len(features))
     found = labels.new_empty(len(queries))
     for chunk in row_chunks(len(queries), len(features)):
         similarities = F.normalize(queries[chunk]) @ directions.T
-        nearest = similarities.topk(min(_NUM_NEIGHBOURS, len(features)), dim=1)
-        votes = queries.new_zeros(len(similarities), int(labels.max()) + 1)
-        votes.scatter_add_(1, labels[nearest.indices], (nearest.values / _TEMPERATURE).exp())
+        nearest = similarities.topk(num_neighbours, dim=1)
+        weights = (nearest.values / _TEMPERATURE).exp()
+        votes = queries.new_zeros(len(similarities), num_classes)
+        votes.scatter_add_(1, labels[nearest.indices], weights)
         found[chunk] = votes.argmax(dim=1)
     return found
 
@@ -113,20 +133,18 @@ def linear_probe(unlabelled: Tensor, features: Tensor, labels: Tensor, queries: 
     correction = min(1, len(unlabelled) - 1)  # one sample has the deviation 0, not NaN
     deviation, mean = torch.std_mean(unlabelled, dim=0, correction=correction)
     scale = deviation.clamp(min=1e-6)
-    x, queries = (features - mean) / scale, (queries - mean) / scale
-    weight, bias = (
-        x.new_zeros(int(labels.max()) + 1, x.shape[1]),
-        x.new_zeros(int(labels.max()) + 1),
-    )
-    optimizer = torch.optim.LBFGS(
-        [weight.requires_grad_(), bias.requires_grad_()],
-        max_iter=200,
-        line_search_fn="strong_wolfe",
-    )
+    inputs = (features - mean) / scale
+    queries = (queries - mean) / scale
+    num_classes = int(labels.max()) + 1
+    weight = inputs.new_zeros(num_classes, inputs.shape[1]).requires_grad_()
+    bias = inputs.new_zeros(num_classes).requires_grad_()
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(x @ weight.T + bias, labels) + _L2 / 2 * weight.square().sum()
+        logits = inputs @ weight.T + bias
+        penalty = _L2 / 2 * weight.square().sum()
+        loss = F.cross_entropy(logits, labels) + penalty
         loss.backward()
         return loss
 
@@ -142,21 +160,35 @@ def normalized_mutual_info(a: Tensor, b: Tensor) -> float:
         a, b: int64 ``[N]``, from 0.
     """
     width = int(b.max()) + 1
-    counts = torch.bincount(a * width + b, minlength=(int(a.max()) + 1) * width)
-    joint = counts.reshape(-1, width).to(torch.float64) / len(a)
-    entropy_a, entropy_b, entropy = (
-        torch.special.entr(p).sum() for p in (joint.sum(1), joint.sum(0), joint)
-    )
+    height = int(a.max()) + 1
+    counts = torch.bincount(a * width + b, minlength=height * width)
+    joint = counts.reshape(height, width).to(torch.float64) / len(a)
+    entropy_a = _entropy(joint.sum(1))
+    entropy_b = _entropy(joint.sum(0))
     mean = (entropy_a + entropy_b) / 2
-    return 1.0 if mean == 0 else float((entropy_a + entropy_b - entropy) / mean)
+    if mean == 0:
+        return 1.0
+    information = entropy_a + entropy_b - _entropy(joint)
+    return float(information / mean)
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    return torch.special.entr(probabilities).sum()
 
 
 def _cluster_agreement(features: Tensor, labels: Tensor) -> float:
     generator = torch.Generator().manual_seed(0)
     points = F.normalize(features)
-    trials = [kmeans(points, len(labels.unique()), generator) for _ in range(_NUM_TRIALS)]
-    clusters, _ = min(trials, key=lambda trial: float((points - trial[1][trial[0]]).square().sum()))
-    return normalized_mutual_info(clusters, labels)
+    num_clusters = len(labels.unique())
+    best = labels
+    smallest = math.inf
+    for _ in range(_NUM_TRIALS):
+        clusters, centroids = kmeans(points, num_clusters, generator)
+        squares = float((points - centroids[clusters]).square().sum())
+        if squares < smallest:
+            smallest = squares
+            best = clusters
+    return normalized_mutual_info(best, labels)
 
 
 def _share_right(predicted: Tensor, labels: Tensor) -> float:

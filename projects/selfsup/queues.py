@@ -13,4 +13,5 @@ def new_queue(length: int, dim: int) -> Tensor:
 @torch.no_grad()
 def push(queue: Tensor, rows: Tensor) -> None:
     """Insert ``rows`` ``[N, dim]`` at the front of ``queue`` ``[length, dim]``, in place; remove the oldest rows."""
-    queue.copy_(torch.cat([rows, queue])[: len(queue)])
+    newest_first = torch.cat([rows, queue])
+    queue.copy_(newest_first[: len(queue)])

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from projects.selfsup.backbone import SelfSupModel, mlp, pool
+from projects.selfsup.backbone import SelfSupModel, mlp
 from trainkit.config import CfgNode, configurable
 from trainkit.modeling import MODEL_REGISTRY
 
@@ -39,19 +39,21 @@ class SimSiam(SelfSupModel):
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """``loss_sim`` is at least -1; ``output_std`` falls from 1 to 0 if all outputs become the same."""
-        targets, predictions = [], []
-        for view in (batch["view1"], batch["view2"]):
-            projection = self.projector(pool(self.backbone(view)))
-            targets.append(projection.detach())
-            predictions.append(self.predictor(projection))
-        loss = (
-            negative_cosine(predictions[0], targets[1])
-            + negative_cosine(predictions[1], targets[0])
-        ) / 2
-        correction = min(1, len(targets[0]) - 1)  # one sample has the deviation 0, not NaN
-        deviations = F.normalize(targets[0]).std(dim=0, correction=correction)
-        spread = deviations.mean() * targets[0].shape[1] ** 0.5
+        target1, prediction1 = self._project(batch["view1"])
+        target2, prediction2 = self._project(batch["view2"])
+        distance1 = negative_cosine(prediction1, target2)
+        distance2 = negative_cosine(prediction2, target1)
+        loss = (distance1 + distance2) / 2
+        num_samples, dim = target1.shape
+        correction = min(1, num_samples - 1)  # one sample has the deviation 0, not NaN
+        deviations = F.normalize(target1).std(dim=0, correction=correction)
+        spread = deviations.mean() * dim**0.5
         return {"loss_sim": loss, "output_std": spread}
+
+    def _project(self, view: Tensor) -> tuple[Tensor, Tensor]:
+        """The projection, which is the other view's target, and what is predicted from it."""
+        projection = self.projector(self.features(view))
+        return projection.detach(), self.predictor(projection)
 
 
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:

@@ -31,25 +31,31 @@ class SwAVLoss(nn.Module):
     def __init__(self, dim: int, num_prototypes: int, temperature: float) -> None:
         super().__init__()
         self.prototypes = nn.Linear(dim, num_prototypes, bias=False)
-        self.queue, self.use_queue = None, False
+        self.queue = None
+        self.use_queue = False
         self._temperature = temperature
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
         prototypes = F.normalize(self.prototypes.weight)
         scores = [rows @ prototypes.T for rows in embeddings]
+        self._look_at_queue()
         assigned = []
-        self.use_queue = self.use_queue or (
-            self.queue is not None and bool(self.queue[:, -1].any())
-        )
-        for i, rows in enumerate(embeddings):
-            former = scores[i][:0]
+        for view, rows in enumerate(embeddings):
+            former = scores[view][:0]  # none
             if self.queue is not None and self.use_queue:
-                former = self.queue[i] @ prototypes.detach().T
-            assigned.append(sinkhorn(torch.cat([scores[i].detach(), former]))[: len(rows)])
+                former = self.queue[view] @ prototypes.detach().T
+            of_all = sinkhorn(torch.cat([scores[view].detach(), former]))
+            assigned.append(of_all[: len(rows)])
             if self.queue is not None:
-                push(self.queue[i], rows)
-        losses = [F.cross_entropy(scores[i] / self._temperature, assigned[1 - i]) for i in range(2)]
-        return (losses[0] + losses[1]) / 2
+                push(self.queue[view], rows)
+        loss1 = F.cross_entropy(scores[0] / self._temperature, assigned[1])
+        loss2 = F.cross_entropy(scores[1] / self._temperature, assigned[0])
+        return (loss1 + loss2) / 2
+
+    def _look_at_queue(self) -> None:
+        """Use the queue as soon as its oldest rows are there."""
+        if not self.use_queue and self.queue is not None:
+            self.use_queue = bool(self.queue[:, -1].any())
 
 
 class SwAVHead(nn.Module):
@@ -86,9 +92,10 @@ class SwAV(SelfSupModel):
         }
 
     def losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        embeddings = [
-            F.normalize(self.projector(self.features(batch[view]))) for view in ("view1", "view2")
-        ]
+        embeddings = []
+        for view in ("view1", "view2"):
+            projection = self.projector(self.features(batch[view]))
+            embeddings.append(F.normalize(projection))
         return {"loss_swap": self.head.loss(embeddings)}
 
 

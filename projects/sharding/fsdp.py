@@ -89,8 +89,10 @@ def _parallelize(cfg: CfgNode, build: ModelBuilder, model: nn.Module, mesh: Any)
         model = build.trainer.parallelize_model(cfg, model, mesh)
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         raise ConfigError(
-            f"MODEL.TENSOR_PARALLEL is {cfg.MODEL.TENSOR_PARALLEL}, but parallelize_model() has distributed no "
-            "parameter; give your DefaultTrainer this class method, and call torch's parallelize_module there"
+            f"MODEL.TENSOR_PARALLEL is {cfg.MODEL.TENSOR_PARALLEL}, but parallelize_model() "
+            "has distributed no "
+            "parameter; give your DefaultTrainer this class method, and call torch's "
+            "parallelize_module there"
         )
     still_shared = _shared(model)
     separated = [" = ".join(names) for names in shared if names not in still_shared]
@@ -125,7 +127,8 @@ def _build_mesh(device_type: str, shape: Sequence[int]) -> Any:
     Raises ConfigError if the product of ``shape`` is not the number of data ranks.
     """
     num = comm.get_data_world_size()
-    if shape and (len(shape) != 2 or min(shape) < 1 or math.prod(shape) != num):
+    is_pair = len(shape) == 2 and min(shape) >= 1
+    if shape and not (is_pair and math.prod(shape) == num):
         raise not_accepted(
             "MODEL.FSDP.MESH", [*shape], f"[replicate, shard] whose product is {num}, or []"
         )
@@ -243,7 +246,8 @@ def _refuse_parameters_of_two_blocks(model: nn.Module, blocks: Sequence[nn.Modul
             owners.add(innermost_block.get(model.get_submodule(path)))
         if len(owners) > 1:
             raise ConfigError(
-                f"{' = '.join(names)} is one parameter in different blocks; change MODEL.FSDP.BLOCKS"
+                f"{' = '.join(names)} is one parameter in different blocks; change "
+                "MODEL.FSDP.BLOCKS"
             )
 
 

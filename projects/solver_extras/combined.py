@@ -34,9 +34,10 @@ class CombinedOptimizer(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__(
-            [group for optimizer in optimizers for group in optimizer.param_groups], {}
-        )
+        groups: list[dict[str, Any]] = []
+        for optimizer in optimizers:
+            groups += optimizer.param_groups
+        super().__init__(groups, {})
         self.optimizers = list(optimizers)
         for optimizer in optimizers:
             self.state.update(optimizer.state)
@@ -44,20 +45,17 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return all(
-            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
-        )
+        name = "_step_supports_amp_scaling"
+        return all(getattr(optimizer, name, False) for optimizer in self.optimizers)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient; ``closure`` is called once."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
             # tensors of a scaler, which fused optimizers read
-            for name in (
-                "grad_scale",
-                "found_inf",
-            ):
-                setattr(optimizer, name, getattr(self, name, None))
+            part: Any = optimizer
+            part.grad_scale = getattr(self, "grad_scale", None)
+            part.found_inf = getattr(self, "found_inf", None)
             optimizer.step()
         return loss
 
@@ -65,7 +63,8 @@ class CombinedOptimizer(Optimizer):
         """Only for the constructor. Later it raises TypeError, since the optimizer of the group would not be known."""
         if hasattr(self, "optimizers"):
             raise TypeError(
-                "a CombinedOptimizer takes no further group; build it from optimizers that have the group"
+                "a CombinedOptimizer takes no further group; build it from optimizers that "
+                "have the group"
             )
         super().add_param_group(param_group)
 
@@ -89,22 +88,23 @@ def combined_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     also `build_one`; a pattern fits no parameter that is left; a parameter fits no pattern.
     """
     _logger.info("SOLVER.OPTIMIZERS is used; SOLVER.OPTIMIZER has no effect")
-    left, parts = (
-        {name: param for name, param in model.named_parameters() if param.requires_grad},
-        [],
-    )
+    left = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    parts = []
     for entry in cfg.SOLVER.OPTIMIZERS:
         node = dict(entry) if isinstance(entry, Mapping) else {}
-        patterns, name = node.pop("PARAMS", ["*"]), node.get("NAME")
+        patterns = node.pop("PARAMS", ["*"])
+        name = node.get("NAME")
         if not isinstance(patterns, list | tuple) or not patterns or not isinstance(name, str):
             accepted = 'nodes with NAME, arguments, and PARAMS, a list such as ["*.weight"] (without it: all others)'
             raise not_accepted("SOLVER.OPTIMIZERS", entry, accepted)
         params: set[Tensor] = set()
         for pattern in patterns:
-            if not (fitting := fnmatch.filter(left, pattern)):
+            fitting = fnmatch.filter(left, pattern)
+            if not fitting:
                 reason = f"{pattern!r} (PARAMS of {name}) fits no trainable parameter that is left"
                 raise ConfigError(f"SOLVER.OPTIMIZERS: {did_you_mean(pattern, left)}{reason}")
-            params.update(left.pop(fit) for fit in fitting)
+            for fitting_name in fitting:
+                params.add(left.pop(fitting_name))
         try:
             parts.append(build_one(with_optimizer(cfg, node), model, params))
         except ConfigError as error:
@@ -147,24 +147,17 @@ class LARS(Optimizer):
     ) -> None:
         if not isinstance(lr, Tensor):
             check_number("lr", lr, "[0, inf)")
-        for name, value in {
+        numbers = {
             "momentum": momentum,
             "weight_decay": weight_decay,
             "dampening": dampening,
             "eta": eta,
             "eps": eps,
-        }.items():
-            check_number(name, value, "[0, inf)")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "dampening": dampening,
-            "eta": eta,
         }
-        super().__init__(
-            params, {**defaults, "nesterov": nesterov, "eps": eps, "lars_exclude": lars_exclude}
-        )
+        for name, value in numbers.items():
+            check_number(name, value, "[0, inf)")
+        defaults = {"lr": lr, **numbers, "nesterov": nesterov, "lars_exclude": lars_exclude}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -183,52 +176,50 @@ class LARS(Optimizer):
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
         updates = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        torch._foreach_mul_(
-            updates, group["lr"] if group["lars_exclude"] else _rates(params, grads, group)
-        )
-        if group["momentum"] != 0:
+        rates = group["lr"]
+        if not group["lars_exclude"]:
+            rates = _rates(params, grads, group)
+        torch._foreach_mul_(updates, rates)
+        momentum = group["momentum"]
+        if momentum != 0:
             buffers = self._accumulate(params, updates, group)
-            is_nesterov, momentum = group["nesterov"], group["momentum"]
-            updates = (
-                list(torch._foreach_add(updates, buffers, alpha=momentum))
-                if is_nesterov
-                else buffers
-            )
+            if group["nesterov"]:
+                updates = list(torch._foreach_add(updates, buffers, alpha=momentum))
+            else:
+                updates = buffers
         torch._foreach_sub_(params, updates)
 
     def _accumulate(
         self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]
     ) -> list[Tensor]:
         states = [self.state[param] for param in params]
-        later = [index for index, state in enumerate(states) if "momentum_buffer" in state]
-        if later:
-            buffers = [states[index]["momentum_buffer"] for index in later]
+        buffers: list[Tensor] = []
+        added: list[Tensor] = []
+        for state, update in zip(states, updates, strict=True):
+            if "momentum_buffer" in state:
+                buffers.append(state["momentum_buffer"])
+                added.append(update)
+        if buffers:
             torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(
-                buffers, [updates[index] for index in later], alpha=1 - group["dampening"]
-            )
-        return [
-            state.setdefault("momentum_buffer", update)
-            for state, update in zip(states, updates, strict=True)
-        ]
+            torch._foreach_add_(buffers, added, alpha=1 - group["dampening"])
+        for state, update in zip(states, updates, strict=True):
+            state.setdefault("momentum_buffer", update)  # at first the update itself
+        return [state["momentum_buffer"] for state in states]
 
 
 def _rates(params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    # in float16, the norm of many small values overflows
-    dtype = torch.promote_types(params[0].dtype, torch.float32)
-    # cast before the norm: for sharded tensors, torch 2.15 mistakes the norm's argument dtype for a dimension
-    both: Any = (
-        torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in part]))
-        for part in (params, grads)
-    )
-    # the norms over all ranks that hold parts of the tensors
-    param_norms, grad_norms = (
-        norms.full_tensor() if hasattr(norms, "full_tensor") else norms for norms in both
-    )
-    local = (
-        group["eta"]
-        * param_norms
-        / (grad_norms + group["weight_decay"] * param_norms + group["eps"])
-    )
+    param_norms = _norms(params)
+    grad_norms = _norms(grads)
+    decay = group["weight_decay"] * param_norms
+    local = group["eta"] * param_norms / (grad_norms + decay + group["eps"])
     local = local.where((param_norms > 0) & (grad_norms > 0), 1.0)
     return list((local * group["lr"]).unbind())
+
+
+def _norms(tensors: list[Tensor]) -> Any:
+    """The norm of each tensor, over all ranks that hold parts of it."""
+    # in float16, the norm of many small values overflows
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    # cast before the norm: for sharded tensors, torch 2.15 mistakes the norm's argument dtype for a dimension
+    norms: Any = torch.stack(torch._foreach_norm([tensor.to(dtype) for tensor in tensors]))
+    return norms.full_tensor() if hasattr(norms, "full_tensor") else norms

@@ -45,33 +45,23 @@ def build_layer_decay(
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be in (0, 1], got {rate}")
     names_of = names_of_parameters(model)
-    names = [name for names in names_of.values() for name in names]
+    names: list[str] = []
+    for of_parameter in names_of.values():
+        names += of_parameter
     if scheme in _SCHEMES:
         if prefix is None:
-            usual = ("backbone.", f"{getattr(model, 'base_model_prefix', 'backbone')}.")
-            prefix = next(
-                (part for part in usual if any(name.startswith(part) for name in names)), ""
-            )
+            prefix = _usual_prefix(model, names)
         needed = _SCHEMES[scheme].needs
-        if not (argument := {"": 4, "num_layers": num_layers, "depths": depths}[needed]):
+        arguments: dict[str, Any] = {"": 4, "num_layers": num_layers, "depths": depths}
+        argument = arguments[needed]
+        if not argument:
             raise ValueError(
                 f"scheme {scheme!r} needs {needed} ({needed.upper()}); see build_layer_decay"
             )
         found = _named_depths(argument, scheme, names, prefix, names_of.values())
-    elif scheme in LAYER_DEPTH_REGISTRY or (
-        scheme == "model" and hasattr(model, "get_layer_depth")
-    ):
-        function: Any = (
-            model.get_layer_depth if scheme == "model" else LAYER_DEPTH_REGISTRY.get(scheme)
-        )
-        found = {name: function(name) for name in names}
     else:
-        accepted = [
-            *_SCHEMES,
-            "model (with a method get_layer_depth)",
-            *sorted(dict(LAYER_DEPTH_REGISTRY)),
-        ]
-        raise ValueError(f"unknown scheme {scheme!r}; accepted: {', '.join(accepted)}")
+        depth_of = _depth_function(model, scheme)
+        found = {name: depth_of(name) for name in names}
     for name, (depth, count) in found.items():
         if not 0 <= depth < count and scheme not in _SCHEMES:
             raise ValueError(
@@ -82,6 +72,28 @@ def build_layer_decay(
         depth, count = min(found[name] for name in shared_names)
         factors |= dict.fromkeys(shared_names, rate ** (count - 1 - depth))
     return factors.__getitem__
+
+
+def _usual_prefix(model: nn.Module, names: Sequence[str]) -> str:
+    """The start of the names of the backbone; "" if none is usual."""
+    of_hugging_face = getattr(model, "base_model_prefix", "backbone")
+    for prefix in ("backbone.", f"{of_hugging_face}."):
+        if any(name.startswith(prefix) for name in names):
+            return prefix
+    return ""
+
+
+def _depth_function(model: nn.Module, scheme: str) -> Callable[[str], tuple[int, int]]:
+    """A user's function from a name to depth and number of layers."""
+    if scheme in LAYER_DEPTH_REGISTRY:
+        registered: Callable[[str], tuple[int, int]] = LAYER_DEPTH_REGISTRY.get(scheme)
+        return registered
+    if scheme == "model" and hasattr(model, "get_layer_depth"):
+        of_model: Any = model.get_layer_depth
+        return of_model
+    own = sorted(dict(LAYER_DEPTH_REGISTRY))
+    accepted = [*_SCHEMES, "model (with a method get_layer_depth)", *own]
+    raise ValueError(f"unknown scheme {scheme!r}; accepted: {', '.join(accepted)}")
 
 
 def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
@@ -113,14 +125,22 @@ def _named_depths(
 
     ``argument``: the number of blocks, or the numbers of each stage. ``shared``: all names of each parameter.
     """
-    rule, num_blocks = _SCHEMES[scheme], argument if isinstance(argument, int) else sum(argument)
-    own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    depths = {
-        own[key]: 0 if re.match(rule.stem, key) else rule.depth_of(argument, key, [*own])
-        for key in own
-    }
+    rule = _SCHEMES[scheme]
+    num_blocks = argument if isinstance(argument, int) else sum(argument)
+    own = [name for name in names if name.startswith(prefix)]
+    without_prefix = [name.removeprefix(prefix) for name in own]
+    depths: dict[str, int | None] = {}
+    for name, short in zip(own, without_prefix, strict=True):
+        if re.match(rule.stem, short):
+            depths[name] = 0
+        else:
+            depths[name] = rule.depth_of(argument, short, without_prefix)
     for shared_names in shared:
-        known_depths = [depth for name in shared_names if (depth := depths.get(name)) is not None]
+        known_depths = []
+        for name in shared_names:
+            depth = depths.get(name)
+            if depth is not None:
+                known_depths.append(depth)
         if known_depths:
             depths |= dict.fromkeys(shared_names, min(known_depths))
     _refuse_rest_before_blocks(scheme, depths)
@@ -134,19 +154,22 @@ def _named_depths(
         raise ValueError(
             f"num_layers or depths put the last layer at {last}, but the deepest one is {deepest}"
         )
-    of_rest, count = num_blocks + rule.rest, num_blocks + rule.num_layers
-    rest = [name for name in names if depths.get(name) is None]
-    _logger.info(
-        "Layer decay %r: %d parameters are the rest, at depth %d of %d: %s",
-        scheme,
-        len(rest),
-        of_rest,
-        count - 1,
-        ", ".join(rest[:20]) + (", ..." if len(rest) > 20 else "") or "none",
-    )
-    return {
-        name: (of_rest if (depth := depths.get(name)) is None else depth, count) for name in names
-    }
+    of_rest = num_blocks + rule.rest
+    count = num_blocks + rule.num_layers
+    found: dict[str, tuple[int, int]] = {}
+    rest: list[str] = []
+    for name in names:
+        depth = depths.get(name)
+        if depth is None:
+            rest.append(name)
+            depth = of_rest
+        found[name] = depth, count
+    shown = ", ".join(rest[:20]) or "none"
+    if len(rest) > 20:
+        shown += ", ..."
+    report = "Layer decay %r: %d parameters are the rest, at depth %d of %d: %s"
+    _logger.info(report, scheme, len(rest), of_rest, count - 1, shown)
+    return found
 
 
 def _refuse_rest_before_blocks(scheme: str, depths: Mapping[str, int | None]) -> None:
@@ -161,15 +184,20 @@ def _refuse_rest_before_blocks(scheme: str, depths: Mapping[str, int | None]) ->
         return  # no block; the caller raises an error
     if before:
         raise ValueError(
-            f"scheme {scheme!r} would give the rate of the last layer to {', '.join(before[:5])}, which the model "
-            "defines before its first block. If it is a part of a head, define it after the blocks; else say its "
-            "depth by a method get_layer_depth of the model and the scheme 'model', or in LAYER_DEPTH_REGISTRY"
+            f"scheme {scheme!r} would give the rate of the last layer to "
+            f"{', '.join(before[:5])}, which the model "
+            "defines before its first block. If it is a part of a head, define it after the "
+            "blocks; else say its "
+            "depth by a method get_layer_depth of the model and the scheme 'model', or in "
+            "LAYER_DEPTH_REGISTRY"
         )
 
 
 def _in_vit(_: int, name: str, __: Sequence[str]) -> int | None:
     block = re.match(r"(?:encoder\.)?(?:layers?|blocks)\.(\d+)\.", name)
-    return int(block[1]) + 1 if block else None
+    if block is None:
+        return None
+    return int(block[1]) + 1
 
 
 def _place(name: str) -> tuple[int, int | None] | None:
@@ -178,35 +206,47 @@ def _place(name: str) -> tuple[int, int | None] | None:
         r"(?:encoder\.)?(?:stages|layers)\.(\d+)\.(?:downsampl\w+|(?:(?:blocks|layers)\.)?(\d+))\."
     )
     found = re.match(place, name) or re.match(r"downsample_layers\.(\d+)()\.", name)
-    return (int(found[1]), int(found[2]) if found[2] else None) if found else None
+    if found is None:
+        return None
+    stage = int(found[1])
+    block = int(found[2]) if found[2] else None
+    return stage, block
 
 
 def _in_stages(depths: Sequence[int], name: str, names: Sequence[str]) -> int | None:
-    if (place := _place(name)) is None:
+    place = _place(name)
+    if place is None:
         return None
     stage, block = place
     if block is None:
         # OpenMMLab downsamples at the end of a stage, timm at the start, so timm's first stage has no downsampling
-        return sum(depths[: stage + ((0, None) in map(_place, names))])
+        is_at_end = any(_place(other) == (0, None) for other in names)
+        num_stages_before = stage + 1 if is_at_end else stage
+        return sum(depths[:num_stages_before])
     if stage >= len(depths) or block >= depths[stage]:
         raise ValueError(
-            f"depths={list(depths)} has no place for {name}; give the number of blocks of each stage"
+            f"depths={list(depths)} has no place for {name}; give the number of blocks of each "
+            "stage"
         )
     return sum(depths[:stage]) + block + 1
 
 
 def _in_convnext(num_layers: int, name: str, _: Sequence[str]) -> int | None:
-    if (place := _place(name)) is None:
+    place = _place(name)
+    if place is None:
         return None
     stage, block = place
-    return (
-        (0, 2, 3, num_layers)[stage] if block is None else (1, 2, 3 + block // 3, num_layers)[stage]
-    )
+    if block is None:
+        return (0, 2, 3, num_layers)[stage]
+    return (1, 2, 3 + block // 3, num_layers)[stage]
 
 
 def _in_stages_of_convnext(_: int, name: str, __: Sequence[str]) -> int | None:
     place = _place(name)
-    return None if place is None else 0 if place[1] is None else place[0] + 1
+    if place is None:
+        return None
+    stage, block = place
+    return 0 if block is None else stage + 1
 
 
 # names in OpenMMLab, timm and Hugging Face
@@ -217,7 +257,9 @@ _STEM = (
 _STEM_OF_CONVNEXT = rf"{_STEM}|stem\."
 _VIT = _Scheme("num_layers", _STEM, _in_vit)
 _SCHEMES = {
-    **{"vit": _VIT, "beit": _VIT, "mae": _VIT},
+    "vit": _VIT,
+    "beit": _VIT,
+    "mae": _VIT,
     "swin": _Scheme("depths", _STEM, _in_stages),
     "mixmim": _Scheme("depths", _STEM, _in_stages, rest=0, num_layers=1),
     "mixmim_mmselfsup": _Scheme("depths", _STEM, _in_stages, rest=0),

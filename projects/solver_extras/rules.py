@@ -80,16 +80,17 @@ class ParamRules:
             raise ValueError(
                 f"key_match must be one of longest, shortest, exact, got {self.key_match!r}"
             )
-        if unknown := {*self.lr_factors, *self.decay_factors} - {*get_args(ParamKind)}:
-            raise ValueError(
-                f"{sorted(unknown)} are no kinds; accepted: {', '.join(get_args(ParamKind))}"
-            )
+        kinds = get_args(ParamKind)
+        unknown = {*self.lr_factors, *self.decay_factors} - {*kinds}
+        if unknown:
+            raise ValueError(f"{sorted(unknown)} are no kinds; accepted: {', '.join(kinds)}")
         tables: dict[str, Mapping[Any, Any]] = {
             "lr_factors": self.lr_factors,
             "decay_factors": self.decay_factors,
         }
         for key, options in self.custom_keys.items():
-            if wrong := options.keys() & {"params", "lr", "lr_mult", "weight_decay", "decay_mult"}:
+            wrong = options.keys() & {"params", "lr", "lr_mult", "weight_decay", "decay_mult"}
+            if wrong:
                 raise ValueError(
                     f"{key!r} in custom_keys takes lr_factor and decay_factor, got {sorted(wrong)}"
                 )
@@ -104,10 +105,11 @@ class ParamRules:
         if self.key_match == "exact":
             return full_name if full_name in self.custom_keys else None
         dotted = full_name if "." in full_name else f".{full_name}"
-        matching = sorted(
-            (key for key in self.custom_keys if key in dotted), key=lambda key: (-len(key), key)
-        )
-        return next(iter(matching if self.key_match == "longest" else reversed(matching)), None)
+        matching = [key for key in self.custom_keys if key in dotted]
+        if not matching:
+            return None
+        longest_first = sorted(matching, key=lambda key: (-len(key), key))
+        return longest_first[0] if self.key_match == "longest" else longest_first[-1]
 
 
 def build_param_groups(
@@ -121,17 +123,19 @@ def build_param_groups(
     effect.
     """
     named_params = dict(model.named_parameters())
-    if unused := {*rules.custom_keys} - {*map(rules.key_of, named_params)}:
-        _logger.warning(
-            "Custom keys that match no parameter and have no effect: %s", ", ".join(sorted(unused))
-        )
+    used = {rules.key_of(name) for name in named_params}
+    unused = sorted({*rules.custom_keys} - used)
+    if unused:
+        text = "Custom keys that match no parameter and have no effect: %s"
+        _logger.warning(text, ", ".join(unused))
     kinds_of = _kinds_by_name(model, rules)
     _warn_of_rules_without_effect(model, rules, [*kinds_of.values()], weight_decay)
-    return reduce_param_groups(
-        {"params": [param], **_hyperparams(name, kinds_of[name], base_lr, weight_decay, rules)}
-        for name, param in named_params.items()
-        if param.requires_grad
-    )
+    groups = []
+    for name, param in named_params.items():
+        if param.requires_grad:
+            options = _hyperparams(name, kinds_of[name], base_lr, weight_decay, rules)
+            groups.append({"params": [param], **options})
+    return reduce_param_groups(groups)
 
 
 def _kinds_by_name(model: nn.Module, rules: ParamRules) -> dict[str, list[ParamKind]]:
@@ -141,17 +145,21 @@ def _kinds_by_name(model: nn.Module, rules: ParamRules) -> dict[str, list[ParamK
     kinds_of: dict[str, list[ParamKind]] = {}
     for param, names in names_of_parameters(model).items():
         found: set[ParamKind] = set()
-        if not (rules.custom_keys_only and rules.key_of(names[0]) is not None):
+        is_switched_off = rules.custom_keys_only and rules.key_of(names[0]) is not None
+        if not is_switched_off:
             for name in names:
-                module = modules.get(name.rpartition(".")[0])
-                found.update(_kinds(module, name, param, rules.all_biases))
+                owner, _, _ = name.rpartition(".")
+                found.update(_kinds(modules.get(owner), name, param, rules.all_biases))
         kinds_of[names[0]] = [kind for kind in get_args(ParamKind) if kind in found]
     return kinds_of
 
 
 def _kind_of_decay(kinds: Iterable[ParamKind], rules: ParamRules) -> ParamKind | None:
     """The kind whose factor of the weight decay counts."""
-    return next((kind for kind in kinds if kind in rules.decay_factors), None)
+    for kind in kinds:
+        if kind in rules.decay_factors:
+            return kind
+    return None
 
 
 def _kind_of_lr(kinds: Iterable[ParamKind], rules: ParamRules) -> ParamKind | None:
@@ -159,7 +167,10 @@ def _kind_of_lr(kinds: Iterable[ParamKind], rules: ParamRules) -> ParamKind | No
     kinds = [*kinds]
     if kinds[:2] == ["norm", "bias"]:
         kinds.remove("bias")
-    return next((kind for kind in kinds if kind in rules.lr_factors), None)
+    for kind in kinds:
+        if kind in rules.lr_factors:
+            return kind
+    return None
 
 
 def _warn_of_rules_without_effect(
@@ -169,15 +180,16 @@ def _warn_of_rules_without_effect(
     decay: float | None,
 ) -> None:
     lr_kinds = {_kind_of_lr(kinds, rules) for kinds in kinds_of_all}
-    decay_kinds = {_kind_of_decay(kinds, rules) for kinds in kinds_of_all if decay is not None}
+    decay_kinds: set[ParamKind | None] = set()
+    if decay is not None:
+        decay_kinds = {_kind_of_decay(kinds, rules) for kinds in kinds_of_all}
     unused = [f"{kind} of lr_factors" for kind in rules.lr_factors if kind not in lr_kinds]
-    unused += [
-        f"{kind} of decay_factors" for kind in rules.decay_factors if kind not in decay_kinds
-    ]
+    for kind in rules.decay_factors:
+        if kind not in decay_kinds:
+            unused.append(f"{kind} of decay_factors")
     if unused:
-        _logger.warning(
-            "Factors that count for no parameter and have no effect: %s", ", ".join(unused)
-        )
+        text = "Factors that count for no parameter and have no effect: %s"
+        _logger.warning(text, ", ".join(unused))
     has_rule = rules.bias_lr_factor != 1.0 or rules.weight_decay_bias not in (None, decay)
     has_factor = "bias" in rules.lr_factors or "bias" in rules.decay_factors
     if (has_rule or has_factor) and not rules.all_biases:
@@ -189,12 +201,11 @@ def _hyperparams(
 ) -> dict[str, Any]:
     key = rules.key_of(name)
     options = {} if key is None else dict(rules.custom_keys[key])
-    lr, decay_factor = lr * options.pop("lr_factor", 1.0), options.pop("decay_factor", 1.0)
+    lr *= options.pop("lr_factor", 1.0)
+    decay_factor = options.pop("decay_factor", 1.0)
     kind_factor = 1.0
     if key is None or not rules.custom_keys_only:
-        for kind, base in (("norm", rules.weight_decay_norm), ("bias", rules.weight_decay_bias)):
-            if kind in kinds and base is not None and decay is not None:
-                decay = base
+        decay = _base_decay(kinds, decay, rules)
         decay_kind = _kind_of_decay(kinds, rules)
         if decay_kind is not None:
             kind_factor = rules.decay_factors[decay_kind]
@@ -205,9 +216,21 @@ def _hyperparams(
             lr *= rules.lr_factors[lr_kind]
         if rules.lr_factor_func is not None:
             lr *= rules.lr_factor_func(name)
-    return {**options, "lr": lr} | (
-        {} if decay is None else {"weight_decay": decay * decay_factor * kind_factor}
-    )
+    options["lr"] = lr
+    if decay is not None:
+        options["weight_decay"] = decay * decay_factor * kind_factor
+    return options
+
+
+def _base_decay(kinds: Sequence[ParamKind], decay: float | None, rules: ParamRules) -> float | None:
+    """The common weight decay, or that of norms or biases, of which the latter wins."""
+    if decay is None:
+        return None
+    if "bias" in kinds and rules.weight_decay_bias is not None:
+        return rules.weight_decay_bias
+    if "norm" in kinds and rules.weight_decay_norm is not None:
+        return rules.weight_decay_norm
+    return decay
 
 
 def _kinds(
@@ -218,10 +241,8 @@ def _kinds(
         yield "norm"
     if is_bias(name, all_biases):
         yield "bias"
-    if (
-        isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        and module.groups == module.in_channels
-    ):
+    is_conv = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    if is_conv and module.groups == module.in_channels:  # type: ignore[union-attr]
         yield "dwconv"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         yield "embedding"
@@ -239,40 +260,46 @@ def group_names(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Modul
 
     def kind_of(name: str) -> str:
         owner, _, leaf = name.rpartition(".")
-        return (
-            "norm"
-            if isinstance(modules.get(owner), NORM_LAYERS)
-            else "bias"
-            if leaf == "bias"
-            else "weight"
-        )
+        if isinstance(modules.get(owner), NORM_LAYERS):
+            return "norm"
+        return "bias" if leaf == "bias" else "weight"
 
-    seen, found = Counter[str](), []
-    for group in groups.param_groups if isinstance(groups, Optimizer) else groups:
+    num_seen: Counter[str] = Counter()
+    found = []
+    for group in _list_of(groups):
         own = [names.get(param, "") for param in group["params"]]
-        places = [name.split(".")[:-1] for name in own]
-        same = itertools.takewhile(lambda parts: len({*parts}) == 1, itertools.zip_longest(*places))
-        place = ".".join(parts[0] for parts in same)
-        kinds = "+".join(dict.fromkeys(map(kind_of, own)))
-        name = group.get("name") or f"{place} {kinds}".strip()
-        seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name} {seen[name]}")
+        kinds = dict.fromkeys(kind_of(name) for name in own)
+        name = f"{_common_place(own)} {'+'.join(kinds)}".strip()
+        name = group.get("name") or name
+        num_seen[name] += 1
+        found.append(name if num_seen[name] == 1 else f"{name} {num_seen[name]}")
     return found
+
+
+def _common_place(names: Iterable[str]) -> str:
+    """The longest start of modules that all parameters have: ``a.b`` of ``a.b.weight`` and ``a.b.c.bias``."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in itertools.zip_longest(*paths):
+        if len({*parts}) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _list_of(groups: Optimizer | Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [*(groups.param_groups if isinstance(groups, Optimizer) else groups)]
 
 
 def describe_param_groups(groups: Optimizer | Iterable[Mapping[str, Any]], model: nn.Module) -> str:
     """A table of an optimizer's groups with their rates and sizes; if a rate is a tensor, this waits for its device."""
-    groups, rows = list(groups.param_groups if isinstance(groups, Optimizer) else groups), []
+    groups = _list_of(groups)
+    rows = []
     for name, group in zip(group_names(groups, model), groups, strict=True):
-        rates = [f"{float(group[key]):g}" if key in group else "" for key in ("lr", "weight_decay")]
-        rows.append(
-            [
-                name,
-                *rates,
-                len(group["params"]),
-                f"{sum(param.numel() for param in group['params']):,}",
-            ]
-        )
+        lr = f"{float(group['lr']):g}" if "lr" in group else ""
+        decay = f"{float(group['weight_decay']):g}" if "weight_decay" in group else ""
+        num_values = sum(param.numel() for param in group["params"])
+        rows.append([name, lr, decay, len(group["params"]), f"{num_values:,}"])
     headers = ["group", "lr", "decay", "parameters", "values"]
     return format_table(rows, headers, tablefmt="pipe", disable_numparse=True)
 
@@ -283,36 +310,17 @@ _GROUPS = "SOLVER.PARAM_GROUPS"
 @PARAM_GROUP_REGISTRY.register()
 def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
     """The builder for SOLVER.PARAM_GROUP_BUILDER. Raises ConfigError as `ParamRules` and `build_layer_decay` do."""
-    options, values = cfg.SOLVER.PARAM_GROUPS, collect_arguments(cfg)
-    decay, kinds = values.get("weight_decay"), get_args(ParamKind)
-    entries = [
-        entry for entry in options.CUSTOM_KEYS if isinstance(entry, Mapping) and entry.get("KEY")
-    ]
-    custom_keys = {
-        entry["KEY"]: {name.lower(): entry[name] for name in entry if name != "KEY"}
-        for entry in entries
-    }
-    if len(custom_keys) < len(options.CUSTOM_KEYS):
-        accepted = (
-            "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
-        )
-        raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", options.CUSTOM_KEYS, accepted)
-    lr_factors, decay_factors = (
-        {
-            kind: factor
-            for kind in kinds
-            if (factor := options[f"{kind.upper()}_{what}_FACTOR"]) is not None
-        }
-        for what in ("LR", "DECAY")
-    )
+    options = cfg.SOLVER.PARAM_GROUPS
+    values = collect_arguments(cfg)
+    custom_keys = _custom_keys(options.CUSTOM_KEYS)
     layers = {name.lower(): value for name, value in options.LAYER_DECAY.items()}
     try:
         rules = ParamRules(
             cfg.SOLVER.WEIGHT_DECAY_NORM,
             cfg.SOLVER.WEIGHT_DECAY_BIAS,
             cfg.SOLVER.BIAS_LR_FACTOR,
-            lr_factors=lr_factors,
-            decay_factors=decay_factors,
+            lr_factors=_factors(options, "LR"),
+            decay_factors=_factors(options, "DECAY"),
             custom_keys=custom_keys,
             # without custom keys it has no effect, so any value is accepted
             key_match=options.KEY_MATCH if custom_keys else "longest",
@@ -320,8 +328,33 @@ def groups_by_rules(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
             all_biases=cfg.SOLVER.ALL_BIASES,
             lr_factor_func=None if layers["rate"] == 1.0 else build_layer_decay(model, **layers),
         )
-        groups = build_param_groups(model, values["lr"], decay, rules)
+        groups = build_param_groups(model, values["lr"], values.get("weight_decay"), rules)
     except ValueError as error:
         raise ConfigError(f"{_GROUPS}: {error}") from error
     _logger.info("Parameter groups:\n%s", describe_param_groups(groups, model))
     return groups
+
+
+def _custom_keys(entries: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Key -> options. Raises ConfigError if an entry has no key, or that of another entry."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if isinstance(entry, Mapping) and entry.get("KEY"):
+            options = {name.lower(): value for name, value in entry.items() if name != "KEY"}
+            found[entry["KEY"]] = options
+    if len(found) < len(entries):
+        accepted = (
+            "nodes with a KEY that no other has, such as {KEY: backbone.stem, LR_FACTOR: 0.1}"
+        )
+        raise not_accepted(f"{_GROUPS}.CUSTOM_KEYS", entries, accepted)
+    return found
+
+
+def _factors(options: CfgNode, what: str) -> dict[ParamKind, float]:
+    """Kind -> factor of "LR" or "DECAY", of the kinds that have one."""
+    factors: dict[ParamKind, float] = {}
+    for kind in get_args(ParamKind):
+        factor = options[f"{kind.upper()}_{what}_FACTOR"]
+        if factor is not None:
+            factors[kind] = factor
+    return factors

@@ -42,7 +42,13 @@ def Constant(length: int, factor: float = 1 / 3) -> Schedule:
     """``factor`` times the base; in the last iteration the base itself, so that the next schedule starts from it."""
     _check_length(length)
     check_number("factor", factor, "[0, inf)")
-    return lambda t, base: base * (factor + (t >= length - 1) * (1 - factor))
+
+    def schedule(t: int, base: float) -> float:
+        if t < length - 1:
+            return base * factor
+        return base * (factor + (1 - factor))
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
@@ -51,7 +57,8 @@ def Linear(length: int, start_factor: float = 1 / 3, end_factor: float = 1.0) ->
     _check_length(length)
     check_number("start_factor", start_factor, "[0, inf)")
     check_number("end_factor", end_factor, "[0, inf)")
-    rise, steps = end_factor - start_factor, max(length - 1, 1)
+    rise = end_factor - start_factor
+    steps = max(length - 1, 1)
     return lambda t, base: base * (start_factor + rise * _done(t, length) / steps)
 
 
@@ -60,7 +67,8 @@ def ExponentialWarmup(length: int, factor: float = 1 / 3) -> Schedule:
     """From ``factor`` times the base to the base; each iteration multiplies the value by the same number."""
     _check_length(length)
     check_number("factor", factor, "(0, inf)")
-    return lambda t, base: base * factor ** (1 - _done(t, length) / max(length - 1, 1))
+    steps = max(length - 1, 1)
+    return lambda t, base: base * factor ** (1 - _done(t, length) / steps)
 
 
 @SCHEDULE_REGISTRY.register()
@@ -103,9 +111,11 @@ def PiecewiseLinear(milestones: Sequence[int], factors: Sequence[float]) -> Sche
             return base * factors[0]
         if after == len(milestones):
             return base * factors[-1]
-        start, end = milestones[after - 1], milestones[after]
+        start = milestones[after - 1]
+        end = milestones[after]
         done = (t - start) / (end - start)
-        return base * (factors[after - 1] * (1 - done) + factors[after] * done)
+        factor = factors[after - 1] * (1 - done) + factors[after] * done
+        return base * factor
 
     return schedule
 
@@ -151,16 +161,17 @@ def CosineRestarts(
         check_number("each of weights", weight, "[0, inf)")
     if len(weights) not in (0, len(periods)):
         raise ValueError(f"weights must be one for each period, got {periods!r} and {weights!r}")
-    end_of, ends = (
-        _end(end_value, end_ratio),
-        [round(end) for end in accumulate(map(iterations_of, periods))],
-    )
+    end_of = _end(end_value, end_ratio)
+    exact_ends = accumulate(iterations_of(period) for period in periods)
+    edges = [0, *(round(end) for end in exact_ends)]
 
     def schedule(t: int, base: float) -> float:
-        t = min(t, ends[-1] - 1)
-        i = bisect_right(ends, t)
-        begin, weight = ends[i - 1] if i else 0, weights[i] if weights else 1.0
-        return _half_cosine(base * weight, end_of(base), t - begin, ends[i] - begin)
+        t = min(t, edges[-1] - 1)
+        number = bisect_right(edges, t) - 1
+        begin = edges[number]
+        length = edges[number + 1] - begin
+        weight = weights[number] if weights else 1.0
+        return _half_cosine(base * weight, end_of(base), t - begin, length)
 
     return schedule
 
@@ -176,10 +187,15 @@ def Polynomial(
     """From the base to the end by ``(1 - t / (length - 1)) ** power``."""
     _check_length(length)
     check_number("power", power, "(0, inf)")
-    end_of, steps = _end(end_value, end_ratio), max(length - 1, 1)
-    return lambda t, base: (
-        (base - end_of(base)) * (1.0 - _done(t, length) / steps) ** power + end_of(base)
-    )
+    end_of = _end(end_value, end_ratio)
+    steps = max(length - 1, 1)
+
+    def schedule(t: int, base: float) -> float:
+        end = end_of(base)
+        left = 1.0 - _done(t, length) / steps
+        return (base - end) * left**power + end
+
+    return schedule
 
 
 @SCHEDULE_REGISTRY.register()
@@ -201,22 +217,32 @@ def OneCycle(
     check_number("pct_start", pct_start, "[0, 1]")
     check_number("div_factor", div_factor, "(0, inf)")
     check_number("final_div_factor", final_div_factor, "(0, inf)")
-    last, peak = length - 1, float(pct_start * length) - 1
     if anneal not in ("cos", "linear"):
         raise ValueError(f"anneal must be cos or linear, got {anneal!r}")
-    if peak == 0 or peak >= (last / 2 if three_phase else last):
+    last = length - 1
+    peak = float(pct_start * length) - 1
+    latest_peak = last / 2 if three_phase else last
+    if peak == 0 or peak >= latest_peak:
         raise ValueError(
             f"pct_start {pct_start!r} leaves no room to rise and fall in {length} iterations"
         )
-    ends = [peak, float(2 * pct_start * length) - 2, last] if three_phase else [peak, last]
+    # the iterations at which the phases start and end
+    edges = [0.0, peak, last]
+    if three_phase:
+        edges = [0.0, peak, float(2 * pct_start * length) - 2, last]
 
     def schedule(t: int, base: float) -> float:
         low = base / div_factor
-        values = [low, base, *[low] * three_phase, low / final_div_factor]
+        lowest = low / final_div_factor
+        # at the edges
+        values = [low, base, low, lowest] if three_phase else [low, base, lowest]
         t = min(t, last)
-        i = next(i for i, end in enumerate(ends) if t <= end)
-        begin, start, end = ends[i - 1] if i else 0.0, values[i], values[i + 1]
-        done = (t - begin) / (ends[i] - begin)
+        phase = 0
+        while t > edges[phase + 1]:
+            phase += 1
+        start = values[phase]
+        end = values[phase + 1]
+        done = (t - edges[phase]) / (edges[phase + 1] - edges[phase])
         if anneal == "linear":
             return (end - start) * done + start
         return end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1)
@@ -234,7 +260,13 @@ def InverseSquareRoot(timescale: int) -> Schedule:
 
 def Segment(schedule: Schedule, begin: int, end: int) -> Schedule:
     """A schedule in iterations ``begin`` to ``end - 1``; before them it gives the base, after them the last value."""
-    return lambda t, base: base if t < begin else schedule(min(t, end - 1) - begin, base)
+
+    def segment(t: int, base: float) -> float:
+        if t < begin:
+            return base
+        return schedule(min(t, end - 1) - begin, base)
+
+    return segment
 
 
 def Chain(segments: Sequence[Schedule]) -> Schedule:
@@ -264,7 +296,9 @@ def _check_milestones(milestones: Sequence[int]) -> None:
 
 def _done(t: int, length: int) -> int:
     """The steps done from the first iteration to the last one; if there is only one iteration, it is the last one."""
-    return min(t, length - 1) if length > 1 else 1
+    if length == 1:
+        return 1
+    return min(t, length - 1)
 
 
 def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:
@@ -277,7 +311,10 @@ def _end(value: float | None, ratio: float | None) -> Callable[[float], float]:
         raise ValueError(
             f"end_value {value!r} and end_ratio {ratio!r} both say where it ends; give one"
         )
-    return (lambda base: value or 0.0) if ratio is None else (lambda base: base * ratio)
+    if ratio is not None:
+        return lambda base: base * ratio
+    end = value or 0.0
+    return lambda base: end
 
 
 def _half_cosine(start: float, end: float, t: int, length: float) -> float:
@@ -297,19 +334,21 @@ def listed_schedules(cfg: CfgNode, optimizer: Optimizer) -> ScheduledLR:
         "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect"
     )
     max_iter = _iters("SOLVER.MAX_ITER", cfg.SOLVER.MAX_ITER, at_least=1)
-    scheduler = ScheduledLR(
-        optimizer, build_schedule(cfg.SOLVER.SCHEDULES, max_iter, "SOLVER.SCHEDULES")
-    )
+    schedule = build_schedule(cfg.SOLVER.SCHEDULES, max_iter, "SOLVER.SCHEDULES")
+    scheduler = ScheduledLR(optimizer, schedule)
     # all iterations of a short run; of a long one some, and those at which an entry begins or ends
-    looked_at = {*range(0, max_iter, max(max_iter // 2000, 1)), max_iter - 1}
+    distance = max(max_iter // 2000, 1)
+    looked_at = {*range(0, max_iter, distance), max_iter - 1}
     for entry in cfg.SOLVER.SCHEDULES:
-        for edge in (entry.get("BEGIN", 0), entry.get("END", max_iter)):
-            looked_at |= {edge - 1, edge}
-    warn_if_base_is_not_reached(
-        scheduler,
-        sorted(iter for iter in looked_at if 0 <= iter < max_iter),
-        "give the later entry of SOLVER.SCHEDULES a BEGIN, since entries that overlap are multiplied",
+        begin = entry.get("BEGIN", 0)
+        end = entry.get("END", max_iter)
+        looked_at |= {begin - 1, begin, end - 1, end}
+    iterations = sorted(iter for iter in looked_at if 0 <= iter < max_iter)
+    advice = (
+        "give the later entry of SOLVER.SCHEDULES a BEGIN, since entries that overlap are "
+        "multiplied"
     )
+    warn_if_base_is_not_reached(scheduler, iterations, advice)
     return scheduler
 
 
@@ -337,19 +376,22 @@ def build_schedule(entries: Iterable[Any], max_iter: int, where: str) -> Schedul
             _logger.warning(
                 "%s has no effect: it starts at %d, the training ends at %d", here, begin, max_iter
             )
-        end = entry.get("END", max_iter if begin < max_iter else begin + max_iter)
-        end = _iters(f"{here}: END", end, at_least=begin + 1)
-        segments.append(Segment(_make_schedule(here, entry, end - begin), begin, end))
+        default_end = max_iter if begin < max_iter else begin + max_iter
+        end = _iters(f"{here}: END", entry.get("END", default_end), at_least=begin + 1)
+        schedule = _make_schedule(here, entry, end - begin)
+        segments.append(Segment(schedule, begin, end))
     return Chain(segments)
 
 
 def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule:
     factory = look_up(SCHEDULE_REGISTRY, entry["NAME"], f"{here}: NAME")
     known = inspect.signature(factory).parameters
-    arguments = {
-        key.lower(): value for key, value in entry.items() if key not in ("NAME", "BEGIN", "END")
-    }
-    if unknown := arguments.keys() - {"step_size", *known}:
+    arguments: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key not in ("NAME", "BEGIN", "END"):
+            arguments[key.lower()] = value
+    unknown = arguments.keys() - {"step_size", *known}
+    if unknown:
         accepted = ["BEGIN", "END", "STEP_SIZE", *map(str.upper, known)]
         raise unknown_name(here, min(unknown).upper(), "it takes", accepted)
     if "length" in known:
@@ -359,20 +401,18 @@ def _make_schedule(here: str, entry: Mapping[str, Any], length: int) -> Schedule
         step_size = arguments.pop("step_size")
         if not isinstance(step_size, Period):
             step_size = _iters(f"{here}: STEP_SIZE", step_size, at_least=1)
-        arguments |= {
-            name: _in_steps(arguments[name], step_size) for name in _LENGTHS if name in arguments
-        }
+        for name in _LENGTHS:
+            if name in arguments:
+                arguments[name] = _in_steps(arguments[name], step_size)
     try:
         schedule: Schedule = factory(**arguments)
         schedule(0, 1.0)  # a wrong type is an error now
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         given = ", ".join(f"{name.upper()}={value!r}" for name, value in arguments.items())
         raise ConfigError(f"{here} refuses {given or 'no arguments'}: {error}") from error
-    return (
-        schedule
-        if step_size is None
-        else lambda t, base: schedule(periods_done(t, step_size), base)
-    )
+    if step_size is None:
+        return schedule
+    return lambda t, base: schedule(periods_done(t, step_size), base)
 
 
 def _in_steps(length: Any, step_size: int | Period) -> Any:
@@ -381,7 +421,8 @@ def _in_steps(length: Any, step_size: int | Period) -> Any:
         return [_in_steps(item, step_size) for item in length]
     if not is_whole(length, 1) and not isinstance(length, Period):
         return length
-    return max(round(iterations_of(length) / Fraction(iterations_of(step_size))), 1)
+    steps = iterations_of(length) / Fraction(iterations_of(step_size))
+    return max(round(steps), 1)
 
 
 def _iters(key: str, value: object, at_least: int) -> int:

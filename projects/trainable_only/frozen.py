@@ -26,7 +26,9 @@ class FrozenWeights(HookBase):
     priority = SAVE_POINT + 4  # after the hooks that change the weights in a checkpoint
 
     def __init__(self, weights: str = "", model: nn.Module | None = None) -> None:
-        self._weights, self._model, self._digests = weights, model, dict[str, str]()
+        self._weights = weights
+        self._model = model
+        self._digests: dict[str, str] = {}
         if model is not None:
             self.before_train()
 
@@ -35,16 +37,17 @@ class FrozenWeights(HookBase):
         return {"weights": trainer.cfg.MODEL.WEIGHTS}
 
     def before_train(self) -> None:
-        own = self._parameters()
-        self._digests = self._digests or {
-            name: _digest(own[name]) for name in own if not own[name].requires_grad
-        }
+        if self._digests:
+            return
+        for name, parameter in self._parameters().items():
+            if not parameter.requires_grad:
+                self._digests[name] = _digest(parameter)
 
     def before_save(self, state: dict[str, Any]) -> None:
         own = self._parameters()
-        self._digests = {
-            name: digest for name, digest in self._digests.items() if not own[name].requires_grad
-        }
+        for name in [*self._digests]:
+            if own[name].requires_grad:
+                del self._digests[name]
         for key in {"model", "trained_model"} & state.keys():
             state[key] = copy.copy(state[key])  # keeps _metadata
             for name in self._digests:
@@ -58,19 +61,23 @@ class FrozenWeights(HookBase):
         if missing and self._weights:
             Checkpointer(self._model or self.trainer.model).load(self._weights)
         own = self._parameters()
-        if other := [
-            name for name in missing if name not in own or _digest(own[name]) != self._digests[name]
-        ]:
-            text = (
-                "set MODEL.WEIGHTS, or WEIGHTS of FrozenWeights in HOOKS, to the file that has them"
-            )
+        differing = []
+        model = {**state["model"]}
+        for name in missing:
+            if name in own and _digest(own[name]) == self._digests[name]:
+                model[name] = own[name].detach()
+            else:
+                differing.append(name)
+        if differing:
             raise CheckpointError(
-                f"{len(other)} frozen parameters, such as {other[0]!r}, differ; {text}"
+                f"{len(differing)} frozen parameters, such as {differing[0]!r}, differ; set "
+                "MODEL.WEIGHTS, or WEIGHTS of FrozenWeights in HOOKS, to the file that has them"
             )
-        state["model"] = {**state["model"], **{name: own[name].detach() for name in missing}}
+        state["model"] = model
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(unwrap_model(self._model or self.trainer.model).named_parameters())
+        model = unwrap_model(self._model or self.trainer.model)
+        return dict(model.named_parameters())
 
 
 def _digest(parameter: nn.Parameter) -> str:

@@ -11,7 +11,6 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
-    if cfg.CHECKPOINT.TRAINABLE_ONLY and all(
-        entry.get("NAME") != "FrozenWeights" for entry in cfg.HOOKS
-    ):
+    names = [entry.get("NAME") for entry in cfg.HOOKS]
+    if cfg.CHECKPOINT.TRAINABLE_ONLY and "FrozenWeights" not in names:
         cfg.HOOKS = [*cfg.HOOKS, {"NAME": "FrozenWeights"}]

@@ -14,7 +14,11 @@ def row_chunks(num_rows: int, num_columns: int) -> list[slice]:
     A row that is longer than this is a part of its own.
     """
     size = max(1, _CHUNK_ENTRIES // max(1, num_columns))
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    chunks = []
+    for start in range(0, num_rows, size):
+        end = min(start + size, num_rows)
+        chunks.append(slice(start, end))
+    return chunks
 
 
 def check_finite_rows(name: str, rows: Tensor) -> None:
@@ -22,11 +26,12 @@ def check_finite_rows(name: str, rows: Tensor) -> None:
     bad: list[int] = []
     for chunk in row_chunks(*rows.shape):
         is_bad = ~rows[chunk].isfinite().all(1)
-        bad += [chunk.start + place for place in is_bad.nonzero().flatten().tolist()]
+        places = chunk.start + is_bad.nonzero().flatten()
+        bad += places.tolist()
     if bad:
         raise ValueError(
-            f"{name} must be finite, but {len(bad)} of {len(rows)} rows have NaN or inf, the first is row {bad[0]}; "
-            "look at this sample and at the weights of the model"
+            f"{name} must be finite, but {len(bad)} of {len(rows)} rows have NaN or inf, "
+            f"the first is row {bad[0]}; look at this sample and at the weights of the model"
         )
 
 
@@ -57,15 +62,16 @@ def kmeans(
         nearest = _without_empty(nearest, distances, num_clusters)
         if torch.equal(nearest, labels):
             break
-        labels, centroids = nearest, means(features, nearest, num_clusters)
+        labels = nearest
+        centroids = means(features, labels, num_clusters)
     return labels, centroids
 
 
 def nearest_centroids(features: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The distance of each row of ``[N, D]`` to the nearest centroid of ``[K, D]``, and this centroid's number."""
     # torch's rule, by the size of the whole matrix: a small last part must not be computed in another way
-    by_product = len(features) > 25 or len(centroids) > 25
-    mode = "use_mm_for_euclid_dist" if by_product else "donot_use_mm_for_euclid_dist"
+    is_large = len(features) > 25 or len(centroids) > 25
+    mode = "use_mm_for_euclid_dist" if is_large else "donot_use_mm_for_euclid_dist"
     distances = features.new_empty(len(features))
     nearest = torch.empty(len(features), dtype=torch.int64, device=features.device)
     for chunk in row_chunks(len(features), len(centroids)):
@@ -79,7 +85,8 @@ def most_similar_centroids(features: Tensor, centroids: Tensor) -> Tensor:
     """For each row of ``[N, D]`` the number of the centroid of ``[K, D]`` with the largest inner product."""
     nearest = torch.empty(len(features), dtype=torch.int64, device=features.device)
     for chunk in row_chunks(len(features), len(centroids)):
-        nearest[chunk] = (features[chunk] @ centroids.T).argmax(1)
+        products = features[chunk] @ centroids.T
+        nearest[chunk] = products.argmax(1)
     return nearest
 
 
@@ -100,13 +107,17 @@ def _seeds(features: Tensor, num_clusters: int, generator: torch.Generator) -> T
     squares = torch.full_like(weights, torch.inf)
     seeds: list[Tensor] = []
     for _ in range(num_clusters):
-        seeds.append(features[torch.multinomial(weights.cpu(), 1, generator=generator)])
-        new_squares = [
-            (features[chunk] - seeds[-1]).square().sum(1) for chunk in row_chunks(*features.shape)
-        ]
-        squares = torch.minimum(squares, torch.cat(new_squares))
-        # if all samples are equal to seeds, take any
-        weights = squares if squares.any() else torch.ones_like(squares)
+        drawn = torch.multinomial(weights.cpu(), 1, generator=generator)
+        seed = features[drawn]  # [1, D]
+        seeds.append(seed)
+        to_seed = []
+        for chunk in row_chunks(*features.shape):
+            difference = features[chunk] - seed
+            to_seed.append(difference.square().sum(1))
+        squares = torch.minimum(squares, torch.cat(to_seed))
+        weights = squares
+        if not squares.any():  # all samples are equal to seeds: take any
+            weights = torch.ones_like(squares)
     return torch.cat(seeds)
 
 
@@ -114,10 +125,12 @@ def _without_empty(labels: Tensor, distances: Tensor, num_clusters: int) -> Tens
     """Give each empty cluster the sample that is farthest from its centroid, out of clusters with several samples."""
     sizes = torch.bincount(labels, minlength=num_clusters)
     for empty in (sizes == 0).nonzero().flatten().tolist():
-        taken = torch.where(sizes[labels] > 1, distances, -1).argmax()
+        has_company = sizes[labels] > 1
+        taken = torch.where(has_company, distances, -1).argmax()
         sizes[labels[taken]] -= 1
         sizes[empty] += 1
-        labels[taken], distances[taken] = empty, 0
+        labels[taken] = empty
+        distances[taken] = 0
     return labels
 
 
@@ -147,12 +160,16 @@ def whiten(features: Tensor, dim: int) -> Tensor:
     variances = variances[-dim:]
     directions = directions[:, -dim:]
     scales = (variances + 1e-5 * variances[-1]).rsqrt()
-    largest = max(float(features[chunk].abs().max()) for chunk in chunks)
+    largest = 0.0
+    for chunk in chunks:
+        largest = max(largest, float(features[chunk].abs().max()))
     rounding = torch.finfo(features.dtype).eps * largest
     scales = torch.where(variances > rounding**2, scales, 0)
     white = torch.empty(len(features), dim, dtype=torch.float64, device=features.device)
     for chunk in chunks:
-        white[chunk] = F.normalize((features[chunk].double() - mean) @ directions * scales)
+        centered = features[chunk].double() - mean
+        components = centered @ directions
+        white[chunk] = F.normalize(components * scales)
     return white
 
 

@@ -72,25 +72,26 @@ class DeepClusterHook(ClusterHook):
         label_key: str = "label",
     ) -> None:
         super().__init__(reweight, reweight_pow)
-        options = {
-            "type": "Kmeans",
-            "pca_dim": 256,
-            **{str(key).lower(): value for key, value in clustering.items()},
-        }
+        options = {"type": "Kmeans", "pca_dim": 256}
+        for key, value in clustering.items():
+            options[str(key).lower()] = value
         if options["type"] != "Kmeans" or options.keys() != {"type", "k", "pca_dim"}:
             raise ValueError(
                 f"clustering must be {{type: Kmeans, k: ..., pca_dim: ...}}, got {dict(clustering)}"
             )
         self._num_clusters = check_period("k", options["k"], minimum=2)
-        self._dim = (
-            None
-            if options["pca_dim"] is None
-            else check_period("pca_dim", options["pca_dim"], minimum=1)
-        )
-        self._unif_sampling, self._init_memory, self._initial = unif_sampling, init_memory, initial
+        self._dim = options["pca_dim"]
+        if self._dim is not None:
+            check_period("pca_dim", self._dim, minimum=1)
+        self._unif_sampling = unif_sampling
+        self._init_memory = init_memory
+        self._initial = initial
         self._interval = check_period("interval", interval, minimum=1)
-        self._period = None if period is None else check_period("period", period, minimum=1)
-        self._extract_dataloader, self._label_key = extract_dataloader, label_key
+        self._period = period
+        if period is not None:
+            self._period = check_period("period", period, minimum=1)
+        self._extract_dataloader = extract_dataloader
+        self._label_key = label_key
         self._labels: Tensor | None = None  # of all samples, [N]
         self._drawn: Tensor | None = None  # the drawn indices, with unif_sampling
         self._num_clusterings = 0
@@ -101,13 +102,15 @@ class DeepClusterHook(ClusterHook):
         self._is_loaded = True
 
     def before_train(self) -> None:
-        self.find_model(
-            "extract_feat", "head.init_weights", *["memory_bank.init_memory"] * self._init_memory
-        )
+        needed = ["extract_feat", "head.init_weights"]
+        if self._init_memory:
+            needed.append("memory_bank.init_memory")
+        self.find_model(*needed)
         self._cfg: Any = getattr(self.trainer, "cfg", None)
         self._check_data()
         if self.trainer.start_iter == 0 and not self._is_loaded:
-            self._labels, self._num_clusterings = None, 0
+            self._labels = None
+            self._num_clusterings = 0
         if self._labels is not None:
             self._load_data(self._labels)
         elif self._initial:
@@ -116,18 +119,18 @@ class DeepClusterHook(ClusterHook):
 
     def _check_data(self) -> None:
         loader = self.trainer.data_loader
-        self._has_own_labels = hasattr(getattr(loader, "dataset", None), "assign_labels")
-        if self._cfg is None and (self._extract_dataloader is None or not self._has_own_labels):
+        dataset = getattr(loader, "dataset", None)
+        self._has_own_labels = hasattr(dataset, "assign_labels")
+        has_own_data = self._has_own_labels and self._extract_dataloader is not None
+        if self._cfg is None and not has_own_data:
             raise ConfigError(
                 "DeepClusterHook needs a config, or extract_dataloader and dataset.assign_labels()"
             )
-        if (
-            self._has_own_labels
-            and getattr(loader, "persistent_workers", False)
-            and resume_obstacle(loader)
-        ):
+        keeps_workers = getattr(loader, "persistent_workers", False)
+        if self._has_own_labels and keeps_workers and resume_obstacle(loader):
             raise ConfigError(
-                "DeepClusterHook: workers with persistent_workers do not see new labels; set it to False"
+                "DeepClusterHook: workers with persistent_workers do not see new labels; set "
+                "it to False"
             )
         if self._period is None and not self.trainer.has_epochs:
             raise ConfigError(
@@ -151,18 +154,10 @@ class DeepClusterHook(ClusterHook):
             )
         found: Any = None
         if comm.is_main_process():
-            rows = F.normalize(features) if self._dim is None else whiten(features, self._dim)
-            labels, _ = kmeans(rows, self._num_clusters, torch.default_generator)
-            drawn = (
-                uniform_indices(labels, torch.default_generator) if self._unif_sampling else None
-            )
-            found = labels, drawn, self._new_head()
+            found = self._find_clusters(features)
         labels, self._drawn, head = comm.broadcast(found)
         self._model.head.load_state_dict(head)
-        for parameter in self._model.head.parameters():
-            for value in self.trainer.optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor):
-                    value.zero_()  # as optimizers start
+        self._reset_optimizer_of_head()
         sizes = torch.bincount(labels, minlength=self._num_clusters)
         self.weight_classes(sizes)
         if self._init_memory:
@@ -175,20 +170,46 @@ class DeepClusterHook(ClusterHook):
             "Clustering %d: %d to %d samples", self._num_clusterings, sizes.min(), sizes.max()
         )
 
+    def _find_clusters(self, features: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """The labels, the drawn indices (None: all samples), and the state of the new head."""
+        if self._dim is None:
+            rows = F.normalize(features)
+        else:
+            rows = whiten(features, self._dim)
+        labels, _ = kmeans(rows, self._num_clusters, torch.default_generator)
+        drawn = None
+        if self._unif_sampling:
+            drawn = uniform_indices(labels, torch.default_generator)
+        return labels, drawn, self._new_head()
+
+    def _reset_optimizer_of_head(self) -> None:
+        for parameter in self._model.head.parameters():
+            state = self.trainer.optimizer.state.get(parameter, {})
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()  # as optimizers start
+
     @torch.no_grad()
     def _extract_features(self) -> Tensor:
         """The features of the training data in their order, ``[N, D]`` on the CPU, equal on all ranks.
 
         Of the data of a config every rank reads a part, of a given loader rank 0 reads all.
         """
-        device, batches = next(self._model.parameters()).device, self._extract_dataloader
+        device = next(self._model.parameters()).device
+        batches = self._extract_dataloader
+        found: list[Tensor] = []
         with preserve_rng_state(), inference_context(self._model):
             if batches is None:
                 batches = build_test_loader(self._cfg, _dataset_name(self._cfg))
             elif not comm.is_main_process():
                 batches = ()
-            found = [self._embed(move_to_device(batch, device)).float().cpu() for batch in batches]
-        return torch.cat([features for rank in comm.all_gather(found) for features in rank])
+            for batch in batches:
+                features = self._embed(move_to_device(batch, device))
+                found.append(features.float().cpu())
+        of_all: list[Tensor] = []
+        for of_rank in comm.all_gather(found):
+            of_all += of_rank
+        return torch.cat(of_all)
 
     def _embed(self, batch: Any) -> Tensor:
         """``[n, D]``; of a tuple or list the last entry, of a map the mean over all positions."""
@@ -197,7 +218,9 @@ class DeepClusterHook(ClusterHook):
             found = self._model.neck(found)
         if isinstance(found, tuple | list):
             found = found[-1]
-        return found if found.ndim == 2 else found.flatten(2).mean(2)
+        if found.ndim == 2:
+            return found
+        return found.flatten(2).mean(2)
 
     def _new_head(self) -> dict[str, Tensor]:
         head = self._model.head
@@ -226,11 +249,11 @@ class DeepClusterHook(ClusterHook):
         if hasattr(dataset, "assign_labels"):
             dataset.assign_labels(labels.tolist())
         else:
-            dataset = [
-                {**item, self._label_key: label}
-                for item, label in zip(dataset, labels.tolist(), strict=True)
-            ]
-        return dataset if self._drawn is None else Subset(dataset, self._drawn.tolist())
+            samples = zip(dataset, labels.tolist(), strict=True)
+            dataset = [{**sample, self._label_key: label} for sample, label in samples]
+        if self._drawn is None:
+            return dataset
+        return Subset(dataset, self._drawn.tolist())
 
 
 def _dataset_name(cfg: CfgNode) -> str:

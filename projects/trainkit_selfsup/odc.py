@@ -49,15 +49,17 @@ class ODCMemory(nn.Module):
         assign_by: Literal["inner_product", "distance"] = "inner_product",
     ) -> None:
         super().__init__()
-        # all clusters must not be small
-        largest, ways = (
-            length // num_classes,
-            ("inner_product", "distance"),
-        )
-        if not 0 <= momentum <= 1 or not 1 <= min_cluster <= largest or assign_by not in ways:
-            accepted = f"momentum must be from 0 to 1, min_cluster from 1 to {largest}, assign_by one of {ways}"
-            raise ValueError(f"{accepted}; got {momentum!r}, {min_cluster!r} and {assign_by!r}")
-        self.momentum, self.num_classes, self.min_cluster = momentum, num_classes, min_cluster
+        ways = ("inner_product", "distance")
+        largest = length // num_classes  # all clusters must not be small
+        is_accepted = 0 <= momentum <= 1 and 1 <= min_cluster <= largest and assign_by in ways
+        if not is_accepted:
+            raise ValueError(
+                f"momentum must be from 0 to 1, min_cluster from 1 to {largest}, "
+                f"assign_by one of {ways}; got {momentum!r}, {min_cluster!r} and {assign_by!r}"
+            )
+        self.momentum = momentum
+        self.num_classes = num_classes
+        self.min_cluster = min_cluster
         self.assign_by = assign_by
         self.register_buffer("feature_bank", torch.zeros(length, feat_dim))
         self.register_buffer("label_bank", torch.zeros(length, dtype=torch.int64))
@@ -85,18 +87,21 @@ class ODCMemory(nn.Module):
         Every rank calls it with its own samples; the model calls it after its loss has read the labels. Returns the
         change ratio, shape ``[]``: the fraction of these samples, over all ranks, whose label has changed.
         """
-        idx, feature = _of_all_ranks(idx), _of_all_ranks(F.normalize(feature.float()))
-        mixed = F.normalize(self.feature_bank[idx].lerp(feature, self.momentum))
+        idx = _of_all_ranks(idx)
+        feature = _of_all_ranks(F.normalize(feature.float()))
+        former = self.feature_bank[idx]
+        mixed = F.normalize(former.lerp(feature, self.momentum))
         self.feature_bank[idx] = mixed
         labels = self._assign(mixed, self.centroids)
-        ratio = (labels != self.label_bank[idx]).float().mean()
+        has_changed = labels != self.label_bank[idx]
         self.label_bank[idx] = labels
-        return ratio
+        return has_changed.float().mean()
 
     def update_centroids_memory(self) -> None:
         """Set every centroid to the mean of its members; an empty cluster keeps its centroid."""
         found = means(self.feature_bank, self.label_bank, self.num_classes)
-        self.centroids.copy_(torch.where(self.sizes()[:, None] > 0, found, self.centroids))
+        has_members = self.sizes()[:, None] > 0
+        self.centroids.copy_(torch.where(has_members, found, self.centroids))
 
     def deal_with_small_clusters(self) -> None:
         """Give the samples of small clusters to other clusters; then each small one takes half of the largest cluster.
@@ -112,19 +117,19 @@ class ODCMemory(nn.Module):
 
     def _dissolve_small(self) -> None:
         is_small = self.sizes() < self.min_cluster
-        small, others = is_small.nonzero().flatten(), (~is_small).nonzero().flatten()
+        small = is_small.nonzero().flatten()
+        others = (~is_small).nonzero().flatten()
         members = is_small[self.label_bank]
-        self.label_bank[members] = others[
-            self._assign(self.feature_bank[members], self.centroids[others])
-        ]
+        nearest = self._assign(self.feature_bank[members], self.centroids[others])
+        self.label_bank[members] = others[nearest]
         for cluster in small.tolist():
             largest = int(self.sizes().argmax())
             members = (self.label_bank == largest).nonzero().flatten()
-            halves, centroids = kmeans(
-                self.feature_bank[members], 2, torch.Generator().manual_seed(0), max_iters=20
-            )
+            generator = torch.Generator().manual_seed(0)
+            halves, centroids = kmeans(self.feature_bank[members], 2, generator, max_iters=20)
             self.label_bank[members[halves == 1]] = cluster
-            self.centroids[largest], self.centroids[cluster] = centroids
+            self.centroids[largest] = centroids[0]
+            self.centroids[cluster] = centroids[1]
 
     def _assign(self, features: Tensor, centroids: Tensor) -> Tensor:
         if self.assign_by == "distance":
@@ -162,13 +167,12 @@ class ODCHook(ClusterHook):
         reweight_pow: float = 0.5,
     ) -> None:
         super().__init__(reweight, reweight_pow)
-        self._centroids_period = check_period(
-            "centroids_update_interval", centroids_update_interval, minimum=1
+        of_centroids = centroids_update_interval
+        of_small_clusters = deal_with_small_clusters_interval
+        self._centroids_period = check_period("centroids_update_interval", of_centroids, minimum=1)
+        self._small_clusters_period = check_period(
+            "deal_with_small_clusters_interval", of_small_clusters, minimum=1
         )
-        small = check_period(
-            "deal_with_small_clusters_interval", deal_with_small_clusters_interval, minimum=1
-        )
-        self._small_clusters_period = small
         self._evaluate_period = check_period("evaluate_interval", evaluate_interval, minimum=1)
 
     def before_train(self) -> None:

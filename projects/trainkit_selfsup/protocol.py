@@ -36,12 +36,16 @@ class ClusterHook(HookBase):
 
     def find_model(self, *needed: str) -> None:
         """Set ``_model``. Raises ConfigError: it lacks a path of ``needed``, or is sharded."""
-        self._model = model_of(self, *needed, *["loss_weight"] * self._reweight)
+        paths = [*needed]
+        if self._reweight:
+            paths.append("loss_weight")
+        self._model = model_of(self, *paths)
         if hasattr(self._model, "set_requires_gradient_sync"):
             raise ConfigError(
                 f'{type(self).__name__} does not work with MODEL.PARALLEL "fsdp"; make it "ddp"'
             )
-        loss: Any = getattr(getattr(self._model, "head", None), "loss", None)
+        head = getattr(self._model, "head", None)
+        loss: Any = getattr(head, "loss", None)
         if self._reweight and hasattr(loss, "class_weight"):
             # also in a resumed run: a checkpoint does not hold this
             loss.class_weight = self._model.loss_weight
@@ -52,8 +56,11 @@ class ClusterHook(HookBase):
 
     def put_sizes(self, sizes: Tensor) -> None:
         """Store the smallest and the largest size, and the number of empty clusters."""
-        found = {"smallest": sizes.min(), "largest": sizes.max(), "empty": (sizes == 0).sum()}
-        scalars = {f"clusters/{name}": int(value) for name, value in found.items()}
+        scalars = {
+            "clusters/smallest": int(sizes.min()),
+            "clusters/largest": int(sizes.max()),
+            "clusters/empty": int((sizes == 0).sum()),
+        }
         self.trainer.storage.put_scalars(**scalars, smoothing_hint=False)
 
 

@@ -33,14 +33,16 @@ class SimSiamHook(HookBase):
         self._lr = check_number("lr", lr, "[0, inf)")
 
     def _groups(self) -> list[dict[str, Any]]:
-        groups = self.trainer.optimizer.param_groups if self._fix_pred_lr else []
+        if not self._fix_pred_lr:
+            return []
+        groups = self.trainer.optimizer.param_groups
         return [group for group in groups if group.get("fix_lr") or group.get("fixed_lr")]
 
     def before_train(self) -> None:
         if self._fix_pred_lr and not self._groups():
-            entry = "{KEY: predictor, FIXED_LR: True} in SOLVER.PARAM_GROUPS.CUSTOM_KEYS"
             raise ConfigError(
-                f"SimSiamHook needs a parameter group with fix_lr or fixed_lr, such as that of {entry}"
+                "SimSiamHook needs a parameter group with fix_lr or fixed_lr, such as that of "
+                "{KEY: predictor, FIXED_LR: True} in SOLVER.PARAM_GROUPS.CUSTOM_KEYS"
             )
 
     def before_step(self) -> None:
@@ -65,18 +67,19 @@ class DenseCLHook(HookBase):
     def __init__(self, start_iters: int = 1000, momentum: float | None = None) -> None:
         if momentum is not None:
             check_number("momentum", momentum, "[0, 1]")
-        self._start_iters, self._momentum = check_period("start_iters", start_iters), momentum
+        self._start_iters = check_period("start_iters", start_iters)
+        self._momentum = momentum
 
     def before_train(self) -> None:
-        self._model = model_of(
-            self, "loss_lambda", *["update_key_encoder"] * (self._momentum is not None)
-        )
+        needed = ["loss_lambda"]
+        if self._momentum is not None:
+            needed.append("update_key_encoder")
+        self._model = model_of(self, *needed)
         self._loss_lambda = self._model.loss_lambda
 
     def before_step(self) -> None:
-        self._model.loss_lambda = (
-            self._loss_lambda if self.trainer.iter >= self._start_iters else 0.0
-        )
+        has_started = self.trainer.iter >= self._start_iters
+        self._model.loss_lambda = self._loss_lambda if has_started else 0.0
 
     def after_step(self) -> None:
         if self._momentum is not None:
@@ -123,62 +126,73 @@ class SwAVHook(HookBase):
     ) -> None:
         self._batch_size = check_period("batch_size", batch_size, minimum=1)
         self._epoch_queue_starts = check_period("epoch_queue_starts", epoch_queue_starts)
-        self._num_crops, self._feat_dim = (
-            len(crops_for_assign),
-            check_period("feat_dim", feat_dim, minimum=1),
-        )
+        self._num_crops = len(crops_for_assign)
+        self._feat_dim = check_period("feat_dim", feat_dim, minimum=1)
         self._queue_length = check_period("queue_length", queue_length)
         if check_period("interval", interval, minimum=1) != 1:
             logger.warning(
                 "SwAVHook: interval %r has no effect; every checkpoint has the queue", interval
             )
-        frozen = frozen_layers_cfg or {}
-        self._frozen = {
-            name: check_period(f"frozen_layers_cfg[{name}]", iters)
-            for name, iters in frozen.items()
-        }
+        self._frozen: dict[str, int] = {}
+        for name, iters in (frozen_layers_cfg or {}).items():
+            self._frozen[name] = check_period(f"frozen_layers_cfg[{name}]", iters)
         self._loss: Any = None
         self._waiting_state: dict[str, Any] = {}  # until training starts
 
     def before_train(self) -> None:
-        model = model_of(
-            self, *["head.loss.queue", "head.loss.use_queue"] * bool(self._queue_length)
-        )
-        self._loss, self._device = model.head.loss if self._queue_length else None, device_of(model)
-        if self._loss is not None:
-            batch = self._batch_size * comm.get_world_size()
-            self._rows = self._queue_length // batch * self._batch_size
-            if not self._rows or not self.trainer.has_epochs:
-                accepted = f"at least one batch of all ranks, {batch}, and data with a length, that is with epochs"
-                raise ConfigError(
-                    f"SwAVHook: queue_length {self._queue_length}; accepted: {accepted}"
-                )
-            if self._waiting_state or self.trainer.start_iter == 0:
-                state = self._waiting_state or {"queue": None, "use_queue": False}
-                queue, self._loss.use_queue = state["queue"], state["use_queue"]
-                self._loss.queue = None if queue is None else queue.to(self._device, copy=True)
-            self._waiting_state = {}
+        needed = []
+        if self._queue_length > 0:
+            needed = ["head.loss.queue", "head.loss.use_queue"]
+        model = model_of(self, *needed)
+        self._device = device_of(model)
+        self._loss = None
+        if self._queue_length > 0:
+            self._loss = model.head.loss
+            self._rows = self._rows_of_rank()
+            self._prepare_queue()
         self._layers = []
         for name, iters in self._frozen.items():
             parameters = [parameter for path, parameter in model.named_parameters() if name in path]
             if not parameters:
                 raise ConfigError(
-                    f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} in its name"
+                    f"frozen_layers_cfg: no parameter of {type(model).__name__} has {name!r} "
+                    "in its name"
                 )
             self._layers.append((iters, parameters))
             if self.trainer.start_iter < iters:
                 # fused SGD fails if only some of a group have a momentum
                 start_momentum(self.trainer.optimizer)
 
-    def before_step(self) -> None:
-        if (
-            self._loss is not None
-            and self._loss.queue is None
-            and self.trainer.epoch >= self._epoch_queue_starts
-        ):
-            self._loss.queue = torch.zeros(
-                self._num_crops, self._rows, self._feat_dim, device=self._device
+    def _rows_of_rank(self) -> int:
+        """The rows of the queue of this rank: whole batches."""
+        batch = self._batch_size * comm.get_world_size()
+        rows = self._queue_length // batch * self._batch_size
+        if rows == 0 or not self.trainer.has_epochs:
+            raise ConfigError(
+                f"SwAVHook: queue_length {self._queue_length}; accepted: at least one batch of all "
+                f"ranks, {batch}, and data with a length, that is with epochs"
             )
+        return rows
+
+    def _prepare_queue(self) -> None:
+        """Give the loss the queue of a loaded state; in a new run it has none."""
+        if self._waiting_state:
+            queue = self._waiting_state["queue"]
+            if queue is not None:
+                queue = queue.to(self._device, copy=True)
+            self._loss.queue = queue
+            self._loss.use_queue = self._waiting_state["use_queue"]
+        elif self.trainer.start_iter == 0:
+            self._loss.queue = None
+            self._loss.use_queue = False
+        self._waiting_state = {}
+
+    def before_step(self) -> None:
+        if self._loss is None or self._loss.queue is not None:
+            return
+        if self.trainer.epoch >= self._epoch_queue_starts:
+            shape = (self._num_crops, self._rows, self._feat_dim)
+            self._loss.queue = torch.zeros(shape, device=self._device)
 
     def after_backward(self) -> None:
         for iters, parameters in self._layers:
@@ -191,10 +205,9 @@ class SwAVHook(HookBase):
         if self._waiting_state or self._loss is None:
             return self._waiting_state
         queue: Tensor | None = self._loss.queue
-        return {
-            "queue": None if queue is None else queue.clone(),
-            "use_queue": bool(self._loss.use_queue),
-        }
+        if queue is not None:
+            queue = queue.clone()
+        return {"queue": queue, "use_queue": bool(self._loss.use_queue)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._waiting_state = state_dict

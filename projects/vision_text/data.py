@@ -25,22 +25,32 @@ class Shapes(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples, self._seed = num_samples, seed
+        self._num_samples = num_samples
+        self._seed = seed
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        rng, label = _generator(self._seed, index, len(self)), index % len(CLASS_NAMES)
-        (x, y), radius = rng.integers(10, SIZE - 10, 2), rng.integers(5, 10)
-        rows, columns = np.mgrid[:SIZE, :SIZE]
-        shape = (
-            (rows - y) ** 2 + (columns - x) ** 2 < radius**2,
-            np.maximum(abs(rows - y), abs(columns - x)) < radius,
-            (rows + x) % radius < radius // 2,
-        )[label]
-        picture = rng.normal(80, 20, (SIZE, SIZE, 3)) + shape[:, :, None] * rng.uniform(60, 140, 3)
+        rng = _generator(self._seed, index, len(self))
+        label = index % len(CLASS_NAMES)
+        x, y = rng.integers(10, SIZE - 10, 2)
+        radius = int(rng.integers(5, 10))
+        is_inside = _shape(CLASS_NAMES[label], x, y, radius)
+        paper = rng.normal(80, 20, (SIZE, SIZE, 3))
+        color = rng.uniform(60, 140, 3)
+        picture = paper + is_inside[:, :, None] * color
         return {"image": picture.clip(0, 255).astype(np.uint8), "label": label}
+
+
+def _shape(name: str, x: int, y: int, radius: int) -> np.ndarray:
+    """Whether each pixel is in the shape, bool ``[32, 32]``."""
+    rows, columns = np.mgrid[:SIZE, :SIZE]
+    if name == "disc":
+        return (rows - y) ** 2 + (columns - x) ** 2 < radius**2
+    if name == "square":
+        return np.maximum(abs(rows - y), abs(columns - x)) < radius
+    return (rows + x) % radius < radius // 2
 
 
 class Texts(Dataset[dict[str, Any]]):
@@ -52,24 +62,26 @@ class Texts(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, num_samples: int, seed: int, *, for_language_model: bool = False) -> None:
-        self._num_samples, self._seed, self._for_language_model = (
-            num_samples,
-            seed,
-            for_language_model,
-        )
+        self._num_samples = num_samples
+        self._seed = seed
+        self._for_language_model = for_language_model
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        rng, label = _generator(self._seed, index, len(self)), index % len(TEXT_CLASS_NAMES)
-        third, piece = VOCABULARY // len(TEXT_CLASS_NAMES), np.array([self._seed + 1])
-        while piece.sum() % 2 != self._seed % 2:
-            piece = label * third + rng.choice(third, rng.integers(2, 6), replace=False)
+        rng = _generator(self._seed, index, len(self))
+        label = index % len(TEXT_CLASS_NAMES)
+        third = VOCABULARY // len(TEXT_CLASS_NAMES)
+        while True:
+            length = rng.integers(2, 6)
+            piece = label * third + rng.choice(third, length, replace=False)
+            if piece.sum() % 2 == self._seed % 2:
+                break
         tokens = torch.from_numpy(np.resize(piece, LENGTH).astype(np.int64))
-        return {"input_ids": tokens} | (
-            {"labels": tokens} if self._for_language_model else {"label": label}
-        )
+        if self._for_language_model:
+            return {"input_ids": tokens, "labels": tokens}
+        return {"input_ids": tokens, "label": label}
 
 
 def _generator(seed: int, index: int, num_samples: int) -> np.random.Generator:
@@ -86,15 +98,16 @@ class ToImage:
         pass
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        image: Tensor = torch.from_numpy(np.array(sample["image"])).permute(2, 0, 1) / 127.5 - 1
-        return sample | {"image": image}
+        picture = torch.from_numpy(np.array(sample["image"]))
+        image: Tensor = picture.permute(2, 0, 1) / 127.5 - 1
+        return {**sample, "image": image}
 
 
 for _name, _seed, _num_samples in (("train", 0, 4800), ("test", 1, 120)):
-    DatasetCatalog.register(f"shapes_{_name}", partial(Shapes, _num_samples, _seed))
-    DatasetCatalog.register(f"texts_{_name}", partial(Texts, _num_samples, _seed))
-    DatasetCatalog.register(
-        f"lm_texts_{_name}", partial(Texts, _num_samples, _seed, for_language_model=True)
-    )
+    _shapes = partial(Shapes, _num_samples, _seed)
+    _texts = partial(Texts, _num_samples, _seed)
+    DatasetCatalog.register(f"shapes_{_name}", _shapes)
+    DatasetCatalog.register(f"texts_{_name}", _texts)
+    DatasetCatalog.register(f"lm_texts_{_name}", partial(_texts, for_language_model=True))
     MetadataCatalog.get(f"shapes_{_name}").set(class_names=list(CLASS_NAMES))
     MetadataCatalog.get(f"texts_{_name}").set(class_names=list(TEXT_CLASS_NAMES))

@@ -33,8 +33,13 @@ def LlamaLM(cfg: CfgNode) -> nn.Module:
 @LAYER_DEPTH_REGISTRY.register()
 def llama_depth(name: str) -> tuple[int, int]:
     """Depth of a parameter of a Llama with 2 blocks, and number of layers: embedding, blocks, last norm and head."""
+    num_layers = 4
     block = re.match(r"model\.layers\.(\d+)\.", name)
-    return (int(block[1]) + 1 if block else 0 if name.startswith("model.embed_tokens.") else 3), 4
+    if block:
+        return int(block[1]) + 1, num_layers
+    if name.startswith("model.embed_tokens."):
+        return 0, num_layers
+    return 3, num_layers
 
 
 @dataclass
@@ -53,11 +58,7 @@ class Trainer(DefaultTrainer):
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, use_cache=False, **_SIZES)
-        return losses_from(
-            LlamaForCausalLM(config),
-            next_token_loss,
-            split=lambda b: ([b.ids[:, :-1]], b.ids[:, 1:]),
-        )
+        return losses_from(LlamaForCausalLM(config), next_token_loss, split=split_tokens)
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
@@ -65,6 +66,11 @@ class Trainer(DefaultTrainer):
         return DataLoader(
             texts, 32, shuffle=True, collate_fn=lambda batch: Tokens(torch.stack(batch))
         )
+
+
+def split_tokens(batch: Tokens) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The inputs of the model, and the tokens to predict."""
+    return [batch.ids[:, :-1]], batch.ids[:, 1:]
 
 
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,13 @@ def Resnet18(cfg: CfgNode) -> nn.Module:
 @LAYER_DEPTH_REGISTRY.register()
 def resnet_depth(name: str) -> tuple[int, int]:
     """The first convolution and its norm are layer 0, ``layer1`` to ``layer4`` are 1 to 4, ``fc`` is 5, of 6 layers."""
+    num_layers = 6
     stage = re.match(r"layer(\d)\.", name)
-    return (int(stage[1]) if stage else 5 if name.startswith("fc.") else 0), 6
+    if stage:
+        return int(stage[1]), num_layers
+    if name.startswith("fc."):
+        return 5, num_layers
+    return 0, num_layers
 
 
 class Trainer(DefaultTrainer):
@@ -39,14 +44,17 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode, seed: int = 0) -> Any:
-        pairs = MapDataset(
-            Shapes(480, seed), lambda sample: (ToImage()(sample)["image"], sample["label"])
-        )
+        pairs = MapDataset(Shapes(480, seed), as_pair)
         return DataLoader(pairs, cfg.SOLVER.IMS_PER_BATCH, shuffle=not seed)
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
         return cls.build_train_loader(cfg, seed=1)
+
+
+def as_pair(sample: dict[str, Any]) -> tuple[Any, int]:
+    image = ToImage()(sample)["image"]
+    return image, sample["label"]
 
 
 if __name__ == "__main__":

@@ -17,13 +17,16 @@ class SafetensorsFormat(CheckpointFormat):
 
     def write(self, state: Mapping[str, Any], path: str) -> None:
         """Write ``state["model"]``; tied weights are stored under each of their names. Raises TypeError too."""
-        if others := [
-            name for name, weight in state["model"].items() if not isinstance(weight, torch.Tensor)
-        ]:
+        weights = {}
+        others = []
+        for name, weight in state["model"].items():
+            if isinstance(weight, torch.Tensor):
+                weights[name] = weight.clone().contiguous()
+            else:
+                others.append(name)
+        if others:
             raise TypeError(f"safetensors takes tensors alone, not {others}")
-        content = import_safetensors().save(
-            {name: x.clone().contiguous() for name, x in state["model"].items()}
-        )
+        content = import_safetensors().save(weights)
         with replacing(path) as output:
             output.write(content)
 

@@ -9,7 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     str(path.relative_to(ROOT))
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "projects/*/README.md")
+    for pattern in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/*.md",
+        "projects/README.md",
+        "projects/*/README.md",
+    )
     for path in sorted(ROOT.glob(pattern))
 ]
 

@@ -1,6 +1,9 @@
 """The examples of the page do what it says; `projects/remote` tests a run in its store."""
 
 import gzip
+import json
+import logging
+import math
 import os
 import shutil
 
@@ -10,7 +13,7 @@ from torch import nn
 
 from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
-from tests.engine.tiny import Weight
+from tests.engine.tiny import Weight, sgd
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import ConfigError, check_values, prepare_projects
 from trainkit.engine import (
@@ -21,10 +24,11 @@ from trainkit.engine import (
     hooks,
 )
 from trainkit.engine.hook_base import HOOK_REGISTRY
+from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 
 ONE_STEP = ("SOLVER.MAX_ITER", 1, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", ())
-HOOK, STEP, WRAPPER, FORMAT, STORE, LOADER, PLUG_IN, PAIRS, SCRIPT = blocks(
+HOOK, STEP, POLICY, TWO, WRAPPER, FORMAT, STORE, LOADER, PLUG_IN, PAIRS, SCRIPT = blocks(
     "docs/extending.md", "python"
 )
 (ENTRY_POINT,) = blocks("docs/extending.md", "toml")
@@ -35,7 +39,7 @@ def page():
     """What all blocks of parts define, each of which registers its part once."""
     return {
         name: value
-        for block in (HOOK, STEP, WRAPPER, FORMAT, LOADER)
+        for block in (HOOK, STEP, POLICY, TWO, WRAPPER, FORMAT, LOADER)
         for name, value in run(block, "page").items()
     }
 
@@ -63,6 +67,67 @@ def test_the_part_of_the_step_and_the_wrapper_are_chosen_by_the_config(page, tmp
     assert all(map(torch.equal, gradients[""], gradients["flooded"]))
     DefaultTrainer(tiny_cfg(tmp_path, "MODEL.PARALLEL", "half_gradients", *ONE_STEP)).train()
     assert (tmp_path / "model_final.pth").exists()
+
+
+def test_the_policy_goes_on_after_a_loss_that_is_nan(page, tmp_path):
+    cfg = tiny_cfg(tmp_path, "SOLVER.NON_FINITE.POLICY", "zero")
+    policy = DefaultTrainer(cfg)._trainer.policy
+    assert type(policy) is page["ZeroNonFinite"]
+
+    weights = {}
+    for name in (policy, "ignore"):
+        model = Weight()
+        batches = [torch.tensor(1.0), torch.tensor(torch.nan), torch.tensor(2.0)]
+        trainer = SimpleTrainer(model, batches, sgd(model, lr=0.25), non_finite=name)
+        trainer.train(0, 3)
+        weights[name] = model.weight.item()
+    # 1 - 0.25 * 1 - 0 - 0.25 * 2
+    assert weights[policy] == 0.25
+    assert math.isnan(weights["ignore"])
+
+
+@MODEL_REGISTRY.register()
+class Game(nn.Module):
+    """One weight for each part, both 1; the score is their product."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.generator = Weight()
+        self.judge = Weight()
+
+    def forward(self, batch, part):
+        score = self.judge(self.generator(torch.tensor(1.0)))
+        return score if part == "judge" else -score
+
+
+def test_two_optimizers_update_their_parts_and_both_are_resumed(page, tmp_path, caplog):
+    options = ["MODEL.NAME", "Game", "DATASETS.TEST", (), *ONE_STEP]
+    options += ["SOLVER.WEIGHT_DECAY", 0.0, "LOG.WRITERS", ["console", "json"]]
+    cfg = tiny_cfg(tmp_path, *options)
+    trainer = page["GANTrainer"](cfg)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    # the first step of Adam is its rate, that of SGD is 0.1 times the gradient, here 0.999
+    weights = [trainer.model.judge.weight.item(), trainer.model.generator.weight.item()]
+    assert weights == pytest.approx([0.999, 1.0999])
+    assert "loss_judge: 1  loss_generator: -0.999" in caplog.text
+    line = json.loads((tmp_path / "metrics.json").read_text().splitlines()[0])
+    assert line["loss_generator"] == pytest.approx(-0.999)
+
+    again = page["GANTrainer"](tiny_cfg(tmp_path, *options, "SOLVER.MAX_ITER", 2))
+    assert again.judge_optimizer.state_dict()["state"] == {}
+    again.resume_or_load()
+    assert again.judge_optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_a_loss_of_two_optimizers_that_is_nan_ends_the_run_at_the_next_checkpoint(page, tmp_path):
+    options = ["MODEL.NAME", "Game", "DATASETS.TEST", (), "SOLVER.CHECKPOINT_PERIOD", 4]
+    trainer = page["GANTrainer"](tiny_cfg(tmp_path, *options))
+    trainer.model.judge.compute = lambda weight, batch: weight * batch * torch.nan
+    with pytest.raises(FloatingPointError, match="the model is not finite"):
+        trainer.train()
+    assert trainer.iter == 3
+    assert [*tmp_path.glob("*.pth")] == []
 
 
 def test_a_compressed_checkpoint_is_resumed_and_a_damaged_one_is_an_error(page, tmp_path):

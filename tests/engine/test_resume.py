@@ -1,5 +1,7 @@
 """A run goes on where its checkpoint stood: the hook points, the states, the random numbers."""
 
+import logging
+
 import pytest
 import torch
 
@@ -301,3 +303,27 @@ def test_another_number_of_samples_is_a_row_that_says_what_happens(tmp_path, cap
     caplog.clear()
     SimpleTrainer(model, batches(7), plain.optimizer).load_state_dict(plain.state_dict())
     assert caplog.text.splitlines()[-1].split()[:5] == ["iterations", "per", "epoch", "7", "5"]
+
+
+@pytest.mark.parametrize("setting", [0, 2])
+def test_a_resumed_run_has_the_threads_of_its_checkpoint_or_names_the_difference(
+    tmp_path, setting, caplog
+):
+    caplog.set_level(logging.INFO)
+    former = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 2)).train()
+        torch.set_num_threads(2)
+        keys = ("SOLVER.MAX_ITER", 4, "NUM_THREADS", setting)
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, *keys))
+        trainer.resume_or_load(resume=True)
+        threads = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(former)
+    if setting == 0:
+        assert threads == 3
+        assert "torch uses 3 threads, as in the checkpoint; here it had 2" in caplog.text
+    else:
+        assert threads == 2
+        assert "NUM_THREADS is 2, and the checkpoint is of a run with 3 threads" in caplog.text

@@ -145,6 +145,7 @@ def test_a_hook_registered_during_training_runs_from_the_next_point_on():
 def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_train(
     fail_at, error, message, caplog
 ):
+    caplog.set_level(logging.DEBUG, "trainkit")
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status)], fail_at, error)
     with pytest.raises(type(error)) as caught:
@@ -154,7 +155,10 @@ def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_trai
     assert (trainer.iter, trainer.status) == (fail_at, "failed")
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.getMessage() == f"Training failed in iteration {fail_at}: {message}"
-    assert bool(record.exc_info) == isinstance(error, Exception)  # Ctrl-C has no traceback
+    assert record.exc_info is None  # the error is raised again, with its traceback
+    [traced] = [record for record in caplog.records if record.exc_info is not None]
+    assert traced.levelno == logging.DEBUG  # for the log file
+    assert traced.exc_info[1] is error
     assert not has_event_storage()
     storage = trainer.storage
     with contextlib.suppress(type(error)):

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -90,3 +91,20 @@ def test_a_run_shows_its_lines_if_nobody_has_configured_logging(monkeypatch, cap
         hooks = [PeriodicWriter([CommonMetricPrinter(2)])]
         Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
         assert messages(capsys.readouterr().out) == lines
+
+
+def test_a_level_that_the_program_has_set_stays():
+    logger = logging.getLogger("own_level")
+    logger.setLevel(logging.WARNING)
+    try:
+        assert setup_logger(name="own_level").level == logging.WARNING
+    finally:
+        close_logger("own_level")
+        logger.setLevel(logging.NOTSET)
+
+
+def test_a_missing_fcntl_says_which_platforms_are_supported():
+    # portalocker has its own way on Windows
+    code = "import sys, portalocker; sys.modules['fcntl'] = None; import trainkit.engine"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: trainkit runs on Linux and macOS")

@@ -46,6 +46,17 @@ class CfgNode(_FvcoreCfgNode):
         super().__setattr__(name, value)
         _unset_names(self).discard(name)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            hint = did_you_mean(name, list(self)).strip()
+            text = f"this node of the config has no key {name!r}. {hint}".rstrip(". ")
+            raise AttributeError(text) from None
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
+
     def is_set(self, name: str) -> bool:
         """Whether the value of ``name``, a key of this node, was set.
 

@@ -1,6 +1,7 @@
 """Every config key with its default; keys that detectron2 has keep its names.
 
 Keys in ``trainkit.config.lengths.LENGTH_KEYS`` take iterations (``500``) or epochs (``"3ep"``).
+CONTRIBUTING.md says how to add a key.
 """
 
 import copy
@@ -21,6 +22,8 @@ _C.OUTPUT_DIR = "./output"
 _C.SEED = -1
 # Modules (dotted names) that register models, datasets or hooks; imported before the job is built.
 _C.IMPORTS = []
+# Threads that torch uses on the CPU. 0: torch's choice. 1 is best for small models on a busy CPU.
+_C.NUM_THREADS = 0
 # True: cuDNN tries its kernels and uses the fastest ones.
 _C.CUDNN_BENCHMARK = False
 # True: use kernels that always give the same bits, as exact resume on a GPU needs; slower.
@@ -236,6 +239,8 @@ _C.LOG.ASYNC = None
 _C.LOG.WRITERS = ["console", "json", "tensorboard"]
 # The terminal shows lines from this level on: DEBUG, INFO, WARNING or ERROR. log.txt has all.
 _C.LOG.LEVEL = "INFO"
+# True: handlers of the root logger, such as pytest's caplog, get the lines too.
+_C.LOG.PROPAGATE = False
 
 MEANT_IF_SET = (
     "DATALOADER.SAMPLER_TRAIN",
@@ -266,6 +271,7 @@ ACCEPTED: dict[Any, str] = {
     """,
     "[0, 1]": "SOLVER.MOMENTUM",
     "(0, inf)": "SOLVER.AMP.INIT_SCALE",
+    "[0, 1024]": "NUM_THREADS",
     "(0, inf]": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE SOLVER.CLIP_GRADIENTS.NORM_TYPE",
     "(-inf, inf)": "EARLY_STOPPING.DIVERGENCE EARLY_STOPPING.THRESHOLD",
     ("abs", "rel"): "EARLY_STOPPING.MIN_DELTA_MODE",

@@ -211,9 +211,15 @@ def build_train_loader(
     return build_batch_data_loader(dataset, sampler, total_batch_size, **kwargs)
 
 
-def _test_arguments(cfg: CfgNode, dataset_name: str, mapper: _Function = None) -> dict[str, Any]:
+def _test_arguments(
+    cfg: CfgNode, dataset_name: str = "", mapper: _Function = None, *, dataset: Any = None
+) -> dict[str, Any]:
+    if dataset is None:
+        if not dataset_name:
+            raise TypeError("build_test_loader(cfg, ...) needs dataset_name, or dataset=")
+        dataset = _load_dataset(dataset_name, "DATASETS")
     return {
-        "dataset": _load_dataset(dataset_name, "DATASETS"),
+        "dataset": dataset,
         "batch_size": cfg.TEST.IMS_PER_BATCH,
         **_loader_arguments(cfg, mapper, is_train=False),
     }
@@ -230,7 +236,7 @@ def build_test_loader(
 ) -> ResumableLoader:
     """The loader of a dataset: all ranks together get each sample once, in order.
 
-    Or of a config, with ``(cfg, dataset_name)``.
+    Or of a config, with ``(cfg, dataset_name)`` or ``(cfg, dataset=dataset)``.
 
     Args:
         dataset, mapper, kwargs: as for `build_train_loader`.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.utils import comm
 from trainkit.utils.device import device_of, uuid_of
 from trainkit.utils.env import preserve_rng_state
-from trainkit.utils.errors import ConfigError
+from trainkit.utils.errors import ConfigError, add_line
 from trainkit.utils.events import EventStorage
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -171,7 +171,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:
+def explain_unused_parameters(model: nn.Module, error: Exception) -> None:
     """Add the names of the parameters and the setting to DDP's error on missing gradients.
 
     Other errors stay as they are.
@@ -190,8 +190,9 @@ def explain_unused_parameters(model: nn.Module, error: RuntimeError) -> None:
         names = ", ".join(name for name, _ in unused)
     else:
         names = "parameters that were frozen after DDP had wrapped the model; freeze them before"
-    error.args = (
-        f"{error}\nThe last backward pass of rank {comm.get_rank()} gave no gradient to: {names}. "
+    add_line(
+        error,
+        f"The last backward pass of rank {comm.get_rank()} gave no gradient to: {names}. "
         "If ranks or steps use different parameters, set MODEL.DDP.FIND_UNUSED_PARAMETERS True, or "
         "create_ddp_model(model, find_unused_parameters=True)",
     )

@@ -109,15 +109,19 @@ class StopRequests:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
-    def pass_on(self) -> None:
+    def pass_on(self, progress: str) -> None:
         """If a signal has stopped the run, raise what the signal itself would raise.
 
-        That is KeyboardInterrupt or SystemExit.
+        That is KeyboardInterrupt or SystemExit. Python prints a KeyboardInterrupt last, so its
+        message says where the run stands.
         """
         if self.stop is None or self.stop.signum is None:
             return
         if self.stop.signum == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(
+                f"training has stopped {progress}. For code that must run after train(), catch "
+                "KeyboardInterrupt"
+            )
         raise SystemExit(128 + self.stop.signum)
 
     @contextlib.contextmanager

@@ -81,6 +81,14 @@ def _last_where(scheduler: ParamScheduler) -> float:
     return 1.0
 
 
+def _check_is_function(name: str, given: Any) -> None:
+    if not callable(given) or isinstance(given, type):
+        raise TypeError(
+            f"{name} must be a function that gives a rate, got {given!r:.80}; a scheduler of torch "
+            "goes to the hook: LRScheduler(optimizer, scheduler)"
+        )
+
+
 class ScheduledLR(LRScheduler):
     """Sets the learning rate of each parameter group to ``schedule(iter, base rate)``.
 
@@ -98,6 +106,7 @@ class ScheduledLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_iter: int = -1) -> None:
+        _check_is_function("schedule", schedule)
         # not torch's constructor, which replaces optimizer.step()
         self.optimizer = optimizer
         self.schedule = schedule
@@ -155,9 +164,9 @@ class ScheduledLR(LRScheduler):
             min_lr = 0.0
             if number < len(self.min_lrs):  # a group may have been added later
                 min_lr = self.min_lrs[number]
-            bound = min(min_lr, lr)  # it raises no rate of the schedule
+            lowest = min(min_lr, lr)  # the minimum raises no rate of the schedule
             lowered = math.prod(self.factors, start=lr)
-            rates.append(max(lowered, bound))
+            rates.append(max(lowered, lowest))
         return rates
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,10 +190,10 @@ class ScheduledLR(LRScheduler):
         last_epoch = check_period("last_epoch", state_dict["last_epoch"], minimum=-1)
         # states of detectron2 have neither
         factors = [float(factor) for factor in state_dict.get("factors", [])]
-        last_lr = [float(rate) for rate in state_dict.get("last_lr", [])]
+        last_lr: list[float | Tensor] = [float(rate) for rate in state_dict.get("last_lr", [])]
         self.last_epoch = last_epoch
         self.factors = factors
-        self._last_lr = [*last_lr]
+        self._last_lr = last_lr
 
 
 def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
@@ -204,6 +213,7 @@ def _base_lr_of(group: dict[str, Any]) -> float:
 
 
 LRFunction = ScheduledLR
+"""The same class under another public name."""
 
 
 class LRMultiplier(ScheduledLR):
@@ -216,6 +226,7 @@ class LRMultiplier(ScheduledLR):
         self, optimizer: Optimizer, multiplier: ParamScheduler, max_iter: int, last_iter: int = -1
     ) -> None:
         check_period("max_iter", max_iter, minimum=1)
+        _check_is_function("multiplier", multiplier)
         last_where = _last_where(multiplier)
 
         def schedule(iter: int, base: float) -> float:

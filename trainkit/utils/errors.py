@@ -1,4 +1,4 @@
-"""Errors in a config."""
+"""Errors in a config, and lines that are added to errors of others."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +25,12 @@ def unknown_name(where: str, name: object, accepts: str, accepted: Iterable[str]
     return ConfigError(
         f"{where}: unknown {name!r}; {did_you_mean(name, names)}{accepts}: {', '.join(names)}"
     )
+
+
+def add_line(error: BaseException, line: str) -> None:
+    """Add a line to the message of an error, which keeps its type and its traceback."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{line}",)
 
 
 def look_up(registry: Registry, name: str, key: str) -> Any:

@@ -53,7 +53,8 @@ def setup_logger(
         handlers.append(to_stdout)
     close_logger(name)
     logger = logging.getLogger(name)
-    logger.setLevel(logging.DEBUG)
+    if logger.level == logging.NOTSET:  # else the program has set it
+        logger.setLevel(logging.DEBUG)
     logger.propagate = enable_propagation
     for handler in handlers:
         logger.addHandler(handler)
@@ -84,7 +85,8 @@ def close_logger(name: str = "trainkit") -> None:
         if isinstance(handler.formatter, _Formatter):
             logger.removeHandler(handler)
             handler.close()
-    logger.setLevel(logging.NOTSET)
+    if logger.level == logging.DEBUG:  # else the program has set it
+        logger.setLevel(logging.NOTSET)
     logger.propagate = True
 
 

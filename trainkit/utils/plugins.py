@@ -177,7 +177,10 @@ def lending(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
         # the import system and others ask every module for such names; no project lends them
         is_special = name.startswith("__")
         if is_special or name not in lent_names(package):
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            # with name and obj, Python says which name was probably meant
+            module = sys.modules[package]
+            text = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=module)
         return load(name)
 
     def all_names() -> list[str]:

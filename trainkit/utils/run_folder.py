@@ -9,13 +9,20 @@ lock after its parent was killed, so it closes the file at its start.
 """
 
 import errno
-import fcntl
 import functools
 import logging
 import os
 import threading
 import time
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        "trainkit runs on Linux and macOS: it locks folders by fcntl, which this platform does not "
+        "have. On Windows use WSL"
+    ) from error
 
 _logger = logging.getLogger(__name__)
 

@@ -72,10 +72,6 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_the_log_says_once_that_no_step_can_be_repeated(whole):
-    assert (whole / "log.txt").read_text().count("its steps cannot be repeated later") == 1
-
-
 def test_a_run_that_is_broken_off_twice_and_resumed_ends_as_the_whole_one(whole, tmp_path):
     broken_off(tmp_path, 6)
     assert (tmp_path / "last_checkpoint").read_text().strip() == "model_0000002.pth"

@@ -278,6 +278,15 @@ def test_a_finding_is_allowed_by_its_name_also_that_of_ones_own_check(tmp_path, 
     assert (done.returncode, "there is no folder for 'no/folder.json'" in done.stderr) == (2, True)
 
 
+def test_a_check_builds_another_trainer_with_settings_that_win(tmp_path):
+    cfg = tiny_cfg(tmp_path / "output", "SOLVER.MAX_ITER", 5)
+    checked = job.Job(DefaultTrainer(cfg), cfg, "none")
+    trainer = checked.build("SOLVER.MAX_ITER", 7, "LOG.WRITERS", [])
+    assert trainer.max_iter == 7
+    assert trainer.cfg.LOG.WRITERS == []  # without an option it is ["json"]
+    assert checked.trainer.max_iter == 5
+
+
 @pytest.mark.slow
 def test_several_processes_are_compared_with_one(tmp_path):
     """Their loss is smaller, and batch norm has other statistics in each process."""

@@ -181,6 +181,7 @@ def _set_up_log(cfg: CfgNode, *, eval_only: bool, is_quiet: bool) -> None:
         cfg.OUTPUT_DIR if has_file else None,
         distributed_rank=comm.get_rank(),
         stdout_level="WARNING" if is_quiet else cfg.LOG.LEVEL,
+        enable_propagation=cfg.LOG.PROPAGATE,
     )
     if former_log and former_log != log_file():
         logger.info(
@@ -214,6 +215,8 @@ def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
         set_back = _switch_back.pop()
         set_back()
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not eval_only
+    if cfg.NUM_THREADS > 0:
+        set_num_threads(cfg.NUM_THREADS)
     if cfg.DETERMINISTIC:
         was_on = torch.are_deterministic_algorithms_enabled()
         only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -231,6 +234,12 @@ def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
     if cfg.MODEL.DEVICE == "auto":
         # by item, since the config may be frozen; last, so that config.yaml says "auto"
         cfg.MODEL["DEVICE"] = str(resolve_device("auto"))
+
+
+def set_num_threads(number: int) -> None:
+    """Set the number of torch's threads until the next job of this process."""
+    _switch_back.append(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(number)
 
 
 def apply_options(cfg: Any, args: Any) -> list[Callable[[], None]]:

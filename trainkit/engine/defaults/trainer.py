@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
@@ -43,7 +44,7 @@ from trainkit.engine.defaults.folders import (
 from trainkit.engine.defaults.hooks import ConfiguredHooks
 from trainkit.engine.defaults.monitored import check_monitored_metrics
 from trainkit.engine.defaults.parts import DefaultParts
-from trainkit.engine.defaults.setup import default_writers
+from trainkit.engine.defaults.setup import default_writers, set_num_threads
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import own_sort_key
 from trainkit.engine.hooks.checkpoint import best_file_prefixes
@@ -58,7 +59,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventStorage, EventWriter
-from trainkit.utils.periods import say_done
+from trainkit.utils.periods import check_number, say_done
 from trainkit.utils.plugins import find_plugins, load
 from trainkit.utils.run_folder import LOCK_FILE
 
@@ -334,7 +335,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             if path.name != LOCK_FILE and not is_periodic_checkpoint:
                 names.append(path.name)
         lines.append(f"files in {self.cfg.OUTPUT_DIR}: {', '.join(names)}")
-        if self.status != "finished":
+        if self.status != "finished" and self.checkpointer.has_checkpoint():
             lines.append("to go on: the same command with --resume, or trainer.train()")
         return "\n  ".join(lines)
 
@@ -360,6 +361,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             "data": self._trainer.feed.state_dict(),
             "data_size": self._trainer.data_size.state_dict(),
             "results": _plain_results(self._results),
+            "num_threads": torch.get_num_threads(),
             "_trainer": {
                 **self._trainer.step_state_dict(),
                 **self._trainer._attributes.state_dict(),
@@ -380,12 +382,31 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         results = state_dict.get("results")
         if results:
             self._last_eval_results = results
+        if self._has_loaded:
+            self._take_over_threads(state_dict.get("num_threads"))
         with loading("the position in the data"):
             self._loaded_size = DataSize.from_state(state_dict.get("data_size", {}))
             self._trainer.compare_data(state_dict)
             self._trainer.feed.load_state_dict(state_dict.get("data", {}))
         self._trainer._attributes.load_state_dict(state_dict["_trainer"])
         self._trainer.load_step_state_dict(state_dict["_trainer"])
+
+    def _take_over_threads(self, saved: Any) -> None:
+        """With another number of threads, torch adds numbers in another order."""
+        own = torch.get_num_threads()
+        if saved is None or saved == own:  # files of detectron2 do not say it
+            return
+        check_number("num_threads", saved, "[1, 1024]")
+        if self.cfg.NUM_THREADS == 0:
+            set_num_threads(saved)
+            logger.info("torch uses %d threads, as in the checkpoint; here it had %d", saved, own)
+        else:
+            logger.warning(
+                "NUM_THREADS is %d, and the checkpoint is of a run with %d threads: a resumed run "
+                "may differ in the last bits",
+                own,
+                saved,
+            )
 
     # ------------------------------------------------------------------ hooks
 
@@ -475,7 +496,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         trainer.share_run(self)  # it gets the hooks and the storage of this one
 
     @property
-    def _step(self) -> SimpleTrainer:
+    def _inner(self) -> SimpleTrainer:
         return self._step_trainer
 
     @property

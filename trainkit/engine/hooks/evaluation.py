@@ -82,7 +82,13 @@ class EvalHook(PeriodicHook):
 
         Subclasses written for detectron2 override this.
         """
-        results = flatten_results_dict(self._func() or {})
+        returned = self._func()
+        if returned is not None and not isinstance(returned, Mapping):
+            raise TypeError(
+                f"the function of {type(self).__name__} returned {returned!r:.80}; return a dict "
+                'of results, such as {"accuracy": 0.5}, or None'
+            )
+        results = flatten_results_dict(returned or {})
         for name, value in results.items():
             results[name] = result_as_float(name, value)
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)

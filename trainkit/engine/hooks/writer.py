@@ -8,6 +8,7 @@ from typing import Any
 from trainkit.checkpoint.atomic import loading
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
+from trainkit.engine.hooks.timer import IterationTimer
 from trainkit.utils.events import EventStorage, EventWriter, estimate_eta_sec, get_event_storage
 from trainkit.utils.periods import check_period, is_due
 
@@ -31,25 +32,31 @@ class PeriodicWriter(HookBase):
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
         self._writers = list(writers)
         self._period = check_period("period", period, minimum=1)
-        # states of the writers for a run that continues: loaded, or at the end of a run that was
-        # stopped or has failed
-        self._waiting: list[dict[str, Any]] | None = None
+        # states of the writers for a run that is resumed: loaded, or those before the last write of
+        # a run that was stopped or has failed
+        self._states_to_resume: list[dict[str, Any]] | None = None
         # states of the writers at the end of a finished run, and its storage
-        self._ended: list[dict[str, Any]] | None = None
-        self._ended_storage: EventStorage | None = None
+        self._finished_states: list[dict[str, Any]] | None = None
+        self._finished_storage: EventStorage | None = None
         self._lost: list[str] = []  # the errors of the last write
 
     def before_train(self) -> None:
         states: list[dict[str, Any]] = []
-        if self._ended is not None and self._ended_storage is self.trainer.storage:
-            states = self._ended  # the finished run goes on
-        elif self._waiting is not None and self.trainer.start_iter > 0:
-            states = self._waiting
+        if self._finished_states is not None and self._finished_storage is self.trainer.storage:
+            states = self._finished_states  # the finished run goes on
+        elif self._states_to_resume is not None and self.trainer.start_iter > 0:
+            states = self._states_to_resume
         self._give_states(states)
-        self._waiting = None
-        self._ended = None
-        self._ended_storage = None
+        self._states_to_resume = None
+        self._finished_states = None
+        self._finished_storage = None
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
+        self._timers = [hook for hook in self.trainer.hooks if isinstance(hook, IterationTimer)]
+        self._with_progress = [
+            writer
+            for writer in self._writers
+            if type(writer).show_progress is not EventWriter.show_progress
+        ]
         for writer in self._writers:
             writer.begin(self.trainer)
         if self.trainer.start_iter == 0 and self._was_evaluated(0):
@@ -72,6 +79,8 @@ class PeriodicWriter(HookBase):
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1
+        for writer in self._with_progress:
+            writer.show_progress(done)
         if is_due(self.trainer, self._period, or_last=True) or self._was_evaluated(done):
             self.trainer.storage.publish(self._write)
 
@@ -112,9 +121,10 @@ class PeriodicWriter(HookBase):
         is_interrupted = at_end and self.trainer.status != "finished"
         if is_interrupted:
             # before the last write, since a resumed run writes these values again
-            self._waiting = self._writer_states()
+            self._states_to_resume = self._writer_states()
         if not at_end:
-            eta_sec = estimate_eta_sec(storage, self.trainer.max_iter)
+            hooks_sec = sum(timer.hooks_sec_per_iter for timer in self._timers)
+            eta_sec = estimate_eta_sec(storage, self.trainer.max_iter, hooks_sec)
             if eta_sec is not None:
                 storage.put_scalar("eta_seconds", eta_sec, smoothing_hint=False)
         with storage.hold_images():
@@ -126,8 +136,8 @@ class PeriodicWriter(HookBase):
         storage.clear_histograms()
         if at_end:
             # for a run that goes on; another one may train these iterations again
-            self._ended = self._writer_states()
-            self._ended_storage = self.trainer.storage
+            self._finished_states = self._writer_states()
+            self._finished_storage = self.trainer.storage
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -140,7 +150,8 @@ class PeriodicWriter(HookBase):
         """The writers' states after their last regular write, also if they are closed already."""
         if self.trainer is not None:
             self.trainer.storage.flush()
-        return {"writers": self._waiting or self._ended or self._writer_states()}
+        states = self._states_to_resume or self._finished_states or self._writer_states()
+        return {"writers": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states until training starts, since writers cut their files only then.
@@ -152,7 +163,7 @@ class PeriodicWriter(HookBase):
             for entry in waiting:
                 entry["state"] = dict(entry["state"])
                 entry["class"] = str(entry["class"])
-            self._waiting = waiting
+            self._states_to_resume = waiting
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [

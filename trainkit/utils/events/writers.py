@@ -47,6 +47,9 @@ class EventWriter:
     def begin(self, trainer: Any) -> None:
         """Called by `PeriodicWriter` before each ``train()``."""
 
+    def show_progress(self, done: int) -> None:
+        """Called after each iteration, with the number of those that are done."""
+
     def close(self) -> None:
         """End the output."""
 
@@ -181,7 +184,10 @@ class CommonMetricPrinter(EventWriter):
         """The ETA, the epoch and the iteration, as far as they are known."""
         fields = []
         if self._max_iter is not None:
-            eta_sec = estimate_eta_sec(storage, self._max_iter)
+            # that of `PeriodicWriter` counts the time of the hooks too
+            eta_sec, iter_of_eta = storage.latest().get("eta_seconds", (None, -1))
+            if iter_of_eta != storage.iter:
+                eta_sec = estimate_eta_sec(storage, self._max_iter)
             if eta_sec is not None:
                 fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
         if self._iters_per_epoch is not None:
@@ -198,16 +204,19 @@ class CommonMetricPrinter(EventWriter):
             self._max_iter = trainer.max_iter
 
 
-def estimate_eta_sec(storage: EventStorage, max_iter: int) -> float | None:
-    """Seconds until ``max_iter`` at the recent median time per iteration.
+def estimate_eta_sec(storage: EventStorage, max_iter: int, hooks_sec: float = 0.0) -> float | None:
+    """Seconds until ``max_iter`` at the recent median time of a step.
 
     None if there is no ``time``.
+
+    Args:
+        hooks_sec: between two steps, on average: hooks, evaluations, saves.
     """
     time_history = storage.histories().get("time")
     if time_history is None:
         return None
     remaining_iters = max_iter - storage.iter - 1
-    return time_history.median(_ETA_WINDOW) * remaining_iters
+    return (time_history.median(_ETA_WINDOW) + hooks_sec) * remaining_iters
 
 
 class LinesWriter(ScalarWriter):
@@ -307,7 +316,9 @@ class LinesWriter(ScalarWriter):
         aside.write_bytes(tail)
         os.truncate(self._path, end)
         logger.info(
-            "%s continues after byte %d; what was after it is in %s", self._path, end, aside.name
+            "%s: the lines that were written after the checkpoint are now in %s",
+            self._path,
+            aside.name,
         )
 
 
