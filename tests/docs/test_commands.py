@@ -105,7 +105,7 @@ def understand(words):
             compile(code, "page", "exec")
         case ["python", "-m", module, *_] if module.startswith("trainkit.projects."):
             tool, args = tool_of(words)
-            tool.parse_args(args)
+            read_by(tool, args)
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module)  # what it imports may not be installed
         case ["python", ".ci/check_messages.py"] | ["head=$(scontrol", *_] | ["head", *_]:
@@ -132,7 +132,12 @@ def read_arguments(script, args):
         LazyConfig.apply_overrides(
             LazyConfig.load(read.config_file or tool.DEFAULT_CONFIG), read.opts
         )
-    elif hasattr(tool, "parse_args"):
+    else:
+        read_by(tool, args)
+
+
+def read_by(tool, args):
+    if hasattr(tool, "parse_args"):
         tool.parse_args(args)
     else:
         assert not args
