@@ -37,7 +37,7 @@ from benchmarks import (
     step,
 )
 from benchmarks.measure import as_table
-from user_job import positive
+from trainkit.projects.finders.command import positive
 
 SECTIONS: dict[str, ModuleType] = {
     "step": step,
