@@ -194,6 +194,7 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
     settings.SEED = -1
     if train.get("seed") is not None:
         settings.SEED = train.seed
+    settings.NUM_THREADS = train.get("num_threads") or 0
     return settings, text
 
 

@@ -16,7 +16,7 @@ import yaml
 from tests.docs.pages import blocks, contents, page, run
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
-from tools.inspect_checkpoint import compare_files, parts_of
+from tools.inspect_checkpoint import compare_files, entries_of
 from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, get_cfg
 from trainkit.data import MetadataCatalog, build_train_loader
@@ -405,5 +405,5 @@ def test_a_gan_with_two_optimizers_resumes_exactly_and_the_check_names_what_was_
     files = [str(tmp_path / name / "model_final.pth") for name in ("whole", "pieces")]
     text, differs = compare_files(*files)
     assert differs == bool(left_out)
-    said = f"identical: {len(parts_of(read_file(files[0])))} entries, bit by bit, except clock readings"
+    said = f"identical: {len(entries_of(read_file(files[0])))} entries, bit by bit, except clock readings"
     assert text.startswith("model/") if left_out else text == said

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
-from trainkit.engine.losses import non_finite_names, raise_failure
+from trainkit.engine import DefaultTrainer
+from trainkit.engine.finite import non_finite_names, raise_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 
@@ -161,3 +163,15 @@ def test_tensors_that_have_no_operations_do_not_end_a_run():
         bad=torch.tensor(math.inf),
     )
     assert non_finite_names(model) == ["bad"]
+
+
+def test_the_iteration_is_named_also_if_a_default_trainer_makes_the_steps_itself(tmp_path):
+    class OwnStep(DefaultTrainer):
+        def run_step(self):
+            if self.iter == 4:
+                with torch.no_grad():
+                    next(self.model.parameters()).fill_(math.inf)
+
+    trainer = OwnStep(tiny_cfg(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 5))
+    with pytest.raises(FloatingPointError, match="the model is not finite in iteration 4"):
+        trainer.train()

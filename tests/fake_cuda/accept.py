@@ -57,20 +57,13 @@ def all_tests(folder):
 
 
 def benchmark(folder):
-    """The rows of ``tools/benchmark.py`` for a GPU."""
+    """The section of ``tools/benchmark.py`` for a GPU."""
     sys.path.insert(0, str(ROOT / "tools"))
-    from benchmarks import checkpoint, cuda, graph
+    from benchmarks import gpu
+    from benchmarks.measure import as_table
 
-    if IS_FAKE:
-        found = [
-            cuda.throughput(folder, 1, steps=2, channels=8, pictures=2),
-            *graph.graph(1, scratch=folder, steps=3),
-        ]
-        found += checkpoint.save(1, scratch=folder, device="cuda", num_layers=1)
-    else:
-        found = [*cuda.cuda(scratch=folder), *graph.graph(scratch=folder)]
-    print(*(" | ".join(row.as_texts()) for row in found), sep="\n")
-    assert IS_FAKE or all(row.holds is not False for row in found)
+    rounds = 1 if IS_FAKE else gpu.ROUNDS
+    print(as_table(gpu.measure(rounds, folder, quick=IS_FAKE)))
 
 
 def gpt(folder, options=()):

@@ -1,98 +1,151 @@
-"""Timing in alternating rounds, and the rows of the benchmark's table."""
+"""Times ways to do the same work in alternating rounds, and makes a table of them."""
 
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-Runner = Callable[[], float]
-"""Does its work once more; returns the seconds of one unit of it (a step, a save)."""
+import torch
+from tabulate import tabulate
+
+Way = Callable[[], float]
+"""Does the work once more, and returns its time in seconds (of one step, one save, one batch)."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table.
+class Comparison:
+    """Ways to do one piece of work.
 
     Attributes:
-        name: the measured quantity.
-        value: in ``unit``, which is "x" for a ratio. None: not measured, ``note`` says why.
-        goal: the largest value that is good enough; with ``at_least`` the smallest. None: there is no goal.
-        sides: name of each compared side -> its median in seconds.
-        note: a remark about the value, or why there is no value.
+        work: the work, in words.
+        twin: does the work by hand, in a few lines that a reader can follow.
+        found: way -> one value per round. The first way is the twin.
+        unit: "s" or "MiB".
     """
 
-    name: str
-    value: float | None
-    goal: float | None = None
-    unit: str = "x"
-    at_least: bool = False
-    sides: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the goal is reached; None if there is no goal, or nothing was measured."""
-        if self.value is None or self.goal is None:
-            return None
-        return self.value >= self.goal if self.at_least else self.value <= self.goal
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "holds": self.holds}
-
-    def as_texts(self) -> list[str]:
-        """The cells of the line: name, value, goal, verdict, sides and note."""
-        value = "not measured" if self.value is None else f"{self.value:.4g} {self.unit}"
-        goal = (
-            ""
-            if self.goal is None
-            else f"{'>=' if self.at_least else '<='} {self.goal:g} {self.unit}"
-        )
-        verdict = {None: "", True: "holds", False: "MISSED"}[self.holds]
-        sides = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in self.sides.items())
-        return [self.name, value, goal, verdict, "; ".join(filter(None, [sides, self.note]))]
+    work: str
+    twin: Callable[..., Any]
+    found: Mapping[str, Sequence[float]]
+    unit: str = "s"
 
 
-def alternate(runners: Mapping[str, Runner], rounds: int) -> dict[str, list[float]]:
-    """name -> the time of this runner in each round; every round calls each runner once.
+def by_hand(twin: Callable[..., Any]) -> str:
+    """The name of the way that is written by hand, with the place of its source."""
+    module = twin.__module__.rpartition(".")[2]
+    return f"by hand (`{module}.{twin.__qualname__}`)"
 
-    A first round does not count; it fills caches and allocators. The order is reversed from round to round, because a
-    runner changes the state of the machine for the next runner.
+
+def compare(
+    work: str, twin: Callable[..., Any], run_twin: Way, others: Mapping[str, Way], rounds: int
+) -> Comparison:
+    """Measure the twin and the other ways in alternating rounds."""
+    found = alternate({by_hand(twin): run_twin, **others}, rounds)
+    return Comparison(work, twin, found)
+
+
+def alternate(ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
+    """way -> its time in each round; every round calls each way once.
+
+    A first round does not count: it fills caches and allocators. The order is reversed from round
+    to round, because a way changes the state of the machine for the next one.
     """
-    found: dict[str, list[float]] = {name: [] for name in runners}
-    order = list(runners)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
     for _ in range(rounds + 1):
         for name in order:
-            found[name].append(runners[name]())
+            found[name].append(ways[name]())
         order.reverse()
     return {name: values[1:] for name, values in found.items()}
 
 
-def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """The median of the ratios within each round. So a slowdown of a whole round does not matter."""
-    return statistics.median(value / other for value, other in zip(values, base, strict=True))
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """The ratio in each round, so that a slow round changes both sides of it."""
+    return [value / other for value, other in zip(values, base, strict=True)]
 
 
-def compare(
-    name: str,
-    found: Mapping[str, Sequence[float]],
-    measured: str,
-    base: str,
-    goal: float | None = None,
-    *,
-    at_least: bool = False,
-    note: str = "",
-) -> Row:
-    """The row for the ratio of ``measured`` to ``base`` in the times of `alternate`.
-
-    Args:
-        at_least: the goal is a speed and not a time, so the value is the ratio of ``base`` to ``measured``.
-    """
-    sides = {side: statistics.median(found[side]) for side in (measured, base)}
-    value = ratio(found[base], found[measured]) if at_least else ratio(found[measured], found[base])
-    return Row(name, value, goal, at_least=at_least, sides=sides, note=note)
+def as_table(comparisons: Iterable[Comparison]) -> str:
+    """A table in Markdown, with one line per way."""
+    lines = []
+    for comparison in comparisons:
+        lines += _lines(comparison)
+    headers = ["work", "way", "median", "ratio", "half of the ratios"]
+    return tabulate(lines, headers, "github", disable_numparse=True)
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def _lines(comparison: Comparison) -> list[list[str]]:
+    lines = []
+    work = comparison.work
+    base = next(iter(comparison.found.values()))
+    for name, values in comparison.found.items():
+        median = format_value(statistics.median(values), comparison.unit)
+        ratio = ""
+        spread = ""
+        if comparison.unit == "s":  # the memory of the twin may be 0
+            by_round = ratios(values, base)
+            ratio = f"{statistics.median(by_round):.2f}"
+            if values is not base:
+                low, high = middle_half(by_round)
+                spread = f"{low:.2f} to {high:.2f}"
+        lines.append([work, name, median, ratio, spread])
+        work = ""  # it stands in the first line only
+    return lines
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def format_value(value: float, unit: str) -> str:
+    """Three digits, with a unit that fits: ``0.0123`` seconds is ``12.3 ms``."""
+    if unit == "s" and value < 1e-3:
+        value = value * 1e6
+        unit = "us"
+    elif unit == "s" and value < 1:
+        value = value * 1e3
+        unit = "ms"
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def timed(action: Callable[[], object], before: Callable[[], object] = lambda: None) -> Way:
+    """The way whose time is that of ``action``; ``before`` is called first, and not timed."""
+
+    def run() -> float:
+        before()
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+
+    return run
+
+
+def in_new_process(function: Callable[..., float], *arguments: Any) -> float:
+    """Call a function where no memory has been freed that could be used again."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def resident_mib() -> float:
+    """The memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """In this context torch computes in one thread: more threads make tiny models slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

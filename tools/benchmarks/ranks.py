@@ -1,165 +1,100 @@
-"""The cost of exchanging the metrics of two ranks."""
+"""Two processes with DDP over Gloo, beside DDP by hand with the same logging.
 
-import copy
-import itertools
+Both average the losses over the ranks once per 20 steps, in one exchange, and rank 0 writes. A step
+takes the time of the slower rank.
+"""
+
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from trainkit.projects.logical_ranks.trainer import LogicalTrainer
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import job
-from benchmarks.measure import Row, alternate, compare
-from trainkit.engine import SimpleTrainer, create_ddp_model, launch
+from benchmarks.by_hand import HandWrittenLoop
+from benchmarks.job import Chunks
+from benchmarks.measure import Comparison, alternate, by_hand, one_thread
+from trainkit.engine import create_ddp_model, launch
 from trainkit.utils import comm
 
-_Found = dict[str, dict[str, list[float]]]
+ROUNDS = 31
+PROCESSES = 2
 
-_EXCHANGED, _NEVER = "exchanged once per log period", "never stored"
-_LOGICAL, _PLAIN, _LOGICAL_RANKS = "in one tree", "as usual", 4
-
-
-def ranks(rounds: int = 45, *, scratch: Path, steps: int = 130, width: int = 1024) -> list[Row]:
-    """`SimpleTrainer` with DDP on two processes over Gloo: the exchange period of `DefaultTrainer`, and no exchange.
-
-    One model is that of the step rows, whose step takes little longer than one exchange. The other has some layers of
-    ``width``; only a twentieth of the steps is timed. The hooks are those of the step rows, the writers are on rank 0.
-    A step takes the time of the slower rank.
-    """
-    models = {
-        "": (job.make_model(), steps),
-        " of a larger model": (_Wide(width), max(1, steps // 20)),
-    }
-    found = _run(scratch / "found.json", 2, _measure, models, rounds, scratch)
-    return [
-        compare(f"metric exchange on two ranks{of}", times, _EXCHANGED, _NEVER, 1.03)
-        for of, times in found.items()
-    ]
+MODELS: dict[str, tuple[type[job.TinyModel], int]] = {
+    # name -> class, and timed steps per round
+    "the tiny model": (job.TinyModel, 200),
+    "two million parameters": (job.WideModel, 20),
+}
 
 
-def logical(
-    rounds: int = 15,
-    *,
-    scratch: Path,
-    steps: int = 60,
-    width: int = 1024,
-    batch: int = 32,
-    counts: Sequence[int] = (1, 2, _LOGICAL_RANKS),
-) -> list[Row]:
-    """A step with `_LOGICAL_RANKS` logical ranks, compared with a step of DDP that accumulates the same micro-batches.
+class LoopOfRank(HandWrittenLoop):
+    """Losses wait in a list; every 20 steps they are averaged over the ranks, checked and stored."""
 
-    The models are a small one of 50 layers and one of two million parameters; each logical rank has ``batch`` samples.
-    ``counts``: numbers of processes.
-    """
-    models = {
-        "a small model": (job.make_model(job.DeepModel), steps),
-        "two million parameters": (_Wide(width), steps),
-    }
-    rows = []
-    for processes in counts:
-        arguments = models, rounds, scratch / str(processes), batch
-        found = _run(scratch / "found.json", processes, _measure_logical, *arguments)
-        on = f"{processes} process{'es' * (processes > 1)}"
-        rows += [
-            compare(f"logical ranks on {on}, {of}", times, _LOGICAL, _PLAIN, 1.25)
-            for of, times in found.items()
-        ]
-    return rows
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        super().__init__(DistributedDataParallel(model), folder)
+        self.waiting: list[dict[str, float]] = []
+
+    def update(self, total_loss: float) -> None:
+        self.optimizer.step()
+
+    def store(self, values: Mapping[str, float]) -> None:
+        self.waiting.append(dict(values))
+        if (self.iteration + 1) % job.LOG_PERIOD == 0:
+            self.exchange()
+
+    def exchange(self) -> None:
+        rows = torch.tensor([list(values.values()) for values in self.waiting], dtype=torch.float64)
+        dist.all_reduce(rows)
+        names = list(self.waiting[0])
+        first = self.iteration + 1 - len(self.waiting)
+        means = rows / dist.get_world_size()
+        for iteration, row in enumerate(means.tolist(), first):
+            values = dict(zip(names, row, strict=True))
+            if not math.isfinite(values["total_loss"]):
+                raise FloatingPointError(f"a loss is not finite in iteration {iteration}")
+            if dist.get_rank() == 0:
+                self.record.store(iteration, values)
+        if dist.get_rank() == 0:
+            self.record.write(self.iteration)
+        self.waiting.clear()
 
 
-def _measure_logical(
-    models: Mapping[str, tuple[nn.Module, int]], rounds: int, scratch: Path, batch: int
-) -> dict[str, dict[str, list[float]]]:
-    """As `_measure`."""
+def measure(rounds: int, scratch: Path, quick: bool) -> list[Comparison]:
+    file = scratch / "found.json"
+    launch(_measure_and_save, PROCESSES, args=(file, rounds, scratch, quick))
+    comparisons = []
+    for name, found in json.loads(file.read_text()).items():
+        work = f"a step on two processes, {name}"
+        comparisons.append(Comparison(work, LoopOfRank, found))
+    return comparisons
+
+
+def _measure_and_save(file: Path, rounds: int, scratch: Path, quick: bool) -> None:
+    """Runs in every process."""
     found = {}
-    folder = scratch / f"rank{comm.get_rank()}"
-    per_process = _LOGICAL_RANKS // comm.get_world_size()
-    with job.one_thread(), job.logging_to(folder):
-        for of, (model, steps) in models.items():
-            runners = {}
-            for name in (_LOGICAL, _PLAIN):
-                wrapped = create_ddp_model(copy.deepcopy(model))
-                arguments = (
-                    wrapped,
-                    _Batches(job.make_batches(size=batch)),
-                    job.make_optimizer(wrapped),
-                )
-                options: Any = {"exchange_period": job.LOG_PERIOD}
-                if name == _LOGICAL:
-                    comm.set_data_ranks(comm.get_rank(), _LOGICAL_RANKS)
-                    trainer: SimpleTrainer = LogicalTrainer(*arguments, **options)
-                    comm.set_data_ranks()
-                else:
-                    trainer = SimpleTrainer(*arguments, **options, accumulation_steps=per_process)
-                job.register_hooks(trainer, folder / of / name)
-                runners[name] = partial(_slowest, job.Chunks(trainer), steps)
-            found[of] = alternate(runners, rounds)
-    return found
-
-
-class _Batches(list[job.Batch]):
-    logical_ranks, seed = _LOGICAL_RANKS, 0
-
-
-class _Wide(job.TinyModel):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        widths = [16, width, width, width, 16]
-        pairs = itertools.pairwise(widths)
-        self.linear = nn.Sequential(
-            *(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh()))
-        )
-
-
-def _run(file: Path, processes: int, measure: Callable[..., _Found], *arguments: Any) -> _Found:
-    """What ``measure(*arguments)`` returns on rank 0 of so many processes; they use no GPU."""
-    run = partial(launch, _save, processes, args=(file, measure, arguments))
-    if torch.cuda.is_available():
-        with (
-            patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
-            ProcessPoolExecutor(1, get_context("spawn")) as pool,
-        ):
-            pool.submit(run).result()
-    else:
-        run()
-    found: _Found = json.loads(file.read_text())
-    return found
-
-
-def _save(file: Path, measure: Callable[..., _Found], arguments: Sequence[Any]) -> None:
-    found = measure(*arguments)
+    folder = scratch / f"rank_{comm.get_rank()}"
+    with one_thread(), job.logging_to(folder):
+        for name, (model_class, steps) in MODELS.items():
+            loop = LoopOfRank(job.make_model(model_class), folder / name / "by_hand")
+            trainer = job.simple_trainer(
+                folder / name / "simple",
+                model=create_ddp_model(job.make_model(model_class)),
+                exchange_period=job.LOG_PERIOD,
+            )
+            steps = 2 if quick else steps
+            ways = {
+                by_hand(LoopOfRank): partial(_slowest, loop, steps),
+                "SimpleTrainer": partial(_slowest, Chunks(trainer), steps),
+            }
+            found[name] = alternate(ways, rounds)
     if comm.is_main_process():
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found))
 
 
-def _measure(models: Mapping[str, tuple[nn.Module, int]], rounds: int, scratch: Path) -> _Found:
-    """model -> the times from `alternate`; runs in every process, in the same order."""
-    found = {}
-    folder = scratch / f"rank{comm.get_rank()}"
-    with job.one_thread(), job.logging_to(folder):
-        for of, (model, steps) in models.items():
-            runners = {}
-            for name, period in ((_EXCHANGED, 1), (_NEVER, job.MAX_ITER)):
-                trainer = job.simple_trainer(
-                    folder / of / name,
-                    gather_metric_period=period,
-                    exchange_period=job.LOG_PERIOD,
-                    model=copy.deepcopy(model),
-                    wrap=create_ddp_model,
-                )
-                runners[name] = partial(_slowest, job.Chunks(trainer), steps)
-            found[of] = alternate(runners, rounds)
-    return found
-
-
-def _slowest(chunks: job.Chunks, steps: int) -> float:
-    return max(comm.all_gather(chunks(steps)))
+def _slowest(run: Callable[[int], float], steps: int) -> float:
+    return max(comm.all_gather(run(steps)))

@@ -4,6 +4,7 @@ train = dict(
     output_dir="./output",
     init_checkpoint="",  # weights to start with, or to evaluate
     seed=None,  # None: drawn at random
+    num_threads=0,  # of torch on the CPU; 0: its own choice
     device="auto",
     max_iter=90000,
     eval_period=5000,

@@ -13,6 +13,7 @@ from .common import train
 
 train.output_dir = "./output/lazy"
 train.seed = 0
+train.num_threads = 1
 train.max_iter = 800  # about 43 epochs
 train.eval_period = train.checkpointer.period = 200
 

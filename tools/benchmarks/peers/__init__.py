@@ -1,28 +1,31 @@
-"""Other trainers that do the job of the step rows, one per module; none of them has to be installed.
+"""Other libraries that do the job of the section "step", one per module.
 
-Each module has the name of the package that it imports, and ``make(scratch)``, which returns a function like
-`benchmarks.step.StepRunner`. They are set up as their documentation says: both losses are logged if there is a call for
-that, the schedule steps per iteration, there is a log line every 20 steps, and nothing is saved. They get their batches
-like the bare loop, without the cost of a DataLoader.
+Each module has ``make(folder)``, which returns a function like `benchmarks.job.StepRunner`. The
+library fetches the batches, calls forward, backward and update, and steps the schedule. Its
+handlers time, check, store and write with the code of `benchmarks.by_hand`, unless the library
+has its own way for that.
 """
 
 import importlib
-import pkgutil
 from collections.abc import Callable
 from pathlib import Path
+
+PEERS = {
+    "Ignite": "ignite",
+    "Fabric": "fabric",
+    "detectron2's shape": "detectron2",
+    "MMEngine": "mmengine",
+    "Lightning": "lightning",
+}
+"""name in the table -> module."""
 
 Maker = Callable[[Path], Callable[[int], float]]
 
 
-def names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
-def find(name: str) -> Maker | None:
-    """The ``make`` of one of ``names()``; None if the package is not installed."""
+def find(module: str) -> Maker | None:
+    """The ``make`` of a module; None if the library is not installed."""
     try:
-        return importlib.import_module(f"{__name__}.{name}").make
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != name:
-            raise
+        make: Maker = importlib.import_module(f"{__name__}.{module}").make
+    except ModuleNotFoundError:
         return None
+    return make

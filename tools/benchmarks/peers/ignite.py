@@ -1,48 +1,73 @@
-"""https://docs.pytorch.org/ignite: an Engine (its function returns the losses), an LR handler, and log lines."""
+"""https://docs.pytorch.org/ignite: an Engine, a handler for the schedule, and handlers of ours."""
 
-import sys
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ignite.engine import Engine, Events  # type: ignore[import-not-found]
-from ignite.handlers import LRScheduler  # type: ignore[import-not-found]
-from ignite.utils import setup_logger  # type: ignore[import-not-found]
+from ignite.engine import Engine, Events
+from ignite.handlers import LRScheduler
 
 from benchmarks import job
+from benchmarks.by_hand import Record
 
 
-def make(scratch: Path) -> Callable[[int], float]:
-    model = job.make_model().train()
-    optimizer = job.make_optimizer(model)
-    logger = setup_logger("ignite trainer", stream=sys.stdout, filepath=str(scratch / "ignite.txt"))
+class Run:
+    """The engine with its handlers."""
 
-    def update(engine: Engine, batch: job.Batch) -> dict[str, float]:
-        losses = model(batch)
-        loss = losses["loss_mse"] + losses["loss_l1"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return {"total_loss": loss.item(), **{name: value.item() for name, value in losses.items()}}
+    def __init__(self, folder: Path) -> None:
+        self.model = job.make_model().train()
+        self.optimizer = job.make_optimizer(self.model)
+        self.record = Record(folder)
+        self.data_time = 0.0
+        self.engine = Engine(self.update)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, job.schedule)
+        self.engine.add_event_handler(Events.GET_BATCH_STARTED, self.start_step)
+        self.engine.add_event_handler(Events.GET_BATCH_COMPLETED, self.end_fetch)
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, self.store)
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, LRScheduler(scheduler))
+        write_period = Events.ITERATION_COMPLETED(every=job.LOG_PERIOD)
+        self.engine.add_event_handler(write_period, self.write)
+        after_first_period = Events.ITERATION_COMPLETED(once=job.LOG_PERIOD)
+        self.engine.add_event_handler(after_first_period, self.start_clock)
 
-    def log(engine: Engine) -> None:
-        lr = optimizer.param_groups[0]["lr"]
-        logger.info("iter %d: %s lr %g", engine.state.iteration, engine.state.output, lr)
+    def update(self, engine: Engine, batch: job.Batch) -> dict[str, float]:
+        losses = self.model(batch)
+        total = losses["loss_mse"] + losses["loss_l1"]
+        self.optimizer.zero_grad()
+        total.backward()
+        values = {name: loss.item() for name, loss in losses.items()}
+        values["total_loss"] = sum(values.values())
+        if not math.isfinite(values["total_loss"]):
+            raise FloatingPointError(f"the loss is not finite: {values}")
+        self.optimizer.step()
+        return values
 
-    times: dict[str, float] = {}
-    trainer = Engine(update)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, LRScheduler(schedule))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=job.LOG_PERIOD), log)
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=job.LOG_PERIOD),
-        lambda: times.update(begin=time.perf_counter()),
-    )
-    trainer.add_event_handler(Events.COMPLETED, lambda: times.update(end=time.perf_counter()))
+    def start_step(self, engine: Engine) -> None:
+        self.start = time.perf_counter()
 
-    def run(steps: int) -> float:
-        trainer.run(job.make_batches(), max_epochs=1, epoch_length=job.LOG_PERIOD + steps)
-        return (times["end"] - times["begin"]) / steps
+    def end_fetch(self, engine: Engine) -> None:
+        self.data_time = time.perf_counter() - self.start
 
-    return run
+    def store(self, engine: Engine) -> None:
+        values = engine.state.output
+        values["data_time"] = self.data_time
+        values["lr"] = self.optimizer.param_groups[0]["lr"]
+        values["time"] = time.perf_counter() - self.start
+        self.record.store(engine.state.iteration - 1, values)
+
+    def write(self, engine: Engine) -> None:
+        self.record.write(engine.state.iteration - 1)
+
+    def start_clock(self, engine: Engine) -> None:
+        self.clock = time.perf_counter()
+
+    def __call__(self, steps: int) -> float:
+        length = job.LOG_PERIOD + steps
+        self.engine.run(job.make_batches(), max_epochs=1, epoch_length=length)
+        return (time.perf_counter() - self.clock) / steps
+
+
+def make(folder: Path) -> Callable[[int], float]:
+    return Run(folder)

@@ -1,27 +1,27 @@
-"""https://lightning.ai/docs/pytorch/stable/common/trainer.html, without progress bar and checkpoints."""
+"""https://lightning.ai/docs/pytorch: a LightningModule and a callback, without bar and checkpoints."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl  # type: ignore[import-not-found]
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger  # type: ignore[import-not-found]
 
 from benchmarks import job
+from benchmarks.by_hand import Record
 
 
-class _Module(pl.LightningModule):
+class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = job.make_model()
 
-    def training_step(self, batch: job.Batch, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: job.Batch, batch_idx: int) -> dict[str, torch.Tensor]:
         losses = self.model(batch)
-        self.log_dict(losses)
-        return losses["loss_mse"] + losses["loss_l1"]
+        return {"loss": losses["loss_mse"] + losses["loss_l1"], **losses}
 
     def configure_optimizers(self) -> Any:
         optimizer = job.make_optimizer(self.model)
@@ -32,30 +32,54 @@ class _Module(pl.LightningModule):
         }
 
 
-class _Clock(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == job.LOG_PERIOD:
-            self.begin = time.perf_counter()
+class Handlers(pl.Callback):
+    def __init__(self, record: Record) -> None:
+        self.record = record
         self.end = time.perf_counter()
 
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.data_time = time.perf_counter() - self.end
 
-def make(scratch: Path) -> Callable[[int], float]:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        iteration = trainer.global_step - 1
+        values = {
+            "total_loss": outputs["loss"].item(),
+            "loss_mse": outputs["loss_mse"].item(),
+            "loss_l1": outputs["loss_l1"].item(),
+            "data_time": self.data_time,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "time": time.perf_counter() - self.end,
+        }
+        if not math.isfinite(values["total_loss"]):
+            raise FloatingPointError(f"the loss is not finite: {values}")
+        self.record.store(iteration, values)
+        if (iteration + 1) % job.LOG_PERIOD == 0:
+            self.record.write(iteration)
+        self.end = time.perf_counter()
+        if iteration + 1 == job.LOG_PERIOD:
+            self.clock = self.end
+
+
+def make(folder: Path) -> Callable[[int], float]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module, batches = _Module(), job.PlainLoader()
+    module = Module()
+    batches = job.EndlessBatches()
+    record = Record(folder)
 
     def run(steps: int) -> float:
-        clock = _Clock()
+        handlers = Handlers(record)
         trainer = pl.Trainer(
             accelerator="cpu",
             max_steps=job.LOG_PERIOD + steps,
-            log_every_n_steps=job.LOG_PERIOD,
-            logger=CSVLogger(scratch, name="lightning"),
-            callbacks=[clock],
+            logger=False,
+            callbacks=[handlers],
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
         )
         trainer.fit(module, batches)
-        return (clock.end - clock.begin) / steps
+        return (handlers.end - handlers.clock) / steps
 
     return run

@@ -1,48 +1,57 @@
-"""https://mmengine.readthedocs.io: a Runner with its default hooks, which log every 20 iterations."""
+"""https://mmengine.readthedocs.io: a Runner with its default hooks, which time, store and write."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.hooks import Hook  # type: ignore[import-not-found]
-from mmengine.model import BaseModel  # type: ignore[import-not-found]
-from mmengine.runner import Runner  # type: ignore[import-not-found]
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
 
 from benchmarks import job
 
 
-class _Model(BaseModel):
+class Model(BaseModel):
     def __init__(self) -> None:
         super().__init__()
         self.model = job.make_model()
 
     def forward(self, *batch: torch.Tensor, mode: str) -> dict[str, torch.Tensor]:
-        return self.model(batch)
+        losses: dict[str, torch.Tensor] = self.model(batch)
+        return losses
 
 
-class _Clock(Hook):
+class Clock(Hook):
+    """Checks the loss, and times the steps after the first log period."""
+
     priority = "LOWEST"
 
-    def after_train_iter(self, runner: Any, batch_idx: int, **kwargs: Any) -> None:
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        if not math.isfinite(outputs["loss"].item()):
+            raise FloatingPointError(f"the loss is not finite: {outputs}")
         if runner.iter + 1 == job.LOG_PERIOD:  # the iteration is not counted yet
-            self.begin = time.perf_counter()
+            self.start = time.perf_counter()
         self.end = time.perf_counter()
 
 
-def make(scratch: Path) -> Callable[[int], float]:
-    model = _Model()
-    batches = job.PlainLoader()
+def make(folder: Path) -> Callable[[int], float]:
+    model = Model()
+    optimizer = job.make_optimizer(model)
+    batches = job.EndlessBatches()
 
     def run(steps: int) -> float:
-        clock = _Clock()
+        clock = Clock()
         runner = Runner(
             model,
-            work_dir=str(scratch / "mmengine"),
+            work_dir=str(folder),
             train_dataloader=batches,
             train_cfg={"by_epoch": False, "max_iters": job.LOG_PERIOD + steps},
-            optim_wrapper={"optimizer": job.make_optimizer(model)},
+            optim_wrapper={"optimizer": optimizer},
             param_scheduler={"type": "CosineAnnealingLR", "T_max": job.MAX_ITER, "by_epoch": False},
             default_hooks={
                 "logger": {"type": "LoggerHook", "interval": job.LOG_PERIOD},
@@ -51,9 +60,10 @@ def make(scratch: Path) -> Callable[[int], float]:
             },
             custom_hooks=[clock],
             log_processor={"by_epoch": False},
-            experiment_name=f"chunk_{time.monotonic_ns()}",  # no two runners may have the same name
+            visualizer={"type": "Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]},
+            experiment_name=f"chunk_{time.monotonic_ns()}",  # no two runners have the same name
         )
         runner.train()
-        return (clock.end - clock.begin) / steps
+        return (clock.end - clock.start) / steps
 
     return run

@@ -1,0 +1,32 @@
+"""https://lightning.ai/docs/fabric: the loop by hand, with Fabric's model, optimizer and backward."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from benchmarks import job
+from benchmarks.by_hand import HandWrittenLoop
+
+
+class FabricLoop(HandWrittenLoop):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(job.make_model(), folder)
+        self.fabric = Fabric(accelerator="cpu", devices=1)
+        self.model, self.optimizer = self.fabric.setup(self.model, self.optimizer)
+
+    def compute_gradients(self) -> tuple[dict[str, Tensor], float]:
+        start = time.perf_counter()
+        batch = next(self.batches)
+        data_time = time.perf_counter() - start
+        losses = self.model(batch)
+        total = losses["loss_mse"] + losses["loss_l1"]
+        self.optimizer.zero_grad()
+        self.fabric.backward(total)
+        return losses, data_time
+
+
+def make(folder: Path) -> Callable[[int], float]:
+    return FabricLoop(folder)
