@@ -26,7 +26,7 @@ from trainkit.solver import build_lr_scheduler
 PICTURES, STREAM, LORA, FOLDS, MEAN, GAN, SIMPLE, METRICS, TOKENS = blocks(
     "docs/recipes.md", "python"
 )
-OF_PICTURES, DECAY, WARMUP = blocks("docs/recipes.md", "yaml")
+OF_PICTURES, DECAY = blocks("docs/recipes.md", "yaml")
 
 
 @pytest.mark.usefixtures("catalogs")
@@ -178,8 +178,7 @@ def test_each_token_has_the_same_weight_on_any_number_of_ranks_and_steps(num_ran
 def rates(*options):
     """The learning rate of each of the iterations."""
     cfg = get_cfg()
-    for text in (DECAY, WARMUP):
-        cfg.merge_from_other_cfg(CfgNode(yaml.safe_load(text)))
+    cfg.merge_from_other_cfg(CfgNode(yaml.safe_load(DECAY)))
     cfg.merge_from_list([*options])
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=cfg.SOLVER.BASE_LR)
     scheduler = build_lr_scheduler(cfg, optimizer)
