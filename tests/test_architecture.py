@@ -60,7 +60,7 @@ LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
     "tools.find_lr": "matplotlib, an optional package",
     "tools.export": "onnxruntime, an optional package",
-    "tools.plots.picture": "matplotlib, an optional package",
+    "trainkit.projects.plots.__main__": "matplotlib or plotly, optional packages",
     "trainkit.projects.weights.safetensors": "safetensors, an optional package",
     "trainkit.projects.sharding.format": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.projects": "IMPORTS, the one place where a config names code",

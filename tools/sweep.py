@@ -34,15 +34,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
-from plots.runs import Run, RunError, read_runs
 from tabulate import tabulate
 from train_net import DEFAULT_CONFIG
+from trainkit.projects.plots.runs import Run, RunError, read_runs
 from user_job import positive
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import default_argument_parser, user_errors_exit
-from trainkit.engine.hooks.direction import infer_mode
+from trainkit.utils.direction import infer_mode
 from trainkit.utils.run_folder import is_owned_by_another, own_folder, release_folder
 
 Settings: TypeAlias = dict[str, str]  # key of the config -> value, as on the command line
@@ -298,12 +298,14 @@ def make_table(sweep: Sweep, metric: str, mode: str) -> tuple[list[str], list[li
     rows = []
     for name, settings in sweep.runs.items():
         series = found[name].series if name in found else {}
-        points = [(value, done) for done, value in series.get(metric, []) if value is not None]
-        best = min(points, key=lambda point: (sign * point[0], point[1]), default=(None, None))
-        at_end = series.get(f"test/{metric}") or series.get(metric) or [(0, None)]
+        values = series.get(metric)
+        best = values.best(mode) if values else None
+        at_end = series.get(f"test/{metric}") or values
         code = sweep.codes.get(name)
         state = "finished" if code == 0 else "not finished" if code is None else f"failed ({code})"
-        rows.append([*(settings.get(key, "") for key in keys), *best, at_end[-1][1], state])
+        done, value = best or (None, None)
+        last = at_end.last if at_end else None
+        rows.append([*(settings.get(key, "") for key in keys), value, done, last, state])
     rows.sort(key=lambda row: (row[-4] is None, sign * (row[-4] or 0)))
     return [*keys, f"best {metric}", "after iterations", "at the end", "state"], rows
 

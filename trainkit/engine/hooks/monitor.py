@@ -5,8 +5,8 @@ import math
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
-from trainkit.engine.hooks.direction import infer_mode
 from trainkit.utils import comm
+from trainkit.utils.direction import infer_mode
 from trainkit.utils.errors import ConfigError
 from trainkit.utils.periods import check_number, check_period, is_due, is_last
 from trainkit.utils.registry import did_you_mean

@@ -10,7 +10,7 @@ from trainkit.engine.hooks import (
     EvalHook,
     ReduceOnPlateau,
 )
-from trainkit.engine.hooks.direction import infer_mode
+from trainkit.utils.direction import infer_mode
 
 MORE = """
     acc accuracy val_acc valAcc aAcc mAcc top1 top_5 top1_acc classification/top1 mean_class_accuracy ar@100 AR_1000 auc
