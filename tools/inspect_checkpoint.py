@@ -188,16 +188,12 @@ def _summary(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value; of nested ones only their number, if there are many."""
+    """A value; of nested ones only their number."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if not isinstance(value, Mapping | list | tuple):
-        return value if isinstance(value, str) else repr(value)
-    items = [*value.values()] if isinstance(value, Mapping) else value
-    is_flat = not any(isinstance(item, Mapping | list | tuple | Tensor) for item in items)
-    if is_flat and len(items) <= 40 and len(repr(value)) <= 40:
-        return repr(value)
-    return f"({len(value)} entries)"
+    if isinstance(value, Mapping | list | tuple):
+        return f"({len(value)} entries)" if value else repr(value)
+    return value if isinstance(value, str) else repr(value)
 
 
 def _size(value: Any) -> str:
