@@ -67,16 +67,17 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         checkpointables: name in the file -> object with ``state_dict`` and ``load_state_dict``.
 
     A checkpointable may have:
-        ``before_save(state)``: may change the whole state before it is written.
-        ``after_load(state)``: may change the whole state after it is read. ``paths_read``: the
-            starts of the paths that it reads.
-        ``check_state_dict(state)``: raises CheckpointError if its state does not fit, before
-            anything is loaded.
-        ``rank_keys``: the entries of its state that differ between ranks.
-        ``separate_states``: the entries of its state that hold states of different objects. If one
-            of these cannot be written, the others are.
-        ``only_evaluates``: if only such objects are loaded, the model gets the weights for
-            evaluation, which are the entry ``model``, also if there is an entry ``trained_model``.
+
+    - ``before_save(state)``: may change the whole state before it is written.
+    - ``after_load(state)``: may change the whole state after it is read. ``paths_read``: the starts
+      of the paths that it reads.
+    - ``check_state_dict(state)``: raises CheckpointError if its state does not fit, before anything
+      is loaded.
+    - ``rank_keys``: the entries of its state that differ between ranks.
+    - ``separate_states``: the entries of its state that hold states of different objects. If one of
+      these cannot be written, the others are.
+    - ``only_evaluates``: if only such objects are loaded, the model gets the weights for evaluation,
+      which are the entry ``model``, also if there is an entry ``trained_model``.
     """
 
     def __init__(
