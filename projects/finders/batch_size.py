@@ -129,7 +129,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="the job")
+    parser.add_argument(
+        "--config-file", default="", metavar="FILE", help="the job; without it, all defaults"
+    )
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     parser.add_argument(
         "--steps",
@@ -152,7 +154,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> int:
     """The suggested batch size."""
     cfg = get_cfg()
-    cfg.merge_from_file(args.config_file)
+    if args.config_file:
+        cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)
     if resolve_device(cfg.MODEL.DEVICE).type == "cpu" and not args.max_batch_size:
         raise ConfigError(

@@ -186,7 +186,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="the job")
+    parser.add_argument(
+        "--config-file", default="", metavar="FILE", help="the job; without it, all defaults"
+    )
     parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
     parser.add_argument(
         "--min", type=float, default=1e-5, help="the first learning rate (default %(default)s)"
@@ -214,7 +216,8 @@ def main(args: argparse.Namespace) -> float:
         raise ConfigError(f"--iters is {args.iters}; accepted: {2 * _MIN_POINTS} or more")
     check_writable(str(args.output))
     cfg = get_cfg()
-    cfg.merge_from_file(args.config_file)
+    if args.config_file:
+        cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)
     trainer_class = find_trainer(cfg, args.script)
     if importlib.util.find_spec("matplotlib") is None:

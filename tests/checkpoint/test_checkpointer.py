@@ -270,3 +270,15 @@ def test_the_log_says_after_how_many_iterations_a_checkpoint_is_saved(tmp_path, 
     first, second = [text for text in caplog.messages if text.startswith("Saving")]
     assert first == f"Saving checkpoint to {tmp_path}/model_0000047.pth, after 48 iterations"
     assert second == f"Saving checkpoint to {tmp_path}/weights.pth"
+
+
+def test_a_folder_with_checkpoints_of_which_none_is_loaded_draws_a_warning(tmp_path, caplog):
+    Checkpointer(linear(1), tmp_path).save("model", iteration=3)
+    Checkpointer(linear(0), tmp_path).resume_or_load("", resume=False)
+    [text] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"there are checkpoints in '{tmp_path}'" in text
+    assert "--resume" in text
+    caplog.clear()
+    Checkpointer(linear(0), tmp_path).resume_or_load("")
+    Checkpointer(linear(0), tmp_path / "other").resume_or_load("", resume=False)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -116,6 +116,17 @@ class DrawsOnce(HookBase):
         self.is_new = False
 
 
+class EndsEarly(HookBase):
+    """A fault: ends the run after ten steps of this process."""
+
+    steps = 0
+
+    def after_step(self):
+        self.steps += 1
+        if self.steps == 10:
+            self.trainer.request_stop("ten steps are enough", finished=True)
+
+
 IMPORTED = []
 
 
@@ -185,6 +196,10 @@ def hidden_optimizer(folder):
 
 def drawn_at_start(folder):
     return trainer(folder, make_hooks=[DrawnAtStart])
+
+
+def ends_early(folder):
+    return trainer(folder, make_hooks=[EndsEarly])
 
 
 def draws_once(folder):

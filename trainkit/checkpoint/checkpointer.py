@@ -335,6 +335,13 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         """
         if not path:
             _logger.info("No checkpoint to load; the model stays as it is")
+            if self.has_checkpoint():
+                _logger.warning(
+                    "The model has the weights that it was built with, though there are "
+                    "checkpoints in '%s'. To load the last one, call resume_or_load(\"\", "
+                    "resume=True), on the command line --resume",
+                    self.save_dir,
+                )
             return {}
         self._wait_without_raising()
         if checkpointables is None:

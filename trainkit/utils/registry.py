@@ -42,8 +42,8 @@ class Registry:
             hint = did_you_mean(name, [*self._objects, *find_plugins().names])
             registered = ", ".join(sorted(self._objects)) or "nothing"
             raise KeyError(
-                f"no {name!r} in the {self._name} registry; {hint}registered: {registered}, and "
-                "modules in IMPORTS may add"
+                f"no {name!r} in the {self._name} registry; {hint}registered: {registered}; "
+                "projects and modules in IMPORTS have more"
             )
         return self._objects[name]
 

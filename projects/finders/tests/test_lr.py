@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -113,6 +114,47 @@ def test_the_picture_is_the_only_file_that_is_written(tmp_path, monkeypatch, cap
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert 1e-4 < suggested < 1
     assert f"suggested: SOLVER.BASE_LR {suggested:.2g}\n" in capsys.readouterr().out
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from trainkit.engine import DefaultTrainer
+
+class Halfway(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch):
+        return {"loss": (self.weight - 1) ** 2}
+
+class Trainer(DefaultTrainer):
+    @classmethod
+    def build_model(cls, cfg):
+        return Halfway()
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        return [torch.zeros(1)] * 10
+"""
+
+
+def test_a_script_needs_no_config(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "own_lr_job.py").write_text(SCRIPT)
+    args = lr.parse_args(["--script", "own_lr_job.py", "MODEL.DEVICE", "cpu"])
+    assert 1e-5 < lr.main(args) < 10
+    assert "suggested: SOLVER.BASE_LR" in capsys.readouterr().out
+    sys.modules.pop("own_lr_job")
+
+
+def test_a_command_that_names_no_job_is_an_error(tmp_path):
+    args = lr.parse_args(["--output", str(tmp_path / "lr.png")])
+    with pytest.raises(ConfigError, match="MODEL.NAME is empty; .* name its file: --script"):
+        lr.main(args)
 
 
 def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch):

@@ -159,3 +159,9 @@ def test_without_training_hooks_that_need_a_part_of_it_are_left_out(tmp_path, ca
     off = {"NAME": "EmptyCache", "ENABLED": False}
     options = ("HOOKS", [off], "TEST.PRECISE_BN.ENABLED", True)
     assert order(EvaluationRun(tiny_cfg(tmp_path, *options), DefaultTrainer)) == []
+
+
+def test_a_wrong_argument_of_a_hook_is_answered_by_those_that_it_takes(tmp_path):
+    cfg = tiny_cfg(tmp_path, "HOOKS", [{"NAME": "EMAHook", "UPDATE_BUFFERS": True}])
+    with pytest.raises(ConfigError, match=r"EMAHook: .*update_buffers.*; accepted: .*DECAY, "):
+        DefaultTrainer(cfg)

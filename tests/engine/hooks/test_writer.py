@@ -17,6 +17,7 @@ from tests.engine.tiny import (
 )
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
+from trainkit.utils import comm
 from trainkit.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, get_event_storage
 
 
@@ -266,3 +267,12 @@ def test_the_last_line_of_a_run_that_finishes_early_counts_the_iterations_that_w
     Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 8)
     lines = [message for message in caplog.messages if "iterations" in message]
     assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(comm, "is_main_process", lambda: False)
+    path = tmp_path / "metrics.json"
+    trainer = writing_run(path)
+    trainer.train(0, 6)
+    assert not path.exists()
+    assert trainer.storage.history("mine").latest() == 5.0

@@ -118,7 +118,11 @@ class ConfiguredHooks:
                 hook.priority = entry["PRIORITY"]
             own_sort_key(hook)  # raises its error now
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"HOOKS: {entry['NAME']}: {error}") from error
+            text = f"HOOKS: {entry['NAME']}: {error}"
+            if "unexpected keyword argument" in str(error):
+                accepted = [name.upper() for name in inspect.signature(hook_class).parameters]
+                text += f"; accepted: {', '.join(accepted)}"
+            raise ConfigError(text) from error
         return hook
 
     def _arguments(

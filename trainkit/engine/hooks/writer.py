@@ -9,6 +9,7 @@ from trainkit.checkpoint.atomic import loading
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase, Priority
 from trainkit.engine.hooks.evaluation import EvalHook
 from trainkit.engine.hooks.timer import IterationTimer
+from trainkit.utils import comm
 from trainkit.utils.events import EventStorage, EventWriter, estimate_eta_sec, get_event_storage
 from trainkit.utils.periods import check_period, is_due
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class PeriodicWriter(HookBase):
-    """Call the writers every ``period`` iterations.
+    """Call the writers every ``period`` iterations, on rank 0.
 
     Also after each evaluation, after the last iteration, and at the end. The hook runs after every
     other hook, and deletes images and histograms from the storage after each write. The writers are
@@ -41,6 +42,8 @@ class PeriodicWriter(HookBase):
         self._lost: list[str] = []  # the errors of the last write
 
     def before_train(self) -> None:
+        if not comm.is_main_process():
+            self._writers = []  # the values are those of all ranks
         states: list[dict[str, Any]] = []
         if self._finished_states is not None and self._finished_storage is self.trainer.storage:
             states = self._finished_states  # the finished run goes on
