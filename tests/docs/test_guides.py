@@ -18,8 +18,8 @@ from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from tools.inspect_checkpoint import compare_files, entries_of
 from trainkit.checkpoint.file import read_file
-from trainkit.config import CfgNode, get_cfg
-from trainkit.data import MetadataCatalog, build_train_loader
+from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.data import MetadataCatalog, build_test_loader, build_train_loader
 from trainkit.engine import (
     DefaultTrainer,
     GraphTrainer,
@@ -256,6 +256,21 @@ def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of
     main(trial)
     assert (tmp_path / "fast_dev_run").exists()
     assert contents(tmp_path) == before
+
+
+def test_three_things_of_detectron2_are_other_beside_the_imports(tmp_path):
+    for collate, kind in (("default", dict), ("list", list)):
+        cfg = tiny_cfg(tmp_path, "DATALOADER.COLLATE", collate)
+        loaders = (build_train_loader(cfg), build_test_loader(cfg, "tiny_test"))
+        assert [type(next(iter(loader))) for loader in loaders] == [kind, kind]
+
+    (tmp_path / "eval.yaml").write_text("OUTPUT_DIR: !!python/object/apply:eval ['1']")
+    with pytest.raises(ConfigError, match="eval"):
+        get_cfg().merge_from_file(str(tmp_path / "eval.yaml"))
+
+    DefaultTrainer(tiny_cfg(tmp_path / "run", "SOLVER.CHECKPOINT_PERIOD", 5)).train()
+    names = sorted(path.name for path in (tmp_path / "run").glob("*.pth"))
+    assert names == ["model_0000004.pth", "model_final.pth"]
 
 
 def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
