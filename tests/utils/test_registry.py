@@ -14,7 +14,8 @@ def test_registered_objects_are_found_by_their_name_which_can_be_taken_once():
     assert list(registry) == [("Net", Net), ("Linear", torch.nn.Linear)]
     assert (registry.get("Net"), "Net" in registry, "net" in registry) == (Net, True, False)
     with pytest.raises(
-        KeyError, match=r"did you mean 'Linear'\? registered: Linear, Net; projects and modules in IMPORTS"
+        KeyError,
+        match=r"did you mean 'Linear'\? registered: Linear, Net; projects and modules in IMPORTS",
     ):
         registry.get("Linaer")
     with pytest.raises(
