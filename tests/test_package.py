@@ -129,7 +129,8 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
         code = {
             file
             for file in files_below(source / "projects" / name)
-            if file.endswith(".py") and not {"tests", "configs"} & {*PurePosixPath(file).parts}
+            if file.endswith((".py", ".css", ".js"))
+            and not {"tests", "configs"} & {*PurePosixPath(file).parts}
         }
         expected["trainkit"] |= {f"projects/{name}/{file}" for file in code}
     # pip gets setuptools, into an environment of its own

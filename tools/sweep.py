@@ -36,8 +36,8 @@ from typing import Any, TypeAlias
 
 from tabulate import tabulate
 from train_net import DEFAULT_CONFIG
+from trainkit.projects.finders.command import positive
 from trainkit.projects.plots.runs import Run, RunError, read_runs
-from user_job import positive
 
 from trainkit.checkpoint.atomic import write_text
 from trainkit.config import ConfigError, get_cfg

@@ -57,7 +57,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
         _confusions(runs, figures),
         _pictures(runs),
     ]
-    scripts = [get_plotlyjs(), (_HERE / "page.js").read_text()]
+    scripts = [get_plotlyjs(), (_HERE / "page.js").read_text(encoding="utf-8")]
     size_mb = len(scripts[0]) / 1e6
     # only these scripts run, whatever a name holds, and nothing is loaded from elsewhere
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
@@ -78,7 +78,7 @@ def make_page(runs: Sequence[Run], panels: Sequence[Panel]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{(_HERE / "page.css").read_text()}{colors}</style>
+{(_HERE / "page.css").read_text(encoding="utf-8")}{colors}</style>
 </head>
 <body>
 <main>

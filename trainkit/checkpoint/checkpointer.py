@@ -44,6 +44,7 @@ from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
+from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import find_plugins, load
 
 _logger = logging.getLogger(__name__)
@@ -66,16 +67,17 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         checkpointables: name in the file -> object with ``state_dict`` and ``load_state_dict``.
 
     A checkpointable may have:
-        ``before_save(state)``: may change the whole state before it is written.
-        ``after_load(state)``: may change the whole state after it is read. ``paths_read``: the
-            starts of the paths that it reads.
-        ``check_state_dict(state)``: raises CheckpointError if its state does not fit, before
-            anything is loaded.
-        ``rank_keys``: the entries of its state that differ between ranks.
-        ``separate_states``: the entries of its state that hold states of different objects. If one
-            of these cannot be written, the others are.
-        ``only_evaluates``: if only such objects are loaded, the model gets the weights for
-            evaluation, which are the entry ``model``, also if there is an entry ``trained_model``.
+
+    - ``before_save(state)``: may change the whole state before it is written.
+    - ``after_load(state)``: may change the whole state after it is read. ``paths_read``: the starts
+      of the paths that it reads.
+    - ``check_state_dict(state)``: raises CheckpointError if its state does not fit, before anything
+      is loaded.
+    - ``rank_keys``: the entries of its state that differ between ranks.
+    - ``separate_states``: the entries of its state that hold states of different objects. If one of
+      these cannot be written, the others are.
+    - ``only_evaluates``: if only such objects are loaded, the model gets the weights for evaluation,
+      which are the entry ``model``, also if there is an entry ``trained_model``.
     """
 
     def __init__(
@@ -145,7 +147,11 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             self._prepare_folder()
         takes_folder = False
         if self.save_to_disk:
-            _logger.info("Saving checkpoint to %s", path)
+            progress = ""
+            if isinstance(kwargs.get("iteration"), int):
+                # iterations count from 0, also in the name of the file
+                progress = f", {say_done(kwargs['iteration'] + 1)}"
+            _logger.info("Saving checkpoint to %s%s", path, progress)
             run_id_of_folder = read_run_id(self.save_dir)
             self._run_id = self._run_id or run_id_of_folder or new_run_id()
             takes_folder = tag_last and run_id_of_folder != self._run_id

@@ -217,7 +217,7 @@ def metrics_in(
     rows = []
     try:
         refuse_pipe(path)
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
         for line in lines:
             row = dict(json.loads(line))
             kept = {name: value for name, value in row.items() if name not in readings}

@@ -427,7 +427,7 @@ class TrainerBase:
     def _fail(self, error: BaseException) -> None:
         self.status = "failed"
         self.failure = error
-        what = f"Training failed in iteration {self.iter}"
+        what = f"Training failed in iteration {self.iter} of 0 to {self.max_iter - 1}"
         # the error is raised again, so its traceback is for the log file only
         logger.error("%s: %s: %s", what, type(error).__name__, error)
         logger.debug("%s", what, exc_info=error)

@@ -158,7 +158,7 @@ class SimpleTrainer(TrainerBase):
                 other ranks, stores them and calls the writers. An error there ends the run at most
                 20 iterations later.
             accumulation_steps: micro-batches per iteration, drawn one after the other; for a mean
-                loss they equal one batch.
+                loss, those of one size equal one batch.
             clip_gradients: called with the optimizer's parameters after ``after_backward``, as a
                 `GradientClipper`; an optimizer with the same rule does not clip again. What it
                 returns, shape ``[]``, becomes ``grad_norm``.

@@ -96,7 +96,7 @@ def test_each_chart_has_a_table_that_ends_with_the_last_value_of_each_line(three
     lasts = []
     for folder in three_runs:
         last = {}
-        with open(f"{folder}/metrics.json") as lines:
+        with open(f"{folder}/metrics.json", encoding="utf-8") as lines:
             for line in lines:
                 last |= json.loads(line)
         lasts.append(last)

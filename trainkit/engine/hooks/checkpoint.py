@@ -279,7 +279,7 @@ class BestCheckpointer(MetricHook):
             return
         # fvcore's checkpointer always moves it, so it is put back
         tag_file = Path(self.checkpointer.save_dir) / "last_checkpoint"
-        former_tag = tag_file.read_text() if tag_file.exists() else None
+        former_tag = tag_file.read_text(encoding="utf-8") if tag_file.exists() else None
         self.checkpointer.save(name, iteration=iteration)
         if not self.checkpointer.save_to_disk:
             return

@@ -8,11 +8,14 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from trainkit.projects.predict import __main__ as predict
+from trainkit.projects.predict.report import describe
+from trainkit.projects.predict.samples import samples_of_file
 
 from tests.engine.job import tiny_cfg
 from tests.tools import command
-from tools import predict
 from trainkit.checkpoint import Checkpointer
+from trainkit.config import ConfigError
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog, MetadataCatalog
 from trainkit.engine import DefaultPredictor
 from trainkit.modeling import MODEL_REGISTRY, build_model
@@ -165,16 +168,14 @@ def test_every_kind_of_file_gives_what_the_dataset_gives(run, call, tmp_path):
 
 def test_scores_are_told_as_classes_and_other_predictions_by_their_values_or_their_range():
     scores, names = torch.tensor([1.0, 3.0, 2.0]), ["a", "b", "c"]
-    assert predict.describe(torch.tensor([0.25, 0.75, 0.0]), names, 1) == [
+    assert describe(torch.tensor([0.25, 0.75, 0.0]), names, 1) == [
         {"class": "b", "index": 1, "prob": 0.75}
     ]
-    assert predict.describe(scores, ["a", "b"], None) == [1.0, 3.0, 2.0]
-    assert predict.describe(scores, [], 1)[0]["class"] == "1"
-    assert predict.describe(torch.tensor([1, 3, 2]), names, None) == [1, 3, 2]  # no scores
+    assert describe(scores, ["a", "b"], None) == [1.0, 3.0, 2.0]
+    assert describe(scores, [], 1)[0]["class"] == "1"
+    assert describe(torch.tensor([1, 3, 2]), names, None) == [1, 3, 2]  # no scores
     best = torch.tensor([[0, 0], [2, 0]])
-    assert predict.describe(
-        nn.functional.one_hot(best, 3).permute(2, 0, 1).float(), names, None
-    ) == [
+    assert describe(nn.functional.one_hot(best, 3).permute(2, 0, 1).float(), names, None) == [
         {"class": "a", "index": 0, "pixels": 0.75},
         {"class": "c", "index": 2, "pixels": 0.25},
     ]
@@ -184,7 +185,7 @@ def test_scores_are_told_as_classes_and_other_predictions_by_their_values_or_the
         "boxes": {"shape": [4, 8], "min": 0.0, "max": 31.0, "mean": 15.5},
         "both": [2, [1.5, "x", None]],
     }
-    assert predict.describe(prediction, names, None) == {**expected, "odd": "torch.float32"}
+    assert describe(prediction, names, None) == {**expected, "odd": "torch.float32"}
 
 
 @MODEL_REGISTRY.register()
@@ -264,11 +265,18 @@ def test_a_picture_is_a_sample_of_its_pixels(tmp_path):
     color = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
     for name, array in (("c.png", color), ("g.PNG", color[:, :, 0])):
         Image.fromarray(array).save(tmp_path / name)
-        (sample,) = predict.samples_of_file(str(tmp_path / name), "image")
+        (sample,) = samples_of_file(str(tmp_path / name), "image")
         assert np.array_equal(sample["image"], array)
     Image.fromarray(color).convert("RGBA").save(tmp_path / "a.png")
-    (transparent,) = predict.samples_of_file(str(tmp_path / "a.png"), "")
+    (transparent,) = samples_of_file(str(tmp_path / "a.png"), "")
     assert np.array_equal(transparent, color)
+
+
+def test_a_picture_without_the_package_that_reads_it_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match=r"a\.png' is a picture .* pip install pillow"):
+        list(samples_of_file(str(tmp_path / "a.png"), ""))
 
 
 SCRIPT = """
