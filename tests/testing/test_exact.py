@@ -238,9 +238,10 @@ def test_pytest_knows_the_marker_and_a_function_of_a_script_is_refused(tmp_path)
 
     script = tmp_path / "script.py"
     script.write_text(
+        "from functools import partial\n"
         "from trainkit.testing import assert_resumes_exactly\n"
         "def make_trainer(folder): ...\n"
-        "assert_resumes_exactly(make_trainer, 'runs')\n"
+        "assert_resumes_exactly(partial(make_trainer), 'runs')\n"
     )
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith("it is in the script that was started")
