@@ -81,13 +81,15 @@ class Counter(HookBase):
 
 
 class Forgetful(HookBase):
-    """A fault: a counter without a state."""
+    """A fault: a counter without a state. The other attribute needs none."""
 
     def __init__(self):
         self.count = 0
+        self.newest = -1
 
     def after_step(self):
         self.count += 1
+        self.newest = self.trainer.iter
         self.trainer.storage.put_scalar("count", self.count)
 
 
@@ -103,6 +105,16 @@ class DrawnAtStart(HookBase):
     def after_backward(self):
         for parameter in self.trainer.model.parameters():
             parameter.grad *= self.scale
+
+
+class DrawnWhenMade(HookBase):
+    """A fault: a number that the constructor draws."""
+
+    def __init__(self):
+        self.scale = torch.rand(()).item()
+
+    def after_step(self):
+        self.trainer.storage.put_scalar("scale", self.scale)
 
 
 class DrawsOnce(HookBase):
@@ -200,6 +212,10 @@ def drawn_at_start(folder):
 
 def ends_early(folder):
     return trainer(folder, make_hooks=[EndsEarly])
+
+
+def drawn_when_made(folder):
+    return trainer(folder, make_hooks=[DrawnWhenMade])
 
 
 def draws_once(folder):

@@ -74,12 +74,19 @@ def test_a_hook_with_a_counter_and_no_state_is_found(tmp_path):
     assert cause.startswith("Forgetful does not save its attribute 'count' (")
     assert cause.endswith("): return it from state_dict()")
     assert "before_train" not in cause
+    assert "newest" not in cause
 
 
 def test_a_number_that_is_drawn_in_before_train_is_found(tmp_path):
     cause = first_lines(message_of(jobs.drawn_at_start, tmp_path))["likely cause"]
     assert cause.startswith("DrawnAtStart does not save its attribute 'scale' (0.")
     assert "a draw in before_train, which a resumed run calls again" in cause
+
+
+def test_a_number_that_a_constructor_draws_is_found(tmp_path):
+    cause = first_lines(message_of(jobs.drawn_when_made, tmp_path))["likely cause"]
+    assert cause.startswith("DrawnWhenMade does not save its attribute 'scale' (0.")
+    assert "before_train" not in cause
 
 
 def test_a_draw_that_only_one_of_the_runs_makes_is_found_with_its_place(tmp_path):
@@ -231,9 +238,10 @@ def test_pytest_knows_the_marker_and_a_function_of_a_script_is_refused(tmp_path)
 
     script = tmp_path / "script.py"
     script.write_text(
+        "from functools import partial\n"
         "from trainkit.testing import assert_resumes_exactly\n"
         "def make_trainer(folder): ...\n"
-        "assert_resumes_exactly(make_trainer, 'runs')\n"
+        "assert_resumes_exactly(partial(make_trainer), 'runs')\n"
     )
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith("it is in the script that was started")
